@@ -1,0 +1,1 @@
+"""Train one good model from data that stays with many parties."""

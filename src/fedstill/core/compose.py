@@ -1,0 +1,143 @@
+"""How parts become methods: `combine` sums local terms, `chain` runs server steps, wrappers add control flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import interpolate
+from fedstill.core.types import (
+    Batch,
+    Local,
+    Model,
+    Objective,
+    Output,
+    Params,
+    Round,
+    ServerStep,
+    Tree,
+    Weights,
+)
+
+
+def _merge(kind: str, parts: list[Tree]) -> Tree:
+    """Union of slots; two parts that claim one slot are a mistake, never a silent overwrite."""
+    merged: Tree = {}
+    for part in parts:
+        for slot, value in part.items():
+            if slot in merged:
+                raise FedstillError(f"two parts of this method both write the {kind} slot '{slot}': use one of them")
+            merged[slot] = value
+    return merged
+
+
+def combine(*terms: Objective) -> Objective:
+    """The sum of local terms. A frozen model named by several terms runs once."""
+    measures = [term.measure for term in terms if term.measure is not None]
+    frozen: dict[str, Callable[[Local], Weights]] = {}
+    for term in terms:
+        for name, teacher in term.frozen.items():
+            if frozen.setdefault(name, teacher) is not teacher:
+                raise FedstillError(f"two terms name a frozen model '{name}' but mean different weights")
+
+    def loss(output: Output, batch: Batch, local: Local) -> Tensor:
+        total = terms[0].loss(output, batch, local)
+        for term in terms[1:]:
+            total = total + term.loss(output, batch, local)
+        return total
+
+    def init(params: Params) -> Tree:
+        return _merge("client state", [term.init(params) for term in terms])
+
+    def measure(model: Model, batch: Batch, local: Local) -> Tree:
+        return _merge("measure", [look(model, batch, local) for look in measures])
+
+    def finish(local: Local, measured: Tree) -> tuple[Tree, Tree]:
+        pairs = [term.finish(local, measured) for term in terms]
+        return _merge("client state", [state for state, _ in pairs]), _merge("upload", [extra for _, extra in pairs])
+
+    needs = frozenset().union(*(term.needs for term in terms))
+    return Objective(loss, frozen, init, measure if measures else None, finish, needs)
+
+
+def chain(*steps: ServerStep) -> ServerStep:
+    """Run server steps in order; the state is the states of the steps, by position."""
+
+    def init(weights: Weights) -> Tree:
+        return {str(i): step.init(weights) for i, step in enumerate(steps)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        after: Tree = {}
+        for i, step in enumerate(steps):
+            candidate, after[str(i)] = step.apply(candidate, state.get(str(i), {}), round)
+        return candidate, after
+
+    def broadcast(state: Tree) -> Tree:
+        return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
+
+    return ServerStep(apply, init, broadcast, frozenset().union(*(step.needs for step in steps)))
+
+
+def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return step.apply(candidate, state, round) if active(round.number) else (candidate, state)
+
+    return ServerStep(apply, step.init, step.broadcast, step.needs)
+
+
+def every(period: int, step: ServerStep) -> ServerStep:
+    """Run `step` in rounds period, 2 period, ...; pass the candidate through in the others."""
+    return _when(step, lambda number: number % period == 0)
+
+
+def after(rounds: int, step: ServerStep) -> ServerStep:
+    """Run `step` only from round `rounds` + 1 on (a warm-up of `rounds` rounds)."""
+    return _when(step, lambda number: number > rounds)
+
+
+def rollback(step: ServerStep, share: float) -> ServerStep:
+    """share * (candidate before the step) + (1 - share) * (candidate after it); share 1 switches the step off."""
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        moved, state = step.apply(candidate, state, round)
+        return interpolate(candidate, moved, share), state
+
+    return ServerStep(apply, step.init, step.broadcast, step.needs)
+
+
+def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerStep:
+    """Build `step` anew each round from the last `size` global models, newest last (FIFO).
+
+    Before `size` rounds have passed the list is shorter. The state of the built step is kept under "inner".
+    """
+
+    def as_tree(weights: Weights) -> Tree:
+        return {"params": weights.params, "buffers": weights.buffers}
+
+    def past(state: Tree) -> list[Weights]:
+        models = state.get("past", {})
+        return [
+            Weights(models[key]["params"], models[key].get("buffers", {})) for key in sorted(models, key=int)
+        ]
+
+    def init(weights: Weights) -> Tree:
+        return {"past": {}, "inner": step([]).init(weights)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        models = past(state)
+        candidate, inner = step(models).apply(candidate, state.get("inner", {}), round)
+        kept = [*models, candidate][-size:] if size else []
+        return candidate, {"past": {str(i): as_tree(m) for i, m in enumerate(kept)}, "inner": inner}
+
+    def broadcast(state: Tree) -> Tree:
+        return step([]).broadcast(state.get("inner", {}))
+
+    return ServerStep(apply, init, broadcast, step([]).needs)
+
+
+def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Mean over the batch that padding provably cannot change: sum(w v) / max(sum w, 1)."""
+    return (values * weight).sum() / weight.sum().clamp_min(1.0)
+

@@ -1,0 +1,245 @@
+"""The vocabulary of fedstill: types only, no logic.
+
+Letters used in shape comments everywhere: C cohort, N population, B batch, K classes, M unlabeled,
+T teachers, S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+Params = dict[str, Tensor]  # flat names as in nn.Module.named_parameters()
+Tree = dict[str, Any]  # nested dicts with tensors at the leaves: states, slots, uploads
+Seed = int  # 64 bits; see core/seeds.py
+
+
+class Weights(NamedTuple):
+    """All that a model is: parameters (trained) and buffers (BatchNorm statistics)."""
+
+    params: Params
+    buffers: Params
+
+
+class Output(NamedTuple):
+    """What a model says about a batch: logits (B, K) and the features before the head (B, F)."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class Batch(NamedTuple):
+    """Samples of one step. `weight` (B,) is 1 for a real sample and 0 for padding."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+
+class Need(Enum):
+    """What a part of a method looks at beyond parameters, sizes and step counts."""
+
+    LABEL_COUNTS = "the client's own label counts (they stay on the client)"
+    LABEL_COUNTS_UPLOADED = "label counts of each client, sent to the server"
+    UNLABELED = "unlabeled data on the server"
+    FEATURES = "a model that returns (features, logits)"
+    HEAD = "a model whose last layer can be called alone"
+    CLIENT_STATE = "memory on each client between rounds"
+    INDIVIDUAL_UPLOADS = "each client's model seen by the server on its own (no secure aggregation)"
+    PLAIN_SGD = "the sgd optimiser on clients (the gradient is recovered from the move)"
+
+
+class Apply(Protocol):
+    """Run a model: (weights, x) -> (output, new buffers).
+
+    `weight` (B,) tells batch statistics which rows are padding (None: all rows are real);
+    `seed` is an int64 scalar tensor from which dropout masks are a pure function.
+    """
+
+    def __call__(
+        self,
+        weights: Weights,
+        x: Tensor,
+        *,
+        training: bool = False,
+        weight: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Output, Params]: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """A stateless view of an nn.Module."""
+
+    name: str
+    init: Callable[[Seed], Weights]
+    apply: Apply
+    head: Callable[[Params, Tensor], Tensor] | None = None  # features -> logits
+    has_features: bool = True
+    convolutional: bool = False
+    batch_statistics: bool = False  # BatchNorm that uses the batch in training
+    dropout: bool = False
+    unbatchable: str | None = None  # why vmap cannot run it, in one sentence
+
+
+class Local(NamedTuple):
+    """All that one client may look at in one step."""
+
+    params: Params  # now
+    start: Weights  # as received this round
+    received: Tree  # slots the server broadcasts: "control", "generator", ...
+    state: Tree  # this client's own slots, kept between rounds
+    frozen: Mapping[str, Output]  # outputs of the frozen models the objective named, on this batch
+    label_counts: Tensor  # (K,) float; NaN unless Need.LABEL_COUNTS is declared
+    size: Tensor  # number of local samples
+    steps: Tensor  # number of local optimiser steps this round
+    travel: Tensor  # how far a constant unit gradient moves the weights this round: sum_s lr_s b_s
+    lr: Tensor  # learning rate at the start of the round
+    seed: Tensor  # int64 scalar of this client and step; draw with core.seeds.uniform / normal
+
+
+def nothing(*_: Any) -> Tree:
+    """The empty tree: the default of every optional hook."""
+    return {}
+
+
+def no_finish(_: Local, __: Tree) -> tuple[Tree, Tree]:
+    return {}, {}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A local term; `combine(*terms)` is their sum. Written for one client: no client dimension."""
+
+    loss: Callable[[Output, Batch, Local], Tensor]  # scalar
+    frozen: Mapping[str, Callable[[Local], Weights]] = field(default_factory=dict)
+    init: Callable[[Params], Tree] = nothing  # a client's first state, from the model's params
+    measure: Callable[[Model, Batch, Local], Tree] | None = None  # see engine: mean over local batches
+    finish: Callable[[Local, Tree], tuple[Tree, Tree]] = no_finish  # -> (new state, extra upload)
+    needs: frozenset[Need] = frozenset()
+
+
+class Uploads(NamedTuple):
+    """What reached the server; the first dimension of every tensor is the cohort C."""
+
+    weights: Weights
+    size: Tensor  # (C,) float64
+    steps: Tensor  # (C,)
+    travel: Tensor  # (C,) see Local.travel
+    loss: Tensor  # (C,) mean local training loss
+    extra: Tree
+    label_counts: Tensor | None  # (C, K), only with Need.LABEL_COUNTS_UPLOADED
+    ids: Tensor  # (C,) int64
+
+
+@dataclass(frozen=True)
+class Training:
+    """How weights are trained: the same words for a client and for a student on the server."""
+
+    epochs: int = 1
+    steps: int | None = None  # instead of epochs: exactly so many steps (data reshuffled as needed)
+    batch_size: int = 50
+    optimizer: str = "sgd"  # sgd | adam | adamw
+    lr: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip: float | None = None  # gradient norm per client, after every term
+    lr_decay: float = 1.0  # per round
+    lr_epoch_decay: float = 1.0  # per local epoch, restarted each round
+    lr_schedule: str = "constant"  # constant | cosine (to zero, over the local steps)
+    augment: tuple[str, ...] = ()  # crop | flip | cutout
+
+
+class Trainer(Protocol):
+    """What the engine lends to a server step, so that there is one training loop."""
+
+    def fit(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed
+    ) -> Weights:
+        """Train one model on (x, y); `y` may be soft targets (M, K)."""
+        ...
+
+    def outputs(self, weights: Weights, x: Tensor, stacked: bool = False) -> Output:
+        """Outputs in eval mode over all of x, in chunks; stacked weights give (T, M, ...)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """All that the server may look at."""
+
+    number: int  # from 1
+    start: Weights  # the model that was sent
+    uploads: Uploads
+    model: Model
+    population: int
+    unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
+    seed: Seed
+    trainer: Trainer
+    metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
+
+
+def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
+    return candidate, state
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """(candidate, state, round) -> (candidate, state); `chain(*steps)` runs them in order."""
+
+    apply: Callable[[Weights, Tree, Round], tuple[Weights, Tree]] = no_change
+    init: Callable[[Weights], Tree] = nothing
+    broadcast: Callable[[Tree], Tree] = nothing  # slots sent to the clients next round
+    needs: frozenset[Need] = frozenset()
+
+
+Transmit = Callable[[Uploads, Weights, Seed], Uploads]
+
+
+def unchanged(uploads: Uploads, _: Weights, __: Seed) -> Uploads:
+    return uploads
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A method: what clients minimise, what the server does, what happens on the way."""
+
+    objective: Objective
+    server: ServerStep
+    transmit: Transmit = unchanged
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples in storage form: images uint8 (n, channels, height, width), anything else float32.
+
+    The engine turns them into model input: (x / 255 if uint8 - mean) / std, per channel (or feature).
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor  # (n,) int64
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who holds what: client k owns train rows indices[offsets[k]:offsets[k + 1]]."""
+
+    train: Dataset
+    test: Dataset
+    indices: Tensor  # (sum of sizes,) int64 rows of train
+    offsets: Tensor  # (N + 1,) int64
+    unlabeled: Tensor | None = None  # (M, ...) same storage form as train.x
+    partition: str = ""  # how it was split, for people
+
+    @property
+    def population(self) -> int:
+        return len(self.offsets) - 1
