@@ -118,9 +118,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
 
     def past(state: Tree) -> list[Weights]:
         models = state.get("past", {})
-        return [
-            Weights(models[key]["params"], models[key].get("buffers", {})) for key in sorted(models, key=int)
-        ]
+        return [Weights(models[key]["params"], models[key].get("buffers", {})) for key in sorted(models, key=int)]
 
     def init(weights: Weights) -> Tree:
         return {"past": {}, "inner": step([]).init(weights)}
@@ -140,4 +138,3 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     """Mean over the batch that padding provably cannot change: sum(w v) / max(sum w, 1)."""
     return (values * weight).sum() / weight.sum().clamp_min(1.0)
-

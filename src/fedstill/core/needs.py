@@ -19,9 +19,7 @@ def needs_of(algorithm: Algorithm) -> frozenset[Need]:
     return algorithm.objective.needs | algorithm.server.needs
 
 
-def unmet_needs(
-    needs: Iterable[Need], *, model: Model, federation: Federation, training: Training
-) -> list[Need]:
+def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, training: Training) -> list[Need]:
     """The needs that this model, federation and local training do not meet."""
     met = {
         Need.UNLABELED: federation.unlabeled is not None and len(federation.unlabeled) > 0,

@@ -1,0 +1,65 @@
+"""Local training of whole cohorts: `build_engine` chooses how, by device and model."""
+
+from __future__ import annotations
+
+import torch
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Federation, Model
+from fedstill.engine.engine import Engine, Trained
+
+__all__ = ["ENGINES", "PRECISIONS", "Engine", "Trained", "build_engine", "choose_device"]
+
+ENGINES = ("auto", "batched", "looped")
+PRECISIONS = ("float32", "bf16")
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """'auto' is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise FedstillError(f"engine.device: '{name}' is no device; {suggest(name, ('auto', 'cpu', 'cuda'))}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise FedstillError(f"engine.device: '{name}' is not supported; choose auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise FedstillError("engine.device: 'cuda' asked for, but torch sees no GPU; use 'auto' or 'cpu'")
+    return device
+
+
+def _stacked(name: str, device: torch.device, model: Model) -> bool:
+    """Dense nets: client batch. Convolutions on a CPU: client by client. See docs/concepts.md for the figures."""
+    if name == "batched" and model.unbatchable is not None:
+        raise FedstillError(f"engine.name: 'batched' cannot run {model.name}: {model.unbatchable}")
+    if name != "auto":
+        return name == "batched"
+    return model.unbatchable is None and (device.type == "cuda" or not model.convolutional)
+
+
+def build_engine(
+    name: str = "auto",
+    device: str = "auto",
+    *,
+    model: Model,
+    federation: Federation,
+    chunk: int | None = None,
+    precision: str = "float32",
+    graphs: bool | None = None,
+) -> Engine:
+    """An engine for one model and federation; `chunk` clients at once (None: what fits in memory)."""
+    if name not in ENGINES:
+        raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
+    if precision not in PRECISIONS:
+        raise FedstillError(f"engine.precision: unknown precision '{precision}'; {suggest(precision, PRECISIONS)}")
+    where = choose_device(device)
+    return Engine(
+        model,
+        federation,
+        stacked=_stacked(name, where, model),
+        device=where,
+        chunk=chunk,
+        precision=precision,
+        graphs=where.type == "cuda" if graphs is None else graphs and where.type == "cuda",
+    )

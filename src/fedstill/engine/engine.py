@@ -1,0 +1,189 @@
+"""The engine: local training of a cohort behind one interface, on CPU or GPU, stacked or client by client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.seeds import seed_for
+from fedstill.core.types import (
+    Dataset,
+    Federation,
+    Model,
+    Need,
+    Objective,
+    Output,
+    Seed,
+    Training,
+    Tree,
+    Uploads,
+    Weights,
+)
+from fedstill.engine.after import finish_clients
+from fedstill.engine.augment import check_augmentations
+from fedstill.engine.batched import Batched
+from fedstill.engine.feed import Feed
+from fedstill.engine.forward import forward, forward_many
+from fedstill.engine.group import Inputs, columns_of, local_view, make_inputs
+from fedstill.engine.looped import Looped
+from fedstill.engine.plan import Plan, make_plan
+from fedstill.engine.probe import chunk_budget, probe
+from fedstill.engine.program import Program
+
+LANES = 16  # clients in flight on a GPU when each runs alone
+
+
+class Trained(NamedTuple):
+    """What a cohort hands back: uploads for the server, states that stay with the clients."""
+
+    uploads: Uploads
+    states: Tree
+
+
+class Engine:
+    """Trains cohorts of one federation with one model. Built by `build_engine`."""
+
+    def __init__(
+        self, model: Model, federation: Federation, *, stacked: bool, device: torch.device,
+        chunk: int | None = None, precision: str = "float32", graphs: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.device, self.stacked = model, device, stacked
+        self.chunk, self.precision, self.graphs = chunk, precision, graphs
+        self.name = "batched" if stacked else "looped"
+        self.dtype = torch.float32
+        self.dataset: Dataset = federation.train
+        self.indices, self.offsets = federation.indices.numpy(), federation.offsets.numpy()
+        self.feed = self._feed(federation.train.x, federation.train.y)
+        self.programs: dict[object, tuple[Program, Batched | Looped]] = {}
+        self.feeds: dict[int, tuple[Tensor, Feed]] = {}
+
+    def train(
+        self, objective: Objective, training: Training, start: Weights, *,
+        received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
+    ) -> Trained:  # fmt: skip
+        """Train the clients `ids` from `start`; everything comes back stacked in the order of `ids`."""
+        check_augmentations(training.augment, tuple(self.dataset.x.shape[1:]))
+        rows, sizes = self._rows(ids)
+        plan = make_plan(rows, sizes, ids, training=training, round=round, seed=seed)
+        counts = self._label_counts(objective, rows, sizes)
+        program, _ = self._program(objective, training, self.feed, start, received)
+        inputs = make_inputs(plan, states, counts, sizes, self.dtype)
+        weights, loss = self._run(program, plan, inputs, torch.from_numpy(rows))
+        seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
+        local = local_view(program, inputs, seeds, len(ids))._replace(params=weights.params)
+        new_states, extra = finish_clients(program, local, rows, sizes, stacked=self.stacked)
+        size, steps, travel, _ = inputs.facts
+        uploads = Uploads(
+            weights, size.double(), steps, travel, loss / steps.clamp_min(1), extra, None,
+            torch.from_numpy(np.asarray(ids, np.int64)),
+        )  # fmt: skip
+        return Trained(uploads, new_states)
+
+    def fit(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed
+    ) -> Weights:
+        """Train one model on (x, y) with the loop of the clients; `y` may be soft targets (M, K)."""
+        feed = self._feed_of(x)
+        if feed.y.shape == y.shape and feed.y.dtype == y.dtype:
+            feed.y.copy_(y)
+        else:
+            feed.y = y.to(self.device).clone()
+        rows, sizes = np.arange(len(x)), np.array([len(x)])
+        plan = make_plan(rows, sizes, np.zeros(1, np.int64), training=training, round=1, seed=seed_for(seed, "fit"))
+        counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device)
+        program, _ = self._program(objective, training, feed, start, {})
+        inputs = make_inputs(plan, {}, counts, sizes, self.dtype)
+        weights, _ = self._run(program, plan, inputs, torch.from_numpy(rows))
+        return Weights({k: v[0] for k, v in weights.params.items()}, {k: v[0] for k, v in weights.buffers.items()})
+
+    def outputs(self, weights: Weights, x: Tensor, stacked: bool = False) -> Output:
+        """Outputs in eval mode for samples in storage form; stacked weights give (T, M, ...)."""
+        feed = self._feed_of(x)
+        if not stacked:
+            return forward(self.model, weights, feed)
+        loop = self.model.unbatchable is not None or (self.device.type == "cpu" and self.model.convolutional)
+        return forward_many(self.model, weights, feed, loop=loop)
+
+    def label_counts(self, ids: np.ndarray) -> Tensor:
+        """(C, K) label counts of some clients, for methods that declare their upload."""
+        rows, sizes = self._rows(ids)
+        owner = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(self.device)
+        classes = len(self.dataset.classes)
+        flat = owner * classes + self.feed.y[torch.from_numpy(rows).to(self.device)]
+        return torch.bincount(flat, minlength=len(sizes) * classes).reshape(len(sizes), classes).to(self.dtype)
+
+    def _run(self, program: Program, plan: Plan, inputs: Inputs, rows: Tensor) -> tuple[Weights, Tensor]:
+        runner = self.programs[self._key(program.objective, program.training, program.feed)][1]
+        self._fill_cache(program, plan, rows)
+        order = np.argsort(-plan.steps, kind="stable")
+        columns: list[int] = order.tolist()
+        if columns != list(range(len(columns))):
+            plan, inputs = plan.columns(columns), columns_of(inputs, torch.from_numpy(order).to(self.device))
+        if isinstance(runner, Batched):
+            runner.chunk = self._auto_chunk(program, inputs)
+        return runner.run(plan, inputs, columns)
+
+    def _fill_cache(self, program: Program, plan: Plan, rows: Tensor) -> None:
+        """Outputs of the start model, once per round instead of once per epoch."""
+        names = program.cacheable() if plan.weight.sum() >= len(rows) else []
+        program.cache = {name: program.cache[name] for name in names if name in program.cache}
+        if names:
+            rows = rows.to(self.device)
+            output = forward(self.model, program.start, program.feed, rows)
+            for name in names:
+                program.remember(name, rows, output)
+
+    def _auto_chunk(self, program: Program, inputs: Inputs) -> int:
+        cohort = max(1, inputs.index.shape[1])
+        if not len(inputs.index):
+            return cohort
+        if not program.memory:
+            probe(program, inputs)
+        return self.chunk or max(1, min(cohort, chunk_budget(self.device, program) // program.memory))
+
+    def _key(self, objective: Objective, training: Training, feed: Feed) -> object:
+        return id(objective), replace(training, lr=0.0, lr_decay=1.0), id(feed)
+
+    def _program(
+        self, objective: Objective, training: Training, feed: Feed, start: Weights, received: Tree
+    ) -> tuple[Program, Batched | Looped]:
+        key = self._key(objective, training, feed)
+        if key not in self.programs:
+            program = Program(self.model, objective, training, feed, static=self.graphs, precision=self.precision)
+            runner: Batched | Looped
+            if self.stacked and feed is self.feed:
+                runner = Batched(program, chunk=1, graphs=self.graphs)
+            else:
+                runner = Looped(program, lanes=LANES, graphs=self.graphs)
+            self.programs[key] = program, runner
+        self.programs[key][0].load(start, received)
+        return self.programs[key]
+
+    def _rows(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The data rows of some clients, one after another, and how many each has."""
+        first, sizes = self.offsets[ids], self.offsets[ids + 1] - self.offsets[ids]
+        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return self.indices[np.repeat(first, sizes) + within], sizes
+
+    def _label_counts(self, objective: Objective, rows: np.ndarray, sizes: np.ndarray) -> Tensor:
+        classes = len(self.dataset.classes)
+        if Need.LABEL_COUNTS not in objective.needs:  # what is not declared is not passed
+            return torch.full((len(sizes), classes), float("nan"), device=self.device)
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        labels = self.dataset.y.numpy()[rows]
+        counts = np.bincount(owner * classes + labels, minlength=len(sizes) * classes)
+        return torch.from_numpy(counts.reshape(len(sizes), classes)).to(self.device, self.dtype)
+
+    def _feed(self, x: Tensor, y: Tensor) -> Feed:
+        return Feed(x, y, self.dataset, self.device, self.dtype)
+
+    def _feed_of(self, x: Tensor) -> Feed:
+        """A feed for a set that comes back every round (test set, unlabeled set): moved once."""
+        known = self.feeds.get(id(x))
+        if known is None or known[0] is not x:
+            known = self.feeds[id(x)] = (x, self._feed(x, torch.zeros(len(x), dtype=torch.int64)))
+        return known[1]

@@ -1,0 +1,57 @@
+"""Samples on the device, ready to be gathered by index: normalised once if they fit, else step by step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedstill.core.types import Dataset
+from fedstill.engine.augment import cutout, gather_augmented
+
+CPU_FLOAT_BYTES = 1 << 30  # a normalised float copy above this stays uint8 on the CPU
+
+
+class Feed:
+    """x (n, ...) and y on one device; `batch` gathers and augments in a few kernels."""
+
+    def __init__(self, x: Tensor, y: Tensor, dataset: Dataset, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        self.mean = torch.tensor(dataset.mean, dtype=dtype, device=device).reshape(shape)
+        self.std = torch.tensor(dataset.std, dtype=dtype, device=device).reshape(shape)
+        self.stored_as_bytes = x.dtype == torch.uint8
+        self.blank = (0.0 - self.mean) / self.std  # a black pixel, normalised
+        self.y = y.to(device)
+        self.x = x.to(device)
+        self.normalised = x.is_floating_point() or self._fits(x)
+        if self.normalised and x.dtype in (torch.uint8, torch.float32, torch.float64):
+            self.x = self._normalise(self.x)
+
+    def _fits(self, x: Tensor) -> bool:
+        wanted = x.numel() * 4
+        if self.device.type == "cuda":
+            return wanted < torch.cuda.mem_get_info(self.device)[0] // 4
+        return wanted <= CPU_FLOAT_BYTES
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        scaled = x.to(self.dtype).div_(255.0) if self.stored_as_bytes else x.to(self.dtype)
+        return (scaled - self.mean) / self.std
+
+    def inputs(self, index: Tensor | slice) -> Tensor:
+        """Model inputs of some rows, without augmentation."""
+        x = self.x[index]
+        return x if self.normalised else self._normalise(x)
+
+    def batch(self, index: Tensor, bits: Tensor, augment: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """(x, y) for an index of any shape (..., B); the leading dimensions are kept."""
+        flat = index.reshape(-1)
+        y = self.y[flat].reshape(*index.shape, *self.y.shape[1:])
+        if "crop" in augment or "flip" in augment:
+            blank = self.blank if self.normalised else torch.zeros((), dtype=self.x.dtype, device=self.device)
+            x = gather_augmented(self.x, flat, bits.reshape(-1), augment, blank)
+            x = x if self.normalised else self._normalise(x)
+        else:
+            x = self.inputs(flat)
+        if "cutout" in augment:
+            x = cutout(x, bits.reshape(-1))
+        return x.reshape(*index.shape, *x.shape[1:]), y

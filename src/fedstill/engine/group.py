@@ -1,0 +1,169 @@
+"""A group of clients trained together: stacked under vmap, or one client alone; eager or as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fedstill.core.tree import tree_map
+from fedstill.core.types import Batch, Local, Params, Tree
+from fedstill.engine.plan import Plan
+from fedstill.engine.program import Program
+from fedstill.engine.stack import Stack, View
+
+
+@dataclass
+class Inputs:
+    """The plan and the per-client facts of a group, on the device; first dimension S or C."""
+
+    index: Tensor
+    weight: Tensor
+    bits: Tensor
+    seeds: Tensor
+    lr: Tensor
+    state: Tree
+    label_counts: Tensor  # (C, K)
+    facts: Tensor  # (4, C): size, steps, travel, lr of the first step
+
+
+def make_inputs(plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray, dtype: torch.dtype) -> Inputs:
+    """Move a plan (columns already in the group's order) to the device of `label_counts`."""
+    device = label_counts.device
+
+    def move(array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    first_lr = plan.lr[0] if len(plan.lr) else np.zeros(len(plan.steps))
+    facts = np.stack([sizes, plan.steps, plan.travel, first_lr]).astype(np.float64)
+    return Inputs(
+        move(plan.index),
+        move(plan.weight).to(dtype),
+        move(plan.bits),
+        move(plan.seeds),
+        move(plan.lr).to(dtype),
+        state,
+        label_counts,
+        move(facts).to(dtype),
+    )
+
+
+def columns_of(inputs: Inputs, piece: slice | Tensor) -> Inputs:
+    """The inputs of some clients (as views, for a slice)."""
+    timed = [getattr(inputs, name)[:, piece] for name in ("index", "weight", "bits", "seeds", "lr")]
+    state = tree_map(lambda leaf: leaf[piece], inputs.state)
+    return Inputs(*timed, state, inputs.label_counts[piece], inputs.facts[:, piece])
+
+
+def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Local:
+    """What the clients of a group may look at, stacked; `params` and `frozen` are filled in by the step."""
+    size, steps, travel, lr = (fact[:width] for fact in inputs.facts)
+    state = tree_map(lambda leaf: leaf[:width], inputs.state)
+    counts = inputs.label_counts[:width]
+    return Local({}, program.start, program.received, state, {}, counts, size, steps, travel, lr, seed[:width])
+
+
+def one_client(local: Local) -> Local:
+    """Drop the client dimension of a stacked Local of width one."""
+    alone = {name: getattr(local, name)[0] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
+    return local._replace(state=tree_map(lambda leaf: leaf[0], local.state), **alone)
+
+
+def map_clients(function: Callable[..., Any], local: Local, *stacked: Any) -> Any:
+    """vmap `function(local, *stacked)` over clients; `start` and `received` are shared, not copied."""
+    shared = {"start": local.start, "received": local.received}
+    flat, spec = tree_flatten((local._replace(start=(), received={}), *stacked))  # type: ignore[arg-type]
+
+    def run(*leaves: Tensor) -> Any:
+        part, *rest = tree_unflatten(leaves, spec)
+        return function(part._replace(**shared), *rest)
+
+    return torch.func.vmap(run)(*flat)
+
+
+class Group:
+    """Runs the steps of one plan over a stack. Clients are sorted by steps, the longest first."""
+
+    def __init__(self, program: Program, stack: Stack, *, stacked: bool) -> None:
+        self.program, self.stack, self.stacked = program, stack, stacked
+        self.locals: tuple[Inputs | None, int, Local | None] = (None, 0, None)
+
+    def local(self, inputs: Inputs, width: int) -> Local:
+        """The part of Local that does not change from step to step."""
+        if self.locals[0] is not inputs or self.locals[1] != width or self.locals[2] is None:
+            self.locals = inputs, width, local_view(self.program, inputs, inputs.facts[1], width)
+        assert self.locals[2] is not None
+        return self.locals[2]
+
+    def run(self, plan: Plan, inputs: Inputs) -> Iterator[None]:
+        """Train; yields after every step, so that several groups can share a device."""
+        steps, views = plan.steps, {}
+        full = plan.weight.reshape(len(plan.weight), -1).all(1)
+        shared_rate = bool((plan.lr == plan.lr[:, :1]).all()) if len(plan.lr) else True
+        for step in range(len(plan.index)):
+            width = int((steps > step).sum()) if self.stacked else 1
+            if width not in views:
+                views = {width: View(self.stack, width, stacked=self.stacked)}
+            real = None if self.stacked else int(plan.weight[step].sum())
+            rate = float(plan.lr[step, 0]) if shared_rate else inputs.lr[step, :width]
+            self.step(views[width], inputs, step, rate=rate, full=bool(full[step]) or real is not None, real=real)
+            yield
+
+    def step(
+        self, view: View, inputs: Inputs, step: int | Tensor, *, rate: float | Tensor, full: bool, real: int | None
+    ) -> None:
+        """One optimiser step of every client in the view; `real` trims the batch of a client that runs alone."""
+        program, width = self.program, view.width
+        index, weight, bits, seed = (
+            row_at(tensor, step)[:width] for tensor in (inputs.index, inputs.weight, inputs.bits, inputs.seeds)
+        )
+        if real is not None:
+            index, weight, bits = index[:, :real], weight[:, :real], bits[:, :real]
+        local = self.local(inputs, width)._replace(seed=seed)
+        if self.stacked:
+            losses, buffers = self.stacked_loss(view, local, index, weight, bits, full)
+        else:
+            losses, buffers = self._single_loss(view, one_client(local), index[0], weight[0], bits[0], full)
+        gradients = torch.autograd.grad(losses.sum(), view.leaves, materialize_grads=True)
+        with torch.no_grad():
+            if isinstance(step, Tensor):  # a captured view may still hold clients that have finished
+                still = step < local.steps
+                losses = torch.where(still if self.stacked else still[0], losses.detach(), 0.0)
+            view.loss.add_(losses.detach())
+            for name, buffer in buffers.items():
+                view.buffers[name].copy_(buffer)
+            view.update(gradients, rate)
+
+    def stacked_loss(
+        self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
+    ) -> tuple[Tensor, Params]:
+        program = self.program
+        x, y = program.feed.batch(index, bits, program.training.augment)
+
+        def loss(part: Local, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Params]:
+            return program.client_loss(params, buffers, batch, part, full)
+
+        local = local._replace(frozen=program.cached(index))
+        result: tuple[Tensor, Params] = map_clients(loss, local, view.params, view.buffers, Batch(x, y, weight))
+        return result
+
+    def _single_loss(
+        self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
+    ) -> tuple[Tensor, Params]:
+        program = self.program
+        x, y = program.feed.batch(index, bits, program.training.augment)
+        if x.ndim == 4 and any(p.is_contiguous(memory_format=torch.channels_last) for p in view.leaves if p.ndim == 4):
+            x = x.contiguous(memory_format=torch.channels_last)
+        local = local._replace(frozen=program.cached(index))
+        return program.client_loss(view.params, view.buffers, Batch(x, y, weight), local, full)
+
+
+def row_at(tensor: Tensor, step: int | Tensor) -> Tensor:
+    """Row `step`; a device scalar is looked up on the device (CUDA graphs)."""
+    return tensor[step] if isinstance(step, int) else tensor.index_select(0, step.reshape(1))[0]

@@ -1,0 +1,91 @@
+"""Client by client: the oracle of the tests, the fast path for convolutions on a CPU, and on CUDA one
+captured graph per client on parallel streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fedstill.core.types import Weights
+from fedstill.engine.graph import CapturedGroup
+from fedstill.engine.group import Group, Inputs, columns_of
+from fedstill.engine.plan import Plan
+from fedstill.engine.program import Program
+from fedstill.engine.results import Results
+from fedstill.engine.stack import Layout, Stack, allocate_weights
+
+CHANNELS_LAST = (0, 2, 3, 1)
+
+
+class Looped:
+    """Runs the clients one after another, or `lanes` at a time on streams of their own."""
+
+    def __init__(self, program: Program, *, lanes: int, graphs: bool) -> None:
+        self.program, self.use_graphs = program, graphs
+        self.channels_last = program.model.convolutional and not graphs
+        self.lane_count = lanes if graphs else 1
+        self.lanes: list[CapturedGroup] = []
+
+    def run(self, plan: Plan, inputs: Inputs, order: list[int]) -> tuple[Weights, Tensor]:
+        """Train every column of the plan (longest first); row order[i] of the result is column i."""
+        results = Results(self.program.start, len(order), inputs.facts)
+        if self.use_graphs:
+            results.fill(self.program.start)
+            self._run_lanes(plan, inputs, results)
+            return results.ordered(order)
+        stack = self._new_stack()
+        group = Group(self.program, stack, stacked=False)
+        for column in range(len(order)):
+            here = slice(column, column + 1)
+            stack.reset(self.program.start)
+            for _ in group.run(plan.columns([column]), columns_of(inputs, here)):
+                pass
+            results.take(stack, slice(0, 1), here)
+        return results.ordered(order)
+
+    def _new_stack(self) -> Stack:
+        layout: Layout = {}
+        if self.channels_last:
+            layout = {name: CHANNELS_LAST for name, p in self.program.start.params.items() if p.ndim == 4}
+        return Stack(allocate_weights(self.program.start, 1, layout), 1, self.program.training)
+
+    def _run_lanes(self, plan: Plan, inputs: Inputs, results: Results) -> None:
+        """Every lane works through its own queue; the host only replays, round-robin."""
+        while len(self.lanes) < min(self.lane_count, len(plan.steps)):
+            self.lanes.append(CapturedGroup(self.program, self._new_stack(), stacked=False))
+        queues = _balance(plan, len(self.lanes))
+        main = torch.cuda.current_stream()
+        workers = []
+        for lane, queue in zip(self.lanes, queues, strict=True):
+            lane.stream.wait_stream(main)
+            workers.append((lane, self._work(lane, queue, plan, inputs, results)))
+        while workers:
+            running = []
+            for lane, worker in workers:
+                with torch.cuda.stream(lane.stream):
+                    if next(worker, "done") is None:
+                        running.append((lane, worker))
+            workers = running
+        for lane in self.lanes:
+            main.wait_stream(lane.stream)
+
+    def _work(
+        self, lane: CapturedGroup, queue: list[int], plan: Plan, inputs: Inputs, results: Results
+    ) -> Iterator[None]:
+        for column in queue:
+            lane.stack.reset(self.program.start)
+            lane.load(inputs, slice(column, column + 1))
+            yield from lane.run(plan.columns([column]), results, column)
+
+
+def _balance(plan: Plan, lanes: int) -> list[list[int]]:
+    """Longest first to the lane with the least work."""
+    queues: list[list[int]] = [[] for _ in range(lanes)]
+    load = [0] * lanes
+    for column, steps in enumerate(plan.steps):
+        lane = load.index(min(load))
+        queues[lane].append(column)
+        load[lane] += int(steps)
+    return queues
