@@ -1,1 +1,143 @@
-"""Train one good model from data that stays with many parties."""
+"""Federated learning on non-IID data by knowledge distillation.
+
+>>> import fedstill
+>>> experiment = fedstill.Experiment(
+...     rounds=2,
+...     cohort=3,
+...     partition={"scheme": "lda", "clients": 5, "alpha": 0.5},
+...     model={"name": "mlp", "hidden": [16]},
+... )
+>>> result = fedstill.run(experiment)
+>>> len(result.history.rows)
+2
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedstill.algorithms import build_algorithm
+    from fedstill.callbacks import Callback, EarlyStop
+    from fedstill.comparison import Comparison, compare
+    from fedstill.config import Experiment
+    from fedstill.core.compose import after, chain, combine, every, remember, rollback
+    from fedstill.core.errors import FedstillError
+    from fedstill.core.seeds import seed_for
+    from fedstill.core.types import (
+        Algorithm,
+        Batch,
+        Dataset,
+        Federation,
+        Local,
+        Model,
+        Need,
+        Objective,
+        Output,
+        Round,
+        ServerStep,
+        Training,
+        Uploads,
+        Weights,
+    )
+    from fedstill.data import (
+        Source,
+        federation_from_tensors,
+        from_csv,
+        from_hf,
+        from_tensors,
+        load,
+        make_federation,
+        split_unlabeled,
+    )
+    from fedstill.experiment import build_federation, resume_run, run
+    from fedstill.guard import Guard
+    from fedstill.history import History, Result
+    from fedstill.models import build_model, from_module
+    from fedstill.rounds import federate
+
+# Imported when first used: torch takes a second, and `fedstill --help` should not.
+_HOMES = {
+    "fedstill.algorithms": "build_algorithm",
+    "fedstill.callbacks": "Callback EarlyStop",
+    "fedstill.comparison": "Comparison compare",
+    "fedstill.config": "Experiment",
+    "fedstill.core.compose": "after chain combine every remember rollback",
+    "fedstill.core.errors": "FedstillError",
+    "fedstill.core.seeds": "seed_for",
+    "fedstill.core.types": (
+        "Algorithm Batch Dataset Federation Local Model Need Objective Output Round ServerStep Training Uploads Weights"
+    ),
+    "fedstill.data": (
+        "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled"
+    ),
+    "fedstill.experiment": "build_federation resume_run run",
+    "fedstill.guard": "Guard",
+    "fedstill.history": "History Result",
+    "fedstill.models": "build_model from_module",
+    "fedstill.rounds": "federate",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "Callback",
+    "Comparison",
+    "Dataset",
+    "EarlyStop",
+    "Experiment",
+    "Federation",
+    "FedstillError",
+    "Guard",
+    "History",
+    "Local",
+    "Model",
+    "Need",
+    "Objective",
+    "Output",
+    "Result",
+    "Round",
+    "ServerStep",
+    "Source",
+    "Training",
+    "Uploads",
+    "Weights",
+    "after",
+    "build_algorithm",
+    "build_federation",
+    "build_model",
+    "chain",
+    "combine",
+    "compare",
+    "every",
+    "federate",
+    "federation_from_tensors",
+    "from_csv",
+    "from_hf",
+    "from_module",
+    "from_tensors",
+    "load",
+    "make_federation",
+    "remember",
+    "resume_run",
+    "rollback",
+    "run",
+    "seed_for",
+    "split_unlabeled",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fedstill")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'fedstill' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -74,7 +74,9 @@ def _measure_alone(program: Program, local: Local, rows: np.ndarray) -> Tree:
         return {}
     total: Tree | None = None
     index = torch.from_numpy(rows).to(program.feed.device)
-    for piece in index.split(program.training.batch_size):
+    batch_size = program.training.batch_size
+    for at in range(0, len(index), batch_size):
+        piece = index[at : at + batch_size]
         x, y = program.feed.batch(piece, piece, ())
         batch = Batch(x, y, torch.ones(len(piece), device=x.device, dtype=local.size.dtype))
         share = len(piece) / len(rows)

@@ -31,7 +31,7 @@ def _field(bits: Tensor, start: int, options: int) -> Tensor:
 
 def gather_augmented(data: Tensor, index: Tensor, bits: Tensor, names: tuple[str, ...], blank: Tensor) -> Tensor:
     """Fetch images `data[index]` cropped and flipped in one gather; outside the image is `blank` (1, ch, 1, 1)."""
-    channels, height, width = data.shape[1:]
+    height, width = data.shape[-2:]
     rows = torch.arange(height, device=data.device).expand(len(index), height)
     columns = torch.arange(width, device=data.device).expand(len(index), width)
     if "flip" in names:

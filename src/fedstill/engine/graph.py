@@ -32,7 +32,7 @@ class CapturedGroup:
     def __init__(self, program: Program, stack: Stack, *, stacked: bool) -> None:
         self.group = Group(program, stack, stacked=stacked)
         self.stack, self.stacked = stack, stacked
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.cursor = torch.zeros((), dtype=torch.int64, device=stack.loss.device)
         self.inputs: Inputs | None = None
         self.graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
@@ -55,8 +55,7 @@ class CapturedGroup:
 
     def run(self, plan: Plan, results: Results, first: int) -> Iterator[None]:
         """Replay the loaded plan; a finished client is copied to its row (from `first` on) in `results`."""
-        full = plan.weight.reshape(len(plan.weight), -1).all(1)
-        shared_rate = bool((plan.lr == plan.lr[:, :1]).all()) if len(plan.lr) else True
+        full, shared_rate = plan.full, plan.shared_rate
         widths = ladder(self.stack.width)
         active = len(plan.steps)
         for step in range(len(plan.index)):
@@ -81,7 +80,7 @@ class CapturedGroup:
         view = View(self.stack, width, stacked=self.stacked)
         self.views.append(view)
         current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):

@@ -37,8 +37,7 @@ def make_inputs(plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray
     device = label_counts.device
 
     def move(array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     first_lr = plan.lr[0] if len(plan.lr) else np.zeros(len(plan.steps))
     facts = np.stack([sizes, plan.steps, plan.travel, first_lr]).astype(np.float64)
@@ -56,9 +55,16 @@ def make_inputs(plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray
 
 def columns_of(inputs: Inputs, piece: slice | Tensor) -> Inputs:
     """The inputs of some clients (as views, for a slice)."""
-    timed = [getattr(inputs, name)[:, piece] for name in ("index", "weight", "bits", "seeds", "lr")]
-    state = tree_map(lambda leaf: leaf[piece], inputs.state)
-    return Inputs(*timed, state, inputs.label_counts[piece], inputs.facts[:, piece])
+    return Inputs(
+        inputs.index[:, piece],
+        inputs.weight[:, piece],
+        inputs.bits[:, piece],
+        inputs.seeds[:, piece],
+        inputs.lr[:, piece],
+        tree_map(lambda leaf: leaf[piece], inputs.state),
+        inputs.label_counts[piece],
+        inputs.facts[:, piece],
+    )
 
 
 def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Local:
@@ -104,8 +110,7 @@ class Group:
     def run(self, plan: Plan, inputs: Inputs) -> Iterator[None]:
         """Train; yields after every step, so that several groups can share a device."""
         steps, views = plan.steps, {}
-        full = plan.weight.reshape(len(plan.weight), -1).all(1)
-        shared_rate = bool((plan.lr == plan.lr[:, :1]).all()) if len(plan.lr) else True
+        full, shared_rate = plan.full, plan.shared_rate
         for step in range(len(plan.index)):
             width = int((steps > step).sum()) if self.stacked else 1
             if width not in views:
@@ -119,7 +124,7 @@ class Group:
         self, view: View, inputs: Inputs, step: int | Tensor, *, rate: float | Tensor, full: bool, real: int | None
     ) -> None:
         """One optimiser step of every client in the view; `real` trims the batch of a client that runs alone."""
-        program, width = self.program, view.width
+        width = view.width
         index, weight, bits, seed = (
             row_at(tensor, step)[:width] for tensor in (inputs.index, inputs.weight, inputs.bits, inputs.seeds)
         )

@@ -37,7 +37,7 @@ def step(
     function = {"adam": adam, "adamw": adamw}[training.optimizer]
     counts = [count.clone() for _ in params]  # the fused kernel advances one count a parameter
     function(
-        params, gradients, *moments, [], counts, fused=True, foreach=False, amsgrad=False,
+        params, gradients, moments[0], moments[1], [], counts, fused=True, foreach=False, amsgrad=False,
         beta1=0.9, beta2=0.999, lr=rate, weight_decay=decay, eps=1e-8, maximize=False,
     )  # fmt: skip
     count.add_(1)

@@ -27,6 +27,16 @@ class Plan:
     steps: np.ndarray  # (C,) int64
     travel: np.ndarray  # (C,) float64, see core.types.Local
 
+    @property
+    def full(self) -> np.ndarray:
+        """(S,) whether no row of a step is padding."""
+        return np.asarray(self.weight.reshape(len(self.weight), -1).all(1))
+
+    @property
+    def shared_rate(self) -> bool:
+        """Whether all clients have the same learning rate at every step."""
+        return bool((self.lr == self.lr[:, :1]).all())
+
     def columns(self, order: list[int]) -> Plan:
         """The same plan for some clients, in another order, cut to their longest."""
         if order == list(range(len(self.steps))):

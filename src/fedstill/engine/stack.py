@@ -16,7 +16,6 @@ from fedstill.core.types import Params, Training, Weights
 from fedstill.engine import optim
 from fedstill.engine.optim import moment_names
 
-
 Layout = dict[str, tuple[int, ...]]  # a parameter's dimensions from slowest to fastest in memory
 
 
@@ -56,10 +55,9 @@ class Stack:
 
     def reset(self, start: Weights) -> None:
         """Everybody starts at the received model with a fresh optimiser."""
-        for name, tensor in start.params.items():
-            self.params[name].copy_(tensor.expand_as(self.params[name]))
-        for name, tensor in start.buffers.items():
-            self.buffers[name].copy_(tensor.expand_as(self.buffers[name]))
+        for mine, received in ((self.params, start.params), (self.buffers, start.buffers)):
+            if mine:
+                torch._foreach_copy_(list(mine.values()), [received[name].expand_as(mine[name]) for name in mine])
         for moments in self.moments.values():
             torch._foreach_zero_(list(moments.values()))
         self.count.zero_()

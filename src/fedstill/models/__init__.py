@@ -1,0 +1,59 @@
+"""Networks, and the way from any nn.Module to a Model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Model
+from fedstill.models.cnn import cnn, convnet, lenet, lenet5
+from fedstill.models.functional import from_module
+from fedstill.models.mlp import mlp
+from fedstill.models.network import Network
+from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20
+from fedstill.models.validate import why_unbatchable
+from fedstill.models.vgg import vgg8
+
+__all__ = ["MODELS", "build_model", "from_module", "model_options", "why_unbatchable"]
+
+MODELS: dict[str, Callable[..., Network]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "lenet5": lenet5,
+    "lenet": lenet,
+    "convnet": convnet,
+    "vgg8": vgg8,
+    "resnet8": resnet8,
+    "resnet20": resnet20,
+    "resnet8_wide": resnet8_wide,
+    "resnet18": resnet18,
+}
+
+
+def model_options(name: str) -> dict[str, Any]:
+    """The options of a built-in network and their defaults."""
+    if name not in MODELS:
+        raise FedstillError(f"model.name = '{name}' is unknown: {suggest(name, MODELS)}")
+    parameters = inspect.signature(MODELS[name]).parameters.values()
+    return {option.name: option.default for option in parameters if option.kind is option.KEYWORD_ONLY}
+
+
+def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **options: Any) -> Model:
+    """A built-in network as a Model, for samples of `input_shape`.
+
+    >>> model = build_model("mlp", input_shape=(64,), classes=10, hidden=(32,))
+    >>> sorted(model.init(0).params)
+    ['encoder.1.bias', 'encoder.1.weight', 'head.bias', 'head.weight']
+    """
+    known = model_options(name)
+    for option in options:
+        if option not in known:
+            told = suggest(option, known) if known else f"'{name}' has no options"
+            raise FedstillError(f"model.{option} is not an option of '{name}': {told}")
+    shape = tuple(input_shape)
+    # All of them batch (a test runs each under vmap), so that the trial runs of from_module can be left out.
+    return from_module(
+        lambda: MODELS[name](shape, classes, **options), input_shape=shape, classes=classes, name=name, check=False
+    )

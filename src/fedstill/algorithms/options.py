@@ -1,0 +1,44 @@
+"""Checks of a method's options: one line that names the key, what it got and what it takes."""
+
+from __future__ import annotations
+
+import math
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from fedstill.core.errors import FedstillError, suggest
+
+
+def _refuse(key: str, value: object, wanted: str) -> FedstillError:
+    return FedstillError(f"algorithm.{key} = {value!r} is impossible: it must be {wanted}")
+
+
+def positive(key: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise _refuse(key, value, "a number above 0")
+
+
+def not_negative(key: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise _refuse(key, value, "0 or a number above it")
+
+
+def decay_rate(key: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise _refuse(key, value, "at least 0 and below 1")
+
+
+def check_type(key: str, value: object, hint: Any) -> None:
+    """Refuse a value that its type hint (float, int, str, bool, a Literal, or one of these or None) rules out."""
+    if isinstance(hint, UnionType):
+        if value is None and NoneType in get_args(hint):
+            return
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise FedstillError(f"algorithm.{key} = {value!r} is unknown: {suggest(str(value), get_args(hint))}")
+        return
+    accepted = (int, float) if hint is float else (hint,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        names = {float: "a number", int: "a whole number", str: "a word", bool: "true or false"}
+        raise _refuse(key, value, names[hint])

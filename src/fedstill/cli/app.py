@@ -1,0 +1,118 @@
+"""The commands. Heavy imports stay inside them, so that help and typing mistakes are told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedstill.cli.shared import Format, OneLineErrors, print_json
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="Federated learning on non-IID data by knowledge distillation.",
+    epilog="Start with: fedstill compare (seven methods on embedded data, within a minute)",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+File = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="Experiment file (TOML); without it: the quick start.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. local.lr=0.1; may be repeated."),
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder for the results (default: runs/<name>/<utc>-<hash>).")
+]
+AsFormat = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"fedstill {version_of('fedstill')}")
+        raise typer.Exit()
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit()
+
+
+@app.command()
+def run(file: File = None, set_: Set = None, out: Out = None, format_: AsFormat = Format.text) -> None:
+    """Run one experiment: one method, one seed."""
+    from fedstill.cli.runs import run_command
+
+    run_command(file, set_ or [], out=out, as_json=format_ is Format.json)
+
+
+@app.command()
+def compare(
+    file: File = None,
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Methods, with options if any: 'fedavg,fedprox(mu=0.1)'.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds a method.")] = None,
+    set_: Set = None,
+    out: Out = None,
+    format_: AsFormat = Format.text,
+) -> None:
+    """Run several methods with several seeds on the same data: one table, two pictures."""
+    from fedstill.cli.runs import compare_command
+
+    compare_command(file, set_ or [], methods=methods, seeds=seeds, out=out, as_json=format_ is Format.json)
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder that run or compare named.")],
+    format_: AsFormat = Format.text,
+) -> None:
+    """Go on with a run or a comparison that was interrupted; the result is that of an uninterrupted one."""
+    from fedstill.cli.runs import resume_command
+
+    resume_command(run_dir, as_json=format_ is Format.json)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="methods, datasets, partitions or models.")],
+    format_: AsFormat = Format.text,
+) -> None:
+    """List what can be named in an experiment file."""
+    from fedstill.cli.answers import list_text, listing
+
+    entries = listing(what)
+    print_json(entries) if format_ is Format.json else typer.echo(list_text(entries))
+
+
+@app.command()
+def explain(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="A name of `fedstill list methods`.")],
+    format_: AsFormat = Format.text,
+) -> None:
+    """Say what a method does: equation, parts, options, needs, and what leaves a client."""
+    from fedstill.cli.answers import explain_text
+    from fedstill.explain import explain as explanation
+
+    facts = explanation(method)
+    print_json(facts) if format_ is Format.json else typer.echo(explain_text(facts))
+
+
+@app.command()
+def doctor(format_: AsFormat = Format.text) -> None:
+    """Check this machine: versions, device, extras, both engines; say what to do where something is missing."""
+    from fedstill.cli.answers import doctor_text
+    from fedstill.doctor import as_json, examine, is_healthy
+
+    checks = examine()
+    print_json(as_json(checks)) if format_ is Format.json else typer.echo(doctor_text(checks))
+    if not is_healthy(checks):
+        raise typer.Exit(1)

@@ -1,0 +1,143 @@
+"""Rounds as they happen, on stderr: one bar on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from fedstill.callbacks import Callback, RunInfo
+from fedstill.history import Result, Row
+
+LINES_A_RUN = 10
+QUIET_SECONDS = 20.0  # in a comparison: a line at least this often
+
+
+class Progress(Callback):
+    """Counts rounds over all runs of a command and lets a screen show them."""
+
+    def __init__(self, *, runs: int, rounds: int, terminal: bool | None = None) -> None:
+        self.runs, self.rounds = runs, rounds
+        self.finished = self.done = self.resumed = self.round = 0
+        self.label, self.accuracy = "", ""
+        self.began = time.perf_counter()
+        on_terminal = sys.stderr.isatty() if terminal is None else terminal
+        self.screen: Screen = Bar() if on_terminal else Lines()
+
+    def on_start(self, info: RunInfo) -> bool | None:
+        if self.done == 0:
+            self.began = time.perf_counter()
+        self.round = len(info.past)
+        self.resumed, self.done = self.resumed + self.round, self.done + self.round
+        self.screen.show(self)
+        return None
+
+    def on_round(self, row: Row) -> bool | None:
+        self.round, self.done = int(row["round"]), self.done + 1
+        if row.get("accuracy") is not None:
+            self.accuracy = f"{100 * row['accuracy']:.1f} %"
+        self.screen.show(self)
+        return None
+
+    def on_end(self, result: Result) -> None:
+        self.finished += 1
+        self.done = self.finished * self.rounds  # a run that stopped early owes nothing
+        self.screen.show(self)
+
+    @property
+    def rate(self) -> float:
+        return (self.done - self.resumed) / max(time.perf_counter() - self.began, 1e-9)
+
+    @property
+    def left(self) -> str:
+        rate = self.rate
+        return f"{duration((self.runs * self.rounds - self.done) / rate)} left" if rate > 0 else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.screen.close()
+
+
+class Screen(Protocol):
+    """Where progress is shown."""
+
+    def show(self, progress: Progress) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Bar:
+    """One line that redraws itself and is gone at the end."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def show(self, progress: Progress) -> None:
+        if self._bar is None:
+            self._open(progress)
+        self._bar.update(
+            self._task,
+            completed=progress.done,
+            description=progress.label,
+            round=f"round {progress.round}/{progress.rounds}",
+            accuracy=progress.accuracy,
+            rate=f"{progress.rate:.1f} rounds/s",
+            left=progress.left,
+        )
+
+    def _open(self, progress: Progress) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        texts = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("round", "accuracy", "rate", "left")]
+        columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), *texts]
+        self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        fields = {"round": "", "accuracy": "", "rate": "", "left": ""}
+        self._task = self._bar.add_task("", total=progress.runs * progress.rounds, **fields)
+        self._bar.start()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Lines:
+    """A line each tenth of a run; with several runs, each tenth of them or when nothing was said for a while."""
+
+    def __init__(self) -> None:
+        self._tenth = 0
+        self._said = time.perf_counter()
+
+    def show(self, progress: Progress) -> None:
+        total = progress.runs * progress.rounds
+        tenth = LINES_A_RUN * progress.done // total
+        waited = time.perf_counter() - self._said > QUIET_SECONDS
+        if progress.done == progress.resumed or (tenth == self._tenth and not waited):
+            return
+        self._tenth, self._said = tenth, time.perf_counter()
+        runs = f"run {min(progress.finished + 1, progress.runs)}/{progress.runs}  " if progress.runs > 1 else ""
+        words = [f"{runs}{progress.label}", f"round {progress.round}/{progress.rounds}", progress.accuracy]
+        words += [f"{progress.rate:.1f} rounds/s", progress.left]
+        print("  ".join(word for word in words if word), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(8.4), duration(75), duration(7300)
+    ('8 s', '1:15 min', '2:01 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"

@@ -1,0 +1,144 @@
+"""Several methods, several seeds, the same data and cohorts: one table."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.callbacks import Callback
+from fedstill.config import AlgorithmSection, Experiment
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Federation
+from fedstill.experiment import build_federation, check_ready, draw_pictures, load_source, run, write_description
+from fedstill.history import Result
+from fedstill.report.table import MethodSummary, best_first
+from fedstill.settings import parse_method
+
+RESULTS_FILE = "results.json"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results by method, one a seed in the order of seeds."""
+
+    results: dict[str, list[Result]]
+    run_dir: Path | None = None
+
+    @property
+    def summaries(self) -> list[MethodSummary]:
+        return best_first(summarize(method, results) for method, results in self.results.items())
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [summary.as_json() for summary in self.summaries]
+
+
+def summarize(method: str, results: Sequence[Result]) -> MethodSummary:
+    summaries = [result.summary() for result in results]
+    return MethodSummary(
+        method=method,
+        last=tuple(row["accuracy_last"] for row in summaries),
+        best=tuple(row["accuracy_best"] for row in summaries),
+        seconds=statistics.fmean(row["seconds"] for row in summaries),
+        bytes_up=round(statistics.fmean(row["bytes_up"] for row in summaries)),
+        bytes_down=round(statistics.fmean(row["bytes_down"] for row in summaries)),
+    )
+
+
+def no_callbacks(method: str, seed: int) -> Sequence[Callback]:
+    return ()
+
+
+def compare(
+    experiment: Experiment,
+    methods: Sequence[str] = (),
+    *,
+    seeds: int | None = None,
+    run_dir: str | Path | None = None,
+    callbacks: Callable[[str, int], Sequence[Callback]] = no_callbacks,
+    resume: bool = False,
+) -> Comparison:
+    """Run every method with seeds experiment.seed, + 1, ...; the data are loaded once and split once a seed.
+
+    methods: names with options, e.g. "fedprox(mu=0.1)"; by default the experiment's [compare] methods.
+    callbacks: called with the method and the seed for each run's own callbacks.
+    """
+    entries = choose_methods(experiment, methods)
+    count = experiment.compare.seeds if seeds is None else seeds
+    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
+    folder = None if run_dir is None else Path(run_dir)
+    variants = {entry: experiment.replace(algorithm=section.model_dump()) for entry, section in entries.items()}
+    federations = _federations(experiment, count)
+    for variant in variants.values():
+        check_ready(variant, federations[0])
+    if folder is not None:
+        write_description(experiment, folder)
+    results: dict[str, list[Result]] = {}
+    for entry, variant in variants.items():
+        _save(results, experiment, folder)
+        results[entry] = []
+        for shift, federation in enumerate(federations):
+            seed = experiment.seed + shift
+            result = run(
+                variant.replace(seed=seed),
+                run_dir=None if folder is None else folder / folder_name(entry) / f"seed-{seed}",
+                callbacks=callbacks(entry, seed),
+                federation=federation,
+                resume=resume,
+                pictures=False,
+                method=entry,
+            )
+            results[entry].append(result)
+    _save(results, experiment, folder)
+    if folder is not None:
+        draw_pictures(experiment, federations[0], results, folder)
+    return Comparison(results, folder)
+
+
+def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, AlgorithmSection]:
+    """Entries by the text that names them: as given, or from [compare], or FedAvg against the experiment's own."""
+    own = experiment.algorithm.name
+    texts = [*(methods or experiment.compare.methods or (["fedavg", own] if own != "fedavg" else []))]
+    if not texts:
+        raise FedstillError("compare.methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
+    entries = {text: parse_method(text, experiment) for text in texts}
+    folders = {folder_name(text) for text in entries}
+    if len(folders) < len(texts):
+        raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")
+    return entries
+
+
+def folder_name(entry: str) -> str:
+    """A method's entry as a folder: fedprox(mu=0.1) -> fedprox-mu-0.1
+
+    >>> folder_name("fedprox(mu=0.1)")
+    'fedprox-mu-0.1'
+    """
+    return re.sub(r"[^\w.]+", "-", entry).strip("-")
+
+
+def _federations(experiment: Experiment, count: int) -> list[Federation]:
+    source = load_source(experiment)
+    return [build_federation(experiment.replace(seed=experiment.seed + shift), source) for shift in range(count)]
+
+
+def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path | None) -> None:
+    """results.json so far: the table, and one entry a run with its folder below this one."""
+    if folder is None:
+        return
+    runs = [
+        {
+            **result.summary(),
+            "seed": experiment.seed + shift,
+            "run_dir": f"{folder_name(method)}/seed-{experiment.seed + shift}",
+            "rounds_to_target": result.rounds_to_target,
+        }
+        for method, finished in results.items()
+        for shift, result in enumerate(finished)
+    ]
+    table = {"name": experiment.name, "methods": Comparison(results).as_json(), "runs": runs}
+    (folder / RESULTS_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

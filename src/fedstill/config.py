@@ -1,0 +1,233 @@
+"""An experiment as frozen pydantic models with the same names as the TOML file; every mistake is one line.
+
+>>> experiment = Experiment(rounds=5, algorithm={"name": "fedprox", "mu": 0.1})
+>>> experiment.algorithm.options
+{'mu': 0.1}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
+
+from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from fedstill import options, toml_io
+from fedstill.config_errors import one_line
+from fedstill.core.errors import FedstillError
+
+if TYPE_CHECKING:
+    from fedstill.core.types import Training
+
+
+class _Rules(TypedDict):
+    frozen: bool
+    strict: bool
+    allow_inf_nan: bool
+
+
+_RULES: _Rules = {"frozen": True, "strict": True, "allow_inf_nan": False}
+_FromList = Field(strict=False)  # strict mode would refuse TOML's arrays where a tuple is kept
+
+
+def _section(key: str) -> BeforeValidator:
+    """A bare string stands for a section with only its name: algorithm = "fedavg"."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class DataSection(BaseModel, **_RULES, extra="forbid"):
+    """What is learnt from, and what unlabeled data the server has."""
+
+    source: str = Field(default="digits", min_length=1)
+    unlabeled: str | int = "none"
+    unlabeled_limit: int | None = Field(default=None, ge=1)
+    label: str | None = None
+    inputs: Annotated[tuple[str, ...], _FromList] = ()
+    keys: Annotated[tuple[str, ...], _FromList] = ()
+    size: int | None = Field(default=None, ge=1)
+
+
+class PartitionSection(BaseModel, **_RULES, extra="allow"):
+    """How the training set is split over the clients; the scheme's own keys stand beside."""
+
+    scheme: str = "lda"
+    clients: int = Field(default=100, ge=0)  # 0: all owners of a natural split
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class ModelSection(BaseModel, **_RULES, extra="allow"):
+    """What is trained; the model's own options stand beside its name."""
+
+    name: str = "cnn"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class AlgorithmSection(BaseModel, **_RULES, extra="allow"):
+    """Which method; its own options stand beside its name."""
+
+    name: str = "fedavg"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class LocalSection(BaseModel, **_RULES, extra="forbid"):
+    """How a client trains: the words and defaults of core.types.Training, with their limits."""
+
+    epochs: int = Field(default=1, ge=1)
+    steps: int | None = Field(default=None, ge=1)
+    batch_size: int = Field(default=50, ge=1)
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(default=0.01, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    nesterov: bool = False
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float | None = Field(default=None, gt=0)
+    lr_decay: float = Field(default=1.0, gt=0, le=1)
+    lr_epoch_decay: float = Field(default=1.0, gt=0, le=1)
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    augment: Annotated[tuple[Literal["crop", "flip", "cutout"], ...], _FromList] = ()
+
+    def to_training(self) -> Training:
+        from fedstill.core.types import Training  # imports torch: a typing mistake should be told before that
+
+        return Training(**self.model_dump())
+
+
+class EngineSection(BaseModel, **_RULES, extra="forbid"):
+    """Who computes, and where."""
+
+    name: Literal["auto", "batched", "looped"] = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    chunk: int | None = Field(default=None, ge=1)
+    precision: Literal["float32", "bf16"] = "float32"
+    graphs: bool | None = None
+
+
+class GuardSection(BaseModel, **_RULES, extra="forbid"):
+    """When an upload is turned away."""
+
+    norm_bound: float | None = Field(default=None, gt=0)
+    size_cap: float = Field(default=1e9, gt=0)
+    quorum: int | float = Field(default=1, ge=0)
+
+
+class CompareSection(BaseModel, **_RULES, extra="forbid"):
+    """What `compare` takes when the command line does not say."""
+
+    methods: Annotated[tuple[str, ...], _FromList] = ()
+    seeds: int = Field(default=3, ge=1)
+
+
+class Experiment(BaseModel, **_RULES, extra="forbid"):
+    """All that decides a run. `Experiment.from_toml(path)` reads it, `.to_toml()` writes it."""
+
+    name: str = Field(default="experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    rounds: int = Field(default=100, ge=1)
+    cohort: int | float = Field(default=10, gt=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    evaluate_every: int = Field(default=1, ge=1)
+    checkpoint_every: int = Field(default=10, ge=1)
+    target: float | None = Field(default=None, gt=0, le=1)
+    track: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], _FromList] = ()
+    data: Annotated[DataSection, _section("source")] = DataSection()
+    partition: Annotated[PartitionSection, _section("scheme")] = PartitionSection()
+    model: Annotated[ModelSection, _section("name")] = ModelSection()
+    local: LocalSection = LocalSection()
+    algorithm: Annotated[AlgorithmSection, _section("name")] = AlgorithmSection()
+    engine: Annotated[EngineSection, _section("name")] = EngineSection()
+    guard: GuardSection = GuardSection()
+    compare: CompareSection = CompareSection()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_line(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            experiment = handler(data)
+        except ValidationError as error:
+            raise FedstillError(one_line(error, cls)) from None
+        _check_cohort(experiment)
+        _check_local(experiment.local)
+        _check_own_keys(experiment)
+        return experiment
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        return cls.model_validate(toml_io.read_toml(Path(path)))
+
+    @classmethod
+    def quickstart(cls) -> Self:
+        """The embedded experiment that `fedstill run` and `fedstill compare` take without a file."""
+        return cls.model_validate(quickstart_table())
+
+    def replace(self, **changes: Any) -> Self:
+        """A checked copy with top-level keys or whole sections changed."""
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+    def resolved(self) -> Self:
+        """A copy in which the own keys of partition, model and algorithm show their defaults too."""
+        sections = _own_sections(self).items()
+        full = {kind: {**options.defaults(kind, _name(own)), **own.model_dump()} for kind, own in sections}
+        return self.replace(**full)
+
+    def to_toml(self) -> str:
+        return toml_io.dumps(self.model_dump())
+
+    def digest(self) -> str:
+        """Eight letters that change when anything in the experiment changes."""
+        text = json.dumps(self.model_dump(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def cohort_size(self, population: int) -> int:
+        """Clients per round: a share of the population below 1, a number otherwise."""
+        size = max(1, round(self.cohort * population)) if self.cohort < 1 else int(self.cohort)
+        if size > population:
+            raise FedstillError(f"cohort = {size} is more than the {population} clients: use at most {population}")
+        return size
+
+
+def quickstart_table() -> dict[str, Any]:
+    text = resources.files("fedstill").joinpath("quickstart.toml").read_text(encoding="utf-8")
+    return toml_io.loads(text, where="quickstart.toml")
+
+
+def _own_sections(experiment: Experiment) -> dict[str, PartitionSection | ModelSection | AlgorithmSection]:
+    return {"partition": experiment.partition, "model": experiment.model, "algorithm": experiment.algorithm}
+
+
+def _name(section: PartitionSection | ModelSection | AlgorithmSection) -> str:
+    return section.scheme if isinstance(section, PartitionSection) else section.name
+
+
+def _check_cohort(experiment: Experiment) -> None:
+    cohort = experiment.cohort
+    if cohort >= 1 and cohort != int(cohort):
+        raise FedstillError(
+            f"cohort = {cohort} must be a whole number of clients, or a share below 1: e.g. cohort = 0.1"
+        )
+    if experiment.partition.clients:
+        experiment.cohort_size(experiment.partition.clients)
+    elif experiment.partition.scheme != "natural":
+        raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")
+
+
+def _check_local(local: LocalSection) -> None:
+    if local.nesterov and local.momentum == 0:
+        raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
+    if local.momentum and local.optimizer != "sgd":
+        raise FedstillError(f"local.momentum belongs to sgd, not {local.optimizer}: set local.momentum = 0")
+
+
+def _check_own_keys(experiment: Experiment) -> None:
+    for kind, section in _own_sections(experiment).items():
+        options.check(kind, _name(section), section.options)

@@ -1,0 +1,220 @@
+"""Loaders: a name, a path, a hub id, a Hugging Face object, tensors or a CSV file to a Source.
+
+>>> source = load("digits")
+>>> tuple(source.train.x.shape), len(source.test.y), source.train.x.dtype
+((1438, 1, 8, 8), 359, torch.uint8)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fedstill.core.errors import FedstillError
+from fedstill.data.cache import cached, fingerprint
+from fedstill.data.frames import Frame, assemble, storage_form
+from fedstill.data.readers import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
+from fedstill.data.source import Reading, Source, first_line, stratified_holdout
+
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
+FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|json|zip|gz|png|jpe?g)$", re.IGNORECASE)
+FASHION_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+
+
+class Listing(NamedTuple):
+    """A line of `fedstill list datasets`; the numbers are None where they depend on what is given."""
+
+    name: str
+    summary: str
+    rows: tuple[int, int] | None  # train, test
+    shape: tuple[int, ...] | None
+    classes: int | None
+
+
+def _digits(reading: Reading) -> Source:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = np.round(bunch.images * (255.0 / 16.0)).astype(np.uint8)
+    kept, held_out = stratified_holdout(bunch.target, 0.2)
+    frames = {
+        split: Frame({"image": x[rows], "label": bunch.target[rows].astype(np.int64)})
+        for split, rows in (("train", kept), ("test", held_out))
+    }
+    return assemble(frames, reading, name="digits", origin="digits")
+
+
+def _fashion_mini(reading: Reading) -> Source:
+    path = Path(__file__).parent / "embedded" / "fashion_mnist_mini.npz"
+    names = {"label": FASHION_CLASSES}
+    with np.load(path, allow_pickle=False) as archive:
+        frames = {
+            split: Frame({"image": archive[f"x_{split}"], "label": archive[f"y_{split}"]}, names)
+            for split in ("train", "test")
+        }
+    return assemble(frames, reading, name="fashion-mini", origin="fashion-mini")
+
+
+EMBEDDED: dict[str, tuple[Callable[[Reading], Source], Listing]] = {
+    "digits": (
+        _digits,
+        Listing("digits", "handwritten digits of scikit-learn (UCI), 8x8 grey", (1438, 359), (1, 8, 8), 10),
+    ),
+    "fashion-mini": (
+        _fashion_mini,
+        Listing("fashion-mini", "first 600 + 100 of each class of Fashion-MNIST", (6000, 1000), (1, 28, 28), 10),
+    ),
+}
+
+
+def load(
+    source: str | Path,
+    *,
+    label: str | None = None,
+    inputs: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    size: int | None = None,
+    seed: int = 0,
+    cache_dir: str | Path | None = None,
+    refresh: bool = False,
+) -> Source:
+    """Load an embedded set, a file or folder (parquet, CSV, npz, images), or a Hugging Face hub id.
+
+    label, inputs, keys: columns, where they cannot be told from names and types; keys are kept to partition by.
+    size: resize images to size x size. seed: of the held-out fifth, where there is no test split.
+    A hub id is taken from the cache once it is there; refresh=True reads any source again.
+    """
+    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, seed=seed)
+    return load_as(source, reading, cache_dir=cache_dir, refresh=refresh)
+
+
+def load_as(
+    source: str | Path, reading: Reading, *, cache_dir: str | Path | None = None, refresh: bool = False
+) -> Source:
+    """`load` with the options as one value."""
+    text, folder = str(source), None if cache_dir is None else Path(cache_dir).expanduser()
+    embedded = text.lower().replace("_", "-")
+    if isinstance(source, str) and embedded in EMBEDDED:
+        return EMBEDDED[embedded][0](reading)
+    if not text.strip():
+        raise FedstillError("data.source is empty; see: fedstill list datasets")
+    try:
+        root = Path(source).expanduser()
+        if root.exists():
+            return _load_files(root.resolve(), reading, folder, refresh)
+    except (OSError, RuntimeError) as error:
+        raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
+    if _is_path(source):
+        raise FedstillError(f"data.source: no such file or folder: '{source}'")
+
+    def download() -> Source:
+        name = text.partition(":")[0].rpartition("/")[2]
+        return assemble(frames_from_hub(text, list(EMBEDDED)), reading, name=name, origin=f"hub:{text}")
+
+    return cached(download, origin=f"hub:{text}", reading=reading, stamp="hub", cache_dir=folder, refresh=refresh)
+
+
+def _load_files(root: Path, reading: Reading, cache_dir: Path | None, refresh: bool) -> Source:
+    files = files_of(root)
+
+    def read() -> Source:
+        contents = read_files(files, root, reading)
+        return assemble(contents.frames, reading, name=root.stem, origin=str(root), notes=contents.notes)
+
+    stamp = fingerprint(files)
+    return cached(read, origin=str(root), reading=reading, stamp=stamp, cache_dir=cache_dir, refresh=refresh)
+
+
+def _is_path(source: str | Path) -> bool:
+    """Meant as a path, not as a hub id: by its form, or because it starts with a folder that exists."""
+    text = str(source)
+    if isinstance(source, Path) or not HUB_ID.fullmatch(text) or FILE_SUFFIX.search(text):
+        return True
+    return "/" in text and Path(text.partition("/")[0]).is_dir()
+
+
+def from_csv(
+    path: str | Path,
+    *,
+    label: str | None = None,
+    inputs: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    delimiter: str | None = None,
+    seed: int = 0,
+) -> Source:
+    """A CSV file of any suffix: numbers as they are, words one-hot; a fifth of the rows is held out as test."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FedstillError(f"data.source: no such file: '{path}'")
+    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), seed=seed)
+    frames = {"train": read_csv(file, delimiter=delimiter)}
+    return assemble(frames, reading, name=file.stem, origin=str(file.resolve()))
+
+
+def from_hf(
+    dataset: Any,
+    *,
+    label: str | None = None,
+    inputs: Sequence[str] = (),
+    keys: Sequence[str] = (),
+    size: int | None = None,
+    seed: int = 0,
+    name: str = "dataset",
+) -> Source:
+    """A Hugging Face Dataset or DatasetDict, with Image, ClassLabel, number, vector or string columns."""
+    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, seed=seed)
+    return assemble(frames_from_hf(dataset), reading, name=name, origin="")
+
+
+def from_tensors(
+    x: Any,
+    y: Any,
+    *,
+    test: tuple[Any, Any] | float = 0.2,
+    classes: Sequence[str] | None = None,
+    seed: int = 0,
+    name: str = "tensors",
+) -> Source:
+    """Tensors or arrays: images (n, [channels,] h, w) as uint8 or float, anything 2-d as a table.
+
+    test is a pair (x, y) or the share of rows to hold out, stratified. Labels that are not 0..K-1 are renumbered
+    in order, unless `classes` names what 0..K-1 mean.
+    """
+    frames = {"train": _tensor_frame(x, y, classes)}
+    reading = Reading(label="y", inputs=("x",), seed=seed)
+    if isinstance(test, tuple):
+        frames["test"] = _tensor_frame(*test, classes)
+    else:
+        reading = replace(reading, held_out=float(test))
+    return assemble(frames, reading, name=name, origin="")
+
+
+def _tensor_frame(x: Any, y: Any, classes: Sequence[str] | None) -> Frame:
+    samples, labels = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (x, y))
+    if labels.ndim != 1 or samples.ndim < 1 or len(samples) != len(labels) or len(labels) == 0:
+        raise FedstillError(f"expected x (n, ...) and y (n,) of one length, got {samples.shape} and {labels.shape}")
+    if samples.dtype.kind not in "biuf":
+        raise FedstillError(f"x must hold numbers, got {samples.dtype}")
+    labels = labels.astype(object) if labels.dtype.kind == "U" else labels
+    names = {} if classes is None else {"y": tuple(classes)}
+    return Frame({"x": storage_form(samples), "y": labels}, names)
+
+
+def describe_datasets() -> list[Listing]:
+    """The embedded sets, and how to give others."""
+    return [
+        *(listing for _, listing in EMBEDDED.values()),
+        Listing("FOLDER", "a folder of train-*.parquet and test-*.parquet, or of class/image files", None, None, None),
+        Listing(
+            "FILE", "a .csv, .parquet or .npz file; columns by data.label, data.inputs, data.keys", None, None, None
+        ),
+        Listing("OWNER/NAME", "a Hugging Face hub id such as uoft-cs/cifar10", None, None, None),
+    ]

@@ -1,0 +1,97 @@
+"""Who holds what: a Source and a list of rows a client become a Federation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Federation
+from fedstill.data.datasets import from_tensors
+from fedstill.data.frames import storage_form
+from fedstill.data.source import Source, as_tensor
+
+
+def make_federation(
+    source: Source, parts: Sequence[np.ndarray], *, unlabeled: Tensor | None = None, partition: str = ""
+) -> Federation:
+    """Client k owns the train rows parts[k]; every client has a row, no row has two owners."""
+    sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
+    if len(sizes) == 0:
+        raise FedstillError("partition: there is no client")
+    empty = np.flatnonzero(sizes == 0)
+    if len(empty):
+        raise FedstillError(
+            f"partition: {len(empty)} of {len(sizes)} clients have no sample (client {empty[0]} first); "
+            "take fewer clients, more data or a milder skew"
+        )
+    indices = np.concatenate([np.asarray(part) for part in parts])
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise FedstillError(f"partition: rows must be 1-d integers, got {indices.dtype} of {indices.ndim} dimensions")
+    _check_rows(indices.astype(np.int64), sizes, len(source.train.y))
+    _check_unlabeled(source, unlabeled)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return Federation(
+        train=source.train,
+        test=source.test,
+        indices=torch.from_numpy(indices.astype(np.int64)),
+        offsets=torch.from_numpy(offsets.astype(np.int64)),
+        unlabeled=unlabeled,
+        partition=partition,
+    )
+
+
+def _check_rows(indices: np.ndarray, sizes: np.ndarray, rows: int) -> None:
+    if indices.min() < 0 or indices.max() >= rows:
+        raise FedstillError(
+            f"partition: row {indices.min() if indices.min() < 0 else indices.max()} is not in 0..{rows - 1}"
+        )
+    owners = np.bincount(indices, minlength=rows)
+    if owners.max() > 1:
+        row = int(owners.argmax())
+        shared = np.repeat(np.arange(len(sizes)), sizes)[indices == row]
+        raise FedstillError(
+            f"partition: row {row} belongs to clients {shared[0]} and {shared[1]}; each row has one owner"
+        )
+
+
+def _check_unlabeled(source: Source, unlabeled: Tensor | None) -> None:
+    if unlabeled is None:
+        return
+    wanted, got = source.train.x, unlabeled
+    if got.shape[1:] != wanted.shape[1:] or got.dtype != wanted.dtype:
+        raise FedstillError(
+            f"data.unlabeled: samples are {tuple(got.shape[1:])} {got.dtype}, "
+            f"the task's are {tuple(wanted.shape[1:])} {wanted.dtype}"
+        )
+
+
+def federation_from_tensors(
+    clients: Sequence[tuple[Any, Any]],
+    *,
+    test: tuple[Any, Any],
+    unlabeled: Any = None,
+    classes: Sequence[str] | None = None,
+    name: str = "tensors",
+    partition: str = "as given",
+) -> Federation:
+    """A Federation from one (x, y) pair of tensors or arrays a client, and a test pair for all."""
+    if not clients:
+        raise FedstillError("clients: expected one (x, y) pair a client, got none")
+    pairs = [(_array(x), _array(y)) for x, y in clients]
+    for k, (x, y) in enumerate(pairs):
+        if len(x) != len(y) or x.shape[1:] != pairs[0][0].shape[1:]:
+            raise FedstillError(f"clients: x {x.shape} and y {y.shape} of client {k} do not fit {pairs[0][0].shape}")
+    x, y = (np.concatenate([pair[i] for pair in pairs]) for i in range(2))
+    source = from_tensors(x, y, test=test, classes=classes, name=name)
+    cuts = np.cumsum([len(labels) for _, labels in pairs])[:-1]
+    extra = None if unlabeled is None else as_tensor(storage_form(_array(unlabeled)))
+    return make_federation(source, np.split(np.arange(len(y)), cuts), unlabeled=extra, partition=partition)
+
+
+def _array(values: Any) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -1,0 +1,134 @@
+"""What every loader returns, and the numbers that belong to it: normalisation constants and a held-out part."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.types import Dataset
+
+# (mean, std) per channel of the full training splits, as the papers' code states them.
+KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "cinic10": ((0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "fashionmnist": ((0.2860,), (0.3530,)),
+    "fashionmini": ((0.2860,), (0.3530,)),
+}
+
+
+class Source(NamedTuple):
+    """A dataset before it is shared out: disjoint train and test rows of one shape."""
+
+    train: Dataset
+    test: Dataset
+    keys: Mapping[str, np.ndarray] = MappingProxyType({})  # columns of the train rows to partition by: user, play, ...
+    notes: tuple[str, ...] = ()  # what was decided on the way, for people
+    origin: str = ""  # where it came from: equal origins hold the same samples
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a source is read; part of the name of its cache entry."""
+
+    label: str | None = None  # label column; None: found by type and name
+    inputs: tuple[str, ...] = ()  # input columns; (): every column that is neither label nor key
+    keys: tuple[str, ...] = ()  # columns kept as keys and left out of the inputs
+    size: int | None = None  # resize images to size x size
+    held_out: float = 0.2  # share of the rows that become the test split where a source has none
+    seed: int = 0  # of that choice
+    labelled: bool = True  # False: all rows of all splits, labels not asked for
+    mixed_size: int | None = None  # like size, but only if the images are not alike
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise FedstillError(f"data.size = {self.size} is too small; use 1 or more")
+
+
+def owners(source: Source, *columns: str) -> np.ndarray:
+    """(n,) the owner of each train row by one key column, or by several together ('play / role')."""
+    for column in columns:
+        if column not in source.keys:
+            told = suggest(column, source.keys) if source.keys else "it has none; name it in data.keys"
+            raise FedstillError(f"data.keys: {source.train.name} has no key column '{column}'; {told}")
+    if len(columns) == 1:
+        return source.keys[columns[0]]
+    return np.array([" / ".join(map(str, row)) for row in zip(*(source.keys[c] for c in columns), strict=True)])
+
+
+def require_extra(module: str, *, extra: str = "data") -> Any:
+    """Import an optional package, or say which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise FedstillError(f"{package} is not installed; run: pip install 'fedstill[{extra}]'") from error
+
+
+def stratified_holdout(y: np.ndarray, fraction: float, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted rows (kept, held out): round(fraction * n) rows, each class within one row of its share.
+
+    What rounding down leaves over goes to the largest remainders, and only at last to a class that would vanish.
+    """
+    count = len(y)
+    if count < 2 or not 0.0 < fraction < 1.0:
+        raise FedstillError(f"data: cannot hold out {fraction} of {count} rows; give a test split")
+    wanted = min(max(1, round(fraction * count)), count - 1)
+    shuffled = numpy_generator(seed_for(seed, "holdout")).permutation(count)
+    by_class = shuffled[np.argsort(y[shuffled], kind="stable")]
+    _, starts, sizes = np.unique(y[by_class], return_index=True, return_counts=True)
+    quota = sizes * (wanted / count)
+    take = np.floor(quota + 1e-9).astype(np.int64)
+    order = np.lexsort((take - quota, take + 1 >= sizes))
+    take[order[: wanted - take.sum()]] += 1
+    held_out = np.arange(count) - np.repeat(starts, sizes) < np.repeat(take, sizes)
+    return np.sort(by_class[~held_out]), np.sort(by_class[held_out])
+
+
+def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, std) per channel or feature, on the scale the engine uses (uint8 / 255); constants keep std 1."""
+    known = KNOWN_STATISTICS.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    if known and x.dtype == np.uint8 and x.shape[1] == len(known[0]):
+        return known
+    if x.dtype == np.uint8:
+        counts, levels = _histogram(x), np.arange(256) / 255.0
+        mean = counts @ levels / counts.sum(1)
+        variance = (counts * (levels - mean[:, None]) ** 2).sum(1) / counts.sum(1)
+    else:
+        others = tuple(axis for axis in range(x.ndim) if axis != 1)
+        mean, variance = x.mean(axis=others, dtype=np.float64), x.var(axis=others, dtype=np.float64)
+    spread = np.sqrt(variance)
+    constant = spread <= 1e-7 * np.maximum(1.0, np.abs(mean))  # float32 rounding leaves a trace of variance
+    return tuple(mean.tolist()), tuple(np.where(constant, 1.0, spread).tolist())
+
+
+def _histogram(x: np.ndarray) -> np.ndarray:
+    """(channels, 256) counts of uint8 images, in slices: bincount makes an int64 copy of what it counts."""
+    counts = np.zeros((x.shape[1], 256), np.int64)
+    for start in range(0, len(x), 4096):
+        for channel in range(x.shape[1]):
+            counts[channel] += np.bincount(x[start : start + 4096, channel].reshape(-1), minlength=256)
+    return counts
+
+
+def as_tensor(array: np.ndarray) -> Tensor:
+    """Share memory with a writable contiguous array, copy anything else."""
+    own = array if array.flags.writeable and array.flags.c_contiguous else array.copy(order="C")
+    return torch.from_numpy(own)
+
+
+def first_line(error: BaseException) -> str:
+    """A foreign exception in one short line."""
+    text = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

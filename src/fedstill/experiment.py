@@ -1,0 +1,186 @@
+"""From an Experiment to its result: build the parts, run, resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedstill.algorithms import build_algorithm
+from fedstill.callbacks import Callback
+from fedstill.config import Experiment
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import check_needs
+from fedstill.core.seeds import seed_for
+from fedstill.core.types import Federation, Model
+from fedstill.data import Source, load, make_federation, owners, split_unlabeled
+from fedstill.engine import choose_device
+from fedstill.environment import environment
+from fedstill.evaluate import label_counts
+from fedstill.guard import Guard
+from fedstill.history import Result
+from fedstill.models import build_model
+from fedstill.options import find
+from fedstill.report.curves import Curve, learning_curves
+from fedstill.rounds import federate
+from fedstill.trackers import build_trackers
+
+CONFIG_FILE = "config.toml"
+_log = logging.getLogger("fedstill.run")
+
+
+def load_source(experiment: Experiment) -> Source:
+    """The experiment's data; it does not depend on the seed, so that seeds share one test set."""
+    data = experiment.data
+    keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
+    return load(data.source, label=data.label, inputs=data.inputs, keys=keys, size=data.size)
+
+
+def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
+    """Who holds what: a function of [data], [partition] and the seed only, so that methods can share it."""
+    source = load_source(experiment) if source is None else source
+    data, partition, seed = experiment.data, experiment.partition, experiment.seed
+    source, unlabeled = split_unlabeled(source, data.unlabeled, seed=seed, limit=data.unlabeled_limit)
+    options = partition.options
+    if columns := _owner_columns(experiment):
+        options["keys"] = owners(source, *columns)
+    scheme = find("partition", partition.scheme)
+    parts = scheme(source.train.y.numpy(), partition.clients, seed=seed_for(seed, "partition"), **options)
+    return make_federation(source, parts, unlabeled=unlabeled, partition=describe_partition(experiment))
+
+
+def build_network(experiment: Experiment, federation: Federation) -> Model:
+    section = experiment.model
+    shape = tuple(federation.train.x.shape[1:])
+    return build_model(section.name, input_shape=shape, classes=len(federation.train.classes), **section.options)
+
+
+def check_ready(experiment: Experiment, federation: Federation) -> None:
+    """Every mistake that can be found before the first round: device, model, method and what it needs."""
+    choose_device(experiment.engine.device)
+    Guard(**experiment.guard.model_dump())
+    experiment.cohort_size(federation.population)
+    check_needs(
+        build_algorithm(experiment.algorithm.name, experiment.algorithm.options),
+        model=build_network(experiment, federation),
+        federation=federation,
+        training=experiment.local.to_training(),
+        method=f"algorithm.name = '{experiment.algorithm.name}'",
+    )
+
+
+def run(
+    experiment: Experiment,
+    *,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    federation: Federation | None = None,
+    resume: bool = False,
+    pictures: bool = True,
+    method: str = "",
+) -> Result:
+    """Run an experiment; with `run_dir` its configuration, numbers, models and pictures are written there.
+
+    federation: an already built one (by default it is built from the experiment).
+    method: the name in results and pictures (by default the algorithm's).
+    """
+    federation = build_federation(experiment) if federation is None else federation
+    check_ready(experiment, federation)
+    folder = None if run_dir is None else Path(run_dir)
+    if folder is not None:
+        write_description(experiment, folder)
+    engine, guard = experiment.engine, experiment.guard
+    result = federate(
+        algorithm=build_algorithm(experiment.algorithm.name, experiment.algorithm.options),
+        model=build_network(experiment, federation),
+        federation=federation,
+        training=experiment.local.to_training(),
+        rounds=experiment.rounds,
+        cohort=experiment.cohort_size(federation.population),
+        seed=experiment.seed,
+        engine=engine.name,
+        device=engine.device,
+        run_dir=folder,
+        callbacks=[*callbacks, *build_trackers(experiment, folder)],
+        checkpoint_every=experiment.checkpoint_every,
+        evaluate_every=experiment.evaluate_every,
+        guard=Guard(**guard.model_dump()),
+        target=experiment.target,
+        method=method or experiment.algorithm.name,
+        resume=resume,
+        engine_options={"chunk": engine.chunk, "precision": engine.precision, "graphs": engine.graphs},
+    )
+    if folder is not None and pictures:
+        draw_pictures(experiment, federation, {result.method: [result]}, folder)
+    return result
+
+
+def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:
+    """Go on with the run in a folder from its newest checkpoint; the result equals an uninterrupted run."""
+    experiment = read_description(Path(run_dir))
+    return run(experiment, run_dir=run_dir, callbacks=callbacks, resume=True)
+
+
+def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
+    """runs/<name>/<utc>-<hash>: unique for the experiment and the second."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    folder = Path(root) / experiment.name / f"{stamp}-{experiment.digest()}"
+    twin = 2
+    while folder.exists():
+        folder = folder.with_name(f"{stamp}-{experiment.digest()}-{twin}")
+        twin += 1
+    return folder
+
+
+def write_description(experiment: Experiment, folder: Path) -> None:
+    """config.toml (every default spelled out) and env.json; a resumed run keeps those of its start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG_FILE).exists():
+        (folder / CONFIG_FILE).write_text(experiment.resolved().to_toml(), encoding="utf-8")
+        (folder / "env.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+
+def read_description(folder: Path) -> Experiment:
+    if not (folder / CONFIG_FILE).is_file():
+        raise FedstillError(f"'{folder}' holds no run (no {CONFIG_FILE}): give the folder that `fedstill run` named")
+    return Experiment.from_toml(folder / CONFIG_FILE)
+
+
+def draw_pictures(
+    experiment: Experiment, federation: Federation, results: dict[str, list[Result]], folder: Path
+) -> list[Path]:
+    """partition.png and curves.png; without matplotlib one line says how to get them."""
+    try:
+        from fedstill.report.partition_picture import partition_picture
+
+        title = f"{federation.train.name}: {federation.partition}"
+        counts = label_counts(federation).numpy()
+        partition_picture(counts, folder / "partition.png", title=title, classes=federation.train.classes)
+        curves = {method: [_curve(one) for one in runs] for method, runs in results.items()}
+        learning_curves(curves, folder / "curves.png", title=title, target=experiment.target)
+    except FedstillError as error:
+        _log.warning("no pictures: %s", error)
+        return []
+    return [folder / "partition.png", folder / "curves.png"]
+
+
+def _curve(result: Result) -> Curve:
+    rows = result.history.evaluated
+    return [row["round"] for row in rows], [row["accuracy"] for row in rows]
+
+
+def describe_partition(experiment: Experiment) -> str:
+    """The split in words: lda(alpha=0.1) over 100 clients."""
+    options = ", ".join(f"{key}={value}" for key, value in experiment.partition.options.items())
+    clients = f" over {experiment.partition.clients} clients" if experiment.partition.clients else ""
+    return f"{experiment.partition.scheme}({options}){clients}"
+
+
+def _owner_columns(experiment: Experiment) -> list[str]:
+    """partition.keys of a natural split: the columns whose values are the clients."""
+    if experiment.partition.scheme != "natural":
+        return []
+    given = experiment.partition.options.get("keys", [])
+    return [given] if isinstance(given, str) else list(given)

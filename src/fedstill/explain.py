@@ -1,0 +1,139 @@
+"""What a method is: its equation and options, its parts and needs, and what leaves a client, found by trying it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fedstill.algorithms import METHODS, build_algorithm
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.needs import needs_of
+from fedstill.core.tree import byte_size, flatten
+from fedstill.core.types import Algorithm, Need, Round, Tree, Uploads, Weights, unchanged
+from fedstill.trial import trial_model, trial_run
+
+_SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
+_HOMES = {
+    "fedstill.local": "client",
+    "fedstill.privacy": "on the way",
+    "fedstill.server": "server",
+    "fedstill.core.compose": "server",
+}
+_GLUE = {"combine", "chain"}
+
+
+def explain(name: str) -> dict[str, Any]:
+    """Everything `fedstill explain` prints, as plain data."""
+    if name not in METHODS:
+        raise FedstillError(f"no method '{name}': {suggest(name, METHODS)}")
+    factory = METHODS[name]
+    algorithm = build_algorithm(name, {})
+    sections = read_docstring(factory)
+    return {
+        "method": name,
+        "summary": sections["summary"],
+        "equation": sections["body"],
+        "options": _options(factory, sections["Args"]),
+        "parts": [_part(part) for part in parts_of(factory)],
+        "needs": sorted(need.value for need in needs_of(algorithm)),
+        **traffic(algorithm),
+        "differs_from_the_paper": sections["Differs from the paper"],
+        "reference": sections["Reference"],
+    }
+
+
+def read_docstring(factory: Callable[..., Any]) -> dict[str, str]:
+    """summary, body (the equation) and the sections by name; a missing one is empty."""
+    text = inspect.getdoc(factory) or ""
+    heading = re.compile(rf"^({'|'.join(_SECTIONS)}):[ ]?", re.MULTILINE)
+    head, *rest = heading.split(text)
+    summary, _, body = head.partition("\n")
+    found = {"summary": summary.strip(), "body": textwrap.dedent(body.strip("\n")).rstrip()}
+    for section, content in zip(rest[::2], rest[1::2], strict=True):
+        found[section] = content.rstrip() if section == "Args" else " ".join(content.split())
+    return {section: found.get(section, "") for section in ("summary", "body", *_SECTIONS)}
+
+
+def first_line(function: Callable[..., Any]) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def parts_of(factory: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The terms and steps that a recipe calls, read off the names its code refers to; the client's come first."""
+    return sorted(dict.fromkeys(_called(factory)), key=lambda part: list(_HOMES.values()).index(_where(part)))
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """client, on the way or server; empty for what is no part of a method."""
+    return next((where for home, where in _HOMES.items() if function.__module__.startswith(home)), "")
+
+
+def _part(part: Callable[..., Any]) -> dict[str, str]:
+    return {"part": part.__name__, "where": _where(part), "does": first_line(part)}
+
+
+def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    for value in inspect.getclosurevars(function).globals.values():
+        if not inspect.isfunction(value):
+            continue
+        if value.__module__ == function.__module__:
+            yield from _called(value)
+        elif _where(value) and value.__name__ not in _GLUE:
+            yield value
+
+
+def _options(factory: Callable[..., Any], text: str) -> list[dict[str, Any]]:
+    meanings = dict(re.findall(r"^\s+(\w+): (.*(?:\n(?!\s+\w+: ).*)*)", text, re.MULTILINE))
+    return [
+        {"name": key, "default": parameter.default, "meaning": " ".join(meanings.get(key, "").split())}
+        for key, parameter in inspect.signature(factory).parameters.items()
+    ]
+
+
+def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
+    """What leaves a client, what stays on it and what the server sends beside the model: seen in one tiny round."""
+    seen: list[Uploads] = []
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        seen.append(round.uploads)
+        return algorithm.server.apply(candidate, state, round)
+
+    trial_run(dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply)))
+    weights = trial_model().init(0)
+    model = byte_size(weights)
+    uploads, cohort = seen[0], len(seen[0].ids)
+    leaves = ["the trained model", "its number of samples and of steps, and its mean training loss"]
+    if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
+        leaves.append("how many samples of each class it holds")
+    leaves += _slots(uploads.extra, model, cohort)
+    if algorithm.transmit is not unchanged:
+        leaves.append(f"(all of it changed on the way: {first_line(algorithm.transmit) or 'see the method'})")
+    return {
+        "leaves_a_client": leaves,
+        "stays_on_a_client": ["its data", *_slots(algorithm.objective.init(weights.params), model, 1)],
+        "sent_to_a_client": [
+            "the global model",
+            *_slots(algorithm.server.broadcast(algorithm.server.init(weights)), model, 1),
+        ],
+    }
+
+
+def _slots(tree: Tree, model: int, copies: int) -> list[str]:
+    return [f"{slot}: {_size(byte_size(value) // copies, model, value)}" for slot, value in tree.items()]
+
+
+def _size(count: int, model: int, value: Any) -> str:
+    share = count / model
+    if 0.95 < share < 1.05:
+        return "as large as the model"
+    if share >= 0.05:
+        return f"{share:.2g} times the size of the model"
+    leaves = flatten(value) if not isinstance(value, Tensor) else {"": value}
+    numbers = sum(leaf.numel() for leaf in leaves.values())
+    return "one number" if numbers == 1 else "a few numbers, less than a twentieth of the model"

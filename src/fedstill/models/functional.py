@@ -1,0 +1,212 @@
+"""nn.Module -> core.types.Model: a stateless view that vmap can run for a whole cohort."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import torch_generator, torch_stream
+from fedstill.core.tree import clone
+from fedstill.core.types import Apply, Model, Output, Params, Seed, Weights
+from fedstill.models.layers import Step
+from fedstill.models.stateless import Skeleton, canonical_names, weights_of
+from fedstill.models.validate import check_training, first_line, why_unbatchable
+
+
+def from_module(
+    source: nn.Module | Callable[[], nn.Module],
+    *,
+    input_shape: tuple[int, ...],
+    classes: int | None = None,
+    name: str | None = None,
+    check: bool = True,
+) -> Model:
+    """A Model from a factory (a class or function called without arguments) or from a module.
+
+    The module returns logits (B, K) or (features, logits). With logits alone, the features are what its last layer
+    reads, if that is an nn.Linear. The head is the submodule called `head`, or else the last nn.Linear, if it maps
+    the features to the logits (tried on one input); it runs in eval mode.
+
+    `init(seed)` builds the factory anew under that seed; of a module it returns a copy of the module's own weights,
+    as they are now, whatever the seed. Parameters with requires_grad=False are kept with the buffers: not trained.
+    The module itself is never changed. Its constants must be buffers (register_buffer) to follow it to a GPU.
+
+    `input_shape` is the shape of one sample; `classes` checks the width of the logits; `check=False` skips the trial
+    runs that refuse global random draws and find out whether vmap can run the module (for modules known to be good).
+    """
+    module = _build(source, 0)
+    name = name or type(module).__name__
+    x = torch.rand(2, *input_shape, generator=torch_generator(0))
+    seen = _look(module, x, name=name, classes=classes)
+    if check:
+        check_training(module, x, name=name)
+    layers = list(module.modules())
+    return Model(
+        name=name,
+        init=_init(source, module),
+        apply=_apply(module, seen.reads_features),
+        head=_head(module, seen.head),
+        has_features=seen.has_features,
+        convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
+        batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
+        dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
+        unbatchable=why_unbatchable(module, x) if check else None,
+    )
+
+
+def _build(source: nn.Module | Callable[[], nn.Module], seed: Seed) -> nn.Module:
+    if isinstance(source, nn.Module):
+        try:
+            return copy.deepcopy(source).cpu()
+        except Exception as error:
+            raise FedstillError(f"{type(source).__name__} cannot be copied: {first_line(error)}") from error
+    if not callable(source):
+        raise FedstillError(f"a model is an nn.Module or a function that builds one, not {type(source).__name__}")
+    with torch_stream(seed):
+        module = source()
+    if not isinstance(module, nn.Module):
+        raise FedstillError(f"the model factory returned {type(module).__name__}: it must return an nn.Module")
+    return module
+
+
+def _init(source: nn.Module | Callable[[], nn.Module], built: nn.Module) -> Callable[[Seed], Weights]:
+    if isinstance(source, nn.Module):
+        own = weights_of(built)
+        return lambda _: clone(own)
+    return lambda seed: weights_of(_build(source, seed))
+
+
+class _Seen(NamedTuple):
+    """What one run of a module showed."""
+
+    has_features: bool
+    reads_features: str | None  # path of the nn.Linear whose input are the features of a module that returns logits
+    head: str | None  # path of the submodule that maps features to logits
+
+
+def _look(module: nn.Module, x: Tensor, *, name: str, classes: int | None) -> _Seen:
+    if any(is_lazy(leaf) for leaf in (*module.parameters(), *module.buffers())):
+        raise FedstillError(f"model '{name}' has lazy layers: run it once on an example batch first")
+    trial = copy.deepcopy(module).eval()
+    linears: list[tuple[str, Tensor, Tensor]] = []  # path, input, output of every call
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if inputs:
+            linears.append((paths[layer], inputs[0], output))
+
+    paths = {layer: path for path, layer in trial.named_modules()}
+    for layer in paths:
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(note)
+    try:
+        with torch.no_grad():
+            result = trial(x)
+    except Exception as error:
+        what = f"model '{name}' cannot run on a batch of shape {tuple(x.shape)}"
+        raise FedstillError(f"{what}: {first_line(error)}") from error
+    features, logits = _split(result, name=name, rows=len(x), classes=classes)
+    last = linears[-1] if linears and linears[-1][2] is logits else None
+    if features is not None:
+        return _Seen(True, None, _find_head(trial, features, logits, last[0] if last else None))
+    if last is not None and last[1].dim() == 2:
+        return _Seen(True, last[0], _find_head(trial, last[1], logits, last[0]))
+    return _Seen(False, None, None)
+
+
+def _split(result: Any, *, name: str, rows: int, classes: int | None) -> tuple[Tensor | None, Tensor]:
+    """(features or None, logits) of what a module returned, or a line that says what it returned."""
+    parts = result if isinstance(result, tuple | list) else (result,)
+    if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) for part in parts):
+        told = ", ".join(type(part).__name__ for part in parts)
+        told = f"({told})" if isinstance(result, tuple | list) else told
+        raise FedstillError(f"model '{name}' returned {told}: it must return logits or (features, logits)")
+    logits = parts[-1]
+    if logits.dim() != 2 or len(logits) != rows or (classes is not None and logits.shape[1] != classes):
+        raise FedstillError(
+            f"model '{name}' returned logits of shape {tuple(logits.shape)} for {rows} samples: they must be "
+            f"({rows}, {classes or 'classes'}); a pair is returned as (features, logits), in this order"
+        )
+    return (_flat(parts[0]) if len(parts) == 2 else None), logits
+
+
+def _flat(features: Tensor) -> Tensor:
+    return features.flatten(1) if features.dim() > 2 else features
+
+
+def _find_head(trial: nn.Module, features: Tensor, logits: Tensor, last: str | None) -> str | None:
+    modules = dict(trial.named_modules())
+    for path in ("head", last):
+        if path is None or path not in modules:
+            continue
+        part = modules[path]
+        if any(True for _ in part.buffers()) or not all(leaf.requires_grad for leaf in part.parameters()):
+            continue  # a head is called with parameters alone
+        try:
+            with torch.no_grad():
+                again = part(features)
+        except Exception:
+            continue
+        if isinstance(again, Tensor) and again.shape == logits.shape and torch.allclose(again, logits, atol=1e-6):
+            return path
+    return None
+
+
+def _head(module: nn.Module, path: str | None) -> Callable[[Params, Tensor], Tensor] | None:
+    if path is None:
+        return None
+    prefix = f"{path}." if path else ""
+    skeleton = Skeleton(module.get_submodule(path), training=False, stored=canonical_names(module), prefix=prefix)
+
+    def head(params: Params, features: Tensor) -> Tensor:
+        logits: Tensor = skeleton(params, features, Step())[0]
+        return logits
+
+    return head
+
+
+def _apply(module: nn.Module, reads_features: str | None) -> Apply:
+    stored = canonical_names(module)
+    skeletons = {training: Skeleton(module, training=training, stored=stored) for training in (False, True)}
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    uses_batch = {True: bool(norms), False: any(norm.running_mean is None for norm in norms)}
+    if reads_features is not None:
+        for skeleton in skeletons.values():
+            skeleton.keep_features_of(reads_features)
+
+    def apply(
+        weights: Weights,
+        x: Tensor,
+        *,
+        training: bool = False,
+        weight: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Output, Params]:
+        if weight is not None and uses_batch[training]:
+            x = _without_padding(x, weight)
+        step = Step(weight, seed)
+        result, changed = skeletons[training]({**weights.params, **weights.buffers}, x, step)
+        return _output(result, step.features), {**weights.buffers, **changed}
+
+    return apply
+
+
+def _output(result: Any, features: Tensor | None) -> Output:
+    if isinstance(result, tuple | list) and len(result) == 2:
+        return Output(result[1], _flat(result[0]))
+    logits = result if isinstance(result, Tensor) else result[0]
+    return Output(logits, logits if features is None else features)
+
+
+def _without_padding(x: Tensor, weight: Tensor) -> Tensor:
+    """Padding replaced by a real row, so that whatever it holds (NaN too) cannot reach a gradient."""
+    real = (weight > 0).reshape(-1, *(1 for _ in x.shape[1:]))
+    return torch.where(real, x, x.index_select(0, weight.argmax().reshape(1)))

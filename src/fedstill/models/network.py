@@ -1,0 +1,87 @@
+"""What the built-in networks share: the shape of a network, its norm layers, its initialisation, its checks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from fedstill.core.errors import FedstillError, suggest
+
+NORMS = ("batch", "group", "none")
+INITS = ("paper", "torch")
+
+
+class Network(nn.Module):
+    """encoder: x -> features (B, F); head: features -> logits (B, K). Returns (features, logits)."""
+
+    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.encoder(x)
+        return features, self.head(features)
+
+
+def dense(*widths: int) -> list[nn.Module]:
+    """A linear layer and ReLU for each step from width to width."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return layers
+
+
+def choose(key: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise FedstillError(f"model.{key} = '{value}' is unknown: {suggest(str(value), known)}")
+    return value
+
+
+def norm_layer(norm: str, channels: int, groups: int) -> nn.Module:
+    """One normalisation of a convolution's output; 'none' is the identity."""
+    choose("norm", norm, NORMS)
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    if norm == "none":
+        return nn.Identity()
+    if groups < 1 or channels % groups:
+        raise FedstillError(f"model.groups = {groups} must divide the {channels} channels of every layer")
+    return nn.GroupNorm(groups, channels)
+
+
+def image_shape(name: str, input_shape: tuple[int, ...], *, least: int) -> tuple[int, int, int]:
+    """(channels, height, width), or a line that says what this network needs."""
+    if len(input_shape) != 3:
+        raise FedstillError(
+            f"model.name = '{name}' needs images (channels, height, width), this data has shape {tuple(input_shape)}: "
+            "use 'mlp'"
+        )
+    channels, height, width = input_shape
+    if min(height, width) < least:
+        raise FedstillError(
+            f"model.name = '{name}' needs images of at least {least}x{least}, these are {height}x{width}: "
+            "use 'cnn' or 'resnet8'"
+        )
+    return channels, height, width
+
+
+def initialise_convolutions(network: nn.Module) -> None:
+    """Kaiming-normal by fan out, biases 0 (He et al., ICCV 2015)."""
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def initialise(network: Network, init: str) -> Network:
+    """'paper' is MrTF's: convolutions Kaiming-normal, linear layers N(0, 0.01), biases 0; 'torch': PyTorch's own."""
+    if choose("init", init, INITS) == "paper":
+        initialise_convolutions(network)
+        for layer in network.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.zeros_(layer.bias)
+    return network

@@ -1,0 +1,102 @@
+"""Residual networks (He et al., CVPR 2016) of basic blocks.
+
+Two different nets are called "ResNet-8" in the papers: `resnet8` (78,042 parameters) and `resnet8_wide` (4,903,242).
+With norm 'none' the convolutions have biases, since nothing else would shift their output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedstill.models.network import Network, choose, image_shape, initialise, initialise_convolutions, norm_layer
+
+
+class _Norm(NamedTuple):
+    kind: str
+    groups: int
+
+
+def _conv(before: int, after: int, kernel: int, stride: int, norm: _Norm) -> nn.Sequential:
+    bias = norm.kind == "none"
+    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=bias)
+    return nn.Sequential(convolution, norm_layer(norm.kind, after, norm.groups))
+
+
+class BasicBlock(nn.Module):
+    """relu(conv(relu(conv(x))) + x), with a 1x1 convolution on the shortcut where shapes change."""
+
+    def __init__(self, before: int, after: int, stride: int, norm: _Norm) -> None:
+        super().__init__()
+        self.first = _conv(before, after, 3, stride, norm)
+        self.second = _conv(after, after, 3, 1, norm)
+        same = before == after and stride == 1
+        self.shortcut: nn.Module = nn.Identity() if same else _conv(before, after, 1, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+
+
+def _residual(stem: list[nn.Module], widths: tuple[int, ...], blocks: int, classes: int, norm: _Norm) -> Network:
+    """Stages of `blocks` blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
+    layers = list(stem)
+    before = widths[0]
+    for stage, width in enumerate(widths):
+        for block in range(blocks):
+            layers.append(BasicBlock(before, width, 2 if stage > 0 and block == 0 else 1, norm))
+            before = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return Network(nn.Sequential(*layers), nn.Linear(before, classes))
+
+
+def _small(
+    name: str, blocks: int, input_shape: tuple[int, ...], classes: int, norm: str, groups: int, init: str
+) -> Network:
+    channels, _, _ = image_shape(name, input_shape, least=1)
+    kind = _Norm(norm, groups)
+    stem = [_conv(channels, 16, 3, 1, kind), nn.ReLU()]
+    return initialise(_residual(stem, (16, 32, 64), blocks, classes, kind), init)
+
+
+def resnet8(
+    input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper"
+) -> Network:
+    """CIFAR ResNet of depth 6n + 2, n = 1 (MrTF, FedDF, D2C-FL): stages 16, 32, 64 of one block; 64 features."""
+    return _small("resnet8", 1, input_shape, classes, norm, groups, init)
+
+
+def resnet20(
+    input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper"
+) -> Network:
+    """CIFAR ResNet of depth 6n + 2, n = 3: stages 16, 32, 64 of three blocks; 64 features."""
+    return _small("resnet20", 3, input_shape, classes, norm, groups, init)
+
+
+def resnet8_wide(input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2) -> Network:
+    """FedAUX's ResNet-8: stages 64, 128, 256, 512 of one block each, 3x3 stem; 512 features."""
+    channels, _, _ = image_shape("resnet8_wide", input_shape, least=1)
+    kind = _Norm(norm, groups)
+    stem = [_conv(channels, 64, 3, 1, kind), nn.ReLU()]
+    return _residual(stem, (64, 128, 256, 512), 1, classes, kind)
+
+
+def resnet18(
+    input_shape: tuple[int, ...], classes: int, *, stem: str = "imagenet", norm: str = "batch", groups: int = 2
+) -> Network:
+    """ResNet-18: stages 64, 128, 256, 512 of two blocks; 512 features.
+
+    stem 'imagenet' is FedFTG's code (7x7 stride 2, then 3x3 max-pooling stride 2, also on 32x32 images); 'cifar' is one
+    3x3 convolution. norm 'group' with 2 groups is FedDyn's. Initialised as torchvision does: convolutions
+    Kaiming-normal (fan out), the linear layer by PyTorch's default.
+    """
+    channels, _, _ = image_shape("resnet18", input_shape, least=1)
+    kind = _Norm(norm, groups)
+    if choose("stem", stem, ("imagenet", "cifar")) == "cifar":
+        first = [_conv(channels, 64, 3, 1, kind), nn.ReLU()]
+    else:
+        first = [_conv(channels, 64, 7, 2, kind), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
+    network = _residual(first, (64, 128, 256, 512), 2, classes, kind)
+    initialise_convolutions(network)
+    return network

@@ -1,0 +1,103 @@
+"""What every partition scheme shares: checks, rows by class, and handing rows out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import numpy_generator, seed_for
+
+Parts = list[np.ndarray]  # row indices (int64) of each client
+
+
+def check_labels(labels: np.ndarray) -> np.ndarray:
+    """The labels as int64 (n,), or one line that says what is wrong with them."""
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or labels.size == 0 or labels.dtype.kind not in "iub":
+        raise FedstillError(
+            f"labels must be a non-empty 1-D integer array, got {labels.dtype} of shape {labels.shape}: "
+            "partitions need one class index per row"
+        )
+    return labels.astype(np.int64, copy=False)
+
+
+def check_clients(clients: int, *, samples: int | None = None) -> None:
+    """At least one client, and no more clients than samples (where `samples` is given)."""
+    if clients < 1:
+        raise FedstillError(f"partition.clients = {clients} is too small: use 1 or more")
+    if samples is not None and clients > samples:
+        raise FedstillError(f"partition.clients = {clients} is more than the {samples} samples: use fewer clients")
+
+
+def check_positive(name: str, value: float) -> None:
+    if not (np.isfinite(value) and value > 0):
+        raise FedstillError(f"partition.{name} = {value} is not allowed: use a finite number above 0")
+
+
+def check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise FedstillError(f"partition.{name} = {value} is too small: use {least} or more")
+
+
+def stream(seed: int, scheme: str) -> np.random.Generator:
+    """The scheme's own random stream."""
+    return numpy_generator(seed_for(seed, "partition", scheme))
+
+
+def rows_by_class(labels: np.ndarray) -> Parts:
+    """Rows of each class that occurs, classes ascending, rows in file order (a class without rows is no class)."""
+    order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
+    return cut(order, np.unique(labels, return_counts=True)[1])
+
+
+def cut(rows: np.ndarray, sizes: np.ndarray) -> Parts:
+    """Consecutive slices of `rows` with these sizes (plain slicing: np.split takes 10 times as long)."""
+    bounds = [0, *np.cumsum(sizes).tolist()]
+    return [rows[start:stop] for start, stop in pairwise(bounds)]
+
+
+def deal(rows: np.ndarray, owners: np.ndarray, clients: int) -> Parts:
+    """Rows grouped by the client that owns them, in the order given."""
+    return cut(rows[np.argsort(owners, kind="stable")], np.bincount(owners, minlength=clients))
+
+
+def deal_counts(class_rows: Parts, counts: np.ndarray) -> Parts:
+    """Cut each class's rows into consecutive slices of counts[:, class]; counts is (clients, classes)."""
+    clients = np.arange(len(counts))
+    owners = [np.repeat(clients, column) for column in counts.T]
+    rows = [mine[: len(owner)] for mine, owner in zip(class_rows, owners, strict=True)]
+    return deal(np.concatenate(rows), np.concatenate(owners), len(counts))
+
+
+def occurrence(values: np.ndarray) -> np.ndarray:
+    """How many equal values stand before each value: [5, 7, 5] -> [0, 0, 1]."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    new = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values)) - np.repeat(new, np.diff(new, append=len(values)))
+    return rank
+
+
+def log_gamma_draws(rng: np.random.Generator, shape: np.ndarray | float, size: tuple[int, ...]) -> np.ndarray:
+    """Logarithms of Gamma(shape) draws: their softmax is a Dirichlet draw that cannot underflow.
+
+    G(a) = G(a + 1) U^(1/a) and -log U is exponential (Devroye 1986, IX.3.5).
+    """
+    grown = np.log(rng.standard_gamma(np.asarray(shape) + 1.0, size))
+    drawn: np.ndarray = grown - rng.standard_exponential(size) / shape
+    return drawn
+
+
+def drop_small(parts: Parts, min_size: int) -> Parts:
+    """The clients with at least `min_size` rows; an error when none is left."""
+    kept = [part for part in parts if len(part) >= min_size]
+    if not kept:
+        largest = max(len(part) for part in parts)
+        raise FedstillError(
+            f"no client has partition.min_size = {min_size} samples (the largest has {largest}): "
+            "lower partition.min_size or use fewer clients"
+        )
+    return kept

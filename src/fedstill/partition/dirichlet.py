@@ -1,0 +1,100 @@
+"""Dirichlet matrices of clients x classes, normalised in two papers' ways (MrTF, FedAUX)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedstill.partition.common import (
+    Parts,
+    check_at_least,
+    check_clients,
+    check_labels,
+    check_positive,
+    deal_counts,
+    drop_small,
+    log_gamma_draws,
+    rows_by_class,
+    stream,
+)
+
+_SINKHORN_SWEEPS = 1000
+
+
+def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min_size: int = 5) -> Parts:
+    """Dir(alpha) over classes on each client, columns scaled to 1, counts rounded (MrTF's code).
+
+    p_k ~ Dir(alpha 1_K); share_kc = p_kc / sum_j p_jc; count_kc = round-half-even(share_kc n_c), consecutive
+    slices in file order. Rounding loses samples or asks for too many (the last clients then get less); clients
+    with fewer than `min_size` samples are dropped, so fewer than `clients` may come back. The released code
+    also holds out 20% of each client as its test set; that is not a matter of the partition.
+
+    Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, DMKD 2023 (released code).
+    """
+    labels = check_labels(labels)
+    check_clients(clients, samples=len(labels))
+    check_positive("alpha", alpha)
+    check_at_least("min_size", min_size, 0)
+    rng = stream(seed, "mrtf")
+    class_rows = rows_by_class(labels)
+    class_sizes = np.array([len(rows) for rows in class_rows])
+    draws = _dirichlet(rng, alpha, (clients, len(class_rows)))
+    while not (draws.sum(axis=0) > 0).all():  # a class that underflowed for everybody
+        draws = _dirichlet(rng, alpha, draws.shape)
+    parts = deal_counts(class_rows, column_counts(draws, class_sizes))
+    return drop_small([rng.permutation(part) for part in parts], min_size)
+
+
+def column_counts(draws: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
+    """Counts (clients, classes) from rows of shares: columns to 1, rounded half to even, cut off at n_c."""
+    wanted = np.rint(draws / draws.sum(axis=0) * class_sizes).astype(np.int64)
+    taken = np.minimum(np.cumsum(wanted, axis=0), class_sizes)
+    return np.diff(taken, axis=0, prepend=0)
+
+
+def fedaux(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 0.1) -> Parts:
+    """Dir(alpha) over clients for each class, balanced to nearly equal sizes by Sinkhorn (FedAUX's code).
+
+    A (classes, clients) matrix with rows ~ Dir(alpha 1_N); 1000 sweeps scale columns, then rows, to 1; class c
+    is cut in file order at floor(cumsum(row) n_c). All samples are used and, with classes of one size, sizes are
+    n / N within a few samples.
+
+    Differs from the paper's text, which cites Hsu et al.: this is another procedure (see `hsu`).
+    Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in FL, TNNLS 2021 (released code).
+    """
+    labels = check_labels(labels)
+    check_clients(clients, samples=len(labels))
+    check_positive("alpha", alpha)
+    rng = stream(seed, "fedaux")
+    class_rows = rows_by_class(labels)
+    class_sizes = np.array([len(rows) for rows in class_rows])
+    shares = _dirichlet(rng, alpha, (len(class_rows), clients))
+    while not (shares.sum(axis=0) > 0).all():  # a client whose share of every class underflowed
+        shares = _dirichlet(rng, alpha, shares.shape)
+    return deal_counts(class_rows, floor_counts(sinkhorn(shares), class_sizes))
+
+
+def sinkhorn(shares: np.ndarray) -> np.ndarray:
+    """Scale columns to 1, then rows to 1, 1000 times (or until a fixed point): rows end at 1, columns at C / N."""
+    for _ in range(_SINKHORN_SWEEPS):
+        swept = shares / shares.sum(axis=0)
+        swept /= swept.sum(axis=1, keepdims=True)
+        if np.array_equal(swept, shares):
+            break
+        shares = swept
+    return shares
+
+
+def floor_counts(shares: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
+    """Counts (clients, classes) from rows of shares (classes, clients), cut at floor(cumsum n_c)."""
+    cuts = np.floor(np.cumsum(shares, axis=1) * class_sizes[:, None]).astype(np.int64)
+    cuts[:, -1] = class_sizes
+    counts: np.ndarray = np.diff(cuts, axis=1, prepend=0).T
+    return counts
+
+
+def _dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of Dir(alpha), also where alpha is so small that plain Gamma draws would all be 0."""
+    logs = log_gamma_draws(rng, alpha, shape)
+    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+    rows: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
+    return rows

@@ -1,0 +1,202 @@
+"""One round: a cohort is drawn and trained, what it sends is checked, and the server steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.message import encode, select, template_of
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.tree import byte_size, clone, leaves, rows
+from fedstill.core.types import (
+    Algorithm,
+    Federation,
+    Model,
+    Objective,
+    Round,
+    Seed,
+    Trainer,
+    Training,
+    Tree,
+    Uploads,
+    Weights,
+)
+from fedstill.engine.store import ClientStore
+from fedstill.evaluate import Exam, Forgetting, evaluate
+from fedstill.guard import Admitted, AuditRecord, Guard, admit, admit_messages, is_finite
+from fedstill.history import History, Row, plain
+
+Tamper = Callable[[int, int, bytes], bytes]  # (round, client, message) -> message; may raise
+
+
+class Trained(Protocol):
+    @property
+    def uploads(self) -> Uploads: ...
+    @property
+    def states(self) -> Tree: ...
+
+
+class CohortTrainer(Trainer, Protocol):
+    """What the loop asks of an engine."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def train(
+        self,
+        objective: Objective,
+        training: Training,
+        start: Weights,
+        *,
+        received: Tree,
+        states: Tree,
+        ids: np.ndarray,
+        round: int,
+        seed: Seed,
+    ) -> Trained: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What does not change during a run."""
+
+    algorithm: Algorithm
+    model: Model
+    federation: Federation
+    training: Training
+    engine: CohortTrainer
+    seed: Seed
+    guard: Guard
+    tamper: Tamper | None
+    clients: np.ndarray  # ids of clients that hold data
+    cohort: int
+    exam: Exam
+    counts: Tensor | None  # (N, K), only with Need.LABEL_COUNTS_UPLOADED
+    unlabeled: Tensor | None  # only with Need.UNLABELED
+
+
+@dataclass
+class State:
+    """What changes from round to round; with the store it is all that a checkpoint holds."""
+
+    round: int
+    weights: Weights
+    server: Tree
+    best: Weights | None = None
+    best_accuracy: float = -math.inf
+    saved: int = 0  # the round of the newest checkpoint
+    history: History = field(default_factory=History)
+    forgetting: Forgetting = field(default_factory=Forgetting)
+
+
+def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int) -> np.ndarray:
+    """Ids of one round's cohort, ascending; a function of seed and round only, so all methods see the same."""
+    generator = numpy_generator(seed_for(seed, "cohort", round))
+    return np.sort(clients[generator.choice(len(clients), size=count, replace=False, shuffle=False)])
+
+
+def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[AuditRecord]]:
+    """One round: the state moves on, or stays as it was and the records say why."""
+    number, start = state.round, state.weights
+    ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number)
+    received = task.algorithm.server.broadcast(state.server)
+    trained = task.engine.train(
+        task.algorithm.objective,
+        task.training,
+        start,
+        received=received,
+        states=store.read(ids),
+        ids=ids,
+        round=number,
+        seed=task.seed,
+    )
+    uploads = _transmit(task, trained.uploads, start, ids, number)
+    row: Row = {
+        "round": number,
+        "cohort": len(ids),
+        "accepted": 0,
+        "train_loss": None,
+        "bytes_up": _bytes_up(uploads),
+        "bytes_down": len(ids) * (byte_size(start) + byte_size(received)),
+    }
+    admitted = _admit(task, uploads, start, number)
+    records = admitted.records
+    if admitted.uploads is not None:
+        row["accepted"] = len(admitted.kept)
+        moved, metrics = _serve(task, state, admitted.uploads)
+        row.update(metrics)
+        if moved:
+            _remember(store, ids, trained.states, admitted.kept)
+        else:
+            reason = "the server's model holds NaN or Inf; the round keeps the old model"
+            records = [*records, {"round": number, "client": None, "reason": reason}]
+    return row, records
+
+
+def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, number: int) -> Uploads:
+    """What is on its way to the server: label counts only where they are declared."""
+    counts = None if task.counts is None else task.counts[torch.as_tensor(ids, device=task.counts.device)]
+    uploads = uploads._replace(label_counts=counts)
+    return task.algorithm.transmit(uploads, start, seed_for(task.seed, "transmit", number))
+
+
+def _bytes_up(uploads: Uploads) -> int:
+    sent = (uploads.weights, uploads.extra, uploads.size, uploads.steps, uploads.travel, uploads.loss)
+    return byte_size(sent) + (0 if uploads.label_counts is None else byte_size(uploads.label_counts))
+
+
+def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitted:
+    if task.tamper is None:
+        return admit(uploads, start, task.guard, round=number)
+    messages: dict[int, bytes | Mapping[str, Any] | Exception] = {}
+    for position, client in enumerate(uploads.ids.tolist()):
+        try:
+            messages[client] = task.tamper(number, client, encode(select(uploads, position), round=number))
+        except Exception as error:  # whatever a client's call ends with is that client's fault alone
+            messages[client] = error
+    return admit_messages(messages, template_of(uploads), start, task.guard, round=number)
+
+
+def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
+    """The server's step; the state takes its result only if the model is finite."""
+    look = Round(
+        number=state.round,
+        start=state.weights,
+        uploads=uploads,
+        model=task.model,
+        population=task.federation.population,
+        unlabeled=task.unlabeled,
+        seed=seed_for(task.seed, "server", state.round),
+        trainer=task.engine,
+    )
+    candidate, server = task.algorithm.server.apply(state.weights, state.server, look)
+    sums = [leaf.sum().double() for leaf in leaves(candidate) if leaf.is_floating_point()]
+    total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
+    row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
+    finite = math.isfinite(total) or is_finite(candidate)  # a sum may overflow where no term is Inf
+    if finite:
+        state.weights, state.server = candidate, server
+    return finite, row
+
+
+def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarray) -> None:
+    if len(kept) == len(ids):
+        store.write(ids, states)
+    else:
+        store.write(ids[kept], rows(states, torch.as_tensor(kept, device=store.device)))
+
+
+def look_at(task: Task, state: State, row: Row) -> None:
+    """Evaluate into `row` and keep the best model."""
+    row.update(plain(evaluate(state.weights, task.exam, task.engine)))
+    row["forgetting"] = state.forgetting.see(row["class_accuracy"])
+    if row["accuracy"] > state.best_accuracy:
+        state.best, state.best_accuracy = clone(state.weights), row["accuracy"]

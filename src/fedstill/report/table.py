@@ -1,0 +1,109 @@
+"""The table of a comparison: mean and spread over seeds, best method first; for terminals and as plain text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLUMNS = ("method", "last accuracy %", "best %", "seeds", "seconds", "up", "down")
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """One method over its seeds; seconds and bytes are those of one run, on average."""
+
+    method: str
+    last: tuple[float, ...]
+    best: tuple[float, ...]
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.last)
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation over the seeds; None for a single seed."""
+        return statistics.stdev(self.last) if len(self.last) > 1 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "method": self.method,
+            "mean": self.mean,
+            "std": self.std,
+            "seeds": len(self.last),
+            "seconds": round(self.seconds, 3),
+            "best": statistics.fmean(self.best),
+            "accuracies": list(self.last),
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+        }
+
+
+def best_first(summaries: Iterable[MethodSummary]) -> list[MethodSummary]:
+    """By mean accuracy; a run whose accuracy is not a number comes last."""
+    return sorted(summaries, key=lambda row: (row.mean != row.mean, -row.mean, row.method))
+
+
+def cells(summary: MethodSummary) -> tuple[str, ...]:
+    spread = "" if summary.std is None else f" ± {100 * summary.std:.2f}"
+    return (
+        summary.method,
+        f"{100 * summary.mean:.2f}{spread}",
+        f"{100 * statistics.fmean(summary.best):.2f}",
+        str(len(summary.last)),
+        f"{summary.seconds:.1f}",
+        human_bytes(summary.bytes_up),
+        human_bytes(summary.bytes_down),
+    )
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the largest decimal unit that leaves a number of at least one.
+
+    >>> human_bytes(1_234_000)
+    '1.2 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def plain_table(summaries: Sequence[MethodSummary]) -> str:
+    """Columns by spaces: for logs, pipes and files."""
+    return align([COLUMNS, *(cells(row) for row in best_first(summaries))])
+
+
+def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Rows as text, the first `left` columns to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def rich_table(summaries: Sequence[MethodSummary]) -> Table:
+    """The same for a terminal; only the best mean stands out."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for place, row in enumerate(best_first(summaries)):
+        table.add_row(*(Text(cell) for cell in cells(row)), style="bold green" if place == 0 else None)
+    return table

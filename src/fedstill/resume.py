@@ -1,0 +1,118 @@
+"""Stopping and going on: when a run is saved, what a resume takes up, and where the log goes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.checkpoint import RunState, list_checkpoints, load_newest, same_form, save_checkpoint, save_weights
+from fedstill.core.errors import FedstillError
+from fedstill.engine.store import ClientStore
+from fedstill.history import History
+from fedstill.play import State
+
+_log = logging.getLogger("fedstill.run")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, how often, and where to."""
+
+    method: str
+    rounds: int
+    evaluate_every: int
+    checkpoint_every: int
+    folder: Path | None
+    target: float | None
+    identity: dict[str, Any]
+
+    def evaluates(self, number: int) -> bool:
+        return number % self.evaluate_every == 0 or number == self.rounds
+
+    def checkpoints(self, number: int) -> bool:
+        return self.folder is not None and number % self.checkpoint_every == 0
+
+
+def save(plan: Plan, state: State, store: ClientStore) -> None:
+    assert plan.folder is not None
+    history = {"rows": state.history.rows, "audit": state.history.audit}
+    whole = RunState(state.round, state.weights, state.server, store.snapshot(), history, state.best, plan.identity)
+    save_checkpoint(whole, plan.folder / "checkpoints")
+    state.saved = state.round
+    _save_models(plan.folder, state, durable=False)  # the checkpoint above is the durable copy
+
+
+def _save_models(folder: Path, state: State, *, durable: bool) -> None:
+    save_weights(folder / "last", state.weights, durable=durable)
+    if state.best is not None:
+        save_weights(folder / "best", state.best, durable=durable)
+
+
+def save_last(plan: Plan, state: State, store: ClientStore) -> None:
+    if plan.folder is None:
+        return
+    if state.saved != state.round:
+        save(plan, state, store)
+    _save_models(plan.folder, state, durable=True)
+
+
+def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> float:
+    """Put the newest checkpoint into `state` and `store`; seconds that the run had taken by then."""
+    if plan.folder is None:
+        if resume:
+            raise FedstillError("resume needs run_dir: the folder of the run to go on with")
+        return 0.0
+    checkpoints = plan.folder / "checkpoints"
+    if not resume:
+        if list_checkpoints(checkpoints):
+            raise FedstillError(f"{plan.folder} already holds a run: resume it or choose another run_dir")
+        return 0.0
+    saved = load_newest(checkpoints, store.device)
+    if saved is None:
+        _log.info("no checkpoint to resume from: starting at round 1")
+        return 0.0
+    _check_same_run(plan, state, saved)
+    state.round, state.weights, state.server, state.best = saved.round, saved.weights, saved.server, saved.best
+    state.saved, state.history = saved.round, History(**saved.history)
+    state.best_accuracy = max((row["accuracy"] for row in state.history.evaluated), default=-math.inf)
+    for row in state.history.evaluated:
+        state.forgetting.see(row["class_accuracy"])
+    store.restore(saved.clients)
+    _log.info("resuming after round %d", saved.round)
+    return state.history.total("seconds")
+
+
+def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
+    for key, now in plan.identity.items():
+        then = saved.identity.get(key)
+        if then != now:
+            raise FedstillError(
+                f"cannot resume {plan.folder}: {key} was {then} and is {now} now; use the same or another run_dir"
+            )
+    if not same_form(saved.weights, state.weights):
+        raise FedstillError(f"cannot resume {plan.folder}: its model has other layers; use the same model")
+
+
+@contextmanager
+def log_to(folder: Path | None) -> Iterator[None]:
+    """Send the run's log to log.txt of its folder, too."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = _log.level
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _log.setLevel(level)
+        handler.close()

@@ -1,0 +1,228 @@
+"""The round loop: draw a cohort, train it, check what it sends, let the server step, look, remember."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstill.callbacks import Callback, RunInfo
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import check_needs, needs_of
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import to_device
+from fedstill.core.types import Algorithm, Federation, Model, Need, Seed, Training
+from fedstill.engine.store import BUDGET, ClientStore
+from fedstill.evaluate import label_counts, make_exam
+from fedstill.guard import AuditRecord, Guard
+from fedstill.history import Journal, Result, Row
+from fedstill.play import CohortTrainer, State, Tamper, Task, look_at, play_round
+from fedstill.resume import Plan, log_to, restore, save, save_last
+
+_log = logging.getLogger("fedstill.run")
+
+
+def federate(
+    *,
+    algorithm: Algorithm,
+    model: Model,
+    federation: Federation,
+    training: Training,
+    rounds: int,
+    cohort: int | float,
+    seed: Seed = 0,
+    engine: str | CohortTrainer = "auto",
+    device: str = "auto",
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    checkpoint_every: int = 10,
+    evaluate_every: int = 1,
+    guard: Guard | None = None,
+    target: float | None = None,
+    method: str = "",
+    resume: bool = False,
+    tamper: Tamper | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    state_budget: int = BUDGET,
+) -> Result:
+    """Train one model over `rounds` rounds.
+
+    cohort: clients a round, a number (int) or a share below 1 of the population.
+    resume: go on from the newest checkpoint of `run_dir` that verifies; the result equals an uninterrupted run.
+    tamper: sends every upload through its wire form and this function (fault injection).
+    state_budget: bytes of client states kept in memory; beyond it they live in a sparse file.
+    """
+    began = time.perf_counter()
+    check_needs(algorithm, model=model, federation=federation, training=training, method=method or "this method")
+    if isinstance(engine, str):
+        engine = _build_engine(engine, device, model, federation, engine_options or {})
+    task = _make_task(algorithm, model, federation, training, engine, seed, guard or Guard(), tamper, cohort)
+    plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target)
+    return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
+
+
+def _run(
+    task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int, began: float
+) -> Result:
+    state, population = _first_state(task), task.federation.population
+    template = task.algorithm.objective.init(state.weights.params)
+    with ExitStack() as stack:
+        stack.enter_context(log_to(plan.folder))
+        store = ClientStore(template, population, device=task.engine.device, budget=state_budget, folder=plan.folder)
+        stack.enter_context(store)
+        earlier = restore(plan, state, store, resume=resume)
+        journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
+        _loop(task, plan, state, store, journal, callbacks)
+        save_last(plan, state, store)
+        best = state.best if state.best is not None else state.weights
+        seconds = earlier + time.perf_counter() - began
+        result = Result(state.history, state.weights, best, plan.method, seconds, plan.folder, plan.target)
+        for callback in callbacks:
+            callback.on_end(result)
+    return result
+
+
+def cohort_size(cohort: int | float, population: int) -> int:
+    """A share R < 1 of K clients is max(1, round(R K)); a whole number is itself."""
+    if 0 < cohort < 1:
+        return max(1, round(cohort * population))
+    if not 1 <= cohort <= population or cohort != int(cohort):
+        raise FedstillError(
+            f"cohort = {cohort}: use a number from 1 to {population} (the population) or a share between 0 and 1"
+        )
+    return int(cohort)
+
+
+def _build_engine(
+    name: str, device: str, model: Model, federation: Federation, options: Mapping[str, Any]
+) -> CohortTrainer:
+    from fedstill.engine import build_engine
+
+    engine: CohortTrainer = build_engine(name, device, model=model, federation=federation, **options)
+    return engine
+
+
+def _make_task(
+    algorithm: Algorithm,
+    model: Model,
+    federation: Federation,
+    training: Training,
+    engine: CohortTrainer,
+    seed: Seed,
+    guard: Guard,
+    tamper: Tamper | None,
+    cohort: int | float,
+) -> Task:
+    clients = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0)
+    if len(clients) == 0:
+        raise FedstillError("no client holds any data: check the partition")
+    wanted = cohort_size(cohort, federation.population)
+    if wanted > len(clients):
+        _log.warning("only %d clients hold data: the cohort is %d instead of %d", len(clients), len(clients), wanted)
+    counts, needs = label_counts(federation), needs_of(algorithm)
+    unlabeled = federation.unlabeled if Need.UNLABELED in needs else None
+    return Task(
+        algorithm,
+        model,
+        federation,
+        training,
+        engine,
+        seed,
+        guard,
+        tamper,
+        clients,
+        cohort=min(wanted, len(clients)),
+        exam=make_exam(federation, engine.device, counts),
+        counts=counts.to(engine.device) if Need.LABEL_COUNTS_UPLOADED in needs else None,
+        unlabeled=None if unlabeled is None else unlabeled.to(engine.device),
+    )
+
+
+def _make_plan(
+    task: Task,
+    method: str,
+    rounds: int,
+    evaluate_every: int,
+    checkpoint_every: int,
+    run_dir: str | Path | None,
+    target: float | None,
+) -> Plan:
+    for key, value in (("rounds", rounds), ("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
+        if value < 1:
+            raise FedstillError(f"{key} = {value}: use at least 1")
+    identity = {
+        "method": method,
+        "model": task.model.name,
+        "seed": task.seed,
+        "population": task.federation.population,
+        "cohort": task.cohort,
+        "training": dataclasses.asdict(task.training),
+    }
+    folder = None if run_dir is None else Path(run_dir)
+    return Plan(method, rounds, evaluate_every, checkpoint_every, folder, target, json.loads(json.dumps(identity)))
+
+
+def _first_state(task: Task) -> State:
+    weights = to_device(task.model.init(seed_for(task.seed, "model")), task.engine.device)
+    return State(0, weights, task.algorithm.server.init(weights))
+
+
+def _loop(
+    task: Task,
+    plan: Plan,
+    state: State,
+    store: ClientStore,
+    journal: Journal | None,
+    callbacks: Sequence[Callback],
+) -> None:
+    info = _describe(task, plan, state)
+    answers = [callback.on_start(info) for callback in callbacks]
+    while state.round < plan.rounds and not any(answers):
+        began = time.perf_counter()
+        state.round += 1
+        row, records = play_round(task, state, store)
+        if plan.evaluates(state.round):
+            look_at(task, state, row)
+        row["seconds"] = time.perf_counter() - began
+        answers = [callback.on_round(row) for callback in callbacks]
+        if any(answers) and "accuracy" not in row:
+            look_at(task, state, row)
+        state.history.rows.append(row)
+        state.history.audit.extend(records)
+        if journal is not None:
+            journal.add(row, records)
+        _tell(row, records)
+        if plan.checkpoints(state.round):
+            save(plan, state, store)
+
+
+def _describe(task: Task, plan: Plan, state: State) -> RunInfo:
+    return RunInfo(
+        method=plan.method,
+        rounds=plan.rounds,
+        population=task.federation.population,
+        cohort=task.cohort,
+        engine=task.engine.name,
+        device=str(task.engine.device),
+        model=task.model.name,
+        parameters=sum(leaf.numel() for leaf in state.weights.params.values()),
+        run_dir=plan.folder,
+        past=tuple(state.history.rows),
+    )
+
+
+def _tell(row: Row, records: list[AuditRecord]) -> None:
+    for record in records[:3]:
+        who = "server" if record["client"] is None else f"client {record['client']}"
+        _log.warning("round %d: %s: %s", record["round"], who, record["reason"])
+    if len(records) > 3:
+        _log.warning("round %d: and %d more, see audit.jsonl", row["round"], len(records) - 3)
+    if "accuracy" in row:
+        _log.info("round %d: accuracy %.4f, %.3f s", row["round"], row["accuracy"], row["seconds"])

@@ -1,0 +1,47 @@
+"""Server memory that corrects for clients who were away: SCAFFOLD's control, FedDyn's h."""
+
+from __future__ import annotations
+
+from fedstill.core.tree import add, subtract, zeros_like
+from fedstill.core.types import Round, ServerStep, Tree, Weights
+from fedstill.server.average import Weighting, participation, shares, weighted_sum
+
+
+def update_control(weighting: Weighting = "uniform") -> ServerStep:
+    """c <- c + (|S| / N) sum_k p_k (c_k+ - c_k); the model passes through (SCAFFOLD, Alg. 1).
+
+    Under full participation c stays sum_k p_k c_k. Use the weighting of the model average: otherwise the
+    corrections c - c_k no longer cancel over the cohort.
+
+    Slots: reads the upload "control_delta", broadcasts "control".
+    """
+
+    def init(weights: Weights) -> Tree:
+        return {"control": zeros_like(weights.params)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        share = shares(round.uploads, weighting)
+        delta = weighted_sum(round.uploads.extra["control_delta"], share)
+        return candidate, {"control": add(state["control"], delta, participation(round))}
+
+    def broadcast(state: Tree) -> Tree:
+        return {"control": state["control"]}
+
+    return ServerStep(apply, init, broadcast)
+
+
+def dynamic_correction(alpha: float) -> ServerStep:
+    """h <- h - alpha (|S| / N) (candidate - start), then w = candidate - h / alpha (FedDyn).
+
+    The candidate must be the cohort's average. h stays the mean of all clients' g_k; buffers are the candidate's.
+    """
+
+    def init(weights: Weights) -> Tree:
+        return {"dyn_mean": zeros_like(weights.params)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        move = subtract(candidate.params, round.start.params)
+        mean = add(state["dyn_mean"], move, -alpha * participation(round))
+        return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
+
+    return ServerStep(apply, init)

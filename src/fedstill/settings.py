@@ -1,0 +1,88 @@
+"""Words of the command line as parts of an experiment: `--set local.lr=0.1` and `fedprox(mu=0.1)`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fedstill import toml_io
+from fedstill.config import AlgorithmSection, Experiment
+from fedstill.core.errors import FedstillError
+
+_CHOICES = {"partition": "scheme", "model": "name", "algorithm": "name"}
+_KEPT = {"clients"}
+_METHOD = re.compile(r"\s*([\w.+-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+
+
+def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """A copy of an experiment's table with every `key=value` set; another name drops the old one's own keys."""
+    changed = copy.deepcopy(table)
+    pairs = [_pair(setting) for setting in settings]
+    for path, value in sorted(pairs, key=lambda pair: not _is_choice(pair[0])):
+        _set(changed, path, value)
+    return changed
+
+
+def _pair(setting: str) -> tuple[list[str], Any]:
+    key, equals, text = setting.partition("=")
+    path = key.strip().split(".")
+    if not equals:
+        raise FedstillError(f"--set {setting}: write it as key=value, e.g. --set rounds=20 or --set local.lr=0.1")
+    if not all(path):
+        raise FedstillError(f"--set {setting}: '{key}' is no key: write section.key=value, e.g. --set local.lr=0.1")
+    return path, toml_io.parse_value(text.strip())
+
+
+def _is_choice(path: Sequence[str]) -> bool:
+    return path[0] in _CHOICES and (len(path) == 1 or path[1] == _CHOICES[path[0]])
+
+
+def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    if _is_choice(path):
+        section, key = path[0], _CHOICES[path[0]]
+        old = table.get(section, {})
+        old = {key: old} if isinstance(old, str) else old
+        if old.get(key) != value:
+            old = {name: kept for name, kept in old.items() if name in _KEPT}
+        table[section] = {**old, key: value}
+        return
+    *parents, name = path
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise FedstillError(f"--set {'.'.join(path)}: '{parent}' is a single value, it has no keys below it")
+    table[name] = value
+
+
+def split_methods(text: str) -> list[str]:
+    """Split at commas outside parentheses: 'fedavg,fedprox(mu=0.1)' -> ['fedavg', 'fedprox(mu=0.1)'].
+
+    >>> split_methods("fedavg, feddf(steps=5, lr=0.1)")
+    ['fedavg', 'feddf(steps=5, lr=0.1)']
+    """
+    entries, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            entries.append(text[start:place])
+            start = place + 1
+    return [entry.strip() for entry in [*entries, text[start:]] if entry.strip()]
+
+
+def parse_method(entry: str, experiment: Experiment) -> AlgorithmSection:
+    """One entry of compare: a name takes the experiment's own options when it is the experiment's method."""
+    match = _METHOD.fullmatch(entry)
+    if match is None:
+        raise FedstillError(f"--methods: cannot read '{entry}': write it as fedavg or fedprox(mu=0.1)")
+    name, inside = match.groups()
+    if inside is None:
+        return experiment.algorithm if experiment.algorithm.name == name else AlgorithmSection(name=name)
+    options: dict[str, Any] = {}
+    for setting in split_methods(inside):
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise FedstillError(f"--methods: '{setting}' in '{entry}' is no option: write {name}(key=value)")
+        options[key.strip()] = toml_io.parse_value(text.strip())
+    return AlgorithmSection.model_validate({**options, "name": name})

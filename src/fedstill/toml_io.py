@@ -1,0 +1,105 @@
+"""TOML in both directions: the standard library reads it, `dumps` writes it so that reading gives the same back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import FedstillError
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def loads(text: str, *, where: str = "TOML") -> dict[str, Any]:
+    """Parse TOML; a syntax error is one line that says where."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FedstillError(f"{where}: not valid TOML: {error}; a line reads: key = value") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a file; a missing one names its nearest neighbour."""
+    if path.is_dir():
+        raise FedstillError(f"'{path}' is a folder: give the .toml file itself")
+    if not path.is_file():
+        near = difflib.get_close_matches(str(path), [str(other) for other in path.parent.glob("*.toml")], n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "write one, or leave it out for the quick start"
+        raise FedstillError(f"no experiment file '{path}': {hint}")
+    try:
+        return loads(path.read_text(encoding="utf-8"), where=path.name)
+    except UnicodeDecodeError:
+        raise FedstillError(f"{path.name}: not a text file: TOML is UTF-8 text") from None
+
+
+def parse_value(text: str) -> Any:
+    """A value as it stands right of '=' in TOML; anything that is no TOML value is a string as it stands."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = table["value"]
+    return value if len(table) == 1 and isinstance(value, (bool, int, float, str, list, dict)) else text
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _string(key)
+
+
+def _string(text: str) -> str:
+    # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _float(number: float) -> str:
+    if math.isnan(number):
+        return "nan"
+    if math.isinf(number):
+        return "inf" if number > 0 else "-inf"
+    return repr(number)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        pairs = [f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None]
+        return "{" + ", ".join(pairs) + "}"
+    raise FedstillError(f"TOML cannot hold a {type(value).__name__}: {value!r}")
+
+
+def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    flat = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
+    nested = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in flat.items()]
+    for key, value in nested.items():
+        header = ".".join(_key(part) for part in (*path, key))
+        lines += ["", f"[{header}]", *_table(value, (*path, key))]
+    return lines
+
+
+def dumps(table: Mapping[str, Any]) -> str:
+    """A table as TOML; None is left out (TOML has no null), tuples become arrays.
+
+    >>> print(dumps({"rounds": 3, "local": {"lr": 0.1, "clip": None}}))
+    rounds = 3
+    <BLANKLINE>
+    [local]
+    lr = 0.1
+    <BLANKLINE>
+    """
+    return "\n".join(_table(table, ())).lstrip("\n") + "\n"

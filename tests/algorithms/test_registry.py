@@ -1,0 +1,84 @@
+import inspect
+
+import pytest
+
+from fedstill import algorithms
+from fedstill.algorithms import METHODS, build_algorithm
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
+from fedstill.core.types import Algorithm, Need
+
+NEEDS = {
+    "scaffold": {Need.CLIENT_STATE, Need.PLAIN_SGD},
+    "fednova": {Need.PLAIN_SGD},
+    "feddyn": {Need.CLIENT_STATE},
+    "feddf": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_builds_from_its_name_alone_and_declares_its_needs(name):
+    algorithm = build_algorithm(name, {})
+    assert isinstance(algorithm, Algorithm)
+    assert needs_of(algorithm) == NEEDS.get(name, set())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_is_a_keyword_with_a_default_and_is_explained(name):
+    factory = METHODS[name]
+    arguments = inspect.getdoc(factory).split("Args:")[1].split("Reveals:")[0]
+    for option in inspect.signature(factory).parameters.values():
+        assert option.kind is inspect.Parameter.KEYWORD_ONLY
+        assert option.default is not inspect.Parameter.empty
+        assert f"\n    {option.name}: " in arguments
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_docstring_says_what_it_reveals_and_where_it_differs(name):
+    text = inspect.getdoc(METHODS[name])
+    assert "<-" in text or "=" in text.split("Args:")[0]
+    sections = [
+        text.index(f"\n{section}") for section in ("Args:", "Reveals:", "Differs from the paper:", "Reference:")
+    ]
+    assert sections == sorted(sections)
+
+
+def test_the_public_names_are_the_registry_and_its_builder():
+    assert sorted(algorithms.__all__) == sorted(["METHODS", "build_algorithm", *METHODS])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fedavgg", {}, r"algorithm\.name 'fedavgg' is not a method: did you mean"),
+        ("fedprox", {"mo": 1}, r"algorithm\.mo is not an option of fedprox: did you mean 'mu'"),
+        ("fedprox", {"mu": -1.0}, r"algorithm\.mu = -1\.0 is impossible: it must be 0 or a number above it"),
+        ("fedprox", {"mu": "big"}, r"algorithm\.mu = 'big' is impossible: it must be a number"),
+        ("fedprox", {"mu": True}, r"algorithm\.mu = True is impossible"),
+        ("fedprox", {"mu": float("nan")}, r"algorithm\.mu = nan is impossible"),
+        ("fedprox", {"mu": float("inf")}, r"algorithm\.mu = inf is impossible"),
+        ("fedavg", {"weighting": "sizes"}, r"algorithm\.weighting = 'sizes' is unknown: did you mean 'size'"),
+        ("fedavg", {"buffers": 3}, r"algorithm\.buffers = 3 is unknown: choose one of: average, local, pooled, reset"),
+        ("scaffold", {"option": "III"}, r"algorithm\.option = 'III' is unknown"),
+        ("scaffold", {"global_lr": 0}, r"algorithm\.global_lr = 0 is impossible"),
+        ("fedavgm", {"beta": 1.0}, r"algorithm\.beta = 1\.0 is impossible: it must be at least 0 and below 1"),
+        ("fedadam", {"tau": 0.0}, r"algorithm\.tau = 0\.0 is impossible"),
+        ("fedyogi", {"beta2": -0.1}, r"algorithm\.beta2"),
+        ("fedopt", {"optimizer": "adamw"}, r"algorithm\.optimizer = 'adamw' is unknown: did you mean 'adam'"),
+        ("feddyn", {"alpha": 0.0}, r"algorithm\.alpha = 0\.0 is impossible: it must be a number above 0"),
+        ("fedntd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
+        ("feddf", {"steps": 2.5}, r"algorithm\.steps = 2\.5 is impossible: it must be a whole number"),
+        ("feddf", {"steps": -1}, r"algorithm\.steps = -1 is impossible"),
+        ("feddf", {"clip": 0.0}, r"algorithm\.clip = 0\.0 is impossible"),
+        ("feddf", {"clip": "no"}, r"algorithm\.clip = 'no' is impossible: it must be a number"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(name, options, message):
+    with pytest.raises(FedstillError, match=message) as told:
+        build_algorithm(name, options)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(("name", "options"), [("fedprox", {"mu": 1}), ("feddf", {"clip": None})])
+def test_whole_numbers_are_numbers_and_none_is_allowed_where_it_means_something(name, options):
+    build_algorithm(name, options)

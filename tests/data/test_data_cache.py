@@ -1,0 +1,175 @@
+"""The cache returns exactly what was decoded, or decodes again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data_files import HYPOTHESIS, hub_folder, pictures, png, write_parquet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstill.data import Source, default_cache_dir, load, readers
+from fedstill.data import datasets as loaders
+
+
+@pytest.fixture
+def decodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of sources that were decoded, in order."""
+    done: list[str] = []
+    assemble = loaders.assemble
+
+    def counting(*args, **options) -> Source:
+        done.append(options["name"])
+        return assemble(*args, **options)
+
+    monkeypatch.setattr(loaders, "assemble", counting)
+    return done
+
+
+def same(a: Source, b: Source) -> bool:
+    tensors = all(
+        torch.equal(p, q) and p.dtype == q.dtype
+        for p, q in ((a.train.x, b.train.x), (a.train.y, b.train.y), (a.test.x, b.test.x), (a.test.y, b.test.y))
+    )
+    keys = set(a.keys) == set(b.keys) and all(np.array_equal(a.keys[k], b.keys[k]) for k in a.keys)
+    facts = [(s.train.name, s.train.classes, s.train.mean, s.train.std, s.notes, s.origin) for s in (a, b)]
+    return tensors and keys and facts[0] == facts[1]
+
+
+def cached_files(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_the_second_load_is_the_first_without_decoding(tmp_path: Path, decodings: list[str]) -> None:
+    columns = {"image": [png(p) for p in pictures(10)], "label": [0, 1] * 5, "writer": [f"w{i}é" for i in range(10)]}
+    write_parquet(tmp_path / "notes.parquet", columns)
+    first, second = load(tmp_path / "notes.parquet"), load(tmp_path / "notes.parquet")
+    assert len(decodings) == 1
+    assert same(first, second)
+    assert list(second.keys) == ["writer"]
+    second.train.x[0] = 0  # a copy: the stored bytes stay
+    assert same(first, load(tmp_path / "notes.parquet"))
+    assert len(decodings) == 1
+
+
+def test_nothing_but_whole_files_is_left_in_the_cache(tmp_path: Path, private_cache: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    load(tmp_path / "pets")
+    assert default_cache_dir() == private_cache
+    names = [path.name for path in cached_files(private_cache)]
+    assert names == ["entry.json", "test_x.npy", "test_y.npy", "train_x.npy", "train_y.npy"]
+
+
+@HYPOTHESIS
+@given(data=st.data())
+def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, decodings: list[str], data: st.DataObject) -> None:
+    if not (tmp_path / "pets").exists():
+        hub_folder(tmp_path / "pets")
+    cache = tmp_path / "store"
+    first = load(tmp_path / "pets", cache_dir=cache)
+    victim = data.draw(st.sampled_from(cached_files(cache)))
+    content = bytearray(victim.read_bytes())
+    if data.draw(st.booleans(), label="cut"):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        place = data.draw(st.integers(0, 8 * len(content) - 1))
+        content[place // 8] ^= 1 << (place % 8)
+    victim.write_bytes(content)
+    assert same(first, load(tmp_path / "pets", cache_dir=cache))
+    before = len(decodings)
+    assert same(first, load(tmp_path / "pets", cache_dir=cache))
+    assert len(decodings) == before  # the damage was repaired
+
+
+def test_a_flipped_pixel_is_decoded_again(tmp_path: Path, decodings: list[str], private_cache: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    first = load(tmp_path / "pets")
+    victim = next(path for path in cached_files(private_cache) if path.name == "train_x.npy")
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    assert same(first, load(tmp_path / "pets"))
+    assert len(decodings) == 2
+
+
+def test_a_changed_class_name_is_decoded_again(tmp_path: Path, decodings: list[str], private_cache: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    load(tmp_path / "pets")
+    entry = next(path for path in cached_files(private_cache) if path.name == "entry.json")
+    entry.write_text(entry.read_text().replace('"dog"', '"dot"'))
+    assert load(tmp_path / "pets").train.classes == ("cat", "dog", "owl")
+    assert len(decodings) == 2
+
+
+def test_other_source_files_are_decoded_again(tmp_path: Path, decodings: list[str]) -> None:
+    folder = tmp_path / "pets"
+    hub_folder(folder)
+    load(folder)
+    shard = folder / "train-00001-of-00002.parquet"
+    os.utime(shard, ns=(1, 1))
+    load(folder)
+    assert len(decodings) == 2
+    shard.unlink()
+    assert len(load(folder).train.y) == 4
+    assert len(decodings) == 3
+
+
+def test_options_have_entries_of_their_own(tmp_path: Path, decodings: list[str]) -> None:
+    hub_folder(tmp_path / "pets")
+    assert load(tmp_path / "pets").train.x.shape[2:] == (5, 4)
+    assert load(tmp_path / "pets", size=2).train.x.shape[2:] == (2, 2)
+    assert load(tmp_path / "pets").train.x.shape[2:] == (5, 4)
+    assert len(decodings) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_noted_and_not_fatal(tmp_path: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    (tmp_path / "file").write_text("")
+    source = load(tmp_path / "pets", cache_dir=tmp_path / "file" / "cache")
+    assert len(source.train.y) == 7
+    assert any(note.startswith("not cached") for note in source.notes)
+
+
+def test_a_crash_while_writing_leaves_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private_cache: Path
+) -> None:
+    hub_folder(tmp_path / "pets")
+    replace, renamed = os.replace, []
+
+    def crash_at_third(old: str, new: Path) -> None:
+        renamed.append(new)
+        if len(renamed) == 3:
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", crash_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path / "pets")
+    assert not [path for path in cached_files(private_cache) if path.name == "entry.json" or path.name.startswith(".")]
+    monkeypatch.setattr(os, "replace", replace)
+    assert same(load(tmp_path / "pets"), load(tmp_path / "pets"))
+
+
+def test_an_entry_that_is_valid_json_of_another_shape_is_ignored(tmp_path: Path, private_cache: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    first = load(tmp_path / "pets")
+    entry = next(path for path in cached_files(private_cache) if path.name == "entry.json")
+    for content in (None, [], {}, {"entry": {}, "sha256": 3}, {"entry": None, "sha256": ""}):
+        entry.write_text(json.dumps(content))
+        assert same(first, load(tmp_path / "pets"))
+
+
+def test_reading_is_not_even_tried_on_the_second_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_folder(tmp_path / "pets")
+    load(tmp_path / "pets")
+
+    def read_again(*_: object) -> None:
+        raise AssertionError("the parquet file was read again")
+
+    monkeypatch.setattr(readers, "_read_parquet", read_again)
+    load(tmp_path / "pets")

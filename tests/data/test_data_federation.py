@@ -1,0 +1,182 @@
+"""Rows have one owner; the server's unlabeled rows have none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, png, write_parquet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstill.data import (
+    Source,
+    federation_from_tensors,
+    from_tensors,
+    load,
+    make_federation,
+    match_storage,
+    split_unlabeled,
+)
+
+
+def numbered(rows: int) -> Source:
+    """Every input is the number of its row, so that rows can be followed."""
+    x = np.arange(rows, dtype=np.float32)[:, None]
+    source = from_tensors(x, np.arange(rows) % 3, test=(-x[:4] - 1, [0, 1, 2, 0]))
+    return source._replace(keys={"row": np.arange(rows)})
+
+
+@HYPOTHESIS
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 3))
+def test_each_client_gets_its_own_rows_in_order(sizes: list[int], spare: int) -> None:
+    total = sum(sizes)
+    source = numbered(total + spare + 3)
+    rows = np.random.default_rng(0).permutation(total + spare + 3)[:total]
+    parts = np.split(rows, np.cumsum(sizes)[:-1])
+    federation = make_federation(source, parts, partition="by hand")
+    assert federation.population == len(sizes)
+    assert federation.partition == "by hand"
+    for k, part in enumerate(parts):
+        mine = federation.indices[federation.offsets[k] : federation.offsets[k + 1]]
+        assert mine.tolist() == part.tolist()
+    assert federation.indices.dtype == federation.offsets.dtype == torch.int64
+
+
+def test_a_hundred_thousand_clients_are_put_together_in_a_moment() -> None:
+    source = numbered(200_000)
+    parts = list(np.arange(200_000).reshape(100_000, 2))
+    start = time.monotonic()
+    federation = make_federation(source, parts)
+    assert time.monotonic() - start < 2.0
+    assert federation.population == 100_000
+
+
+def test_rows_that_cannot_be_shared_out_so_are_refused() -> None:
+    source = numbered(6)
+    a = np.array([0, 1])
+    assert "row 1 belongs to clients 0 and 2" in fails(make_federation, source, [a, np.array([2]), np.array([1, 3])])
+    assert "client 1" in fails(make_federation, source, [a, np.array([], np.int64)])
+    assert "row 6 is not in 0..5" in fails(make_federation, source, [a, np.array([6])])
+    assert "row -1" in fails(make_federation, source, [np.array([-1])])
+    assert "no client" in fails(make_federation, source, [])
+    assert "integers" in fails(make_federation, source, [np.array([0.5])])
+    assert "data.unlabeled" in fails(make_federation, source, [a], unlabeled=torch.zeros(3, 2))
+
+
+def test_a_federation_from_one_pair_a_client() -> None:
+    pixels = pictures(9)
+    clients = [(pixels[:2], [5, 7]), (torch.from_numpy(pixels[2:6]), torch.tensor([7, 7, 5, 5])), (pixels[6:7], [5])]
+    federation = federation_from_tensors(clients, test=(pixels[7:], [7, 5]), unlabeled=pixels[:3])
+    assert federation.population == 3
+    assert federation.offsets.tolist() == [0, 2, 6, 7]
+    assert np.array_equal(federation.train.x[federation.indices], pixels[:7].transpose(0, 3, 1, 2))
+    assert federation.train.classes == ("5", "7")
+    assert federation.unlabeled is not None
+    assert federation.unlabeled.shape == (3, 3, 5, 4)
+    wrong = [(pixels[:2], [5, 7]), (pixels[:2, :3], [5, 7])]
+    assert "client 1" in fails(federation_from_tensors, wrong, test=(pixels[7:], [7, 5]))
+    assert "none" in fails(federation_from_tensors, [], test=(pixels[7:], [7, 5]))
+
+
+@HYPOTHESIS
+@given(rows=st.integers(4, 60), seed=st.integers(0, 5), data=st.data())
+def test_held_out_rows_are_in_nobody_elses_hands(rows: int, seed: int, data: st.DataObject) -> None:
+    source = numbered(rows)
+    count = data.draw(st.integers(1, rows - 1))
+    rest, unlabeled = split_unlabeled(source, count, seed=seed)
+    assert unlabeled is not None
+    kept, taken = set(rest.train.x[:, 0].int().tolist()), set(unlabeled[:, 0].int().tolist())
+    assert len(taken) == count
+    assert kept.isdisjoint(taken)
+    assert kept | taken == set(range(rows))
+    assert rest.keys["row"].tolist() == rest.train.x[:, 0].int().tolist()
+    assert rest.train.y.tolist() == (rest.train.x[:, 0].int() % 3).tolist()
+    assert torch.equal(rest.test.x, source.test.x)
+    again = split_unlabeled(source, str(count), seed=seed)[1]
+    assert again is not None
+    assert torch.equal(unlabeled, again)
+
+
+def test_none_and_the_test_inputs() -> None:
+    source = numbered(10)
+    assert split_unlabeled(source, "none", seed=0) == (source, None)
+    rest, unlabeled = split_unlabeled(source, "test", seed=0)
+    assert rest is source
+    assert torch.equal(unlabeled, source.test.x)
+    limited = split_unlabeled(source, "test", seed=0, limit=2)[1]
+    assert len(limited) == 2
+    assert {tuple(row) for row in limited.tolist()} <= {tuple(row) for row in source.test.x.tolist()}
+
+
+def test_what_cannot_be_held_out_is_refused() -> None:
+    source = numbered(10)
+    for choice in (10, 11, -1, True):
+        assert "1 to 9" in fails(split_unlabeled, source, choice, seed=0)
+    assert "data.unlabeled: no such file or folder" in fails(split_unlabeled, source, "./nowhere", seed=0)
+
+
+def test_another_dataset_is_recoloured_and_resized(tmp_path: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    colour, grey = load(tmp_path / "pets"), load("digits")
+    rest, unlabeled = split_unlabeled(grey, str(tmp_path / "pets"), seed=0)
+    assert rest is grey
+    assert unlabeled.shape == (9, 1, 8, 8)  # all rows: train and test
+    assert unlabeled.dtype == torch.uint8
+    _, unlabeled = split_unlabeled(colour, "digits", seed=0, limit=100)
+    assert unlabeled.shape == (100, 3, 5, 4)
+    assert torch.equal(unlabeled[:, 0], unlabeled[:, 2])
+
+
+def test_an_unlabeled_folder_needs_no_labels_and_no_common_size(tmp_path: Path) -> None:
+    image_folder(tmp_path / "web" / "a", {"x": 3}, height=12, width=9)
+    image_folder(tmp_path / "web" / "b", {"y": 2}, height=7, width=20, channels=1)
+    (tmp_path / "web" / "stray.png").write_bytes(png(pictures(1)[0]))
+    _, unlabeled = split_unlabeled(load("digits"), str(tmp_path / "web"), seed=0)
+    assert unlabeled.shape == (6, 1, 8, 8)
+    write_parquet(tmp_path / "bare.parquet", {"image": [png(p) for p in pictures(4)]})
+    _, unlabeled = split_unlabeled(load("digits"), str(tmp_path / "bare.parquet"), seed=0)
+    assert len(unlabeled) == 4
+
+
+def test_the_clients_own_dataset_is_not_taken_as_another_one(tmp_path: Path) -> None:
+    assert "own dataset" in fails(split_unlabeled, load("digits"), "digits", seed=0)
+    hub_folder(tmp_path / "pets")
+    source = load(tmp_path / "pets")
+    assert "own dataset" in fails(split_unlabeled, source, f"{tmp_path}/../{tmp_path.name}/pets", seed=0)
+
+
+def test_a_table_must_have_the_same_features(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("a,label\n1,0\n2,1\n")
+    _, unlabeled = split_unlabeled(numbered(5), str(file), seed=0)
+    assert unlabeled.tolist() == [[1.0], [2.0]]
+    file.write_text("a,b,label\n1,5,0\n2,6,1\n")
+    assert "(2,)" in fails(split_unlabeled, numbered(5), str(file), seed=0)
+    assert "only images" in fails(split_unlabeled, numbered(5), "digits", seed=0)
+
+
+def test_colour_becomes_grey_by_luma_as_in_pillow() -> None:
+    from PIL import Image
+
+    pixels = pictures(20)
+    x = match_storage(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.zeros(1, 1, 5, 4, dtype=torch.uint8))
+    for got, image in zip(x, pixels, strict=True):
+        wanted = np.asarray(Image.fromarray(image).convert("L")).astype(int)
+        assert np.abs(got[0].numpy().astype(int) - wanted).max() <= 1
+
+
+def test_halving_an_image_averages_it_and_keeps_flat_areas() -> None:
+    flat = torch.full((2, 3, 8, 8), 77, dtype=torch.uint8)
+    like = torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
+    assert (match_storage(flat, like) == 77).all()
+    board = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    board[:, :, ::2] = 200  # stripes of one pixel: antialiasing must not keep one of the two
+    small = match_storage(board, torch.zeros(1, 1, 4, 4, dtype=torch.uint8))
+    assert (small[:, :, 1:-1] - 100.0).abs().max() <= 26
+    as_float = match_storage(flat, torch.zeros(1, 1, 8, 8))
+    assert as_float.dtype == torch.float32
+    assert as_float.max().item() == pytest.approx(77 / 255, abs=1e-3)

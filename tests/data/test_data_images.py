@@ -1,0 +1,101 @@
+"""Decoding: pixel for pixel what the file holds, in one size and one colour for the whole set."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_files import image_folder, pictures, png
+from PIL import Image
+
+from fedstill.core.errors import FedstillError
+from fedstill.data import load
+from fedstill.data.images import CHUNK, decode_images
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+def test_every_image_is_in_its_row_over_many_tasks() -> None:
+    count = 2 * CHUNK + 7
+    pixels = pictures(count, channels=1, height=2, width=3)
+    x = decode_images([png(p) for p in pixels], where="a set")
+    assert x.dtype == np.uint8
+    assert np.array_equal(x, pixels[:, None])
+
+
+@pytest.mark.parametrize("grey_rows", [[0], [CHUNK - 1], list(range(CHUNK))])
+def test_a_grey_image_among_coloured_ones_is_repeated_over_the_channels(grey_rows: list[int]) -> None:
+    colour, grey = pictures(CHUNK + 2), pictures(CHUNK + 2, channels=1, seed=1)
+    blobs = [png(grey[i] if i in grey_rows else colour[i]) for i in range(CHUNK + 2)]
+    x = decode_images(blobs, where="a set")
+    assert x.shape == (CHUNK + 2, 3, 5, 4)
+    for row in (0, CHUNK - 1, CHUNK, CHUNK + 1):
+        expected = np.stack([grey[row]] * 3) if row in grey_rows else colour[row].transpose(2, 0, 1)
+        assert np.array_equal(x[row], expected)
+
+
+def test_palettes_alpha_bits_and_sixteen_bits_become_eight_bit_grey_or_rgb() -> None:
+    colour = Image.fromarray(pictures(1)[0])
+    alpha = colour.copy()
+    alpha.putalpha(7)
+    palette = colour.quantize(8)
+    clear = palette.copy()
+    for image in (alpha, palette, clear):
+        options = {"transparency": bytes([0, 255, 9])} if image is clear else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            x = decode_images([encoded(image, **options)], where="a set")
+        reference = colour if image is alpha else palette.convert("RGB")
+        assert np.array_equal(x[0], np.asarray(reference).transpose(2, 0, 1))
+    bits = np.array([[0, 1], [1, 0]], bool)
+    assert decode_images([encoded(Image.fromarray(bits))], where="a set").tolist() == [[[[0, 255], [255, 0]]]]
+    deep = np.array([[0, 256], [65535, 32767]], np.uint16)
+    assert decode_images([encoded(Image.fromarray(deep))], where="a set").tolist() == [[[[0, 1], [255, 127]]]]
+
+
+def test_a_photo_is_turned_upright() -> None:
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, :8] = 255  # white on the left
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored turned: the left side is the top
+    x = decode_images([encoded(Image.fromarray(pixels), "JPEG", exif=exif.tobytes(), quality=95)], where="a set")
+    assert x.shape == (1, 3, 16, 8)
+    assert x[0, 0, :6].min() > 200
+    assert x[0, 0, 10:].max() < 50
+
+
+def test_mixed_sizes_ask_for_one_and_are_cut_to_it(tmp_path: Path) -> None:
+    wide = np.zeros((4, 8, 3), np.uint8)
+    wide[:, 2:6] = 200  # only the centred square
+    blobs = [png(wide), png(np.full((2, 2, 3), 100, np.uint8))]
+    with pytest.raises(FedstillError, match=r"data.size.*2x2 to 8x4"):
+        decode_images(blobs, where="a set")
+    for options in ({"size": 2}, {"mixed_size": 2}):
+        x = decode_images(blobs, where="a set", **options)
+        assert x.shape == (2, 3, 2, 2)
+        assert (x[0] == 200).all()
+        assert (x[1] == 100).all()
+    alike = decode_images([png(wide)], where="a set", mixed_size=2)
+    assert alike.shape == (1, 3, 4, 8)  # only if they differ
+    image_folder(tmp_path / "zoo", {"a": 5})
+    image_folder(tmp_path / "zoo" / "more", {"b": 5}, height=9)
+    assert load(tmp_path / "zoo", size=3).train.x.shape[1:] == (3, 3, 3)
+
+
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    good = png(pictures(1, height=40, width=40)[0])
+    for broken in (b"", b"no image", good[: len(good) // 2]):
+        with pytest.raises(FedstillError, match="row 1 of a set is not a readable image") as error:
+            decode_images([good, broken], where="a set")
+        assert "\n" not in str(error.value)
+    image_folder(tmp_path / "zoo", {"a": 5, "b": 5})
+    (tmp_path / "zoo" / "b" / "3.png").write_bytes(b"?")
+    with pytest.raises(FedstillError, match=r"b/3.png"):
+        load(tmp_path / "zoo")

@@ -1,0 +1,1 @@
+../algorithms/by_hand.py

@@ -1,0 +1,51 @@
+"""On a GPU: the step can be captured as a CUDA graph, and gives what the CPU gives."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedstill.core.seeds import torch_generator
+from fedstill.core.tree import stack, to_device, tree_map
+from fedstill.core.types import Weights
+from fedstill.models import MODELS, build_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_step_of_several_clients_gives_the_gradients_of_the_cpu(name):
+    model = build_model(name, input_shape=(3, 32, 32), classes=10)
+    both = stack([model.init(1), model.init(2)])
+    cpu = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, both)
+    x = torch.randn(2, 4, 3, 32, 32, generator=torch_generator(0), dtype=torch.float64)
+    weight = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    seeds = torch.tensor([11, 12])
+
+    def client(weights: Weights, x: Tensor, weight: Tensor, seed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        output, buffers = model.apply(weights, x, training=True, weight=weight, seed=seed)
+        return (output.logits.square().sum(1) * weight).sum(), buffers
+
+    def step(weights: Weights, *inputs: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        losses, buffers = vmap(client)(weights, *inputs)
+        return torch.autograd.grad(losses.sum(), list(weights.params.values())), buffers
+
+    gpu, inputs = to_device(cpu, "cuda"), [leaf.cuda() for leaf in (x, weight, seeds)]
+    for weights in (cpu, gpu):
+        for leaf in weights.params.values():
+            leaf.requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(gpu, *inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients, buffers = step(gpu, *inputs)
+    graph.replay()
+    expected, expected_buffers = step(cpu, x, weight, seeds)
+    for found, wanted in zip(gradients, expected, strict=True):
+        small = 1e-9 + 1e-6 * wanted.abs().max().item()  # a bias before BatchNorm has no gradient but rounding
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=small)
+    for key, wanted in expected_buffers.items():
+        torch.testing.assert_close(buffers[key].cpu(), wanted, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,243 @@
+"""Every built-in network: shapes, parameter counts, one client against many, padding, initialisation."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import torch_generator, torch_stream
+from fedstill.core.tree import rows, stack, tree_map
+from fedstill.core.types import Model, Weights
+from fedstill.models import MODELS, build_model, model_options
+
+CIFAR, MNIST, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
+
+# Parameter counts of the method cards: (name, input, classes, options, parameters, features)
+COUNTS = [
+    ("mlp", MNIST, 10, {}, 1_985_930, 128),
+    ("mlp", (64,), 10, {"hidden": [64]}, 64 * 64 + 64 + 64 * 10 + 10, 64),
+    ("mlp", DIGITS, 10, {"hidden": []}, 64 * 10 + 10, 64),
+    ("cnn", CIFAR, 10, {}, 2_156_490, 512),
+    ("cnn", CIFAR, 100, {}, 2_202_660, 512),
+    ("cnn", MNIST, 10, {}, 1_663_370, 512),
+    ("cnn", DIGITS, 10, {}, 32 * 26 + 64 * (32 * 25 + 1) + 512 * (64 * 4 + 1) + 5130, 512),
+    ("lenet5", CIFAR, 10, {}, 62_006, 84),
+    ("lenet5", CIFAR, 100, {}, 69_656, 84),
+    ("lenet", CIFAR, 10, {}, 66_766, 400),
+    ("convnet", CIFAR, 10, {}, 188_810, 1024),
+    ("vgg8", CIFAR, 10, {}, 4_444_170, 512),
+    ("vgg8", CIFAR, 100, {}, 4_490_340, 512),
+    ("vgg8", CIFAR, 10, {"norm": "none"}, 4_441_226, 512),
+    ("resnet8", CIFAR, 10, {}, 78_042, 64),
+    ("resnet8", CIFAR, 100, {}, 83_892, 64),
+    ("resnet20", CIFAR, 10, {}, 272_474, 64),
+    ("resnet20", CIFAR, 100, {}, 278_324, 64),
+    ("resnet8_wide", CIFAR, 10, {}, 4_903_242, 512),
+    ("resnet8_wide", CIFAR, 100, {}, 4_949_412, 512),
+    ("resnet18", CIFAR, 10, {}, 11_181_642, 512),
+    ("resnet18", CIFAR, 10, {"stem": "cifar"}, 11_173_962, 512),
+    ("resnet18", CIFAR, 100, {}, 11_227_812, 512),
+]
+
+# Channels that a norm layer follows, by hand: stem, two a block, one a changed shortcut
+NORMED = {
+    "vgg8": 64 + 128 + 256 + 512 + 512,
+    "resnet8": 16 + 2 * (16 + 32 + 64) + 32 + 64,
+    "resnet20": 16 + 6 * (16 + 32 + 64) + 32 + 64,
+    "resnet8_wide": 64 + 2 * (64 + 128 + 256 + 512) + 128 + 256 + 512,
+    "resnet18": 64 + 4 * (64 + 128 + 256 + 512) + 128 + 256 + 512,
+}
+SMALLEST = {"vgg8": CIFAR, "lenet5": (3, 16, 16), "lenet": (3, 16, 16)}
+
+
+def small(name: str, **options: object) -> Model:
+    return build_model(name, input_shape=SMALLEST.get(name, (3, 8, 8)), classes=4, **options)
+
+
+def size(weights: Weights) -> int:
+    return sum(leaf.numel() for leaf in weights.params.values())
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch_generator(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "shape", "classes", "options", "parameters", "features"), COUNTS)
+def test_parameter_count_and_shapes_are_those_of_the_paper(name, shape, classes, options, parameters, features):
+    model = build_model(name, input_shape=shape, classes=classes, **options)
+    weights = model.init(0)
+    assert size(weights) == parameters
+    output, buffers = model.apply(weights, torch.rand(2, *shape, generator=torch_generator(1)))
+    assert output.logits.shape == (2, classes)
+    assert output.features.shape == (2, features)
+    assert buffers.keys() == weights.buffers.keys()
+    assert model.has_features
+    assert model.unbatchable is None
+    assert model.head is not None
+    assert torch.allclose(model.head(weights.params, output.features), output.logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_the_choice_of_norm_changes_the_count_by_the_channels_it_norms(name):
+    models = [small(name, norm=norm) for norm in ("batch", "group", "none")]
+    batch, group, none = (model.init(0) for model in models)
+    channels = NORMED[name]
+    own_biases = 0 if name == "vgg8" else channels  # a ResNet without norms has biases in its convolutions
+    assert size(group) == size(batch)
+    assert size(none) == size(batch) - 2 * channels + own_biases
+    assert sum(leaf.numel() for leaf in batch.buffers.values() if leaf.dim()) == 2 * channels
+    assert not group.buffers
+    assert [model.batch_statistics for model in models] == [True, False, False]
+
+
+def test_resnet18_has_the_buffer_entries_of_the_released_code():
+    buffers = build_model("resnet18", input_shape=CIFAR, classes=10).init(0).buffers
+    assert sum(leaf.numel() for leaf in buffers.values()) == 9_620
+
+
+def test_flags_say_what_a_network_is_made_of():
+    assert not small("mlp").convolutional
+    assert all(small(name).convolutional for name in MODELS if name != "mlp")
+    assert small("vgg8").dropout
+    assert not small("vgg8", dropout=0.0).dropout
+    assert not small("resnet8").dropout
+
+
+def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tensor, Tensor]:
+    """Two clients with different weights, data, padding and seeds, in double precision."""
+    both = stack([model.init(seed) for seed in (1, 2)])
+    double = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, both)
+    x = draw(2, 3, *shape)
+    weight = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
+    return double, x, weight, torch.tensor([11, 12])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "training"),
+    [
+        *((name, {}, True) for name in MODELS),
+        *((name, {}, False) for name in ("mlp", "cnn", "resnet8")),
+        ("resnet8", {"norm": "group"}, True),
+        ("resnet8", {"norm": "none"}, True),
+    ],
+)
+def test_many_clients_at_once_equal_one_after_the_other(name, options, training):
+    model = small(name, **options)
+    weights, x, weight, seeds = cohort(model, SMALLEST.get(name, (3, 8, 8)))
+    leaves = [leaf.requires_grad_() for leaf in weights.params.values()]
+
+    def client(weights: Weights, x: Tensor, weight: Tensor, seed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        output, buffers = model.apply(weights, x, training=training, weight=weight, seed=seed)
+        per_row = output.logits.square().sum(1) + output.features.sin().sum(1)
+        return (per_row * weight).sum(), buffers
+
+    losses, buffers = vmap(client)(weights, x, weight, seeds)
+    together = torch.autograd.grad(losses.sum(), leaves)
+    alone = [client(rows(weights, i), x[i], weight[i], seeds[i]) for i in range(2)]
+    one_by_one = torch.autograd.grad(alone[0][0] + alone[1][0], leaves)
+    for a, b in zip(together, one_by_one, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    for key in buffers:
+        expected = torch.stack([alone[0][1][key], alone[1][1][key]])
+        torch.testing.assert_close(buffers[key], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["vgg8", "resnet8"])
+@pytest.mark.parametrize("garbage", [float("nan"), 1e9])
+def test_padding_changes_no_output_gradient_or_buffer(name, garbage):
+    model = small(name)
+    shape = SMALLEST.get(name, (3, 8, 8))
+    weights = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, model.init(0))
+    leaves = [leaf.requires_grad_() for leaf in weights.params.values()]
+    real, seed = draw(3, *shape), torch.tensor(4)
+
+    def step(x: Tensor, weight: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Tensor]]:
+        output, buffers = model.apply(weights, x, training=True, weight=weight, seed=seed)
+        logits = output.logits[:3]
+        return logits, torch.autograd.grad(logits.square().sum(), leaves), buffers
+
+    plain = step(real, None)
+    padded = step(torch.cat([real, torch.full_like(real, garbage)[:2]]), torch.tensor([1.0, 1, 1, 0, 0]))
+    for a, b in zip(plain, padded, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def pool_last(network: nn.Module) -> nn.Module:
+    """The order of the papers: ReLU, then pooling."""
+    encoder = network.encoder
+    for i in range(len(encoder) - 1):
+        if isinstance(encoder[i], nn.MaxPool2d) and isinstance(encoder[i + 1], nn.ReLU):
+            encoder[i], encoder[i + 1] = encoder[i + 1], encoder[i]
+    return network
+
+
+@pytest.mark.parametrize("name", ["cnn", "lenet5", "lenet", "convnet", "vgg8", "resnet18"])
+def test_relu_after_pooling_equals_relu_before_pooling_in_values_and_gradients(name):
+    shape = SMALLEST.get(name, (3, 8, 8))
+    with torch_stream(0):
+        networks = [MODELS[name](shape, 4) for _ in range(2)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    assert any(isinstance(layer, nn.MaxPool2d) for layer in networks[1].encoder)
+    orders = [networks[0], pool_last(networks[1])]
+    assert [type(layer) for layer in orders[0].encoder] != [type(layer) for layer in orders[1].encoder]
+    results = []
+    for network in orders:
+        network.eval().double()
+        features, logits = network(draw(4, *shape))
+        results.append((features, logits, *torch.autograd.grad(logits.square().sum(), list(network.parameters()))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_init_is_a_function_of_the_seed_and_leaves_the_global_stream_alone(name):
+    model = small(name)
+    before = torch.random.get_rng_state()
+    first, again, other = model.init(7), model.init(7), model.init(8)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(first.params[key], again.params[key]) for key in first.params)
+    assert not all(torch.equal(first.params[key], other.params[key]) for key in first.params)
+
+
+def test_mrtf_networks_start_as_their_paper_says():
+    params = build_model("vgg8", input_shape=CIFAR, classes=10).init(0).params
+    fan_out = 512 * 9
+    assert params["encoder.16.weight"].std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.01)
+    assert params["head.0.weight"].std().item() == pytest.approx(0.01, rel=0.01)
+    assert all(not leaf.any() for name, leaf in params.items() if name.endswith("bias"))
+    assert torch.equal(params["encoder.1.weight"], torch.ones(64))
+
+
+def test_fedlmds_cnn_starts_as_pytorch_does():
+    params = build_model("cnn", input_shape=CIFAR, classes=10).init(0).params
+    bound = 1 / (3 * 25) ** 0.5  # U(-1/sqrt(fan in), 1/sqrt(fan in))
+    weight = params["encoder.0.weight"]
+    assert bound * 0.98 < weight.abs().max().item() <= bound
+    assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+    torch_default = build_model("mlp", input_shape=DIGITS, classes=10, init="torch").init(0).params
+    assert torch_default["encoder.1.weight"].abs().max().item() == pytest.approx(1 / 8, rel=0.02)
+
+
+def test_mistakes_are_told_in_one_line_with_the_nearest_word():
+    def message(*args, **options):
+        with pytest.raises(FedstillError) as caught:
+            build_model(*args, **{"input_shape": CIFAR, "classes": 10, **options})
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "did you mean 'resnet18'" in message("resnet-18")
+    assert "did you mean 'norm'" in message("vgg8", nrm="batch")
+    assert "'cnn' has no options" in message("cnn", norm="batch")
+    assert "model.norm = 'layer' is unknown" in message("vgg8", norm="layer")
+    assert "did you mean 'imagenet'" in message("resnet18", stem="image")
+    assert "needs images" in message("cnn", input_shape=(64,))
+    assert "at least 32x32, these are 28x28" in message("vgg8", input_shape=MNIST)
+    assert "must divide the 16 channels" in message("resnet8", norm="group", groups=3)
+    assert "model.hidden" in message("mlp", hidden=[0])
+    assert "model.dropout" in message("vgg8", dropout=1.5)
+
+
+def test_options_and_their_defaults_can_be_listed():
+    assert model_options("cnn") == {}
+    assert model_options("resnet18") == {"stem": "imagenet", "norm": "batch", "groups": 2}

@@ -1,0 +1,249 @@
+"""Worked numbers and edges of the schemes without a smallest-size loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedstill.core.errors import FedstillError
+from fedstill.partition import PARTITIONS, class_counts
+from fedstill.partition.dirichlet import column_counts, floor_counts, sinkhorn
+from fedstill.partition.shards import cut_evenly
+from fedstill.partition.skew import top_class_share
+
+CIFAR10 = np.repeat(np.arange(10), 5000)
+CIFAR100 = np.repeat(np.arange(100), 500)
+PUBLISHED_SEED = 19940817
+
+
+def counts_of(name: str, labels: np.ndarray, clients: int, **options: object) -> np.ndarray:
+    options = {"seed": 0, **options}
+    return class_counts(PARTITIONS[name](labels, clients, **options), labels, int(labels.max()) + 1)
+
+
+def test_iid_cuts_100_000_clients_without_loss() -> None:
+    sizes = [len(part) for part in PARTITIONS["iid"](np.zeros(250_000, int), 100_000, seed=0)]
+    assert sorted(set(sizes)) == [2, 3]
+    assert sum(sizes) == 250_000
+
+
+def test_stratified_iid_deals_each_class_evenly() -> None:
+    labels = np.random.default_rng(0).integers(0, 4, 503)
+    counts = counts_of("iid", labels, 7, stratified=True)
+    assert np.ptp(counts, axis=0).max() <= 1
+    assert np.ptp(counts.sum(axis=1)) <= 1
+    assert counts.sum() == 503
+
+
+@pytest.mark.parametrize(
+    ("per_client", "client_0", "distinct"),
+    [
+        (2, {1: 250, 4: 250}, 1.94),
+        (5, {2: 100, 4: 100, 7: 200, 8: 100}, 4.17),
+        (10, {0: 50, 1: 50, 2: 50, 4: 200, 7: 100, 8: 50}, 6.37),
+    ],
+)
+def test_the_published_seed_deals_the_published_shards(
+    per_client: int, client_0: dict[int, int], distinct: float
+) -> None:
+    counts = counts_of("shards", CIFAR10, 100, shards_per_client=per_client, legacy_seed=PUBLISHED_SEED)
+    assert {c: int(n) for c, n in enumerate(counts[0]) if n} == client_0
+    assert (counts.sum(axis=1) == 500).all()
+    assert round(float((counts > 0).sum(axis=1).mean()), 2) == distinct
+
+
+def test_the_published_shards_of_three_keep_their_leftovers() -> None:
+    counts = counts_of("shards", CIFAR10, 100, shards_per_client=3, legacy_seed=PUBLISHED_SEED)
+    extra = counts[0] - np.array([0, 0, 0, 0, 332, 0, 0, 0, 166, 0])  # 166 a shard, and one leftover for 2 in 3
+    assert ((extra >= 0) & (extra <= np.array([0, 0, 0, 0, 2, 0, 0, 0, 1, 0]))).all()
+    assert counts.sum() == 50_000
+    assert round(float((counts > 0).sum(axis=1).mean()), 2) == 2.74
+
+
+def test_cifar100_shards_have_the_published_mean_of_distinct_labels() -> None:
+    counts = counts_of("shards", CIFAR100, 100, shards_per_client=10, legacy_seed=PUBLISHED_SEED)
+    assert round(float((counts > 0).sum(axis=1).mean()), 2) == 9.49
+
+
+def test_shards_are_consecutive_and_the_first_take_the_leftovers() -> None:
+    pieces = cut_evenly(np.arange(100, 111), 4)
+    assert [piece.tolist() for piece in pieces] == [[100, 101, 108], [102, 103, 109], [104, 105, 110], [106, 107]]
+
+
+def test_a_client_holds_whole_shards_of_at_most_s_classes() -> None:
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(5), 40))
+    counts = counts_of("shards", labels, 10, shards_per_client=3)  # 6 shards a class, of 6 or 7 samples
+    assert ((counts > 0).sum(axis=1) <= 3).all()
+    assert counts.sum() == 200
+    shards = np.rint(counts / (40 / 6))
+    assert (shards.sum(axis=1) == 3).all()
+    assert (shards.sum(axis=0) == 6).all()
+
+
+@pytest.mark.parametrize(("clients", "per_client"), [(7, 2), (3, 1), (10, 0)])
+def test_shards_that_do_not_deal_out_evenly_name_their_key(clients: int, per_client: int) -> None:
+    with pytest.raises(FedstillError, match=r"partition\.shards_per_client"):
+        PARTITIONS["shards"](CIFAR10, clients, seed=0, shards_per_client=per_client)
+
+
+def test_mrtf_counts_of_the_worked_example() -> None:
+    draws = np.array([[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]])
+    assert column_counts(draws, np.array([10, 10])).tolist() == [[5, 2], [1, 5], [4, 3]]
+
+
+def test_mrtf_rounding_cannot_hand_out_more_than_there_is() -> None:
+    counts = column_counts(np.full((3, 1), 1 / 3), np.array([5]))  # 1.67 each -> 2, 2, and one left
+    assert counts.ravel().tolist() == [2, 2, 1]
+
+
+def test_mrtf_loses_samples_to_rounding_as_reported() -> None:
+    # CIFAR-100 on 1000 clients, alpha = 1: 42.6k of 50k are handed out.
+    handed_out = [counts_of("mrtf", CIFAR100, 1000, seed=seed, alpha=1.0, min_size=0).sum() for seed in range(3)]
+    assert np.mean(handed_out) == pytest.approx(42_600, abs=150)
+
+
+def test_mrtf_drops_small_clients() -> None:
+    labels = np.repeat(np.arange(10), 60)
+    everyone = PARTITIONS["mrtf"](labels, 100, seed=0, alpha=0.1, min_size=0)
+    kept = PARTITIONS["mrtf"](labels, 100, seed=0, alpha=0.1, min_size=5)
+    assert [len(part) for part in kept] == [len(part) for part in everyone if len(part) >= 5]
+    assert len(kept) < 100
+
+
+def test_mrtf_without_any_client_left_says_so() -> None:
+    with pytest.raises(FedstillError, match=r"partition\.min_size = 50"):
+        PARTITIONS["mrtf"](np.repeat(np.arange(2), 20), 5, seed=0, min_size=50)
+
+
+def test_sinkhorn_of_the_worked_example() -> None:
+    balanced = sinkhorn(np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]))
+    assert balanced == pytest.approx(
+        np.array([[0.595119, 0.294678, 0.110203], [0.071548, 0.371989, 0.556463]]), abs=1e-6
+    )
+    assert balanced.sum(axis=0) == pytest.approx(2 / 3)
+
+
+def test_floor_counts_of_the_worked_example() -> None:
+    assert floor_counts(np.array([[0.25, 0.35, 0.4]]), np.array([10])).ravel().tolist() == [2, 4, 4]
+
+
+@pytest.mark.parametrize("clients", [10, 40])
+@pytest.mark.parametrize(
+    ("alpha", "low", "high"),
+    [(0.01, 0.85, 0.96), (0.04, 0.71, 0.83), (0.16, 0.46, 0.60), (10.24, 0.145, 0.156), (100, 0.113, 0.118)],
+)
+def test_fedaux_clients_are_equal_in_size_and_as_skewed_as_reported(
+    clients: int, alpha: float, low: float, high: float
+) -> None:
+    draws = [counts_of("fedaux", CIFAR10, clients, seed=seed, alpha=alpha) for seed in range(5)]
+    for counts in draws:
+        assert counts.sum() == 50_000
+        assert np.abs(counts.sum(axis=1) - 50_000 / clients).max() <= 10
+    assert low < np.mean([top_class_share(counts) for counts in draws]) < high
+
+
+def test_fedaux_cuts_each_class_in_file_order() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, 300)
+    parts = PARTITIONS["fedaux"](labels, 5, seed=0, alpha=1.0)
+    for c in range(3):
+        rows = np.concatenate([part[labels[part] == c] for part in parts])
+        assert rows.tolist() == np.flatnonzero(labels == c).tolist()
+
+
+def test_label_split_gives_whole_equal_shares() -> None:
+    counts = counts_of("label_split", CIFAR10, 100, classes_per_client=2)  # every class 20 times, 250 each
+    assert sorted(np.unique(counts).tolist()) == [0, 250]
+    assert ((counts > 0).sum(axis=1) == 2).all()
+    assert counts.sum() == 50_000
+
+
+@pytest.mark.parametrize(("labels", "per_client", "share"), [(CIFAR10, 3, 0.041), (CIFAR100, 30, 0.182)])
+def test_label_split_draws_a_class_twice_as_often_as_reported(
+    labels: np.ndarray, per_client: int, share: float
+) -> None:
+    draws = [counts_of("label_split", labels, 1000, seed=seed, classes_per_client=per_client) for seed in range(4)]
+    twice = [((counts > 0).sum(axis=1) < per_client).mean() for counts in draws]
+    assert np.mean(twice) == pytest.approx(share, abs=0.015)
+
+
+def test_label_split_drops_remainders_and_small_clients() -> None:
+    labels = np.repeat(np.arange(4), 23)
+    parts = PARTITIONS["label_split"](labels, 6, seed=0, classes_per_client=2, min_size=5)  # 3 holders, 7 each
+    assert [len(part) for part in parts] == [14] * 6
+    with pytest.raises(FedstillError, match=r"partition\.min_size"):
+        PARTITIONS["label_split"](labels, 6, seed=0, classes_per_client=2, min_size=15)
+
+
+@pytest.mark.parametrize(("clients", "per_client"), [(3, 3), (3, 11), (3, 0)])
+def test_label_split_that_cannot_place_all_classes_names_its_key(clients: int, per_client: int) -> None:
+    with pytest.raises(FedstillError, match=r"partition\.classes_per_client"):
+        PARTITIONS["label_split"](CIFAR10, clients, seed=0, classes_per_client=per_client)
+
+
+def test_bias_of_the_paper_on_ten_classes() -> None:
+    labels = np.repeat(np.arange(10), 2000)
+    counts = counts_of("bias", labels, 100, bias=0.8, size=600)
+    assert (np.sort(counts, axis=1) == [13] * 6 + [14] * 3 + [480]).all()
+    assert np.bincount(counts.argmax(axis=1)).tolist() == [10] * 10  # round-robin favourites
+
+
+def test_bias_of_the_paper_on_a_hundred_classes() -> None:
+    counts = counts_of("bias", np.repeat(np.arange(100), 200), 100, bias=0.8, size=100)
+    assert (np.sort(counts, axis=1) == [0] * 79 + [1] * 20 + [80]).all()
+    assert np.bincount(counts.argmax(axis=1)).tolist() == [1] * 100
+
+
+def test_two_classes_share_evenly_and_an_odd_sample_goes_to_one() -> None:
+    labels = np.repeat(np.arange(10), 2000)
+    assert (np.sort(counts_of("n_class", labels, 100, size=600), axis=1)[:, -2:] == 300).all()
+    assert (np.sort(counts_of("n_class", labels, 100, size=601), axis=1)[:, -2:] == [300, 301]).all()
+
+
+def test_queues_use_every_sample_before_they_repeat_one() -> None:
+    labels = np.zeros(50, int)
+    parts = PARTITIONS["n_class"](labels, 10, seed=0, classes_per_client=1, size=20)  # 200 draws from 50
+    uses = np.bincount(np.concatenate(parts), minlength=50)
+    assert uses.sum() == 200
+    assert np.ptp(uses) <= 1
+    assert all(len(np.unique(part)) == 20 for part in parts)  # 20 does not divide 50: refills inside a client
+
+
+@pytest.mark.parametrize("name", ["bias", "n_class"])
+def test_a_quota_larger_than_a_class_names_its_key(name: str) -> None:
+    with pytest.raises(FedstillError, match=r"partition\.size asks for \d+ different samples of a class that has 30"):
+        PARTITIONS[name](np.repeat(np.arange(3), 30), 3, seed=0, size=80)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("bias", {"bias": 1.2}), ("n_class", {"classes_per_client": 11}), ("bias", {"size": 0})]
+)
+def test_an_impossible_bias_names_its_key(name: str, options: dict[str, float]) -> None:
+    (key,) = options
+    with pytest.raises(FedstillError, match=rf"partition\.{key}"):
+        PARTITIONS[name](CIFAR10, 10, seed=0, **options)
+
+
+def test_natural_makes_one_client_of_each_key() -> None:
+    keys = np.array(["bo", "al", "bo", "cy", "al", "bo"])
+    parts = PARTITIONS["natural"](np.zeros(6, int), 0, seed=0, keys=keys)
+    assert [part.tolist() for part in parts] == [[1, 4], [0, 2, 5], [3]]
+    large = PARTITIONS["natural"](np.zeros(6, int), 2, seed=0, keys=keys, min_size=2)
+    assert [part.tolist() for part in large] == [[1, 4], [0, 2, 5]]
+
+
+def test_natural_keeps_a_random_choice_of_owners() -> None:
+    keys = np.repeat(np.arange(20), 3)
+    kept = [PARTITIONS["natural"](np.zeros(60, int), 5, seed=seed, keys=keys) for seed in range(20)]
+    owners = [tuple(int(keys[part[0]]) for part in parts) for parts in kept]
+    assert all(len(set(chosen)) == 5 and list(chosen) == sorted(chosen) for chosen in owners)
+    assert len(set(owners)) > 1
+    assert set().union(*owners) == set(range(20))
+
+
+@pytest.mark.parametrize(
+    ("clients", "keys", "min_size", "named"),
+    [(4, [0, 0, 1, 2], 1, "clients"), (0, [0, 0, 1, 2], 3, "clients"), (2, [0, 1], 1, "keys")],
+)
+def test_natural_without_enough_owners_names_its_key(clients: int, keys: list[int], min_size: int, named: str) -> None:
+    with pytest.raises(FedstillError, match=rf"partition\.{named}"):
+        PARTITIONS["natural"](np.zeros(4, int), clients, seed=0, keys=np.array(keys), min_size=min_size)

@@ -1,0 +1,140 @@
+"""Two quadratics, w^2 / 2 and 3 / 2 (w - 4)^2: the joint optimum is 3; numbers from the method card."""
+
+import pytest
+import torch
+from by_hand import (
+    blobs,
+    federate_by_hand,
+    linear,
+    linear_model,
+    quadratic,
+    quadratic_data,
+    scalar,
+    scalar_model,
+    with_quadratic,
+)
+from torch.nn.functional import cross_entropy
+
+from fedstill.algorithms import fedavg, scaffold
+from fedstill.local import control_variates
+
+CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
+
+
+def run(option="II", *, clients=CLIENTS, rounds=1, steps=2, lr=0.1, weighting="uniform", global_lr=1.0, **how):
+    method = with_quadratic(
+        scaffold(option=option, weighting=weighting, global_lr=global_lr), control_variates(option, risk=quadratic())
+    )
+    return federate_by_hand(method, scalar_model(), clients, scalar(1.0), rounds=rounds, steps=steps, lr=lr, **how)
+
+
+def values(history):
+    return [weights.params["w"].item() for weights in history.weights]
+
+
+def server_control(state):
+    return state["2"]["control"]["w"].item()
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "controls", "control"),
+    [("II", [1.67, 2.1485, 2.458465], [0.95, -7.65], -3.35), ("I", [1.67, 2.1555, 2.464375], [1.0, -9.0], -4.0)],
+)
+def test_scaffold_takes_the_path_worked_by_hand(option, path, controls, control):
+    assert values(run(option, rounds=3)) == pytest.approx(path, abs=1e-12)
+    first = run(option)
+    assert [first.clients[k]["control"]["w"].item() for k in (0, 1)] == pytest.approx(controls)
+    assert server_control(first.server[0]) == pytest.approx(control)
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_scaffold_reaches_the_joint_optimum(option, momentum):
+    history = run(option, rounds=300, steps=3, lr=0.1 if momentum == 0 else 0.02, momentum=momentum)
+    assert values(history)[-1] == pytest.approx(3.0, abs=1e-6)
+    assert [history.clients[k]["control"]["w"].item() for k in (0, 1)] == pytest.approx([3.0, -3.0], abs=1e-5)
+    assert server_control(history.server[-1]) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_unequal_local_work_does_not_move_the_optimum(option):
+    assert values(run(option, rounds=300, steps=[1, 5]))[-1] == pytest.approx(3.0, abs=1e-6)
+
+
+def test_fedavg_stops_elsewhere():
+    history = federate_by_hand(
+        with_quadratic(fedavg(weighting="uniform")), scalar_model(), CLIENTS, scalar(1.0), rounds=200, steps=2, lr=0.1
+    )
+    assert values(history)[-1] == pytest.approx(2.9142857, abs=1e-7)
+
+
+def test_one_of_two_clients_moves_the_control_by_half():
+    history = run(cohorts=[[0]])
+    assert values(history) == pytest.approx([0.81])
+    assert server_control(history.server[0]) == pytest.approx(0.475)
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_the_server_control_is_the_mean_of_all_clients_even_when_some_are_away(option):
+    cohorts = [[0], [1], [0, 1], [1], [1], [0]]
+    for rounds in range(1, 7):
+        history = run(option, rounds=rounds, cohorts=cohorts)
+        mean = sum(history.clients[k]["control"]["w"].item() for k in (0, 1)) / 2
+        assert server_control(history.server[-1]) == pytest.approx(mean, abs=1e-12)
+
+
+def test_with_size_weights_controls_cancel_and_the_pooled_optimum_is_reached():
+    heavy = [client._replace(weight=client.weight * n) for client, n in zip(CLIENTS, (3.0, 1.0), strict=True)]
+    history = run(clients=heavy, weighting="size", rounds=300)
+    own = [history.clients[k]["control"]["w"].item() for k in (0, 1)]
+    assert server_control(history.server[-1]) == pytest.approx(0.75 * own[0] + 0.25 * own[1], abs=1e-9)
+    assert values(history)[-1] == pytest.approx(2.0, abs=1e-6)  # 3 w + 3 (w - 4) = 0
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_partial_participation_also_reaches_the_joint_optimum(option):
+    history = run(option, rounds=800, steps=2, lr=0.02, cohorts=[[t % 2] for t in range(800)])
+    assert values(history)[-1] == pytest.approx(3.0, abs=1e-2)
+
+
+def test_a_single_client_is_plain_gradient_descent():
+    path = values(run(clients=CLIENTS[1:], rounds=4))
+    w = 1.0
+    for t in range(4):
+        for _ in range(2):
+            w -= 0.1 * 3.0 * (w - 4.0)
+        assert path[t] == pytest.approx(w, abs=1e-12)
+
+
+def test_the_global_rate_scales_the_move():
+    assert values(run(global_lr=0.5)) == pytest.approx([1.0 + 0.5 * 0.67])
+
+
+def test_the_first_round_is_uniform_fedavg_bit_for_bit():
+    data, start = [blobs(k, 10 + 5 * k) for k in range(3)], linear(3, 4, seed=1)
+    how = {"rounds": 1, "steps": 3, "lr": 0.1, "momentum": 0.9}
+    ours = federate_by_hand(scaffold(), linear_model(), data, start, **how).weights[0].params
+    plain = federate_by_hand(fedavg(weighting="uniform"), linear_model(), data, start, **how).weights[0].params
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def joint_gradient(weights, data, shares):
+    params = {name: leaf.clone().requires_grad_() for name, leaf in weights.params.items()}
+    losses = [cross_entropy(batch.x @ params["weight"].T + params["bias"], batch.y) for batch in data]
+    loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
+    return max(float(g.abs().max()) for g in torch.autograd.grad(loss, list(params.values())))
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+@pytest.mark.parametrize("weighting", ["uniform", "size"])
+def test_the_recipe_reaches_a_joint_optimum_of_cross_entropy_that_fedavg_misses(option, weighting):
+    data, start = [blobs(k, 20 * (k + 1)) for k in range(2)], linear(3, 4)
+    shares = [0.5, 0.5] if weighting == "uniform" else [1 / 3, 2 / 3]
+    how = {"rounds": 150, "steps": 5, "lr": 0.3}
+    ours = federate_by_hand(scaffold(option=option, weighting=weighting), linear_model(), data, start, **how)
+    plain = federate_by_hand(fedavg(weighting=weighting), linear_model(), data, start, **how)
+    left = joint_gradient(ours.weights[-1], data, shares)
+    halfway, stalled = (joint_gradient(plain.weights[t], data, shares) for t in (74, 149))
+    assert left < 1e-6
+    assert stalled == pytest.approx(halfway, rel=0.01)  # FedAvg has converged, elsewhere
+    assert stalled > 1000 * left

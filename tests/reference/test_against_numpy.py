@@ -1,0 +1,115 @@
+"""Each method, several rounds with clients away and unequal in size and steps, against numpy from the equations."""
+
+import numpy as np
+import numpy_methods as reference
+import pytest
+import torch
+from by_hand import blobs, federate_by_hand
+
+from fedstill.algorithms import METHODS
+from fedstill.core.types import Model, Output, Weights
+
+SIZES, STEPS = [6, 13, 9, 20], [2, 5, 3, 7]
+COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0], [1, 0], [0, 1, 2, 3]]
+DATA = [blobs(k, size) for k, size in enumerate(SIZES)]
+UNLABELED = blobs(9, 12).x
+CLIENTS = [(batch.x.numpy(), batch.y.numpy(), steps) for batch, steps in zip(DATA, STEPS, strict=True)]
+START = np.random.Generator(np.random.PCG64(3)).normal(size=(3, 4))
+
+
+def without_bias() -> Model:
+    def apply(weights, x, *, training=False, weight=None, seed=None):
+        return Output(x @ weights.params["W"].T, x), {}
+
+    return Model("matrix", init=lambda seed: Weights({"W": torch.zeros(3, 4)}, {}), apply=apply)
+
+
+def adaptive(rule, server_lr=0.1, beta1=0.8, beta2=0.95, tau=0.01):
+    return {"server": lambda: reference.server_adaptive(rule, server_lr, beta1, beta2, tau)}
+
+
+def adaptive_options(**more):
+    return {"server_lr": 0.1, "beta1": 0.8, "tau": 0.01, **more}
+
+
+def distillation(pool, temperature):
+    return {"server": lambda: reference.server_distillation(UNLABELED.numpy(), 6, 0.3, pool, temperature)}
+
+
+def distillation_options(pool, temperature):
+    return {"steps": 6, "server_lr": 0.3, "pool": pool, "temperature": temperature}
+
+
+CASES = [
+    ("fedavg", {}, reference.fedavg, {}),
+    ("fedavg", {"weighting": "uniform"}, reference.fedavg, {"weighting": "uniform"}),
+    ("fedprox", {"mu": 0.7}, reference.fedavg, {"mu": 0.7}),
+    ("fedntd", {"beta": 0.6, "tau": 2.0}, reference.fedavg, {"beta": 0.6, "tau": 2.0}),
+    (
+        "fedavgm",
+        {"beta": 0.6, "server_lr": 0.8},
+        reference.fedavg,
+        {"server": lambda: reference.server_momentum(0.6, 0.8)},
+    ),
+    (
+        "fedopt",
+        {"momentum": 0.6, "server_lr": 0.8},
+        reference.fedavg,
+        {"server": lambda: reference.server_momentum(0.6, 0.8)},
+    ),
+    ("fedadam", adaptive_options(beta2=0.95), reference.fedavg, adaptive("adam")),
+    ("fedyogi", adaptive_options(beta2=0.95), reference.fedavg, adaptive("yogi")),
+    ("fedadagrad", adaptive_options(), reference.fedavg, adaptive("adagrad")),
+    ("scaffold", {"option": "I", "global_lr": 0.7}, reference.scaffold, {"option": "I", "global_lr": 0.7}),
+    ("scaffold", {"option": "II"}, reference.scaffold, {"option": "II", "global_lr": 1.0}),
+    (
+        "scaffold",
+        {"weighting": "size"},
+        reference.scaffold,
+        {"option": "II", "global_lr": 1.0, "weighting": "size"},
+    ),
+    ("fednova", {}, reference.fednova, {}),
+    ("fednova", {"weighting": "uniform"}, reference.fednova, {"weighting": "uniform"}),
+    ("feddyn", {"alpha": 0.3}, reference.feddyn, {"alpha": 0.3}),
+    ("feddyn", {"alpha": 0.3, "weighting": "size"}, reference.feddyn, {"alpha": 0.3, "weighting": "size"}),
+    (
+        "feddf",
+        distillation_options("logits", 1.0),
+        reference.fedavg,
+        {"weighting": "uniform", **distillation("logits", 1.0)},
+    ),
+    (
+        "feddf",
+        distillation_options("probabilities", 2.0),
+        reference.fedavg,
+        {"weighting": "uniform", **distillation("probabilities", 2.0)},
+    ),
+]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("name", "options", "slow", "slow_options"), CASES, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_the_method_equals_its_equations_in_numpy(name, options, slow, slow_options, momentum):
+    if "server" in slow_options:
+        slow_options = {**slow_options, "server": slow_options["server"]()}
+    expected = slow(START, CLIENTS, COHORTS, lr=0.1, momentum=momentum, **slow_options)
+    history = federate_by_hand(
+        METHODS[name](**options),
+        without_bias(),
+        DATA,
+        Weights({"W": torch.from_numpy(START)}, {}),
+        rounds=len(COHORTS),
+        steps=STEPS,
+        lr=0.1,
+        momentum=momentum,
+        cohorts=COHORTS,
+        unlabeled=UNLABELED,
+    )
+    assert np.abs(expected - START).max() > 1e-2
+    np.testing.assert_allclose(history.weights[-1].params["W"].numpy(), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_every_method_has_a_numpy_reference():
+    assert {name for name, *_ in CASES} == set(METHODS)

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from run_helpers import toy_uploads
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.message import as_tree, encode, select, template_of
+from fedstill.core.tree import flatten
+from fedstill.core.types import Weights
+from fedstill.guard import Guard, admit, admit_messages, find_faults
+
+BAD = 2  # position of the bad client in the cohort; its id is 12
+
+
+def with_row(leaf: torch.Tensor, value) -> torch.Tensor:
+    leaf = leaf.clone()
+    leaf[BAD] = value
+    return leaf
+
+
+def poison_params(uploads, value):
+    params = {
+        **uploads.weights.params,
+        "bias": with_row(uploads.weights.params["bias"], torch.tensor([0.0, value, 0.0])),
+    }
+    return uploads._replace(weights=uploads.weights._replace(params=params))
+
+
+def poison_buffers(uploads, value):
+    buffers = {**uploads.weights.buffers, "scale": with_row(uploads.weights.buffers["scale"], value)}
+    return uploads._replace(weights=uploads.weights._replace(buffers=buffers))
+
+
+def poison_extra(uploads, value):
+    return uploads._replace(
+        extra={"control": {"weight": with_row(uploads.extra["control"]["weight"], value)}, "none": {}}
+    )
+
+
+FAULTS = {
+    "NaN params": (lambda u: poison_params(u, math.nan), "params hold NaN or Inf"),
+    "Inf params": (lambda u: poison_params(u, math.inf), "params hold NaN or Inf"),
+    "-Inf params": (lambda u: poison_params(u, -math.inf), "params hold NaN or Inf"),
+    "NaN buffers": (lambda u: poison_buffers(u, math.nan), "buffers hold NaN or Inf"),
+    "NaN extra": (lambda u: poison_extra(u, math.nan), "extra upload holds NaN or Inf"),
+    "size 0": (lambda u: u._replace(size=with_row(u.size, 0)), "size 0 is not in"),
+    "size -5": (lambda u: u._replace(size=with_row(u.size, -5)), "size -5 is not in"),
+    "size 1e12": (lambda u: u._replace(size=with_row(u.size, 1e12)), r"size 1e\+12 is not in \(0, 1e\+09\]"),
+    "size NaN": (lambda u: u._replace(size=with_row(u.size, math.nan)), "size nan is not in"),
+    "size Inf": (lambda u: u._replace(size=with_row(u.size, math.inf)), "size inf is not in"),
+    "NaN loss": (lambda u: u._replace(loss=with_row(u.loss, math.nan)), "loss is NaN or Inf"),
+    "negative count": (lambda u: u._replace(label_counts=with_row(u.label_counts, -1)), "label counts"),
+    "NaN count": (lambda u: u._replace(label_counts=with_row(u.label_counts, math.nan)), "label counts"),
+    "far away": (lambda u: poison_params(u, 10.0), "update norm 10.0.* exceeds the bound 1"),
+}
+GUARD = Guard(norm_bound=1.0)
+
+
+def through_stack(uploads, start, guard):
+    return admit(uploads, start, guard, round=5)
+
+
+def through_bytes(uploads, start, guard):
+    messages = {int(c): encode(select(uploads, i), round=5) for i, c in enumerate(uploads.ids)}
+    return admit_messages(messages, template_of(uploads), start, guard, round=5)
+
+
+def through_mappings(uploads, start, guard):
+    messages = {int(c): as_tree(select(uploads, i)) for i, c in enumerate(uploads.ids)}
+    return admit_messages(messages, template_of(uploads), start, guard, round=5)
+
+
+DOORS = pytest.mark.parametrize("door", [through_stack, through_bytes, through_mappings])
+
+
+@DOORS
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_upload_is_quarantined_alone_with_its_name_and_reason(door, kind):
+    poison, reason = FAULTS[kind]
+    clean, start = toy_uploads(label_counts=True)
+    admitted = door(poison(clean), start, GUARD)
+    assert [(r["round"], r["client"]) for r in admitted.records] == [(5, 12)]
+    assert re.search(reason, admitted.records[0]["reason"])
+    assert admitted.kept.tolist() == [0, 1, 3]
+    assert admitted.uploads.ids.tolist() == [10, 11, 13]
+    expected, found = flatten(as_tree(select(clean, [0, 1, 3]))), flatten(as_tree(admitted.uploads))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@DOORS
+def test_a_clean_cohort_passes_untouched(door):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(uploads, start, GUARD)
+    assert admitted.records == []
+    assert admitted.kept.tolist() == [0, 1, 2, 3]
+    expected, found = flatten(as_tree(uploads)), flatten(as_tree(admitted.uploads))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_clean_cohort_costs_one_host_sync(monkeypatch):
+    uploads, start = toy_uploads(label_counts=True)
+    syncs = []
+    for name in ("__bool__", "item", "tolist", "cpu", "numpy", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _name=name, _original=original, **kwargs):
+            syncs.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    assert find_faults(uploads, start, GUARD) is None
+    assert len(syncs) == 1
+
+
+def test_large_finite_numbers_are_not_mistaken_for_infinity():
+    uploads, start = toy_uploads()
+    params = {**uploads.weights.params, "weight": with_row(uploads.weights.params["weight"], 3e38)}
+    uploads = uploads._replace(weights=Weights(params, uploads.weights.buffers))
+    assert not params["weight"][BAD].sum().isfinite()
+    assert admit(uploads, start, Guard(), round=1).records == []
+
+
+def test_the_norm_is_that_of_the_whole_update_not_of_the_model():
+    uploads, start = toy_uploads()
+    start = Weights({**start.params, "bias": torch.full((3,), 1000.0)}, start.buffers)
+    weight = start.params["weight"].repeat(4, 1, 1)
+    bias = start.params["bias"].repeat(4, 1)
+    weight[BAD, 0, 0] += 3.0
+    bias[BAD, 0] += 4.0
+    uploads = uploads._replace(weights=Weights({"weight": weight, "bias": bias}, uploads.weights.buffers))
+    assert find_faults(uploads, start, Guard(norm_bound=5.001)) is None
+    faults = find_faults(uploads, start, Guard(norm_bound=4.999))
+    assert [fault is None for fault in faults] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "cohort", "needed"),
+    [(1, 10, 1), (0, 10, 1), (3, 10, 3), (0.5, 10, 5), (0.25, 10, 3), (1.0, 10, 10), (0.0, 4, 1)],
+)
+def test_quorum_is_a_count_or_a_share(quorum, cohort, needed):
+    assert Guard(quorum=quorum).needed(cohort) == needed
+
+
+@DOORS
+def test_a_missed_quorum_voids_the_round_and_says_so(door):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(poison_params(uploads, math.nan), start, Guard(quorum=1.0))
+    assert admitted.uploads is None
+    assert len(admitted.kept) == 0
+    assert [r["client"] for r in admitted.records] == [12, None]
+    assert "3 of 4 uploads left, 4 needed" in admitted.records[-1]["reason"]
+
+
+@DOORS
+def test_nobody_left_is_a_missed_quorum_whatever_it_is(door):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(uploads._replace(size=torch.zeros(4, dtype=torch.float64)), start, Guard(quorum=0))
+    assert admitted.uploads is None
+    assert [r["client"] for r in admitted.records] == [10, 11, 12, 13, None]
+
+
+def test_a_client_that_raised_is_one_bad_client():
+    uploads, start = toy_uploads()
+    messages = {int(c): encode(select(uploads, i), round=1) for i, c in enumerate(uploads.ids)}
+    messages[12] = RuntimeError("out of\nmemory")
+    admitted = admit_messages(messages, template_of(uploads), start, Guard(), round=1)
+    assert admitted.records == [{"round": 1, "client": 12, "reason": "client raised RuntimeError: out of memory"}]
+    assert admitted.kept.tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("spoil", ["names", "shape", "dtype"])
+def test_stacked_uploads_of_another_form_are_refused_for_all(spoil):
+    uploads, start = toy_uploads()
+    params = dict(uploads.weights.params)
+    if spoil == "names":
+        params["other"] = params.pop("bias")
+    else:
+        params["bias"] = params["bias"].double() if spoil == "dtype" else params["bias"][:, :2]
+    admitted = admit(uploads._replace(weights=Weights(params, uploads.weights.buffers)), start, Guard(), round=1)
+    assert admitted.uploads is None
+    assert all(f"wrong {spoil}" in r["reason"] for r in admitted.records[:-1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"norm_bound": 0.0}, {"norm_bound": math.nan}, {"size_cap": -1}, {"quorum": -1}, {"quorum": 1.5}]
+)
+def test_impossible_settings_are_named(settings):
+    with pytest.raises(FedstillError, match=f"guard.{next(iter(settings))} = "):
+        Guard(**settings)
+
+
+def test_without_a_cap_any_finite_size_is_believed():
+    uploads, start = toy_uploads()
+    big = uploads._replace(size=with_row(uploads.size, 1e300))
+    assert admit(big, start, Guard(size_cap=None), round=1).records == []
+    endless = uploads._replace(size=with_row(uploads.size, np.inf))
+    assert [r["client"] for r in admit(endless, start, Guard(size_cap=None), round=1).records] == [12]
