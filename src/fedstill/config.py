@@ -29,8 +29,8 @@ class _Rules(TypedDict):
     allow_inf_nan: bool
 
 
+# Tuples say strict=False: strict mode would refuse TOML's arrays for them. `examples` are shown with a mistake.
 _RULES: _Rules = {"frozen": True, "strict": True, "allow_inf_nan": False}
-_FromList = Field(strict=False)  # strict mode would refuse TOML's arrays where a tuple is kept
 
 
 def _section(key: str) -> BeforeValidator:
@@ -43,11 +43,11 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
 
     source: str = Field(default="digits", min_length=1)
     unlabeled: str | int = "none"
-    unlabeled_limit: int | None = Field(default=None, ge=1)
+    unlabeled_limit: int | None = Field(default=None, ge=1, examples=[1000])
     label: str | None = None
-    inputs: Annotated[tuple[str, ...], _FromList] = ()
-    keys: Annotated[tuple[str, ...], _FromList] = ()
-    size: int | None = Field(default=None, ge=1)
+    inputs: tuple[str, ...] = Field(default=(), strict=False, examples=[["text"]])
+    keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
+    size: int | None = Field(default=None, ge=1, examples=[32])
 
 
 class PartitionSection(BaseModel, **_RULES, extra="allow"):
@@ -85,18 +85,20 @@ class LocalSection(BaseModel, **_RULES, extra="forbid"):
     """How a client trains: the words and defaults of core.types.Training, with their limits."""
 
     epochs: int = Field(default=1, ge=1)
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, examples=[20])
     batch_size: int = Field(default=50, ge=1)
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(default=0.01, gt=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    momentum: float = Field(default=0.0, ge=0, lt=1, examples=[0.9])
     nesterov: bool = False
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip: float | None = Field(default=None, gt=0)
-    lr_decay: float = Field(default=1.0, gt=0, le=1)
-    lr_epoch_decay: float = Field(default=1.0, gt=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, examples=[1e-5])
+    clip: float | None = Field(default=None, gt=0, examples=[10.0])
+    lr_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
+    lr_epoch_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    augment: Annotated[tuple[Literal["crop", "flip", "cutout"], ...], _FromList] = ()
+    augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field(
+        default=(), strict=False, examples=[["crop", "flip"]]
+    )
 
     def to_training(self) -> Training:
         from fedstill.core.types import Training  # imports torch: a typing mistake should be told before that
@@ -108,8 +110,8 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     """Who computes, and where."""
 
     name: Literal["auto", "batched", "looped"] = "auto"
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    chunk: int | None = Field(default=None, ge=1)
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    chunk: int | None = Field(default=None, ge=1, examples=[16])
     precision: Literal["float32", "bf16"] = "float32"
     graphs: bool | None = None
 
@@ -117,7 +119,7 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
 class GuardSection(BaseModel, **_RULES, extra="forbid"):
     """When an upload is turned away."""
 
-    norm_bound: float | None = Field(default=None, gt=0)
+    norm_bound: float | None = Field(default=None, gt=0, examples=[10.0])
     size_cap: float = Field(default=1e9, gt=0)
     quorum: int | float = Field(default=1, ge=0)
 
@@ -125,7 +127,7 @@ class GuardSection(BaseModel, **_RULES, extra="forbid"):
 class CompareSection(BaseModel, **_RULES, extra="forbid"):
     """What `compare` takes when the command line does not say."""
 
-    methods: Annotated[tuple[str, ...], _FromList] = ()
+    methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
     seeds: int = Field(default=3, ge=1)
 
 
@@ -138,8 +140,10 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
     checkpoint_every: int = Field(default=10, ge=1)
-    target: float | None = Field(default=None, gt=0, le=1)
-    track: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], _FromList] = ()
+    target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
+    track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
+        default=(), strict=False, examples=[["tensorboard"]]
+    )
     data: Annotated[DataSection, _section("source")] = DataSection()
     partition: Annotated[PartitionSection, _section("scheme")] = PartitionSection()
     model: Annotated[ModelSection, _section("name")] = ModelSection()

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails
 
-from fedstill.core.errors import suggest
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.toml_io import toml_value
 
 _WANTED = {
     "int_type": "a whole number",
@@ -28,7 +29,7 @@ _LIMITS = {
 }
 _PATTERNS = {
     "name": "letters, digits, '.', '_' and '-' (it names the run's folder)",
-    "engine.device": "auto, cpu, cuda, cuda:<number> or mps",
+    "engine.device": "auto, cpu, cuda or cuda:<number>",
 }
 
 
@@ -107,9 +108,9 @@ def _example(key: str, error: ErrorDetails, model: type[BaseModel]) -> str:
     for parent in parents:
         section = section.model_fields[parent].annotation
     field = section.model_fields.get(name)
-    default = field.default if field else PydanticUndefined
-    shown = default is not PydanticUndefined and not isinstance(default, BaseModel) and default not in (None, ())
-    return f": e.g. {key} = {_short(default)}" if shown else ""
+    if field is None or isinstance(field.default, BaseModel):
+        return ""
+    return f": e.g. {key} = {toml_value(field.examples[0] if field.examples else field.default)}"
 
 
 def _nearest_key(key: str, model: type[BaseModel]) -> str:
@@ -126,5 +127,8 @@ def _nearest_key(key: str, model: type[BaseModel]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    try:
+        text = toml_value(value)
+    except FedstillError:
+        text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.toml_io import toml_value
 
 _NAME_KEY = {"partition": "partition.scheme", "model": "model.name", "algorithm": "algorithm.name"}
 _COLUMNS = {("natural", "keys"): str | list[str]}  # a file names the columns, the function takes their values
@@ -68,13 +69,14 @@ def check(kind: str, name: str, given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if key in known:
             annotation = _COLUMNS.get((name, key), _hints(find(kind, name)).get(key))
-            _check_type(f"{kind}.{key}", annotation, value)
+            _check_type(f"{kind}.{key}", annotation, value, known[key].default)
         elif not open_ended:
             hint = suggest(key, known) if known else f"{name} has no keys of its own"
             raise FedstillError(f"unknown key '{kind}.{key}' for {name}: {hint}")
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in given:
-            raise FedstillError(f"{kind}.{key} is missing: {name} cannot do without it")
+            wanted = describe(_COLUMNS.get((name, key), _hints(find(kind, name)).get(key)))
+            raise FedstillError(f"{kind}.{key} is missing: {name} needs it, {wanted}")
 
 
 @cache
@@ -85,7 +87,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _check_type(key: str, annotation: Any, value: Any) -> None:
+def _check_type(key: str, annotation: Any, value: Any, default: Any) -> None:
     if annotation is None or value is None:
         return
     try:
@@ -94,7 +96,8 @@ def _check_type(key: str, annotation: Any, value: Any) -> None:
     except ValidationError:
         if choices := _choices(annotation):
             raise FedstillError(f"{key} = {_quote(value)} is unknown: {suggest(str(value), choices)}") from None
-        raise FedstillError(f"{key} = {_quote(value)} must be {describe(annotation)}") from None
+        example = f": e.g. {key} = {toml_value(default)}" if _plain(default) else ""
+        raise FedstillError(f"{key} = {_quote(value)} must be {describe(annotation)}{example}") from None
     except (PydanticSchemaGenerationError, PydanticUserError):
         raise FedstillError(f"{key} cannot be written in a file: build the method in Python instead") from None
 
@@ -125,4 +128,4 @@ def _plain(value: Any) -> bool:
 
 
 def _quote(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, str) else str(value)
+    return toml_value(value) if _plain(value) else repr(value)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fedstill import toml_io
-from fedstill.config import AlgorithmSection, Experiment
+from fedstill.config import AlgorithmSection, Experiment, quickstart_table
 from fedstill.core.errors import FedstillError
 
 _CHOICES = {"partition": "scheme", "model": "name", "algorithm": "name"}
 _KEPT = {"clients"}
 _METHOD = re.compile(r"\s*([\w.+-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+
+
+def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:
+    """The experiment of a file, or the quick start, with the settings of the command line."""
+    table = quickstart_table() if file is None else toml_io.read_toml(file)
+    return Experiment.model_validate(apply_settings(table, settings))
 
 
 def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def _float(number: float) -> str:
     return repr(number)
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as it stands right of '='."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -75,9 +76,9 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        pairs = [f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None]
+        pairs = [f"{_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None]
         return "{" + ", ".join(pairs) + "}"
     raise FedstillError(f"TOML cannot hold a {type(value).__name__}: {value!r}")
 
@@ -85,7 +86,7 @@ def _value(value: Any) -> str:
 def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
     flat = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
     nested = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in flat.items()]
+    lines = [f"{_key(key)} = {toml_value(value)}" for key, value in flat.items()]
     for key, value in nested.items():
         header = ".".join(_key(part) for part in (*path, key))
         lines += ["", f"[{header}]", *_table(value, (*path, key))]

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from fedstill.core.errors import FedstillError
-from fedstill.partition import PARTITIONS, class_counts
+from fedstill.partition import PARTITIONS, class_counts, legacy
 from fedstill.partition.lda import balanced_counts, draw_attempts
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
@@ -49,9 +49,27 @@ def test_the_published_seed_gives_the_published_table(alpha: float, sizes: tuple
         assert totals[:5].tolist() == [281, 1062, 716, 410, 675]
 
 
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each attempt of a replay."""
+    made: list[int] = []
+    attempt = legacy._attempt
+    monkeypatch.setattr(legacy, "_attempt", lambda *given: (made.append(1), attempt(*given))[1])
+    return made
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.1, 2), (0.3, 1), (0.5, 1)])
+def test_the_published_seed_needs_the_published_number_of_attempts(
+    alpha: float, expected: int, attempts: list[int]
+) -> None:
+    published(alpha)
+    assert len(attempts) == expected
+
+
 @pytest.mark.slow
-def test_the_published_seed_accepts_attempt_19126_at_alpha_005() -> None:
+def test_the_published_seed_accepts_attempt_19126_at_alpha_005(attempts: list[int]) -> None:
     counts = published(0.05)
+    assert len(attempts) == 19126
     assert counts.sum(axis=1)[:5].tolist() == [420, 411, 463, 561, 63]
     assert counts[0].tolist() == [0, 4, 67, 196, 153, 0, 0, 0, 0, 0]
     assert counts[1].tolist() == [0, 125, 99, 0, 0, 35, 0, 152, 0, 0]

@@ -115,6 +115,18 @@ def test_mrtf_without_any_client_left_says_so() -> None:
         PARTITIONS["mrtf"](np.repeat(np.arange(2), 20), 5, seed=0, min_size=50)
 
 
+def test_mrtf_hands_out_classes_that_nobody_wants() -> None:
+    counts = counts_of(
+        "mrtf", CIFAR100, 5, alpha=1e-6
+    )  # five clients want five classes: the released code divides by 0
+    assert counts.sum(axis=0).tolist() == [500] * 100
+
+
+def test_fedaux_with_an_alpha_that_starves_clients_names_its_key() -> None:
+    with pytest.raises(FedstillError, match=r"partition\.alpha = 1e-06"):
+        PARTITIONS["fedaux"](CIFAR10, 100, seed=0, alpha=1e-6)
+
+
 def test_sinkhorn_of_the_worked_example() -> None:
     balanced = sinkhorn(np.array([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]))
     assert balanced == pytest.approx(

@@ -16,27 +16,22 @@ POPULATION, COHORT = 100_000, 1_000
 
 
 class IdleEngine(LoopEngine):
-    """Uploads are the start model for everybody; `spent` is the time in the engine, `ends` when a round was over."""
+    """Uploads are the start model for everybody; `ends` is when each round came to its evaluation."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        self.spent, self.ends = 0.0, []
+        self.ends = []
 
     def train(self, objective, training, start, *, received, states, ids, round, seed):
-        began = time.perf_counter()
         count = len(ids)
         weights = Weights(*({k: v.expand(count, *v.shape).clone() for k, v in part.items()} for part in start))
         one = torch.ones(count)
         uploads = Uploads(weights, one.double(), one, one, one, {}, None, torch.from_numpy(np.asarray(ids)))
-        self.spent += time.perf_counter() - began
         return Trained(uploads, {k: v + 1 for k, v in states.items()})
 
     def outputs(self, weights, x, stacked=False):
-        began = time.perf_counter()
-        self.ends.append(began)
-        output = Output(torch.zeros(len(x), CLASSES), x)
-        self.spent += time.perf_counter() - began
-        return output
+        self.ends.append(time.perf_counter())
+        return Output(torch.zeros(len(x), CLASSES), x)
 
 
 def wide_federation() -> Federation:
@@ -57,11 +52,10 @@ def remembering(width: int) -> Objective:
 def test_a_round_of_a_thousand_tiny_clients_costs_the_loop_a_few_milliseconds(objective):
     federation, model = wide_federation(), linear_model()
     engine = IdleEngine(model, federation)
-    rounds = 30
     federate(
         algorithm=fedavg(objective=objective), model=model, federation=federation, training=Training(), engine=engine,
-        rounds=rounds, cohort=COHORT,
+        rounds=30, cohort=COHORT,
     )  # fmt: skip
-    lengths = np.diff(engine.ends)
-    assert np.median(lengths) - engine.spent / rounds < 0.006  # about 1.5 ms on an idle core; the target is 3 ms
-    assert np.median(lengths[-10:]) < 2 * np.median(lengths[:10]) + 0.001
+    lengths = np.diff(engine.ends)  # the shortest ones: other processes can only make a round longer
+    assert lengths.min() < 0.003
+    assert lengths[-10:].min() < 1.5 * lengths[:10].min() + 0.0005

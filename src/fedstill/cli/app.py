@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedstill.cli.shared import Format, OneLineErrors, print_json
+from fedstill.settings import read_experiment
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -48,9 +49,10 @@ def start(
 @app.command()
 def run(file: File = None, set_: Set = None, out: Out = None, format_: AsFormat = Format.text) -> None:
     """Run one experiment: one method, one seed."""
+    experiment = read_experiment(file, set_ or [])
     from fedstill.cli.runs import run_command
 
-    run_command(file, set_ or [], out=out, as_json=format_ is Format.json)
+    run_command(experiment, file=file, out=out, as_json=format_ is Format.json)
 
 
 @app.command()
@@ -65,9 +67,10 @@ def compare(
     format_: AsFormat = Format.text,
 ) -> None:
     """Run several methods with several seeds on the same data: one table, two pictures."""
+    experiment = read_experiment(file, set_ or [])
     from fedstill.cli.runs import compare_command
 
-    compare_command(file, set_ or [], methods=methods, seeds=seeds, out=out, as_json=format_ is Format.json)
+    compare_command(experiment, methods=methods, seeds=seeds, out=out, as_json=format_ is Format.json)
 
 
 @app.command()

@@ -9,22 +9,16 @@ from pathlib import Path
 
 import typer
 
-from fedstill import toml_io
 from fedstill.callbacks import Callback
 from fedstill.cli.progress import Progress, duration
 from fedstill.cli.shared import print_json, tell
 from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare
-from fedstill.config import Experiment, quickstart_table
+from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.experiment import CONFIG_FILE, describe_partition, new_run_dir, read_description, resume_run, run
 from fedstill.history import Result
 from fedstill.report.table import human_bytes, plain_table, rich_table
-from fedstill.settings import apply_settings, split_methods
-
-
-def read_experiment(file: Path | None, settings: Sequence[str]) -> Experiment:
-    table = quickstart_table() if file is None else toml_io.read_toml(file)
-    return Experiment.model_validate(apply_settings(table, settings))
+from fedstill.settings import split_methods
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
@@ -37,8 +31,7 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
     return out
 
 
-def run_command(file: Path | None, settings: Sequence[str], *, out: Path | None, as_json: bool) -> None:
-    experiment = read_experiment(file, settings)
+def run_command(experiment: Experiment, *, file: Path | None, out: Path | None, as_json: bool) -> None:
     folder = choose_folder(experiment, out)
     with _resumable(folder), Progress(runs=1, rounds=experiment.rounds) as progress:
         progress.label = experiment.algorithm.name
@@ -47,15 +40,8 @@ def run_command(file: Path | None, settings: Sequence[str], *, out: Path | None,
 
 
 def compare_command(
-    file: Path | None,
-    settings: Sequence[str],
-    *,
-    methods: str | None,
-    seeds: int | None,
-    out: Path | None,
-    as_json: bool,
+    experiment: Experiment, *, methods: str | None, seeds: int | None, out: Path | None, as_json: bool
 ) -> None:
-    experiment = read_experiment(file, settings)
     entries = choose_methods(experiment, _entries(methods))
     count = experiment.compare.seeds if seeds is None else seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})

@@ -81,6 +81,7 @@ class Model:
     head: Callable[[Params, Tensor], Tensor] | None = None  # features -> logits
     has_features: bool = True
     convolutional: bool = False
+    stacked_kernels: bool = False  # every convolution has a kernel for many clients (models/stacked_conv.py)
     batch_statistics: bool = False  # BatchNorm that uses the batch in training
     dropout: bool = False
     unbatchable: str | None = None  # why vmap cannot run it, in one sentence

@@ -11,7 +11,7 @@ from fedstill.engine.engine import Engine, Trained
 __all__ = ["ENGINES", "PRECISIONS", "Engine", "Trained", "build_engine", "choose_device"]
 
 ENGINES = ("auto", "batched", "looped")
-PRECISIONS = ("float32", "bf16")
+PRECISIONS = ("auto", "float32", "tf32", "bf16")
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -30,12 +30,17 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def _stacked(name: str, device: torch.device, model: Model) -> bool:
-    """Dense nets: client batch. Convolutions on a CPU: client by client. See docs/concepts.md for the figures."""
+    """Dense nets: client batch. Convolutions: client by client, unless a GPU has stacked kernels for all of them.
+
+    Measured: see docs/concepts.md.
+    """
     if name == "batched" and model.unbatchable is not None:
         raise FedstillError(f"engine.name: 'batched' cannot run {model.name}: {model.unbatchable}")
     if name != "auto":
         return name == "batched"
-    return model.unbatchable is None and (device.type == "cuda" or not model.convolutional)
+    if not model.convolutional:
+        return model.unbatchable is None
+    return device.type == "cuda" and model.stacked_kernels and model.unbatchable is None
 
 
 def build_engine(
@@ -45,10 +50,14 @@ def build_engine(
     model: Model,
     federation: Federation,
     chunk: int | None = None,
-    precision: str = "float32",
+    precision: str = "auto",
     graphs: bool | None = None,
 ) -> Engine:
-    """An engine for one model and federation; `chunk` clients at once (None: what fits in memory)."""
+    """An engine for one model and federation; `chunk` clients at once (None: what fits in memory).
+
+    precision: float32 (strict) | tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
+    auto is tf32 on a GPU, as PyTorch's convolutions are by default, and float32 on a CPU.
+    """
     if name not in ENGINES:
         raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
     if precision not in PRECISIONS:
@@ -60,6 +69,6 @@ def build_engine(
         stacked=_stacked(name, where, model),
         device=where,
         chunk=chunk,
-        precision=precision,
+        precision=("tf32" if where.type == "cuda" else "float32") if precision == "auto" else precision,
         graphs=where.type == "cuda" if graphs is None else graphs and where.type == "cuda",
     )

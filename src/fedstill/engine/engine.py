@@ -32,7 +32,7 @@ from fedstill.engine.group import Inputs, columns_of, local_view, make_inputs
 from fedstill.engine.looped import Looped
 from fedstill.engine.plan import Plan, make_plan
 from fedstill.engine.probe import chunk_budget, probe
-from fedstill.engine.program import Program
+from fedstill.engine.program import Program, float32_mode
 
 LANES = 16  # clients in flight on a GPU when each runs alone
 
@@ -66,6 +66,13 @@ class Engine:
         received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
     ) -> Trained:  # fmt: skip
         """Train the clients `ids` from `start`; everything comes back stacked in the order of `ids`."""
+        with float32_mode(self.precision):
+            return self._train(objective, training, start, received, states, ids, round, seed)
+
+    def _train(
+        self, objective: Objective, training: Training, start: Weights,
+        received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
+    ) -> Trained:  # fmt: skip
         check_augmentations(training.augment, tuple(self.dataset.x.shape[1:]))
         rows, sizes = self._rows(ids)
         plan = make_plan(rows, sizes, ids, training=training, round=round, seed=seed)
@@ -97,16 +104,18 @@ class Engine:
         counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device)
         program, _ = self._program(objective, training, feed, start, {})
         inputs = make_inputs(plan, {}, counts, sizes, self.dtype)
-        weights, _ = self._run(program, plan, inputs, torch.from_numpy(rows))
+        with float32_mode(self.precision):
+            weights, _ = self._run(program, plan, inputs, torch.from_numpy(rows))
         return Weights({k: v[0] for k, v in weights.params.items()}, {k: v[0] for k, v in weights.buffers.items()})
 
     def outputs(self, weights: Weights, x: Tensor, stacked: bool = False) -> Output:
         """Outputs in eval mode for samples in storage form; stacked weights give (T, M, ...)."""
         feed = self._feed_of(x)
-        if not stacked:
-            return forward(self.model, weights, feed)
         loop = self.model.unbatchable is not None or (self.device.type == "cpu" and self.model.convolutional)
-        return forward_many(self.model, weights, feed, loop=loop)
+        with float32_mode(self.precision):
+            if stacked:
+                return forward_many(self.model, weights, feed, loop=loop)
+            return forward(self.model, weights, feed)
 
     def label_counts(self, ids: np.ndarray) -> Tensor:
         """(C, K) label counts of some clients, for methods that declare their upload."""

@@ -24,7 +24,6 @@ class Looped:
 
     def __init__(self, program: Program, *, lanes: int, graphs: bool) -> None:
         self.program, self.use_graphs = program, graphs
-        self.channels_last = program.model.convolutional and not graphs
         self.lane_count = lanes if graphs else 1
         self.lanes: list[CapturedGroup] = []
 
@@ -47,7 +46,7 @@ class Looped:
 
     def _new_stack(self) -> Stack:
         layout: Layout = {}
-        if self.channels_last:
+        if _suits_channels_last(self.program, self.use_graphs):
             layout = {name: CHANNELS_LAST for name, p in self.program.start.params.items() if p.ndim == 4}
         return Stack(allocate_weights(self.program.start, 1, layout), 1, self.program.training)
 
@@ -78,6 +77,12 @@ class Looped:
             lane.stack.reset(self.program.start)
             lane.load(inputs, slice(column, column + 1))
             yield from lane.run(plan.columns([column]), results, column)
+
+
+def _suits_channels_last(program: Program, graphs: bool) -> bool:
+    """On a CPU always (1.4x on `cnn`); on a GPU for wide nets (VGG8, ResNet-18 1.3x; ResNet-8 loses 1.2x)."""
+    filters = [len(p) for p in program.start.params.values() if p.ndim == 4]
+    return program.model.convolutional and (not graphs or min(filters, default=0) >= 64)
 
 
 def _balance(plan: Plan, lanes: int) -> list[list[int]]:

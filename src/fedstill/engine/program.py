@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from fedstill.core.tree import clone, tree_map
 from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Params, Training, Tree, Weights
 from fedstill.engine.feed import Feed
 from fedstill.engine.stack import Layout
+
+
+@contextmanager
+def float32_mode(precision: str) -> Iterator[None]:
+    """Whether float32 matrix products and convolutions on a GPU may use TF32; restored afterwards."""
+    before = torch.get_float32_matmul_precision()
+    relaxed = precision != "float32"
+    torch.set_float32_matmul_precision("high" if relaxed else "highest")
+    try:
+        cudnn = torch.backends.cudnn
+        kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic}
+        with cudnn.flags(**kept, allow_tf32=relaxed):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Program:

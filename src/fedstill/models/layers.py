@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
+from fedstill.models.stacked_conv import StackedConv2d, available, suits
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.
 _DRAW_STRIDE = to_signed(0xD1B54A32D192ED03)
@@ -161,10 +162,11 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
 
 
 def convert(module: nn.Module, context: Context) -> nn.Module:
-    """The module with its dropout and BatchNorm layers replaced, in place; parameter names do not change."""
+    """The module with its dropout and BatchNorm layers (and small convolutions, on a GPU) replaced in place; names stay."""
     replaced: dict[nn.Module, nn.Module] = {}
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, _BatchNorm | _DropoutNd):
+        stacked = available() and suits(layer)
+        if not isinstance(layer, _BatchNorm | _DropoutNd) and not stacked:
             continue
         if layer not in replaced:
             replaced[layer] = _replacement(layer, context, path)
@@ -175,7 +177,9 @@ def convert(module: nn.Module, context: Context) -> nn.Module:
     return module
 
 
-def _replacement(layer: _BatchNorm | _DropoutNd, context: Context, path: str) -> nn.Module:
+def _replacement(layer: nn.Module, context: Context, path: str) -> nn.Module:
+    if isinstance(layer, nn.Conv2d):
+        return StackedConv2d(layer)
     if type(layer).forward not in _KNOWN:
         raise FedstillError(
             f"layer {path} ({type(layer).__name__}) changes the forward of a torch.nn batch norm or dropout layer: "
@@ -185,6 +189,7 @@ def _replacement(layer: _BatchNorm | _DropoutNd, context: Context, path: str) ->
         return MaskedBatchNorm(layer, context)
     channels = not isinstance(layer, nn.Dropout | nn.AlphaDropout)
     alpha = isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout)
+    assert isinstance(layer, _DropoutNd)
     return PlannedDropout(layer.p, context, channels=channels, alpha=alpha)
 
 

@@ -14,6 +14,8 @@ def bias(labels: np.ndarray, clients: int, *, seed: int, bias: float = 0.8, size
     The rest is spread evenly over the other classes, leftovers one each to distinct random ones. Favourites go
     round-robin over shuffled clients (the paper does not say). Classes are queues that are reshuffled when they
     run empty, so clients may share samples, but no client holds one twice. `size` defaults to n / clients.
+
+    Reference: D2C-FL, Migrating Federated Learning to Centralized Learning with the Leverage of Unlabeled Data.
     """
     class_rows, size = _checked(labels, clients, size)
     if not 0 <= bias <= 1:

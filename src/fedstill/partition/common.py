@@ -84,7 +84,7 @@ def occurrence(values: np.ndarray) -> np.ndarray:
 def log_gamma_draws(rng: np.random.Generator, shape: np.ndarray | float, size: tuple[int, ...]) -> np.ndarray:
     """Logarithms of Gamma(shape) draws: their softmax is a Dirichlet draw that cannot underflow.
 
-    G(a) = G(a + 1) U^(1/a) and -log U is exponential (Devroye 1986, IX.3.5).
+    G(a) = G(a + 1) U^(1/a) and -log U is exponential (Devroye 1986, ch. IX).
     """
     grown = np.log(rng.standard_gamma(np.asarray(shape) + 1.0, size))
     drawn: np.ndarray = grown - rng.standard_exponential(size) / shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedstill.core.errors import FedstillError
 from fedstill.partition.common import (
     Parts,
     check_at_least,
@@ -18,6 +19,7 @@ from fedstill.partition.common import (
 )
 
 _SINKHORN_SWEEPS = 1000
+_MOST_REDRAWS = 1000
 
 
 def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min_size: int = 5) -> Parts:
@@ -28,7 +30,7 @@ def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min
     with fewer than `min_size` samples are dropped, so fewer than `clients` may come back. The released code
     also holds out 20% of each client as its test set; that is not a matter of the partition.
 
-    Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, DMKD 2023 (released code).
+    Reference: Li, Yang & Zhan, MrTF: Model Refinery for Transductive Federated Learning (released code).
     """
     labels = check_labels(labels)
     check_clients(clients, samples=len(labels))
@@ -37,9 +39,9 @@ def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min
     rng = stream(seed, "mrtf")
     class_rows = rows_by_class(labels)
     class_sizes = np.array([len(rows) for rows in class_rows])
-    draws = _dirichlet(rng, alpha, (clients, len(class_rows)))
-    while not (draws.sum(axis=0) > 0).all():  # a class that underflowed for everybody
-        draws = _dirichlet(rng, alpha, draws.shape)
+    log_draws = _log_dirichlet(rng, alpha, (clients, len(class_rows)))
+    # Columns are normalised anyway; scaled by their maximum, none can underflow (the released code divides 0 by 0).
+    draws = np.exp(log_draws - log_draws.max(axis=0))
     parts = deal_counts(class_rows, column_counts(draws, class_sizes))
     return drop_small([rng.permutation(part) for part in parts], min_size)
 
@@ -56,7 +58,7 @@ def fedaux(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 0.1) -
 
     A (classes, clients) matrix with rows ~ Dir(alpha 1_N); 1000 sweeps scale columns, then rows, to 1; class c
     is cut in file order at floor(cumsum(row) n_c). All samples are used and, with classes of one size, sizes are
-    n / N within a few samples.
+    n / N within a few samples. A draw in which a client's shares all underflow is drawn again.
 
     Differs from the paper's text, which cites Hsu et al.: this is another procedure (see `hsu`).
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in FL, TNNLS 2021 (released code).
@@ -67,10 +69,14 @@ def fedaux(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 0.1) -
     rng = stream(seed, "fedaux")
     class_rows = rows_by_class(labels)
     class_sizes = np.array([len(rows) for rows in class_rows])
-    shares = _dirichlet(rng, alpha, (len(class_rows), clients))
-    while not (shares.sum(axis=0) > 0).all():  # a client whose share of every class underflowed
-        shares = _dirichlet(rng, alpha, shares.shape)
-    return deal_counts(class_rows, floor_counts(sinkhorn(shares), class_sizes))
+    for _ in range(_MOST_REDRAWS):
+        shares = np.exp(_log_dirichlet(rng, alpha, (len(class_rows), clients)))
+        if (shares.sum(axis=0) > 0).all():
+            return deal_counts(class_rows, floor_counts(sinkhorn(shares), class_sizes))
+    raise FedstillError(
+        f"partition.alpha = {alpha} leaves some of {clients} clients no share of any class: raise partition.alpha or "
+        "use fewer clients"
+    )
 
 
 def sinkhorn(shares: np.ndarray) -> np.ndarray:
@@ -92,9 +98,9 @@ def floor_counts(shares: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:
     return counts
 
 
-def _dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of Dir(alpha), also where alpha is so small that plain Gamma draws would all be 0."""
+def _log_dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, int]) -> np.ndarray:
+    """Logarithms of rows of Dir(alpha), also where alpha is so small that plain Gamma draws would all be 0."""
     logs = log_gamma_draws(rng, alpha, shape)
-    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
-    rows: np.ndarray = shares / shares.sum(axis=1, keepdims=True)
+    logs -= logs.max(axis=1, keepdims=True)
+    rows: np.ndarray = logs - np.log(np.exp(logs).sum(axis=1, keepdims=True))
     return rows

@@ -27,7 +27,7 @@ def label_split(
     draws one class twice holds a double share of it; remainders are dropped, and so are clients with fewer
     than `min_size` samples (the released code keeps a malformed record of them).
 
-    Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, DMKD 2023 (released code).
+    Reference: Li, Yang & Zhan, MrTF: Model Refinery for Transductive Federated Learning (released code).
     """
     labels = check_labels(labels)
     check_clients(clients)

@@ -49,7 +49,7 @@ def pairwise_distance(counts: np.ndarray, *, seed: int = 0) -> tuple[float, floa
         return 0.0, 0.0
     p, q = shares[first], shares[second]
     variation = np.abs(p - q).sum(axis=1) / 2
-    hellinger = np.sqrt(np.maximum(1 - np.sqrt(p * q).sum(axis=1), 0))
+    hellinger = np.sqrt(((np.sqrt(p) - np.sqrt(q)) ** 2).sum(axis=1) / 2)
     return float(variation.mean()), float(hellinger.mean())
 
 
