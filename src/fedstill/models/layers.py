@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
-from fedstill.models.stacked_conv import StackedConv2d, available, suits
+from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, pools_by_two, suits
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.
 _DRAW_STRIDE = to_signed(0xD1B54A32D192ED03)
@@ -162,10 +162,10 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
 
 
 def convert(module: nn.Module, context: Context) -> nn.Module:
-    """The module with its dropout and BatchNorm layers (and small convolutions, on a GPU) replaced in place; names stay."""
+    """The module with dropout, BatchNorm and (on a GPU) small convolutions replaced in place; names do not change."""
     replaced: dict[nn.Module, nn.Module] = {}
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        stacked = available() and suits(layer)
+        stacked = available() and (suits(layer) or pools_by_two(layer))
         if not isinstance(layer, _BatchNorm | _DropoutNd) and not stacked:
             continue
         if layer not in replaced:
@@ -180,6 +180,8 @@ def convert(module: nn.Module, context: Context) -> nn.Module:
 def _replacement(layer: nn.Module, context: Context, path: str) -> nn.Module:
     if isinstance(layer, nn.Conv2d):
         return StackedConv2d(layer)
+    if isinstance(layer, nn.MaxPool2d):
+        return StackedMaxPool2d()
     if type(layer).forward not in _KNOWN:
         raise FedstillError(
             f"layer {path} ({type(layer).__name__}) changes the forward of a torch.nn batch norm or dropout layer: "
