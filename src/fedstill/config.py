@@ -112,7 +112,7 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     name: Literal["auto", "batched", "looped"] = "auto"
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     chunk: int | None = Field(default=None, ge=1, examples=[16])
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     graphs: bool | None = None
 
 

@@ -23,6 +23,7 @@ from fedstill.guard import Guard
 from fedstill.history import Result
 from fedstill.models import build_model
 from fedstill.options import find
+from fedstill.partition import SHARES_ROWS
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.rounds import federate
 from fedstill.trackers import build_trackers
@@ -48,7 +49,13 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
         options["keys"] = owners(source, *columns)
     scheme = find("partition", partition.scheme)
     parts = scheme(source.train.y.numpy(), partition.clients, seed=seed_for(seed, "partition"), **options)
-    return make_federation(source, parts, unlabeled=unlabeled, partition=describe_partition(experiment))
+    return make_federation(
+        source,
+        parts,
+        unlabeled=unlabeled,
+        partition=describe_partition(experiment),
+        shared_rows=partition.scheme in SHARES_ROWS,
+    )
 
 
 def build_network(experiment: Experiment, federation: Federation) -> Model:

@@ -17,22 +17,26 @@ from fedstill.data.source import Source, as_tensor
 
 
 def make_federation(
-    source: Source, parts: Sequence[np.ndarray], *, unlabeled: Tensor | None = None, partition: str = ""
+    source: Source,
+    parts: Sequence[np.ndarray],
+    *,
+    unlabeled: Tensor | None = None,
+    partition: str = "",
+    shared_rows: bool = False,
 ) -> Federation:
-    """Client k owns the train rows parts[k]; every client has a row, no row has two owners."""
+    """Client k owns the train rows parts[k]; no row has two owners unless `shared_rows` (D2C-FL's partitions).
+
+    A client may be empty (some papers' procedures leave such clients): it is never drawn into a cohort.
+    """
     sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
     if len(sizes) == 0:
         raise FedstillError("partition: there is no client")
-    empty = np.flatnonzero(sizes == 0)
-    if len(empty):
-        raise FedstillError(
-            f"partition: {len(empty)} of {len(sizes)} clients have no sample (client {empty[0]} first); "
-            "take fewer clients, more data or a milder skew"
-        )
+    if sizes.sum() == 0:
+        raise FedstillError("partition: no client holds any sample; take fewer clients or more data")
     indices = np.concatenate([np.asarray(part) for part in parts])
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise FedstillError(f"partition: rows must be 1-d integers, got {indices.dtype} of {indices.ndim} dimensions")
-    _check_rows(indices.astype(np.int64), sizes, len(source.train.y))
+    _check_rows(indices.astype(np.int64), sizes, len(source.train.y), shared_rows)
     _check_unlabeled(source, unlabeled)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     return Federation(
@@ -45,13 +49,13 @@ def make_federation(
     )
 
 
-def _check_rows(indices: np.ndarray, sizes: np.ndarray, rows: int) -> None:
+def _check_rows(indices: np.ndarray, sizes: np.ndarray, rows: int, shared_rows: bool) -> None:
     if indices.min() < 0 or indices.max() >= rows:
         raise FedstillError(
             f"partition: row {indices.min() if indices.min() < 0 else indices.max()} is not in 0..{rows - 1}"
         )
     owners = np.bincount(indices, minlength=rows)
-    if owners.max() > 1:
+    if owners.max() > 1 and not shared_rows:
         row = int(owners.argmax())
         shared = np.repeat(np.arange(len(sizes)), sizes)[indices == row]
         raise FedstillError(

@@ -1,7 +1,7 @@
 """Augmentation as one batched device function, driven by 64 random bits a sample from the plan.
 
 crop: zero-pad by 4 and cut back to size; flip: mirror half of the images; cutout: a 16 x 16 square (half the
-side for small images) centred anywhere is set to zero after normalisation (DeVries & Taylor 2017).
+side for images under 24 pixels) centred anywhere is set to zero after normalisation (DeVries & Taylor 2017).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _channels(data: Tensor) -> Tensor:
 def cutout(images: Tensor, bits: Tensor) -> Tensor:
     """Zero a square around a random centre; it may reach over the border, as in the reference code."""
     height, width = images.shape[-2:]
-    half = min(16, min(height, width) // 2) // 2
+    side = min(height, width)
+    half = (16 if side >= 24 else side // 2) // 2
     centre_row, centre_column = _field(bits, 32, height)[:, None], _field(bits, 44, width)[:, None]
     rows = torch.arange(height, device=images.device)[None, :]
     columns = torch.arange(width, device=images.device)[None, :]

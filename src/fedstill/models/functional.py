@@ -18,7 +18,7 @@ from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import clone
 from fedstill.core.types import Apply, Model, Output, Params, Seed, Weights
 from fedstill.models.layers import Step
-from fedstill.models.stacked_conv import available, suits
+from fedstill.models.stacked_conv import has_stacked_kernels
 from fedstill.models.stateless import Skeleton, canonical_names, weights_of
 from fedstill.models.validate import check_training, first_line, why_unbatchable
 
@@ -58,7 +58,7 @@ def from_module(
         head=_head(module, seen.head),
         has_features=seen.has_features,
         convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
-        stacked_kernels=available() and all(suits(layer) for layer in layers if isinstance(layer, _ConvNd)),
+        stacked_kernels=has_stacked_kernels(module),
         batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
         dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
         unbatchable=why_unbatchable(module, x) if check else None,

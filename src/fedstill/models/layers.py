@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
-from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, pools_by_two, suits
+from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, has_stacked_kernels, pools_by_two
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.
 _DRAW_STRIDE = to_signed(0xD1B54A32D192ED03)
@@ -104,6 +104,7 @@ class MaskedBatchNorm(nn.Module):
         """All rows are real: PyTorch's fused kernel, 2.5 to 4 times faster than the masked form."""
         if not tracked:
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        x = x.contiguous()  # a stacked convolution leaves channels last, which batch_norm cannot ask for under vmap
         mean, variance = self.running_mean.clone(), self.running_var.clone()
         out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, self.momentum or 0.0, self.eps)
         self._keep(mean, variance, self.num_batches_tracked + 1)
@@ -164,8 +165,9 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
 def convert(module: nn.Module, context: Context) -> nn.Module:
     """The module with dropout, BatchNorm and (on a GPU) small convolutions replaced in place; names do not change."""
     replaced: dict[nn.Module, nn.Module] = {}
+    stackable = has_stacked_kernels(module)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        stacked = available() and (suits(layer) or pools_by_two(layer))
+        stacked = (stackable and isinstance(layer, nn.Conv2d)) or (available() and pools_by_two(layer))
         if not isinstance(layer, _BatchNorm | _DropoutNd) and not stacked:
             continue
         if layer not in replaced:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
+from torch.nn.modules.conv import _ConvNd
 
 LARGEST = 64  # channels and filters; beyond, cuDNN a client on streams of its own is faster (docs/concepts.md)
 
@@ -28,6 +29,12 @@ def suits(layer: nn.Module) -> bool:
     plain = layer.stride == (1, 1) and layer.dilation == (1, 1) and layer.groups == 1
     small = max(layer.in_channels, layer.out_channels) <= LARGEST and layer.padding[0] < layer.kernel_size[0]
     return square and plain and small and layer.padding_mode == "zeros"
+
+
+def has_stacked_kernels(module: nn.Module) -> bool:
+    """Whether every convolution of a module can run for many clients in one kernel here."""
+    convolutions = [layer for layer in module.modules() if isinstance(layer, _ConvNd)]
+    return bool(convolutions) and available() and all(suits(layer) for layer in convolutions)
 
 
 class _Stacked(torch.autograd.Function):

@@ -39,4 +39,6 @@ PARTITIONS: dict[str, Callable[..., list[np.ndarray]]] = {
     "natural": natural,
 }
 
-__all__ = ["PARTITIONS", "class_counts", "describe"]
+SHARES_ROWS = frozenset({"bias", "n_class"})  # D2C-FL draws 60,000 samples from 20,000: clients share images
+
+__all__ = ["PARTITIONS", "SHARES_ROWS", "class_counts", "describe"]
