@@ -30,7 +30,8 @@ class Plan:
     @property
     def full(self) -> np.ndarray:
         """(S,) whether no row of a step is padding."""
-        return np.asarray(self.weight.reshape(len(self.weight), -1).all(1))
+        steps, cohort, batch = self.weight.shape
+        return np.asarray(self.weight.reshape(steps, cohort * batch).all(1))
 
     @property
     def shared_rate(self) -> bool:
@@ -120,7 +121,8 @@ def make_plan(
     finish_seeds = seed_for(seed, round, ids, "finish").view(np.int64)
     rates = _learning_rates(training, steps, per_epoch, round)
     active = np.arange(longest)[:, None] < steps[None, :]
-    travel = (rates * active * effective_steps(longest, training)[:, None]).sum(0)
+    moves = rates * active * effective_steps(longest, training)[:, None]
+    travel = np.cumsum(moves, axis=0)[-1:].sum(0)  # step by step: how a plain sum rounds depends on the cohort's width
     return Plan(index, weight, draws, seeds, finish_seeds, rates.astype(np.float32), steps, travel)
 
 

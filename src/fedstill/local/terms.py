@@ -24,8 +24,12 @@ def cross_entropy() -> Objective:
     """F_k(w) = mean over real samples of -sum_i y_i log softmax(z)_i; `y` is class indices or soft targets (B, K)."""
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        losses = F.cross_entropy(full_precision(output.logits), batch.y, reduction="none")
-        return weighted_mean(losses, batch.weight)
+        logits = full_precision(output.logits)
+        if batch.y.is_floating_point():
+            return weighted_mean(F.cross_entropy(logits, batch.y, reduction="none"), batch.weight)
+        # What F.cross_entropy computes; under vmap that is rewritten in Python at every call.
+        chosen = F.log_softmax(logits, -1).gather(-1, batch.y.unsqueeze(-1)).squeeze(-1)
+        return weighted_mean(-chosen, batch.weight)
 
     return Objective(loss)
 

@@ -1,1 +1,0 @@
-../algorithms/by_hand.py
