@@ -1,0 +1,57 @@
+# `make run` and `make test` do all set-up on a fresh machine; called again, they start at once.
+
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS ?= 2
+
+.PHONY: help run test lint unit test-slow test-gpu format pages clean
+
+help:  ## say what can be made
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+run: .venv/for-run  ## set up if needed, then the quick start: seven methods on embedded data, one table
+	$(BIN)/fedstill compare
+
+test: lint unit  ## set up if needed, then lint and all tests but slow and gpu ones
+
+lint: .venv/for-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: .venv/for-test
+	$(PYTEST) -n $(WORKERS) --doctest-ignore-import-errors src tests
+
+test-slow: .venv/for-test  ## tests that take longer than a few seconds each
+	$(PYTEST) -m 'slow and not gpu'
+
+test-gpu: .venv/for-test  ## tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+format: .venv/for-test  ## let ruff format and fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+pages: .venv/for-test  ## write the generated parts of the documentation anew
+	$(BIN)/python tools/make_method_pages.py
+
+clean:  ## remove the environment and all caches; runs/ stays
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/made:
+	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@echo 'Installing into .venv; the first time this takes a few minutes.'
+	@touch $@
+
+.venv/for-run: .venv/made pyproject.toml constraints.txt
+	$(PIP) -e '.[data,plots]'
+	@touch $@
+
+.venv/for-test: .venv/made pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	@touch $@ .venv/for-run

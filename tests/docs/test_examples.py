@@ -1,0 +1,75 @@
+"""Every example runs, and the library does what the reference in plain PyTorch does."""
+
+import runpy
+
+import numpy as np
+import pytest
+import torch
+from doc_pages import ROOT
+
+import fedstill
+from fedstill import Training
+from fedstill.algorithms import build_algorithm
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs_and_says_something(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        runpy.run_path(str(example), run_name="__main__")
+    assert "accuracy" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
+
+
+def test_there_are_examples_and_they_are_short():
+    assert {path.name for path in EXAMPLES} >= {"fedavg_in_one_file.py", "own_method.py", "own_data.py"}
+    assert all(len(path.read_text().splitlines()) <= 120 for path in EXAMPLES)
+
+
+def test_the_one_file_reference_imports_nothing_of_ours():
+    assert "import fedstill" not in (ROOT / "examples" / "fedavg_in_one_file.py").read_text()
+
+
+@pytest.mark.parametrize("engine", ["batched", "looped"])
+def test_the_library_trains_as_the_one_file_reference(engine):
+    """With a full batch there is one way to run an epoch, so that three rounds must give the same weights."""
+    plain = runpy.run_path(str(ROOT / "examples" / "fedavg_in_one_file.py"))
+    train_client, average = plain["train_client"], plain["average"]
+    train_client.__globals__["batch_size"] = 10_000
+    x, y, test_x, test_y = plain["load_data"]()
+    owned = plain["split"](y, np.random.default_rng(1))[:4]
+
+    def module():
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return plain["make_model"]()
+
+    shuffle = torch.Generator().manual_seed(0)
+    expected = module()
+    for _ in range(3):
+        models = [train_client(expected, x[rows], y[rows], shuffle) for rows in owned]
+        expected = average(models, [len(rows) for rows in owned])
+
+    digits = tuple("0123456789")
+    federation = fedstill.Federation(
+        fedstill.Dataset("digits", x, y, digits),
+        fedstill.Dataset("digits", test_x, test_y, digits),
+        torch.cat(owned),
+        torch.tensor([0, *np.cumsum([len(rows) for rows in owned])]),
+    )
+    result = fedstill.federate(
+        algorithm=build_algorithm("fedavg"),
+        model=fedstill.from_module(module(), input_shape=(64,), classes=10),
+        federation=federation,
+        training=Training(epochs=plain["epochs"], batch_size=10_000, lr=plain["lr"]),
+        rounds=3,
+        cohort=4,
+        engine=engine,
+        device="cpu",
+    )
+    start = module()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(result.weights.params[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(parameter, start.get_parameter(name), atol=1e-3), "nothing was trained"

@@ -1,0 +1,93 @@
+"""What the documentation shows works: Python snippets run, experiment files load, commands are accepted and run."""
+
+import logging
+import re
+import shlex
+import tomllib
+
+import pytest
+from doc_pages import PAGES, ROOT, blocks, name_of, pages_with
+from typer.testing import CliRunner
+
+from fedstill import Experiment
+from fedstill.cli import app
+
+LANGUAGES = {"python", "py", "toml", "sh", "text"}  # py: an excerpt, see test_reference_pages
+SHORTER = {
+    "run": ["--set", "rounds=1", "--set", "local.steps=2"],
+    "compare": ["--set", "rounds=1", "--set", "local.steps=2", "--seeds", "1"],
+}
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
+def test_python_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "snippet"}
+    for block in blocks(page, "python"):
+        source = "\n" * (block.line - 1) + block.text  # so that a traceback names the line of the page
+        exec(compile(source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", pages_with("toml"), ids=name_of)
+def test_experiment_files_of_a_page_load(page):
+    for block in blocks(page, "toml"):
+        table = tomllib.loads(block.text)
+        assert Experiment.model_validate(table).model_dump(exclude_unset=True)
+
+
+def commands():
+    found = [
+        line
+        for page in PAGES
+        for block in blocks(page, "sh")
+        for line in block.text.splitlines()
+        if line.startswith("fedstill ")
+    ]
+    assert len(found) > 10
+    return sorted(set(found))
+
+
+@pytest.fixture
+def experiment_folder(tmp_path, monkeypatch):
+    """A folder with the experiment file that the documentation writes first."""
+    first = blocks(ROOT / "docs" / "experiment-file.md", "toml")[0].text
+    (tmp_path / "experiment.toml").write_text(first)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    logging.getLogger("fedstill.run").handlers.clear()
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_work(line, experiment_folder):
+    words = shlex.split(line)[1:]
+    short = [] if "--help" in words else SHORTER.get(words[0], [])
+    answer = CliRunner().invoke(app, [*words, *short])
+    assert answer.exit_code == 0, answer.output
+    assert answer.stdout.strip()
+
+
+def test_other_shell_lines_name_targets_and_extras_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.text.splitlines():
+                if found := re.match(r"make ([\w-]+)", line):
+                    assert re.search(rf"^{found[1]}:", makefile, re.MULTILINE), f"{name_of(page)}: {line}"
+                elif found := re.match(r"pip install '\.\[([\w,]+)\]'", line):
+                    assert set(found[1].split(",")) <= extras.keys(), f"{name_of(page)}: {line}"
+                else:
+                    assert line.startswith("fedstill ") or not line, f"{name_of(page)}: what is '{line}'?"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is(page):
+    fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(fences[::2]) <= LANGUAGES
+    assert not any(fences[1::2]), "a block is not closed"
+
+
+def test_scripts_that_the_text_names_exist():
+    for page in PAGES:
+        for script in re.findall(r"python ((?:benchmarks|examples|tools)/\S+\.py)", page.read_text(encoding="utf-8")):
+            assert (ROOT / script).is_file(), f"{name_of(page)}: {script}"
