@@ -72,14 +72,14 @@ def _measure_alone(program: Program, local: Local, rows: np.ndarray) -> Tree:
     measure = program.objective.measure
     if measure is None:
         return {}
-    total: Tree | None = None
-    index = torch.from_numpy(rows).to(program.feed.device)
-    batch_size = program.training.batch_size
-    for at in range(0, len(index), batch_size):
-        piece = index[at : at + batch_size]
+    total: Tree = {}
+    has_data = len(rows) > 0
+    # Nobody's row stands in for no data: it counts nothing, but `finish` finds what it looks for.
+    index = torch.from_numpy(rows if has_data else np.zeros(1, np.int64)).to(program.feed.device)
+    for piece in torch.split(index, program.training.batch_size):
         x, y = program.feed.batch(piece, piece, ())
-        batch = Batch(x, y, torch.ones(len(piece), device=x.device, dtype=local.size.dtype))
-        share = len(piece) / len(rows)
-        looked = tree_map(lambda leaf, s=share: leaf * s, measure(program.model, batch, local))
-        total = looked if total is None else tree_map(torch.add, total, looked)
-    return total if total is not None else {}
+        weight = torch.full((len(piece),), float(has_data), device=x.device, dtype=local.size.dtype)
+        share = len(piece) / len(rows) if has_data else 0.0
+        looked = tree_map(lambda leaf, s=share: leaf * s, measure(program.model, Batch(x, y, weight), local))
+        total = tree_map(torch.add, total, looked) if total else looked
+    return total

@@ -99,6 +99,8 @@ class Engine:
             feed.y.copy_(y)
         else:
             feed.y = y.to(self.device).clone()
+            # captured steps read the old targets in place
+            self.programs = {key: pair for key, pair in self.programs.items() if pair[0].feed is not feed}
         rows, sizes = np.arange(len(x)), np.array([len(x)])
         plan = make_plan(rows, sizes, np.zeros(1, np.int64), training=training, round=1, seed=seed_for(seed, "fit"))
         counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device)
@@ -138,7 +140,8 @@ class Engine:
 
     def _fill_cache(self, program: Program, plan: Plan, rows: Tensor) -> None:
         """Outputs of the start model, once per round instead of once per epoch."""
-        names = program.cacheable() if plan.weight.sum() >= len(rows) else []
+        worth = program.static or plan.weight.sum() >= len(rows)  # a captured step goes on reading what it read first
+        names = program.cacheable() if worth else []
         program.cache = {name: program.cache[name] for name in names if name in program.cache}
         if names:
             rows = rows.to(self.device)

@@ -1,0 +1,135 @@
+"""One row a method (or a variant of one): all that the conformance suite has to know. A new method adds a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedstill.algorithms import build_algorithm
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.tree import flatten
+from fedstill.core.types import Algorithm, Dataset, Federation, Model, Training
+from fedstill.models import build_model, from_module
+from fedstill.rounds import federate
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    is_fedavg_with: dict[str, Any] | None = None  # options at which the method is FedAvg bit for bit
+    equal_steps: bool = False  # ... provided that all clients take the same steps
+    sends: int = 0  # slots of the model's size that a client sends besides its model
+    receives: int = 0  # ... and receives besides the model
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.name, *(str(value) for value in self.options.values())])
+
+    def build(self, **changes: Any) -> Algorithm:
+        return build_algorithm(self.name, {**self.options, **changes})
+
+
+ROWS = (
+    Row("fedavg", {}, {}),
+    Row("fedprox", {"mu": 0.1}, {"mu": 0.0}),
+    Row("fedavgm", {}, {"beta": 0.0, "server_lr": 1.0}),
+    Row("fedopt", {}, {"optimizer": "sgd", "momentum": 0.0, "server_lr": 1.0}),
+    Row("fedopt", {"optimizer": "adam", "server_lr": 3e-4}),
+    Row("fedadam"),
+    Row("fedyogi"),
+    Row("fedadagrad"),
+    Row("scaffold", sends=1, receives=1),
+    Row("scaffold", {"option": "I"}, sends=1, receives=1),
+    Row("fednova", {}, {}, equal_steps=True),
+    Row("feddyn"),
+    Row("fedntd", {}, {"beta": 0.0}),
+    Row("feddf", {"steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
+)
+
+CLASSES, FEATURES, IMAGE = 4, 6, (1, 8, 8)
+SIZES = (1, 9, 4, 16, 5, 7, 12)  # a client of one sample, last batches of one, three and four
+UNLABELED = 13
+TRAINING = Training(batch_size=4, epochs=2, lr=0.15, momentum=0.5, weight_decay=1e-3)
+ROUNDS, COHORT = 3, 4
+
+
+class NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def network(net: str = "mlp") -> Model:
+    if net == "mlp":
+        return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
+    if net == "cnn":
+        return build_model("cnn", input_shape=IMAGE, classes=CLASSES)
+    return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
+
+
+def samples(count: int, *, images: bool, use: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = numpy_generator(seed_for(0, "conformance", use))
+    y = generator.integers(0, CLASSES, count)
+    if images:
+        x = generator.integers(0, 200, (count, *IMAGE)) + 12 * y[:, None, None, None]
+        return torch.from_numpy(x.astype(np.uint8)), torch.from_numpy(y)
+    x = generator.normal(size=(count, FEATURES)) + 1.5 * np.eye(CLASSES, FEATURES)[y]
+    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+
+
+def federation(net: str = "mlp", sizes: tuple[int, ...] = SIZES) -> Federation:
+    """Neighbouring clients hold neighbouring classes."""
+    images, names = net == "cnn", tuple("abcd")
+    x, y = samples(sum(sizes), images=images, use="train")
+    train = Dataset("toy", x, y, names)
+    test = Dataset("toy", *samples(20, images=images, use="test"), names)
+    indices = torch.argsort(y, stable=True)
+    offsets = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int64)
+    return Federation(train, test, indices, offsets, samples(UNLABELED, images=images, use="unlabeled")[0])
+
+
+def run(algorithm: Algorithm, *, net: str = "mlp", **how: Any):
+    """A few rounds of a tiny federation; anything may be changed by name."""
+    settings = {
+        "algorithm": algorithm, "model": network(net), "federation": federation(net), "training": TRAINING,
+        "rounds": ROUNDS, "cohort": COHORT, "seed": 5, "engine": "batched", "device": "cpu",
+    }  # fmt: skip
+    return federate(**{**settings, **how})
+
+
+def distance(found: Any, wanted: Any) -> float:
+    """Largest |found - wanted| / (1 + largest |wanted| of the tensor)."""
+    found, wanted = flatten(found), flatten(wanted)
+    assert found.keys() == wanted.keys()
+    gaps = [0.0]
+    for name, leaf in wanted.items():
+        gap = (found[name].double().cpu() - leaf.double().cpu()).abs()
+        assert bool(gap.isfinite().all()), name
+        gaps.append(float((gap / (1.0 + leaf.double().cpu().abs().max())).max()) if leaf.numel() else 0.0)
+    return max(gaps)
+
+
+def same_bits(found: Any, wanted: Any) -> bool:
+    found, wanted = flatten(found), flatten(wanted)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def form_of(tree: Any) -> dict[str, tuple]:
+    return {name: (tuple(leaf.shape), leaf.dtype, leaf.device.type) for name, leaf in flatten(tree).items()}
+
+
+def relabelled(data: Federation, names: list[int]) -> Federation:
+    """Class c is called names[c]."""
+    new = torch.tensor(names)
+    train, test = (dataclasses.replace(part, y=new[part.y]) for part in (data.train, data.test))
+    return dataclasses.replace(data, train=train, test=test)

@@ -1,0 +1,378 @@
+"""Every method on every engine keeps the promises that the library makes for all of them.
+
+Distances are relative to 1 + the largest weight of a tensor, after three rounds in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from method_rows import (
+    COHORT,
+    ROWS,
+    SIZES,
+    TRAINING,
+    UNLABELED,
+    Row,
+    distance,
+    federation,
+    form_of,
+    network,
+    relabelled,
+    run,
+    same_bits,
+)
+
+from fedstill.algorithms import METHODS, fedavg
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import byte_size, rows, stack
+from fedstill.core.types import Need, Output, Training, Weights
+from fedstill.engine import build_engine
+from fedstill.engine import engine as engine_module
+from fedstill.engine.plan import Plan, make_plan
+
+ENGINES = ("batched", "looped")
+CLOSE = 1e-5
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+@cache
+def plain(index: int, engine: str) -> Weights:
+    """The row's ordinary run, computed once for all tests that compare with it."""
+    return run(ROWS[index].build(), engine=engine).weights
+
+
+def plain_run(row: Row, engine: str = "batched") -> Weights:
+    return plain(ROWS.index(row), engine)
+
+
+def test_every_registered_method_has_a_row():
+    assert {row.name for row in ROWS} == set(METHODS)
+    assert len({row.id for row in ROWS}) == len(ROWS)
+
+
+@every_row
+def test_batched_equals_looped(row):
+    start = network().init(seed_for(5, "model"))
+    assert distance(plain_run(row, "looped"), start) > 1e-4, "a run that moves nothing proves nothing"
+    assert distance(plain_run(row, "batched"), plain_run(row, "looped")) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "net"),
+    [("fedavg", "cnn"), ("scaffold", "cnn"), *((name, "norm") for name in ("fedavg", "feddyn", "fedntd", "feddf"))],
+)
+def test_batched_equals_looped_with_convolutions_and_batchnorm(name, net):
+    row = next(row for row in ROWS if row.name == name)
+    how = {"net": net, "rounds": 2, "training": dataclasses.replace(TRAINING, lr=0.02)}
+    batched, looped = (run(row.build(), engine=engine, **how).weights for engine in ENGINES)
+    assert distance(batched, looped) < CLOSE
+
+
+@every_row
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_the_size_of_a_chunk_changes_nothing(row, chunk):
+    assert distance(run(row.build(), engine_options={"chunk": chunk}).weights, plain_run(row)) < CLOSE
+
+
+def padded_plan(*args, **how) -> Plan:
+    """Three more samples in every batch, and samples of other clients in all padding."""
+    plan = make_plan(*args, **how)
+    longer = ((0, 0), (0, 0), (0, 3))
+    weight = np.pad(plan.weight, longer)
+    strange = np.arange(weight.size).reshape(weight.shape) % UNLABELED
+    index = np.where(weight > 0, np.pad(plan.index, longer), strange)
+    return dataclasses.replace(plan, index=index, weight=weight, bits=np.pad(plan.bits, longer))
+
+
+@every_row
+@every_engine
+def test_padding_changes_nothing(monkeypatch, row, engine):
+    wanted = plain_run(row, engine)
+    monkeypatch.setattr(engine_module, "make_plan", padded_plan)
+    found = run(row.build(), engine=engine).weights
+    assert distance(found, wanted) < CLOSE
+    if engine == "looped":  # a client alone is cut to its real samples
+        assert same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.is_fedavg_with is not None], ids=lambda row: row.id)
+@every_engine
+def test_with_its_knob_at_zero_a_method_is_fedavg_bit_for_bit(row, engine):
+    training = Training(batch_size=4, steps=5, lr=0.1, momentum=0.5) if row.equal_steps else TRAINING
+    found, wanted = (
+        run(algorithm, engine=engine, training=training).weights
+        for algorithm in (row.build(**row.is_fedavg_with), fedavg())
+    )
+    assert same_bits(found, wanted)
+    if row.name != "fedavg":  # and with its knob on, or unequal steps, it is not
+        assert not same_bits(plain_run(row, engine), plain_run(ROWS[0], engine))
+
+
+@every_engine
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_the_first_round_of_scaffold_is_uniform_fedavg_bit_for_bit(engine, option):
+    algorithms = (METHODS["scaffold"](option=option), fedavg(weighting="uniform"))
+    for rounds, equal in ((1, True), (2, False)):
+        found, wanted = (run(algorithm, engine=engine, rounds=rounds).weights for algorithm in algorithms)
+        assert same_bits(found, wanted) == equal
+
+
+@every_row
+@every_engine
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, row, engine):
+    how = {"engine": engine, "checkpoint_every": 1, "evaluate_every": 2}
+    whole = run(row.build(), rounds=4, run_dir=tmp_path / "whole", **how)
+    run(row.build(), rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(row.build(), rounds=4, run_dir=tmp_path / "cut", resume=True, **how)
+    assert same_bits(resumed.weights, whole.weights)
+    assert same_bits(resumed.best_weights, whole.best_weights)
+    timeless = [
+        [{k: v for k, v in line.items() if k != "seconds"} for line in r.history.rows] for r in (whole, resumed)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@every_row
+def test_the_same_seed_gives_the_same_bits_and_another_seed_another_model(row):
+    assert same_bits(run(row.build()).weights, plain_run(row))
+    assert not same_bits(run(row.build(), seed=6).weights, plain_run(row))
+
+
+@every_row
+@every_engine
+def test_no_global_random_stream_is_touched(row, engine):
+    before = torch.random.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    run(row.build(), engine=engine, rounds=1)
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]
+
+
+def nan_features(model):
+    def apply(weights, x, **how):
+        output, buffers = model.apply(weights, x, **how)
+        return Output(output.logits, torch.full_like(output.features, float("nan"))), buffers
+
+    return dataclasses.replace(model, apply=apply)
+
+
+def broken_head(params, features):
+    raise AssertionError("called without Need.HEAD")
+
+
+@every_row
+@every_engine
+def test_what_is_not_declared_may_be_nan(row, engine):
+    """Unlabeled data, features and the head are poisoned together unless they are declared."""
+    algorithm, model, data = row.build(), network(), federation()
+    declared = needs_of(algorithm)
+    if Need.UNLABELED not in declared:
+        data = dataclasses.replace(data, unlabeled=torch.full_like(data.unlabeled, float("nan")))
+    if Need.FEATURES not in declared:
+        model = nan_features(model)
+    if Need.HEAD not in declared:
+        model = dataclasses.replace(model, head=broken_head)
+    assert same_bits(run(algorithm, engine=engine, model=model, federation=data).weights, plain_run(row, engine))
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if Need.UNLABELED in needs_of(row.build())], ids=lambda row: row.id
+)
+def test_declared_unlabeled_data_are_really_used(row):
+    data = federation()
+    other = dataclasses.replace(data, unlabeled=2.0 * data.unlabeled)
+    assert distance(run(row.build(), federation=other).weights, plain_run(row)) > 1e-4
+
+
+@every_row
+def test_label_counts_and_memory_are_there_only_where_they_are_declared(row):
+    algorithm = row.build()
+    declared = needs_of(algorithm)
+    first = algorithm.objective.init(network().init(0).params)
+    assert (Need.CLIENT_STATE in declared) == bool(first)
+    seen = []
+
+    def loss(output, batch, local):
+        seen.append((local.label_counts, local.state))
+        return algorithm.objective.loss(output, batch, local)
+
+    def look(uploads, start, seed):
+        seen.append(uploads)
+        return uploads
+
+    watched = dataclasses.replace(
+        algorithm, objective=dataclasses.replace(algorithm.objective, loss=loss), transmit=look
+    )
+    run(watched, engine="looped", rounds=1)
+    *steps, uploads = seen
+    assert steps
+    for counts, state in steps:
+        assert bool(counts.isnan().all()) == (Need.LABEL_COUNTS not in declared)
+        assert bool(state) == (Need.CLIENT_STATE in declared)
+    assert (uploads.label_counts is None) == (Need.LABEL_COUNTS_UPLOADED not in declared)
+
+
+def in_the_null_space(uploads):
+    """Coefficients (C,) that vanish in every weighted sum the server may take: by size, evenly, per travel."""
+    size, travel = uploads.size.double().cpu(), uploads.travel.double().cpu()
+    known = torch.stack([size, torch.ones_like(size), size / travel, 1 / travel])
+    return torch.linalg.svd(known).Vh[-1]
+
+
+def disguise(uploads, start, seed):
+    """Every client's upload changes by much, no weighted sum over the cohort does (as secure aggregation would)."""
+    coefficient = in_the_null_space(uploads)
+
+    def shifted(leaf):
+        direction = torch.sin(torch.arange(leaf[0].numel(), dtype=torch.float64)).reshape(leaf.shape[1:])
+        return (leaf + coefficient.reshape(-1, *[1] * (leaf.ndim - 1)) * direction).to(leaf.dtype)
+
+    params = {name: shifted(leaf) for name, leaf in uploads.weights.params.items()}
+    extra = {slot: {name: shifted(leaf) for name, leaf in tree.items()} for slot, tree in uploads.extra.items()}
+    return uploads._replace(weights=uploads.weights._replace(params=params), extra=extra)
+
+
+@every_row
+def test_a_server_that_does_not_declare_it_looks_at_no_client_alone(row):
+    algorithm, how = row.build(), {"cohort": 6, "rounds": 1}
+    found = run(dataclasses.replace(algorithm, transmit=disguise), **how).weights
+    gap = distance(found, run(algorithm, **how).weights)
+    if Need.INDIVIDUAL_UPLOADS in needs_of(algorithm):
+        assert gap > 1e-3
+    else:
+        assert gap < CLOSE
+
+
+@every_row
+@every_engine
+def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(row, engine):
+    algorithm, data = row.build(), federation(sizes=(12,))
+    model, training = network(), Training(batch_size=12, lr=0.3)
+    start = model.init(1)
+    first = stack([algorithm.objective.init(start.params)])
+    runner = build_engine(engine, "cpu", model=model, federation=data)
+    uploads = runner.train(
+        algorithm.objective, training, start, received=algorithm.server.broadcast(algorithm.server.init(start)),
+        states=first, ids=np.array([0]), round=1, seed=5,
+    ).uploads  # fmt: skip
+    x, y = data.train.x[data.indices], data.train.y[data.indices]
+
+    def risk(params):
+        return F.cross_entropy(model.apply(Weights(params, start.buffers), x)[0].logits, y)
+
+    gradient = torch.func.grad(risk)(start.params)
+    wanted = {name: leaf - 0.3 * gradient[name] for name, leaf in start.params.items()}
+    assert distance(rows(uploads.weights, 0).params, wanted) < 1e-6
+    if row.is_fedavg_with == {}:
+        result = run(algorithm, engine=engine, federation=data, training=training, rounds=1, cohort=1, seed=5).weights
+        assert distance(result, _centralised(model, model.init(seed_for(5, "model")), x, y)) < 1e-6
+
+
+def _centralised(model, start: Weights, x, y) -> Weights:
+    params = {name: leaf.clone().requires_grad_() for name, leaf in start.params.items()}
+    optimizer = torch.optim.SGD(params.values(), lr=0.3)
+    F.cross_entropy(model.apply(Weights(params, {}), x)[0].logits, y).backward()
+    optimizer.step()
+    return Weights({name: leaf.detach() for name, leaf in params.items()}, start.buffers)
+
+
+@every_row
+@every_engine
+def test_any_order_of_clients_gives_each_client_the_same(row, engine):
+    algorithm, data, model = row.build(), federation(), network()
+    runner = build_engine(engine, "cpu", model=model, federation=data)
+    start = model.init(1)
+    generator = torch.Generator().manual_seed(0)
+    several = [algorithm.objective.init(start.params) for _ in SIZES]
+    states = stack([_noisy(state, generator) for state in several])
+    received = _noisy(algorithm.server.broadcast(algorithm.server.init(start)), generator)
+
+    def trained(ids):
+        return runner.train(
+            algorithm.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
+            ids=np.array(ids), round=2, seed=5,
+        )  # fmt: skip
+
+    everybody, order = trained(list(range(len(SIZES)))), [5, 0, 3, 6, 1]
+    some = trained(order)
+    for found, wanted in ((some.uploads.weights, everybody.uploads.weights), (some.states, everybody.states)):
+        assert distance(found, rows(wanted, torch.tensor(order))) < CLOSE
+    assert distance(some.uploads.extra, rows(everybody.uploads.extra, torch.tensor(order))) < CLOSE
+
+
+def _noisy(tree, generator):
+    if isinstance(tree, dict):
+        return {name: _noisy(part, generator) for name, part in tree.items()}
+    return tree + 0.01 * torch.randn(tree.shape, generator=generator)
+
+
+NEW_NAMES = [2, 0, 3, 1]
+
+
+def renamed_model(model):
+    """The same network whose head puts out class c in place NEW_NAMES[c]."""
+    places = torch.argsort(torch.tensor(NEW_NAMES))
+
+    def init(seed):
+        weights = model.init(seed)
+        return weights._replace(params=_with_head(weights.params, places))
+
+    return dataclasses.replace(model, init=init)
+
+
+def _with_head(params, places):
+    return {name: leaf[places] if name.startswith("head.") else leaf for name, leaf in params.items()}
+
+
+@every_row
+def test_calling_the_classes_by_other_names_changes_nothing_else(row):
+    found = run(row.build(), model=renamed_model(network()), federation=relabelled(federation(), NEW_NAMES)).weights
+    assert distance(_with_head(found.params, torch.tensor(NEW_NAMES)), plain_run(row).params) < CLOSE
+
+
+@every_row
+@every_engine
+def test_as_many_bytes_travel_as_the_row_declares(row, engine):
+    """The model, the row's slots, and four numbers: size (8 bytes), steps, travel and loss (4 each)."""
+    result = run(row.build(), engine=engine)
+    start = network().init(0)
+    model, slot = byte_size(start), byte_size(start.params)
+    for line in result.history.rows:
+        assert line["bytes_up"] == COHORT * (model + row.sends * slot + 8 + 3 * 4)
+        assert line["bytes_down"] == COHORT * (model + row.receives * slot)
+
+
+@every_row
+@every_engine
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
+    algorithm, model, data = row.build(), network(net), federation(net)
+    start = model.init(1)
+    server, seen = algorithm.server, []
+
+    def apply(candidate, state, round):
+        moved, new = server.apply(candidate, state, round)
+        seen.append((form_of(state), form_of(new), form_of(moved)))
+        return moved, new
+
+    run(dataclasses.replace(algorithm, server=dataclasses.replace(server, apply=apply)), net=net, engine=engine)
+    for before, after, moved in seen:
+        assert before == after == form_of(server.init(start))
+        assert moved == form_of(start)
+    first = algorithm.objective.init(start.params)
+    trained = build_engine(engine, "cpu", model=model, federation=data).train(
+        algorithm.objective, TRAINING, start, received=server.broadcast(server.init(start)),
+        states=stack([first] * len(SIZES)), ids=np.arange(len(SIZES)), round=1, seed=5,
+    )  # fmt: skip
+    assert form_of(trained.states) == form_of(stack([first] * len(SIZES)))
+    assert form_of(trained.uploads.weights) == form_of(stack([start] * len(SIZES)))

@@ -1,0 +1,21 @@
+"""Every method on every engine of a GPU gives what the loop on the CPU gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from method_rows import ROWS, distance, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize("engine", ["batched", "looped"])
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_the_gpu_gives_what_the_cpu_gives(row, engine, net):
+    """Strict float32, three rounds: 1e-4 of 1 + the largest weight, since sums run in another order."""
+    options = {"net": net, "engine_options": {"precision": "float32"}}
+    found = run(row.build(), engine=engine, device="cuda", **options).weights
+    wanted = run(row.build(), engine="looped", **options).weights
+    assert all(leaf.device.type == "cuda" for leaf in found.params.values())
+    assert distance(found, wanted) < 1e-4

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedstill.core.compose import after, chain, combine, every, remember, rollback, weighted_mean
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten, unflatten
+from fedstill.core.types import Batch, Local, Need, Objective, Output, Round, ServerStep, Uploads, Weights
+
+
+def model_at(value: float) -> Weights:
+    return Weights({"w": torch.tensor(value)}, {"count": torch.tensor(3)})
+
+
+def at_round(number: int) -> Round:
+    nobody = Uploads(*[None] * len(Uploads._fields))
+    return Round(number, model_at(0.0), nobody, None, 1, None, 0, None)
+
+
+def term(scale: float = 1.0, **parts) -> Objective:
+    return Objective(lambda output, batch, local: scale * local.params["w"].sum(), **parts)
+
+
+def local_at(value: float) -> Local:
+    empty = Local(*[None] * len(Local._fields))
+    return empty._replace(params={"w": torch.tensor(value)})
+
+
+def adding(amount: float) -> ServerStep:
+    """Moves the model by `amount` and counts how often it ran."""
+
+    def apply(candidate, state, round):
+        moved = candidate._replace(params={"w": candidate.params["w"] + amount})
+        return moved, {"runs": state["runs"] + 1}
+
+    return ServerStep(apply, init=lambda weights: {"runs": torch.tensor(0)})
+
+
+def keeping(**slots: float) -> Objective:
+    tree = {name: torch.tensor(value) for name, value in slots.items()}
+    return term(init=lambda params: tree, finish=lambda local, measured: (tree, {}))
+
+
+def sending(**slots: float) -> Objective:
+    tree = {name: torch.tensor(value) for name, value in slots.items()}
+    return term(finish=lambda local, measured: ({}, tree))
+
+
+def measuring(**slots: float) -> Objective:
+    tree = {name: torch.tensor(value) for name, value in slots.items()}
+    return term(measure=lambda model, batch, local: tree, finish=lambda local, measured: ({}, dict(measured)))
+
+
+def test_a_combination_is_the_sum_of_its_terms():
+    output, batch = Output(torch.zeros(1, 2), torch.zeros(1, 2)), Batch(*[torch.zeros(1)] * 3)
+    together = combine(term(1.0), term(-0.25), term(4.0))
+    assert float(together.loss(output, batch, local_at(2.0))) == 2.0 * 4.75
+
+
+def test_terms_keep_and_send_their_own_slots_and_declare_the_union_of_needs():
+    together = combine(
+        keeping(control=1.0), sending(delta=2.0), keeping(past=3.0), term(needs=frozenset({Need.FEATURES}))
+    )
+    assert set(together.init({})) == {"control", "past"}
+    state, extra = together.finish(local_at(0.0), {})
+    assert (set(state), set(extra)) == ({"control", "past"}, {"delta"})
+    assert together.needs == {Need.FEATURES}
+
+
+def test_what_terms_measure_is_merged_and_every_term_may_read_it():
+    together = combine(term(), measuring(fisher=1.0), term(measure=lambda model, batch, local: {"mean": torch.ones(1)}))
+    measured = together.measure(None, None, local_at(0.0))
+    assert set(measured) == {"fisher", "mean"}
+    assert set(together.finish(local_at(0.0), measured)[1]) == {"fisher", "mean"}
+    assert combine(term(), keeping(a=1.0)).measure is None
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda: combine(keeping(c=1.0), keeping(c=2.0)).init({}), "client state"),
+        (lambda: combine(keeping(c=1.0), keeping(c=2.0)).finish(local_at(0.0), {}), "client state"),
+        (lambda: combine(sending(c=1.0), sending(c=2.0)).finish(local_at(0.0), {}), "upload"),
+        (lambda: combine(measuring(c=1.0), measuring(c=2.0)).measure(None, None, None), "measure"),
+        (
+            lambda: chain(*[ServerStep(broadcast=lambda state: {"c": torch.ones(1)})] * 2).broadcast({}),
+            "broadcast",
+        ),
+    ],
+    ids=["init", "state", "upload", "measure", "broadcast"],
+)
+def test_two_parts_that_write_one_slot_are_an_error_that_names_it(call, kind):
+    with pytest.raises(FedstillError, match=f"both write the {kind} slot 'c': use one of them"):
+        call()
+
+
+def test_a_frozen_model_that_several_terms_name_is_one_model():
+    def start(local):
+        return local.start
+
+    def other(local):
+        return local.start
+
+    together = combine(term(frozen={"start": start}), term(frozen={"start": start, "past": other}))
+    assert dict(together.frozen) == {"start": start, "past": other}
+    with pytest.raises(FedstillError, match="'start' but mean different weights"):
+        combine(term(frozen={"start": start}), term(frozen={"start": other}))
+
+
+def test_a_chain_runs_in_order_and_each_step_keeps_its_own_state():
+    def doubling(candidate, state, round):
+        return candidate._replace(params={"w": 2 * candidate.params["w"]}), state
+
+    steps = chain(adding(1.0), ServerStep(doubling, needs=frozenset({Need.HEAD})), adding(0.5))
+    state = steps.init(model_at(0.0))
+    for _ in range(2):
+        moved, state = steps.apply(model_at(1.0), state, at_round(1))
+    assert float(moved.params["w"]) == (1.0 + 1.0) * 2 + 0.5
+    assert [int(state[i]["runs"]) for i in ("0", "2")] == [2, 2]
+    assert steps.needs == {Need.HEAD}
+
+
+def test_a_chain_survives_a_checkpoint_that_forgets_empty_states():
+    steps = chain(ServerStep(), adding(1.0), ServerStep(broadcast=lambda state: dict(state)))
+    state = unflatten(flatten(steps.init(model_at(0.0))))
+    assert set(state) == {"1"}
+    moved, after_round = steps.apply(model_at(1.0), state, at_round(1))
+    assert float(moved.params["w"]) == 2.0
+    assert int(after_round["1"]["runs"]) == 1
+    assert steps.broadcast(state) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "rounds"),
+    [(lambda step: every(3, step), [3, 6]), (lambda step: after(4, step), [5, 6, 7]), (lambda step: step, range(1, 8))],
+    ids=["every", "after", "always"],
+)
+def test_a_wrapped_step_runs_in_its_rounds_and_passes_model_and_state_through_in_the_others(wrap, rounds):
+    step = wrap(adding(1.0))
+    state, ran = step.init(model_at(0.0)), []
+    for number in range(1, 8):
+        before = model_at(10.0)
+        moved, new = step.apply(before, state, at_round(number))
+        if float(moved.params["w"]) == 11.0:
+            ran.append(number)
+        else:
+            assert moved is before
+            assert new is state
+        state = new
+    assert ran == list(rounds)
+    assert int(state["runs"]) == len(ran)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_rollback_mixes_the_models_before_and_after(share):
+    step = rollback(adding(4.0), share)
+    moved, state = step.apply(model_at(1.0), step.init(model_at(0.0)), at_round(1))
+    assert float(moved.params["w"]) == share * 1.0 + (1 - share) * 5.0
+    assert int(state["runs"]) == 1
+
+
+def watching(seen: list):
+    """A step that is told the past models, adds 1 and counts."""
+
+    def step(past: list[Weights]) -> ServerStep:
+        inner = adding(1.0)
+
+        def apply(candidate, state, round):
+            seen.append([float(model.params["w"]) for model in past])
+            assert all(set(model.buffers) == {"count"} for model in past)
+            return inner.apply(candidate, state, round)
+
+        return ServerStep(apply, inner.init, lambda state: {"runs": state["runs"]}, frozenset({Need.FEATURES}))
+
+    return step
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 12])
+def test_remember_hands_out_the_last_models_oldest_first(size):
+    seen: list = []
+    step = remember(watching(seen), size)
+    state, model = step.init(model_at(0.0)), model_at(0.0)
+    for number in range(1, 16):
+        model, state = step.apply(model, unflatten(flatten(state)), at_round(number))
+    history = [float(n) for n in range(1, 15)]
+    assert seen == [history[max(0, n - size) : n] if size else [] for n in range(15)]
+    assert int(state["inner"]["runs"]) == 15
+    assert step.broadcast(state) == {"runs": state["inner"]["runs"]}
+    assert step.needs == {Need.FEATURES}
+
+
+def test_a_remembered_model_without_buffers_survives_a_checkpoint():
+    seen: list = []
+
+    def step(past):
+        seen.append([set(model.buffers) for model in past])
+        return ServerStep()
+
+    bare = Weights({"w": torch.ones(1)}, {})
+    remembering = remember(step, 2)
+    _, state = remembering.apply(bare, remembering.init(bare), at_round(1))
+    remembering.apply(bare, unflatten(flatten(state)), at_round(2))
+    assert seen[-1] == [set()]
+
+
+def test_the_weighted_mean_counts_real_samples_only():
+    values = torch.tensor([1.0, 2.0, 6.0, 1e9])
+    assert float(weighted_mean(values, torch.tensor([1.0, 1.0, 1.0, 0.0]))) == 3.0
+    assert float(weighted_mean(values, torch.zeros(4))) == 0.0
+    assert float(weighted_mean(values[:3], torch.ones(3))) == float(values[:3].mean())
