@@ -13,7 +13,7 @@ from typing import Any
 from fedstill.callbacks import Callback
 from fedstill.config import AlgorithmSection, Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Federation
+from fedstill.data import Source
 from fedstill.experiment import build_federation, check_ready, draw_pictures, load_source, run, write_description
 from fedstill.history import Result
 from fedstill.report.table import MethodSummary, best_first
@@ -60,19 +60,23 @@ def compare(
     seeds: int | None = None,
     run_dir: str | Path | None = None,
     callbacks: Callable[[str, int], Sequence[Callback]] = no_callbacks,
+    source: Source | None = None,
     resume: bool = False,
 ) -> Comparison:
     """Run every method with seeds experiment.seed, + 1, ...; the data are loaded once and split once a seed.
 
     methods: names with options, e.g. "fedprox(mu=0.1)"; by default the experiment's [compare] methods.
     callbacks: called with the method and the seed for each run's own callbacks.
+    source: already loaded data (by default the experiment's are loaded).
     """
     entries = choose_methods(experiment, methods)
     count = experiment.compare.seeds if seeds is None else seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = None if run_dir is None else Path(run_dir)
     variants = {entry: experiment.replace(algorithm=section.model_dump()) for entry, section in entries.items()}
-    federations = _federations(experiment, count)
+    source = load_source(experiment) if source is None else source
+    shifted = [experiment.replace(seed=experiment.seed + shift) for shift in range(count)]
+    federations = [build_federation(one, source) for one in shifted]
     for variant in variants.values():
         check_ready(variant, federations[0])
     if folder is not None:
@@ -81,17 +85,10 @@ def compare(
     for entry, variant in variants.items():
         _save(results, experiment, folder)
         results[entry] = []
-        for shift, federation in enumerate(federations):
-            seed = experiment.seed + shift
-            result = run(
-                variant.replace(seed=seed),
-                run_dir=None if folder is None else folder / folder_name(entry) / f"seed-{seed}",
-                callbacks=callbacks(entry, seed),
-                federation=federation,
-                resume=resume,
-                pictures=False,
-                method=entry,
-            )
+        for seed, federation in enumerate(federations, experiment.seed):
+            place = None if folder is None else folder / run_folder(entry, seed)
+            one, watchers = variant.replace(seed=seed), callbacks(entry, seed)
+            result = run(one, run_dir=place, callbacks=watchers, federation=federation, resume=resume, pictures=False)
             results[entry].append(result)
     _save(results, experiment, folder)
     if folder is not None:
@@ -121,9 +118,8 @@ def folder_name(entry: str) -> str:
     return re.sub(r"[^\w.]+", "-", entry).strip("-")
 
 
-def _federations(experiment: Experiment, count: int) -> list[Federation]:
-    source = load_source(experiment)
-    return [build_federation(experiment.replace(seed=experiment.seed + shift), source) for shift in range(count)]
+def run_folder(entry: str, seed: int) -> str:
+    return f"{folder_name(entry)}/seed-{seed}"
 
 
 def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path | None) -> None:
@@ -133,12 +129,13 @@ def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path
     runs = [
         {
             **result.summary(),
-            "seed": experiment.seed + shift,
-            "run_dir": f"{folder_name(method)}/seed-{experiment.seed + shift}",
+            "method": method,
+            "seed": seed,
+            "run_dir": run_folder(method, seed),
             "rounds_to_target": result.rounds_to_target,
         }
         for method, finished in results.items()
-        for shift, result in enumerate(finished)
+        for seed, result in enumerate(finished, experiment.seed)
     ]
     table = {"name": experiment.name, "methods": Comparison(results).as_json(), "runs": runs}
     (folder / RESULTS_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")

@@ -114,6 +114,7 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     chunk: int | None = Field(default=None, ge=1, examples=[16])
     precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
     graphs: bool | None = None
+    threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
 
 
 class GuardSection(BaseModel, **_RULES, extra="forbid"):

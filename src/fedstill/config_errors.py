@@ -37,7 +37,7 @@ def one_line(error: ValidationError, model: type[BaseModel]) -> str:
     """The first mistake, told for people; the number of further ones is added."""
     details = _merge_unions(error.errors(include_url=False), model)
     first, *rest = details.items()
-    line = _tell(*first, model)
+    line = " ".join(_tell(*first, model).split())  # a key of the file may hold anything
     return f"{line} (and {len(rest)} more)" if rest else line
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fedstill.algorithms import build_algorithm
 from fedstill.callbacks import Callback
@@ -67,15 +71,9 @@ def build_network(experiment: Experiment, federation: Federation) -> Model:
 def check_ready(experiment: Experiment, federation: Federation) -> None:
     """Every mistake that can be found before the first round: device, model, method and what it needs."""
     choose_device(experiment.engine.device)
-    Guard(**experiment.guard.model_dump())
-    experiment.cohort_size(federation.population)
-    check_needs(
-        build_algorithm(experiment.algorithm.name, experiment.algorithm.options),
-        model=build_network(experiment, federation),
-        federation=federation,
-        training=experiment.local.to_training(),
-        method=f"algorithm.name = '{experiment.algorithm.name}'",
-    )
+    parts = arguments(experiment, federation)
+    wanted = {key: parts[key] for key in ("algorithm", "model", "federation", "training")}
+    check_needs(**wanted, method=f"algorithm.name = '{experiment.algorithm.name}'")
 
 
 def run(
@@ -86,42 +84,61 @@ def run(
     federation: Federation | None = None,
     resume: bool = False,
     pictures: bool = True,
-    method: str = "",
 ) -> Result:
     """Run an experiment; with `run_dir` its configuration, numbers, models and pictures are written there.
 
     federation: an already built one (by default it is built from the experiment).
-    method: the name in results and pictures (by default the algorithm's).
     """
     federation = build_federation(experiment) if federation is None else federation
     check_ready(experiment, federation)
     folder = None if run_dir is None else Path(run_dir)
     if folder is not None:
         write_description(experiment, folder)
-    engine, guard = experiment.engine, experiment.guard
-    result = federate(
-        algorithm=build_algorithm(experiment.algorithm.name, experiment.algorithm.options),
-        model=build_network(experiment, federation),
-        federation=federation,
-        training=experiment.local.to_training(),
-        rounds=experiment.rounds,
-        cohort=experiment.cohort_size(federation.population),
-        seed=experiment.seed,
-        engine=engine.name,
-        device=engine.device,
-        run_dir=folder,
-        callbacks=[*callbacks, *build_trackers(experiment, folder)],
-        checkpoint_every=experiment.checkpoint_every,
-        evaluate_every=experiment.evaluate_every,
-        guard=Guard(**guard.model_dump()),
-        target=experiment.target,
-        method=method or experiment.algorithm.name,
-        resume=resume,
-        engine_options={"chunk": engine.chunk, "precision": engine.precision, "graphs": engine.graphs},
-    )
+    trackers = build_trackers(experiment, folder)
+    with _threads(experiment.engine.threads):
+        result = federate(
+            **arguments(experiment, federation),
+            run_dir=folder,
+            callbacks=[*callbacks, *trackers],
+            method=experiment.algorithm.name,
+            resume=resume,
+        )
     if folder is not None and pictures:
         draw_pictures(experiment, federation, {result.method: [result]}, folder)
     return result
+
+
+def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+    """What an experiment says, in the words of `federate`."""
+    engine = experiment.engine
+    return {
+        "algorithm": build_algorithm(experiment.algorithm.name, experiment.algorithm.options),
+        "model": build_network(experiment, federation),
+        "federation": federation,
+        "training": experiment.local.to_training(),
+        "rounds": experiment.rounds,
+        "cohort": experiment.cohort_size(federation.population),
+        "seed": experiment.seed,
+        "engine": engine.name,
+        "device": engine.device,
+        "checkpoint_every": experiment.checkpoint_every,
+        "evaluate_every": experiment.evaluate_every,
+        "guard": Guard(**experiment.guard.model_dump()),
+        "target": experiment.target,
+        "engine_options": {"chunk": engine.chunk, "precision": engine.precision, "graphs": engine.graphs},
+    }
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Small matrices on several threads mostly wait for each other, and for whatever else the machine does."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:

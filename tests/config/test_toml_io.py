@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from fedstill.core.errors import FedstillError
 from fedstill.toml_io import dumps, loads, parse_value, read_toml
 
-scalars = (
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
-)
+scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
 values = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -29,7 +27,11 @@ def test_reading_what_was_written_gives_the_same_table(table):
 @given(st.floats())
 def test_every_float_keeps_its_bits(number):
     back = tomllib.loads(dumps({"x": number}))["x"]
-    assert math.isnan(back) if math.isnan(number) else (back == number and math.copysign(1, back) == math.copysign(1, number))
+    assert (
+        math.isnan(back)
+        if math.isnan(number)
+        else (back == number and math.copysign(1, back) == math.copysign(1, number))
+    )
 
 
 def test_none_is_left_out_and_tuples_become_arrays():

@@ -70,7 +70,7 @@ def compare(
     experiment = read_experiment(file, set_ or [])
     from fedstill.cli.runs import compare_command
 
-    compare_command(experiment, methods=methods, seeds=seeds, out=out, as_json=format_ is Format.json)
+    compare_command(experiment, file=file, methods=methods, seeds=seeds, out=out, as_json=format_ is Format.json)
 
 
 @app.command()

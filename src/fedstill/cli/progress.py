@@ -17,8 +17,8 @@ QUIET_SECONDS = 20.0  # in a comparison: a line at least this often
 class Progress(Callback):
     """Counts rounds over all runs of a command and lets a screen show them."""
 
-    def __init__(self, *, runs: int, rounds: int, terminal: bool | None = None) -> None:
-        self.runs, self.rounds = runs, rounds
+    def __init__(self, title: str, *, runs: int, rounds: int, terminal: bool | None = None) -> None:
+        self.title, self.runs, self.rounds = title, runs, rounds
         self.finished = self.done = self.resumed = self.round = 0
         self.label, self.accuracy = "", ""
         self.began = time.perf_counter()
@@ -26,8 +26,9 @@ class Progress(Callback):
         self.screen: Screen = Bar() if on_terminal else Lines()
 
     def on_start(self, info: RunInfo) -> bool | None:
-        if self.done == 0:
-            self.began = time.perf_counter()
+        if self.title:  # not before: a mistake that is found on the way here is one line
+            print(self.title, file=sys.stderr, flush=True)
+            self.title, self.began = "", time.perf_counter()
         self.round = len(info.past)
         self.resumed, self.done = self.resumed + self.round, self.done + self.round
         self.screen.show(self)

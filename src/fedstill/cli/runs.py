@@ -10,12 +10,20 @@ from pathlib import Path
 import typer
 
 from fedstill.callbacks import Callback
-from fedstill.cli.progress import Progress, duration
+from fedstill.cli.progress import Progress
 from fedstill.cli.shared import print_json, tell
 from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import CONFIG_FILE, describe_partition, new_run_dir, read_description, resume_run, run
+from fedstill.experiment import (
+    CONFIG_FILE,
+    build_federation,
+    describe_partition,
+    load_source,
+    new_run_dir,
+    read_description,
+    run,
+)
 from fedstill.history import Result
 from fedstill.report.table import human_bytes, plain_table, rich_table
 from fedstill.settings import split_methods
@@ -33,21 +41,34 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
 
 def run_command(experiment: Experiment, *, file: Path | None, out: Path | None, as_json: bool) -> None:
     folder = choose_folder(experiment, out)
-    with _resumable(folder), Progress(runs=1, rounds=experiment.rounds) as progress:
+    _run(experiment, folder, file=file, as_json=as_json, resume=False)
+
+
+def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool) -> None:
+    source = load_source(experiment)
+    federation = build_federation(experiment, source)
+    title = "\n".join([describe(experiment), *source.notes])
+    with _resumable(folder), Progress(title, runs=1, rounds=experiment.rounds) as progress:
         progress.label = experiment.algorithm.name
-        result = run(experiment, run_dir=folder, callbacks=[progress])
+        result = run(experiment, run_dir=folder, callbacks=[progress], federation=federation, resume=resume)
     print_json(result.summary()) if as_json else typer.echo(run_text(experiment, result, file))
 
 
 def compare_command(
-    experiment: Experiment, *, methods: str | None, seeds: int | None, out: Path | None, as_json: bool
+    experiment: Experiment,
+    *,
+    file: Path | None,
+    methods: str | None,
+    seeds: int | None,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     entries = choose_methods(experiment, _entries(methods))
     count = experiment.compare.seeds if seeds is None else seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = choose_folder(experiment, out)
     comparison = _compare(experiment, folder, resume=False)
-    _print_comparison(comparison, folder, as_json)
+    _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
 
 
 def _entries(methods: str | None) -> list[str]:
@@ -60,23 +81,23 @@ def _entries(methods: str | None) -> list[str]:
 def resume_command(run_dir: Path, *, as_json: bool) -> None:
     experiment = read_description(run_dir)
     if (run_dir / RESULTS_FILE).exists():
-        _print_comparison(_compare(experiment, run_dir, resume=True), run_dir, as_json)
+        comparison = _compare(experiment, run_dir, resume=True)
+        _print_comparison(comparison, experiment, folder=run_dir, file=None, as_json=as_json)
         return
-    with _resumable(run_dir), Progress(runs=1, rounds=experiment.rounds) as progress:
-        progress.label = experiment.algorithm.name
-        result = resume_run(run_dir, callbacks=[progress])
-    print_json(result.summary()) if as_json else typer.echo(run_text(experiment, result, None))
+    _run(experiment, run_dir, file=None, as_json=as_json, resume=True)
 
 
 def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Comparison:
     methods, seeds = experiment.compare.methods, experiment.compare.seeds
-    with _resumable(folder), Progress(runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
+    source = load_source(experiment)
+    title = "\n".join([f"{len(methods)} methods, {seeds} seeds: {describe(experiment)}", *source.notes])
+    with _resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
 
         def watch(method: str, seed: int) -> Sequence[Callback]:
             progress.label = f"{method} seed {seed}"
             return [progress]
 
-        return compare(experiment, run_dir=folder, callbacks=watch, resume=resume)
+        return compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
 
 
 @contextmanager
@@ -90,12 +111,16 @@ def _resumable(folder: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def describe(experiment: Experiment) -> str:
+    split = describe_partition(experiment)
+    return f"{experiment.model.name} on {experiment.data.source}, {split}, {experiment.rounds} rounds"
+
+
 def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     """What a person wants to know after a run, and what to try next."""
     last, best = result.history.last or {}, result.history.best or {}
     lines = [
-        f"{result.method} on {experiment.data.source}, {describe_partition(experiment)}: "
-        f"{len(result.history.rows)} rounds in {duration(result.seconds)}",
+        f"{result.method}: {len(result.history.rows)} rounds in {result.seconds:.1f} s",
         f"  last accuracy  {100 * last['accuracy']:.2f} %",
         f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']})",
         f"  sent           {human_bytes(result.history.total('bytes_up'))} up, "
@@ -105,7 +130,7 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
         reached = result.rounds_to_target
         lines.append(f"  target         {'not reached' if reached is None else f'reached in round {reached}'}")
     if result.audit:
-        lines.append(f"  turned away    {len(result.audit)} uploads, see {result.run_dir}/audit.jsonl")
+        lines.append(f"  turned away    {len(result.audit)} entries in {result.run_dir}/audit.jsonl")
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
     other = "scaffold" if result.method == "fedavg" else "fedavg"
     named = f" {file}" if file else ""
@@ -113,7 +138,17 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     return "\n".join(lines)
 
 
-def _print_comparison(comparison: Comparison, folder: Path, as_json: bool) -> None:
+def _next_step(experiment: Experiment, best: str, file: Path | None) -> str:
+    """Look at the winner, and at another skew where the partition has one."""
+    alpha = experiment.partition.options.get("alpha")
+    command = " ".join(["fedstill compare", *([str(file)] if file else [])])
+    other = f"{command} --set partition.alpha={10 * alpha:g}  (milder skew)" if alpha else f"{command} --seeds 5"
+    return f"fedstill explain {best}, or {other}"
+
+
+def _print_comparison(
+    comparison: Comparison, experiment: Experiment, *, folder: Path, file: Path | None, as_json: bool
+) -> None:
     if as_json:
         print_json(comparison.as_json())
         return
@@ -127,4 +162,4 @@ def _print_comparison(comparison: Comparison, folder: Path, as_json: bool) -> No
     pictures = [name for name in ("curves.png", "partition.png") if (folder / name).exists()]
     typer.echo("Mean ± standard deviation over the seeds; seconds and bytes are those of one run.")
     typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
-    typer.echo(f"Next: fedstill explain {best.partition('(')[0]}, or another skew: --set partition.alpha=0.05")
+    typer.echo(f"Next: {_next_step(experiment, best.partition('(')[0], file)}")

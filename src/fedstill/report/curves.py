@@ -42,15 +42,17 @@ def learning_curves(
     axes = figure.add_subplot()
     ends: list[tuple[float, str, str]] = []
     last = 1
-    for place, (method, seeds) in enumerate(curves.items()):
-        rounds, mean, spread = band(seeds)
+    for place, (method, runs) in enumerate(curves.items()):
+        rounds, mean, spread = band(runs)
         colour, dash = COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
         marker = "o" if len(rounds) == 1 else None
         axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=1.8, marker=marker)
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
         ends.append((100 * float(mean[-1]), method, colour))
         last = max(last, int(rounds[-1]))
-    _dress(axes, title, last, target)
+    seeds = max(len(runs) for runs in curves.values())
+    note = f"; {seeds} seeds, band: one standard deviation" if seeds > 1 else ""
+    _dress(axes, title + note, last, target)
     _name_ends(axes, ends)
     figure.savefig(path)
     return path

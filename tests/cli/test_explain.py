@@ -1,0 +1,84 @@
+"""`explain`: generated from the recipe, its docstring and one tiny round."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedstill.algorithms import METHODS, build_algorithm
+from fedstill.cli.answers import explain_text
+from fedstill.core.compose import combine
+from fedstill.core.types import Need, Objective
+from fedstill.explain import explain, parts_of, read_docstring, traffic
+from fedstill.local.terms import cross_entropy
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_explained(name):
+    facts = explain(name)
+    assert facts["summary"]
+    assert facts["equation"]
+    assert facts["reference"]
+    assert facts["differs_from_the_paper"]
+    assert all(option["meaning"] for option in facts["options"])
+    assert {part["where"] for part in facts["parts"]} >= {"client", "server"}
+    text = explain_text(facts)
+    assert all(line in text for line in ("Leaves a client each round", "Needs", "Reference"))
+
+
+def test_scaffold_sends_and_keeps_a_control_of_the_models_size():
+    facts = explain("scaffold")
+    assert any("control" in item and "as large as the model" in item for item in facts["leaves_a_client"])
+    assert any("control" in item and "as large as the model" in item for item in facts["stays_on_a_client"])
+    assert any("control" in item for item in facts["sent_to_a_client"])
+
+
+def test_fedavg_sends_nothing_beside_the_model_and_its_numbers():
+    facts = explain("fedavg")
+    assert len(facts["leaves_a_client"]) == 2
+    assert facts["stays_on_a_client"] == ["its data"]
+    assert facts["needs"] == []
+
+
+def test_feddf_needs_unlabeled_data_and_single_models():
+    needs = explain("feddf")["needs"]
+    assert Need.UNLABELED.value in needs
+    assert Need.INDIVIDUAL_UPLOADS.value in needs
+
+
+def test_what_a_new_term_uploads_is_seen_without_being_declared():
+    base = build_algorithm("fedavg", {})
+    spy = Objective(
+        loss=lambda output, batch, local: output.logits.sum() * 0.0,
+        finish=lambda local, measured: ({}, {"secret": torch.zeros(7)}),
+        needs=frozenset({Need.LABEL_COUNTS_UPLOADED}),
+    )
+    found = traffic(dataclasses.replace(base, objective=combine(cross_entropy(), spy)))
+    assert any(item.startswith("secret:") for item in found["leaves_a_client"])
+    assert any("each class" in item for item in found["leaves_a_client"])
+
+
+def test_parts_are_found_through_private_helpers():
+    assert {part.__name__ for part in parts_of(METHODS["fedadam"])} == {"cross_entropy", "average", "adaptive"}
+
+
+def test_a_docstring_is_read_by_its_headings():
+    def method():
+        """A method: it does.
+
+            w <- w - 1
+
+        Args:
+            mu: strength.
+
+        Reveals: the model.
+        Differs from the paper: in two
+            lines.
+        Reference: Somebody, 2020.
+        """
+
+    told = read_docstring(method)
+    assert told["summary"] == "A method: it does."
+    assert told["body"] == "w <- w - 1"
+    assert told["Differs from the paper"] == "in two lines."
+    assert told["Reference"] == "Somebody, 2020."

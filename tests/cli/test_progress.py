@@ -1,0 +1,88 @@
+"""What is shown while rounds go by."""
+
+import re
+
+import pytest
+
+from fedstill.callbacks import RunInfo
+from fedstill.cli import progress as module
+from fedstill.cli.progress import Progress, duration
+
+ROW = {"accuracy": 0.5}
+
+
+def info(past=0):
+    rows = tuple({"round": number + 1} for number in range(past))
+    return RunInfo("fedavg", 600, 10, 5, "looped", "cpu", "mlp", 100, None, rows)
+
+
+def play(progress, runs, rounds, past=0):
+    for run in range(runs):
+        progress.label = f"fedavg seed {run}"
+        progress.on_start(info(past))
+        for number in range(past, rounds):
+            progress.on_round({"round": number + 1, "accuracy": 0.5 + number / 10_000})
+        progress.on_end(None)
+
+
+def test_a_long_run_is_told_in_about_ten_lines(capsys):
+    with Progress("a title", runs=1, rounds=600, terminal=False) as progress:
+        play(progress, 1, 600)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "a title"
+    assert 8 <= len(lines) - 1 <= 12
+    assert "round 600/600" in lines[-1]
+    assert re.search(r"\d rounds/s  0 s left$", lines[-1])
+
+
+def test_a_comparison_is_told_in_about_ten_lines_too(capsys):
+    with Progress("a title", runs=21, rounds=40, terminal=False) as progress:
+        play(progress, 21, 40)
+    lines = capsys.readouterr().err.splitlines()
+    assert 8 <= len(lines) - 1 <= 12
+    assert lines[-1].startswith("run 21/21  fedavg seed 20  round 40/40")
+
+
+def test_silence_is_broken_when_rounds_are_slow(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Progress("", runs=1, rounds=1000, terminal=False) as progress:
+        progress.on_start(info())
+        for number in range(3):
+            now[0] += module.QUIET_SECONDS + 1
+            progress.on_round({"round": number + 1, "accuracy": 0.5})
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_rounds_of_an_earlier_start_do_not_count_as_speed(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Progress("", runs=1, rounds=100, terminal=False) as progress:
+        progress.on_start(info(past=90))
+        now[0] += 5.0
+        for number in range(90, 95):
+            progress.on_round({"round": number + 1, "accuracy": 0.5})
+        assert progress.rate == pytest.approx(1.0)
+        assert progress.left == "5 s left"
+
+
+def test_a_terminal_gets_one_bar_with_round_accuracy_speed_and_time_left(capsys):
+    with Progress("a title", runs=1, rounds=4, terminal=True) as progress:
+        progress.label = "fedavg[0]"
+        progress.on_start(info())
+        for number in range(3):
+            progress.on_round({"round": number + 1, "accuracy": 0.25})
+        task = progress.screen._bar.tasks[0]
+        assert (task.completed, task.total, task.description) == (3, 4, "fedavg[0]")
+        assert task.fields["round"] == "round 3/4"
+        assert task.fields["accuracy"] == "25.0 %"
+        assert task.fields["rate"].endswith("rounds/s")
+        assert task.fields["left"].endswith("left")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.2, "0 s"), (59.6, "1:00 min"), (3599.7, "1:00 h"), (90061, "25:01 h")]
+)
+def test_durations_are_for_people(seconds, told):
+    assert duration(seconds) == told

@@ -1,0 +1,182 @@
+"""Experiment <-> TOML, its defaults, and the words of the command line."""
+
+import dataclasses
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedstill.config import Experiment, LocalSection, quickstart_table
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Training
+from fedstill.guard import Guard
+from fedstill.settings import apply_settings, parse_method, split_methods
+
+positive = st.floats(1e-6, 1e6, allow_nan=False)
+share = st.floats(0.01, 0.99)
+
+experiments = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,10}\Z"),
+        "rounds": st.integers(1, 10**6),
+        "cohort": st.integers(1, 10) | share,
+        "seed": st.integers(0, 2**63 - 1),
+        "target": share,
+        "track": st.lists(st.sampled_from(["tensorboard", "mlflow", "wandb", "trackio"]), max_size=2),
+        "data": st.fixed_dictionaries({"source": st.text(min_size=1), "unlabeled": st.integers(0, 99) | st.text()}),
+        "partition": st.fixed_dictionaries(
+            {"scheme": st.just("lda"), "clients": st.integers(10, 99), "alpha": positive}
+        ),
+        "model": st.fixed_dictionaries({"name": st.just("mlp"), "hidden": st.lists(st.integers(1, 64), max_size=3)}),
+        "local": st.fixed_dictionaries(
+            {},
+            optional={
+                "epochs": st.integers(1, 99),
+                "steps": st.integers(1, 99),
+                "lr": positive,
+                "momentum": st.floats(0, 0.99),
+                "clip": positive,
+                "augment": st.lists(st.sampled_from(["crop", "flip", "cutout"]), max_size=3),
+            },
+        ),
+        "algorithm": st.fixed_dictionaries({"name": st.just("fedprox"), "mu": st.floats(0, 10)}),
+        "guard": st.fixed_dictionaries({"quorum": st.integers(0, 9) | share}),
+        "engine": st.fixed_dictionaries(
+            {"device": st.sampled_from(["auto", "cpu", "cuda:1"]), "graphs": st.booleans()}
+        ),
+    },
+)
+
+
+def complaint(table):
+    try:
+        Experiment.model_validate(table)
+    except FedstillError as error:
+        return str(error)
+    return ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(experiments)
+def test_an_experiment_survives_the_way_through_toml(table):
+    experiment = Experiment.model_validate(table)
+    assert Experiment.model_validate(tomllib.loads(experiment.to_toml())) == experiment
+    resolved = experiment.resolved()
+    assert Experiment.model_validate(tomllib.loads(resolved.to_toml())) == resolved
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.dictionaries(st.text(), x)
+    )
+)
+def test_whatever_a_file_holds_is_an_experiment_or_one_line(value):
+    assert len(complaint(value if isinstance(value, dict) else {"rounds": value}).splitlines()) <= 1
+
+
+@pytest.mark.parametrize("table", [{"a\nb": 1}, {"name": "a\nb"}, {"local": {"l\nr": 1}}])
+def test_a_line_break_in_a_key_or_value_does_not_break_the_line(table):
+    assert len(complaint(table).splitlines()) == 1
+
+
+def test_local_section_has_the_words_and_defaults_of_training():
+    assert LocalSection().to_training() == Training()
+    assert set(LocalSection.model_fields) == {field.name for field in dataclasses.fields(Training)}
+
+
+def test_guard_section_has_the_words_and_defaults_of_guard():
+    assert Guard(**Experiment().guard.model_dump()) == Guard()
+
+
+def test_a_resolved_experiment_spells_out_the_defaults_of_its_parts():
+    resolved = Experiment(algorithm={"name": "fedprox"}).resolved()
+    assert resolved.algorithm.options["mu"] == 0.01
+    assert resolved.partition.options["alpha"] == 0.1
+
+
+def test_a_digest_changes_with_any_key_and_only_then():
+    one = Experiment()
+    assert one.digest() == Experiment().digest()
+    others = [one.replace(seed=1), one.replace(local={"lr": 0.02}), one.replace(algorithm="fedprox")]
+    assert len({experiment.digest() for experiment in [one, *others]}) == 4
+
+
+def test_experiments_are_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        Experiment().rounds = 3
+
+
+def test_a_mistake_in_python_is_the_same_one_line():
+    with pytest.raises(FedstillError, match=r"^local\.lr = -1.0 must be greater than 0"):
+        Experiment(local={"lr": -1.0})
+
+
+def test_several_mistakes_are_counted():
+    with pytest.raises(FedstillError, match=r"rounds = 0 .* \(and 1 more\)"):
+        Experiment(rounds=0, seed=-1)
+
+
+def test_a_cohort_is_a_number_or_a_share_of_the_clients():
+    partition = {"scheme": "lda", "clients": 40}
+    assert Experiment(cohort=0.1, partition=partition).cohort_size(40) == 4
+    assert Experiment(cohort=7, partition=partition).cohort_size(40) == 7
+    assert Experiment(cohort=0.001, partition=partition).cohort_size(40) == 1
+    with pytest.raises(FedstillError, match="30"):
+        Experiment(cohort=35, partition=partition).cohort_size(30)  # a scheme may leave clients out
+
+
+def test_a_section_with_only_its_name_may_be_a_word():
+    experiment = Experiment(algorithm="scaffold", partition="iid", model="mlp", data="digits")
+    assert (experiment.algorithm.name, experiment.partition.scheme) == ("scaffold", "iid")
+
+
+def test_the_quick_start_compares_at_least_five_methods_on_embedded_non_iid_data():
+    experiment = Experiment.quickstart()
+    assert len(experiment.compare.methods) >= 5
+    assert experiment.compare.seeds == 3
+    assert experiment.data.source in ("digits", "fashion-mini")
+    assert experiment.partition.options["alpha"] <= 0.1
+    assert experiment.replace() == experiment
+
+
+def test_settings_change_one_key_and_leave_the_table_alone():
+    table = {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
+    changed = apply_settings(table, ["local.lr=0.5", "engine.device=cuda:0"])
+    assert changed == {"rounds": 5, "local": {"lr": 0.5, "epochs": 2}, "engine": {"device": "cuda:0"}}
+    assert table == {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
+
+
+@pytest.mark.parametrize(
+    "settings", [["algorithm.mu=1", "algorithm.name=fedprox"], ["algorithm.name=fedprox", "algorithm.mu=1"]]
+)
+def test_another_name_drops_the_old_ones_own_keys_whatever_the_order(settings):
+    changed = apply_settings({"algorithm": {"name": "feddyn", "alpha": 0.1}}, settings)
+    assert changed["algorithm"] == {"name": "fedprox", "mu": 1}
+
+
+def test_the_same_name_keeps_its_own_keys_and_clients_stay_with_the_partition():
+    table = {"algorithm": {"name": "fedprox", "mu": 1}, "partition": {"scheme": "lda", "clients": 7, "alpha": 1}}
+    changed = apply_settings(table, ["algorithm=fedprox", "partition=shards"])
+    assert changed["algorithm"] == {"name": "fedprox", "mu": 1}
+    assert changed["partition"] == {"scheme": "shards", "clients": 7}
+
+
+@pytest.mark.parametrize("name", ["partition", "model", "algorithm"])
+def test_settings_on_the_quick_start_can_choose_every_name(name):
+    choice = {"partition": "iid", "model": "lenet5", "algorithm": "fedavg"}[name]
+    Experiment.model_validate(apply_settings(quickstart_table(), [f"{name}={choice}"]))
+
+
+def test_methods_are_split_outside_parentheses_and_lists():
+    assert split_methods("a, b(x=1,y=[1,2]) ,c") == ["a", "b(x=1,y=[1,2])", "c"]
+
+
+def test_a_method_takes_its_options_or_else_those_of_the_experiment():
+    experiment = Experiment(algorithm={"name": "fedprox", "mu": 0.5})
+    assert parse_method("fedprox", experiment).options == {"mu": 0.5}
+    assert parse_method("fedprox(mu=0.1)", experiment).options == {"mu": 0.1}
+    assert parse_method("fedprox()", experiment).options == {}
+    assert parse_method("fedavg", experiment).options == {}
