@@ -208,8 +208,13 @@ def main() -> None:
     device = torch.device(options.device)
     rate = matmul_rate(device)
     print(f"torch {torch.__version__}, {device}, float32 matmul {rate:.2f} TFLOP/s, {torch.get_num_threads()} threads")
-    print(f"{'case':16s} {'engine':8s} {'loop ms/step':>12s} {'ours ms/step':>12s} {'ratio':>7s} {'wanted':>7s}  first round")
-    chosen = set(options.only.split(",")) if options.only else {c.name for c in CASES if device.type == "cuda"} or CPU_CASES
+    print(
+        f"{'case':16s} {'engine':8s} {'loop ms/step':>12s} {'ours ms/step':>12s} {'ratio':>7s} {'wanted':>7s}  "
+        "first round"
+    )
+    chosen = (
+        set(options.only.split(",")) if options.only else {c.name for c in CASES if device.type == "cuda"} or CPU_CASES
+    )
     rows = []
     for case in CASES:
         if case.name not in chosen:
@@ -223,11 +228,15 @@ def main() -> None:
             )
             if case.model == "cnn":
                 flops = 3 * 2 * 17.67e6 * case.batch / (row["ours_ms_per_step"] / 1e3) / 1e12
-                print(f"{'':16s} the CNN reaches {flops:.2f} TFLOP/s, {flops / rate:.0%} of the matmul rate", flush=True)
+                print(
+                    f"{'':16s} the CNN reaches {flops:.2f} TFLOP/s, {flops / rate:.0%} of the matmul rate", flush=True
+                )
             rows.append(row)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"device": str(device), "torch": torch.__version__, "matmul_tflops": rate, "rows": rows}, file, indent=1)
+            json.dump(
+                {"device": str(device), "torch": torch.__version__, "matmul_tflops": rate, "rows": rows}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

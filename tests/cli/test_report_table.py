@@ -19,7 +19,7 @@ def summary(method, *last):
 def test_the_worked_table():
     text = plain_table([summary("b", 0.5, 0.6, 0.7), summary("a", 0.8, 0.8, 0.9)])
     lines = [line.split() for line in text.splitlines()]
-    assert lines[1] == ["a", "83.33", "±", "5.77", "84.33", "3", "1.2", "1.5", "MB", "999", "B"]
+    assert lines[1] == ["a", "83.33", "±", "5.77", "84.33", "1.2", "1.5", "MB", "999", "B"]
     assert lines[2][:4] == ["b", "60.00", "±", "10.00"]
 
 

@@ -55,11 +55,19 @@ def test_a_hundred_thousand_clients_are_put_together_in_a_moment() -> None:
     assert federation.population == 100_000
 
 
+def test_clients_may_be_empty_and_may_share_rows_where_the_procedure_says_so() -> None:
+    source = numbered(6)
+    empty = np.array([], np.int64)
+    assert make_federation(source, [np.array([0, 1]), empty]).offsets.tolist() == [0, 2, 2]
+    shared = make_federation(source, [np.array([0, 1]), np.array([1, 2])], shared_rows=True)
+    assert shared.indices.tolist() == [0, 1, 1, 2]
+
+
 def test_rows_that_cannot_be_shared_out_so_are_refused() -> None:
     source = numbered(6)
     a = np.array([0, 1])
     assert "row 1 belongs to clients 0 and 2" in fails(make_federation, source, [a, np.array([2]), np.array([1, 3])])
-    assert "client 1" in fails(make_federation, source, [a, np.array([], np.int64)])
+    assert "no client holds" in fails(make_federation, source, [np.array([], np.int64)])
     assert "row 6 is not in 0..5" in fails(make_federation, source, [a, np.array([6])])
     assert "row -1" in fails(make_federation, source, [np.array([-1])])
     assert "no client" in fails(make_federation, source, [])

@@ -73,3 +73,27 @@ def test_the_library_trains_as_the_one_file_reference(engine):
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(result.weights.params[name], parameter.detach(), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(parameter, start.get_parameter(name), atol=1e-3), "nothing was trained"
+
+
+@pytest.fixture
+def scale():
+    return runpy.run_path(str(ROOT / "benchmarks" / "scale.py"))
+
+
+def test_the_scale_benchmark_reports_every_round(scale, capsys):
+    federation = scale["make_federation"](200, 3)
+    meter = scale["measure"]("scaffold", federation, cohort=20, rounds=6, on_disk=True)
+    assert len(meter.seconds) == len(meter.work) == len(meter.memory) == 6
+    scale["report"]("scaffold", meter, scale["resident"]())
+    told = capsys.readouterr().out
+    assert len(next(line for line in told.splitlines() if "resident MB" in line).split()[2:]) == 5  # all but round 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_a_hundred_thousand_clients_neither_slow_down_nor_grow(scale, method, on_disk):
+    federation = scale["make_federation"](100_000, 5)
+    meter = scale["measure"](method, federation, cohort=1_000, rounds=20, on_disk=on_disk)
+    assert meter.slowdown() < 1.5
+    assert scale["slope"](meter.memory[1:]) < 1.0  # MB a round

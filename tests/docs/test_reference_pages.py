@@ -1,6 +1,9 @@
 """Pages that list things list all of them: keys, commands, options, schemes, networks, types."""
 
 import ast
+import re
+import runpy
+import sys
 import tomllib
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -13,9 +16,11 @@ from fedstill import Experiment
 from fedstill.cli import app
 from fedstill.config_errors import keys_of
 from fedstill.core import types
+from fedstill.experiment import write_description
 from fedstill.models import MODELS
 from fedstill.options import parameters
 from fedstill.partition import PARTITIONS
+from fedstill.report.table import COLUMNS
 
 DOCS = ROOT / "docs"
 
@@ -90,3 +95,20 @@ def test_the_concepts_show_the_types_that_methods_are_written_in():
         "Training",
         "Need",
     }
+
+
+def test_the_table_that_is_shown_is_that_of_the_present_quick_start():
+    tool = runpy.run_path(str(ROOT / "tools" / "show_quick_start.py"))
+    shown = {tool["SHOWN"].search(page.read_text(encoding="utf-8")).groups() for page in tool["PAGES"]}
+    ((fingerprint, table),) = shown  # the same on both pages
+    assert fingerprint == tool["fingerprint"](), "make run, then tools/show_quick_start.py with the folder it names"
+    header, *lines = table.splitlines()
+    assert tuple(re.split(r"  +", header)) == COLUMNS
+    assert {line.split("  ")[0] for line in lines} == set(Experiment.quickstart().compare.methods)
+
+
+def test_the_outcome_of_another_experiment_is_not_shown(tmp_path, monkeypatch):
+    write_description(Experiment.quickstart().replace(rounds=1), tmp_path)
+    monkeypatch.setattr(sys, "argv", ["show_quick_start.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="not a run of the present"):
+        runpy.run_path(str(ROOT / "tools" / "show_quick_start.py"), run_name="__main__")

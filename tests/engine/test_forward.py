@@ -30,10 +30,11 @@ def test_pieces_give_what_one_call_in_eval_mode_gives(monkeypatch, net):
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
-def test_some_rows_in_some_order(net):
+def test_some_rows_in_some_order(monkeypatch, net):
     model, feed = network(net), feed_for(net)
     weights, chosen = model.init(0), torch.tensor([7, 7, 0, 22])
     whole = forward(model, weights, feed)
+    monkeypatch.setitem(forward_module.ROWS_AT_ONCE, "cpu", 3)
     assert_close({"z": forward(model, weights, feed, chosen).logits}, {"z": whole.logits[chosen]})
 
 

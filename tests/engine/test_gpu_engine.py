@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GPU = "cuda"
 ENGINES = ("batched", "looped")
-SIZES = (5, 0, 9, 1, 16, 4, 12, 7, 3, 30)  # ten clients: several captured widths as they finish one by one
+SIZES = (5, 0, 9, 1, 16, 4, 12, 7, 3, 28)  # ten clients: several captured widths as they finish one by one
 TRAININGS = {
     "momentum": Training(batch_size=4, epochs=2, lr=0.02, momentum=0.9, lr_decay=0.9),
     "nesterov": Training(batch_size=4, epochs=2, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),

@@ -178,9 +178,9 @@ def imitation(name: str, teacher) -> Objective:
     return Objective(loss, frozen={name: teacher})
 
 
-def run_counted(objective: Objective, training: Training) -> list[bool]:
-    model, calls = counted(network())
-    engine = build_engine("looped", "cpu", model=model, federation=federation((8,)))
+def run_counted(objective: Objective, training: Training, net: str = "mlp") -> list[bool]:
+    model, calls = counted(network(net))
+    engine = build_engine("looped", "cpu", model=model, federation=federation((8,), images=net == "cnn"))
     train(engine, training, objective=objective)
     return calls
 
@@ -195,6 +195,11 @@ def test_a_teacher_that_two_terms_name_runs_once_a_step():
 def test_the_start_model_as_teacher_runs_once_a_round():
     calls = run_counted(combine(cross_entropy(), not_true_distillation()), Training(batch_size=4, epochs=3, lr=0.01))
     assert calls == [False] + [True] * 6
+
+
+def test_a_teacher_sees_the_augmented_samples_that_the_student_sees():
+    training = Training(batch_size=4, epochs=2, lr=0.01, augment=("crop", "flip"))
+    assert run_counted(combine(cross_entropy(), not_true_distillation()), training, "cnn") == [False, True] * 4
 
 
 def test_the_start_model_is_not_run_over_all_data_for_a_few_steps():

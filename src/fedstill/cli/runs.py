@@ -160,6 +160,8 @@ def _print_comparison(
         typer.echo(plain_table(comparison.summaries))
     best = comparison.summaries[0].method
     pictures = [name for name in ("curves.png", "partition.png") if (folder / name).exists()]
-    typer.echo("Mean ± standard deviation over the seeds; seconds and bytes are those of one run.")
+    count = experiment.compare.seeds
+    over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
+    typer.echo(f"{over}; seconds and bytes are those of one run.")
     typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
     typer.echo(f"Next: {_next_step(experiment, best.partition('(')[0], file)}")

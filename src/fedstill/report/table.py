@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-COLUMNS = ("method", "last accuracy %", "best %", "seeds", "seconds", "up", "down")
+COLUMNS = ("method", "last %", "best %", "seconds", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ def cells(summary: MethodSummary) -> tuple[str, ...]:
         summary.method,
         f"{100 * summary.mean:.2f}{spread}",
         f"{100 * statistics.fmean(summary.best):.2f}",
-        str(len(summary.last)),
         f"{summary.seconds:.1f}",
         human_bytes(summary.bytes_up),
         human_bytes(summary.bytes_down),
