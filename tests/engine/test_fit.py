@@ -22,6 +22,7 @@ from torch import nn
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
 from fedstill.core.types import Training
+from fedstill.engine.engine import FEEDS
 from fedstill.engine.plan import make_plan
 from fedstill.local.terms import cross_entropy
 from fedstill.server.distill import soft_target_loss
@@ -114,3 +115,13 @@ def test_no_steps_leave_the_model_as_it_is(name):
     engine, start = engine_for(name, "norm"), network("norm").init(0)
     found = engine.fit(soft_target_loss(), start, dataset(COUNT, images=False).x, soft_targets(), Training(steps=0), 5)
     assert_same_bits(found, start)
+
+
+def test_a_server_that_trains_on_new_samples_every_round_does_not_fill_the_memory():
+    engine = engine_for("batched")
+    objective, start = soft_target_loss(), network("mlp").init(0)
+    for round in range(3 * FEEDS):
+        x = dataset(COUNT, images=False, seed=round).x
+        engine.fit(objective, start, x, soft_targets(round), DISTILLING, seed=0)
+    assert len(engine.feeds) <= FEEDS
+    assert len(engine.programs) <= FEEDS

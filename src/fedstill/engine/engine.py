@@ -34,6 +34,7 @@ from fedstill.engine.plan import Plan, make_plan
 from fedstill.engine.probe import chunk_budget, probe
 from fedstill.engine.program import Program, float32_mode
 
+FEEDS = 4  # sets beside the train set that stay on the device
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
@@ -194,8 +195,12 @@ class Engine:
         return Feed(x, y, self.dataset, self.device, self.dtype)
 
     def _feed_of(self, x: Tensor) -> Feed:
-        """A feed for a set that comes back every round (test set, unlabeled set): moved once."""
-        known = self.feeds.get(id(x))
+        """A feed for a set that comes back every round (test set, unlabeled set): moved once, the last few kept."""
+        known = self.feeds.pop(id(x), None)
         if known is None or known[0] is not x:
-            known = self.feeds[id(x)] = (x, self._feed(x, torch.zeros(len(x), dtype=torch.int64)))
+            known = (x, self._feed(x, torch.zeros(len(x), dtype=torch.int64)))
+        self.feeds[id(x)] = known  # the newest stands last
+        if len(self.feeds) > FEEDS:
+            _, dropped = self.feeds.pop(next(iter(self.feeds)))
+            self.programs = {key: pair for key, pair in self.programs.items() if pair[0].feed is not dropped}
         return known[1]

@@ -57,7 +57,7 @@ class CapturedGroup:
         """Replay the loaded plan; a finished client is copied to its row (from `first` on) in `results`."""
         full, shared_rate = plan.full, plan.shared_rate
         widths = ladder(self.stack.width)
-        active = len(plan.steps)
+        active = int((plan.steps > 0).sum())
         for step in range(len(plan.index)):
             width = min(w for w in widths if w >= active)
             self.graph(width, bool(full[step]), shared_rate).replay()

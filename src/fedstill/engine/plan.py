@@ -29,9 +29,9 @@ class Plan:
 
     @property
     def full(self) -> np.ndarray:
-        """(S,) whether no row of a step is padding."""
-        steps, cohort, batch = self.weight.shape
-        return np.asarray(self.weight.reshape(steps, cohort * batch).all(1))
+        """(S,) whether no row of a client that still trains is padding."""
+        finished = np.arange(len(self.weight))[:, None] >= self.steps[None, :]
+        return np.asarray((self.weight.all(2) | finished).all(1))
 
     @property
     def shared_rate(self) -> bool:
