@@ -186,5 +186,5 @@ def pools_by_two(layer: nn.Module) -> bool:
     """nn.MaxPool2d(2) with its defaults."""
     if type(layer) is not nn.MaxPool2d:
         return False
-    plain = layer.padding == 0 and layer.dilation == 1 and not layer.return_indices
+    plain = layer.padding == 0 and layer.dilation == 1 and not layer.return_indices and not layer.ceil_mode
     return plain and layer.kernel_size == 2 and layer.stride == 2
