@@ -29,7 +29,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm())
 
 
 @on_a_gpu
