@@ -24,7 +24,7 @@ lint: .venv/for-test
 	$(BIN)/mypy
 
 unit: .venv/for-test
-	$(PYTEST) -n $(WORKERS) --doctest-ignore-import-errors src tests
+	$(PYTEST) -n $(WORKERS) src tests
 
 test-slow: .venv/for-test  ## tests that take longer than a few seconds each
 	$(PYTEST) -m 'slow and not gpu'
