@@ -14,7 +14,15 @@ from fedstill.callbacks import Callback
 from fedstill.config import AlgorithmSection, Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.data import Source
-from fedstill.experiment import build_federation, check_ready, draw_pictures, load_source, run, write_description
+from fedstill.experiment import (
+    build_federation,
+    check_ready,
+    draw_pictures,
+    load_source,
+    run,
+    write_description,
+    write_whole,
+)
 from fedstill.history import Result
 from fedstill.report.table import MethodSummary, best_first
 from fedstill.settings import parse_method
@@ -99,9 +107,7 @@ def compare(
 def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, AlgorithmSection]:
     """Entries by the text that names them: as given, or from [compare], or FedAvg against the experiment's own."""
     own = experiment.algorithm.name
-    texts = [*(methods or experiment.compare.methods or (["fedavg", own] if own != "fedavg" else []))]
-    if not texts:
-        raise FedstillError("compare.methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
+    texts = [*(methods or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
     entries = {text: parse_method(text, experiment) for text in texts}
     folders = {folder_name(text) for text in entries}
     if len(folders) < len(texts):
@@ -138,4 +144,4 @@ def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path
         for seed, result in enumerate(finished, experiment.seed)
     ]
     table = {"name": experiment.name, "methods": Comparison(results).as_json(), "runs": runs}
-    (folder / RESULTS_FILE).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / RESULTS_FILE, json.dumps(table, indent=2) + "\n")

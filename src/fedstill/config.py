@@ -123,6 +123,7 @@ class GuardSection(BaseModel, **_RULES, extra="forbid"):
     norm_bound: float | None = Field(default=None, gt=0, examples=[10.0])
     size_cap: float = Field(default=1e9, gt=0)
     quorum: int | float = Field(default=1, ge=0)
+    extra_bound: float | None = Field(default=None, gt=0, examples=[100.0])
 
 
 class CompareSection(BaseModel, **_RULES, extra="forbid"):

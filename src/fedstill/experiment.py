@@ -93,6 +93,8 @@ def run(
     check_ready(experiment, federation)
     folder = None if run_dir is None else Path(run_dir)
     if folder is not None:
+        if resume and (folder / CONFIG_FILE).exists():
+            _check_same(experiment, folder)
         write_description(experiment, folder)
     trackers = build_trackers(experiment, folder)
     with _threads(experiment.engine.threads):
@@ -162,12 +164,41 @@ def write_description(experiment: Experiment, folder: Path) -> None:
     """config.toml (every default spelled out) and env.json; a resumed run keeps those of its start."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG_FILE).exists():
-        (folder / CONFIG_FILE).write_text(experiment.resolved().to_toml(), encoding="utf-8")
-        (folder / "env.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
+        write_whole(folder / CONFIG_FILE, _anchored(experiment).resolved().to_toml())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the text or nothing, whenever the process ends."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _anchored(experiment: Experiment) -> Experiment:
+    """Files and folders by their full path, so that a run can be resumed from anywhere."""
+    data = experiment.data
+    places = {"source": data.source, "unlabeled": data.unlabeled}
+    here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if _is_local(place)}
+    return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
+
+
+def _is_local(place: object) -> bool:
+    return isinstance(place, str) and place not in ("digits", "fashion-mini", "none", "test") and Path(place).exists()
+
+
+def _check_same(experiment: Experiment, folder: Path) -> None:
+    """A run is only resumed as what it was; it may get more rounds."""
+    asked, begun = (one.resolved().model_dump() for one in (_anchored(experiment), read_description(folder)))
+    other = [key for key in asked if key not in ("rounds", "track") and asked[key] != begun[key]]
+    if other:
+        raise FedstillError(
+            f"'{folder}' holds a run with another {' and '.join(other)}: use `fedstill resume`, or a new folder"
+        )
 
 
 def read_description(folder: Path) -> Experiment:
-    if not (folder / CONFIG_FILE).is_file():
+    if not (folder / CONFIG_FILE).is_file() or not (folder / CONFIG_FILE).stat().st_size:
         raise FedstillError(f"'{folder}' holds no run (no {CONFIG_FILE}): give the folder that `fedstill run` named")
     return Experiment.from_toml(folder / CONFIG_FILE)
 

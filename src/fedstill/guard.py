@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,18 +28,23 @@ AuditRecord = dict[str, Any]  # {"round": int, "client": int | None (the whole r
 class Guard:
     """What an upload must satisfy.
 
-    norm_bound: largest ||params - start||_2 (None: any). size_cap: largest number of samples believed
-    (None: any finite one).
+    norm_bound: largest ||params - start||_2 (None: any).
+    extra_bound: largest norm of what a method uploads beside the model, such as SCAFFOLD's control (None: any; one
+    huge finite value there would stop all learning).
+    size_cap: largest number of samples believed (None: any finite one).
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
     """
 
     norm_bound: float | None = None
     size_cap: float | None = 1e9
     quorum: float | int = 1
+    extra_bound: float | None = None
 
     def __post_init__(self) -> None:
         if self.norm_bound is not None and not self.norm_bound > 0:
             raise FedstillError(f"guard.norm_bound = {self.norm_bound}: use a positive number or leave it out")
+        if self.extra_bound is not None and not self.extra_bound > 0:
+            raise FedstillError(f"guard.extra_bound = {self.extra_bound}: use a positive number or leave it out")
         if self.size_cap is not None and not self.size_cap > 0:
             raise FedstillError(f"guard.size_cap = {self.size_cap}: use a positive number")
         share = isinstance(self.quorum, float)
@@ -100,7 +105,7 @@ def admit_messages(
     device = next(leaves(start)).device
     together = from_tree(stack([as_tree(upload) for upload in arrived]))
     stacked = from_tree(to_device(as_tree(together), device))._replace(ids=together.ids)
-    inner = admit(stacked, start, Guard(guard.norm_bound, guard.size_cap, 0), round=round)
+    inner = admit(stacked, start, replace(guard, quorum=0), round=round)
     quarantined = [record for record in inner.records if record["client"] is not None]
     kept = np.asarray(positions, np.int64)[inner.kept]
     return _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages), round=round)
@@ -124,9 +129,9 @@ def find_faults(uploads: Uploads, start: Weights, guard: Guard) -> list[str | No
     ]
 
 
-def is_finite(weights: Weights) -> bool:
-    """No float of the model is NaN or Inf."""
-    return all(bool(leaf.isfinite().all()) for leaf in leaves(weights) if leaf.is_floating_point())
+def is_finite(tree: Any) -> bool:
+    """No float of a model or a state is NaN or Inf."""
+    return all(bool(leaf.isfinite().all()) for leaf in leaves(tree) if leaf.is_floating_point())
 
 
 def _receive(message: bytes | Mapping[str, Any] | Exception, template: Uploads, *, client: int, round: int) -> Uploads:
@@ -186,6 +191,8 @@ def _suspicious(uploads: Uploads, start: Weights, guard: Guard) -> Tensor:
         flags = flags | (uploads.label_counts < 0).any(dim=1)
     if guard.norm_bound is not None:
         flags = flags | ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
+    if guard.extra_bound is not None and uploads.extra:
+        flags = flags | _extra_is_large(uploads, guard)
     return flags
 
 
@@ -205,6 +212,10 @@ def _rules(uploads: Uploads, start: Weights, guard: Guard) -> list[tuple[Tensor,
     if guard.norm_bound is not None:
         far = ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
         rules.append((far, f"update norm {{norm:g}} exceeds the bound {guard.norm_bound:g}"))
+    if guard.extra_bound is not None and uploads.extra:
+        rules.append(
+            (_extra_is_large(uploads, guard), f"norm of the extra upload exceeds the bound {guard.extra_bound:g}")
+        )
     return rules
 
 
@@ -228,6 +239,11 @@ def _norms(params: Params, start: Params) -> Tensor:
         if start[name].is_floating_point()
     ]
     return torch.stack(squares).sum(dim=0).sqrt()
+
+
+def _extra_is_large(uploads: Uploads, guard: Guard) -> Tensor:
+    squares = [_per_client(leaf.double().square(), torch.sum) for leaf in leaves(uploads.extra)]
+    return ~(torch.stack(squares).sum(dim=0).sqrt() <= (guard.extra_bound or 0.0))
 
 
 def _per_client(leaf: Tensor, reduce: Any) -> Tensor:

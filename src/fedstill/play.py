@@ -166,7 +166,7 @@ def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitte
 
 
 def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
-    """The server's step; the state takes its result only if the model is finite."""
+    """The server's step; the state takes its result only if model and server state are finite."""
     look = Round(
         number=state.round,
         start=state.weights,
@@ -178,10 +178,11 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         trainer=task.engine,
     )
     candidate, server = task.algorithm.server.apply(state.weights, state.server, look)
-    sums = [leaf.sum().double() for leaf in leaves(candidate) if leaf.is_floating_point()]
+    kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
+    sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
-    finite = math.isfinite(total) or is_finite(candidate)  # a sum may overflow where no term is Inf
+    finite = math.isfinite(total) or is_finite(kept)  # a sum may overflow where no term is Inf
     if finite:
         state.weights, state.server = candidate, server
     return finite, row

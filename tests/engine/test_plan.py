@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Training
-from fedstill.engine.plan import Plan, effective_steps, make_plan, sweep_plan
+from fedstill.engine.plan import Plan, _positions, check_training, effective_steps, make_plan, sweep_plan
 
 SIZES = st.lists(st.integers(0, 19), min_size=1, max_size=6)
 quick = settings(max_examples=40, deadline=None)
@@ -229,3 +230,19 @@ def test_nobody_with_data_is_an_empty_plan():
     assert plan.index.shape == (0, 2, 4)
     assert plan.steps.tolist() == [0, 0]
     assert plan.travel.tolist() == [0.0, 0.0]
+
+
+def test_a_number_of_steps_costs_what_is_taken_whatever_the_smallest_client_holds():
+    sizes = [600] * 30 + [1]
+    plan = plan_for(sizes, Training(batch_size=50, steps=60))
+    assert (plan.steps == 60).all()
+    client, *_ = _positions(np.asarray(sizes), np.arange(len(sizes), dtype=np.uint64), np.r_[np.full(30, 5), 60])
+    assert len(client) == 30 * 600 * 5 + 60  # not 60 passes for everybody
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"lr": -1.0}, {"optimizer": "foo"}, {"momentum": 1.0}, {"clip": 0.0}]
+)
+def test_impossible_training_is_refused_by_its_key(wrong):
+    with pytest.raises(FedstillError, match=f"local.{next(iter(wrong))}"):
+        check_training(Training(**wrong))

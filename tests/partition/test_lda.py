@@ -220,7 +220,13 @@ def test_a_smallest_size_that_needs_more_samples_than_there_are_is_an_error() ->
 def test_a_hopeless_alpha_gives_up_and_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["fedstill.partition.lda"], "_MOST_CELLS", 10**6)
     with pytest.raises(FedstillError, match=r"partition\.alpha = 0\.001 left \d+ or more of 50 clients"):
-        PARTITIONS["lda"](np.repeat(np.arange(4), 200), 50, seed=0, alpha=0.001)
+        PARTITIONS["lda"](np.repeat(np.arange(4), 200), 50, seed=0, alpha=0.001, min_size=10)
+
+
+def test_the_papers_least_size_is_asked_only_of_data_that_can_meet_it() -> None:
+    scarce, ample = np.repeat(np.arange(10), 140), np.repeat(np.arange(10), 1000)
+    assert sum(map(len, PARTITIONS["lda"](scarce, 100, seed=0, alpha=0.1))) == 1400
+    assert min(map(len, PARTITIONS["lda"](ample, 100, seed=0, alpha=0.5))) >= 10
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])

@@ -70,6 +70,11 @@ def _other_inputs(source: Source, choice: str, cache_dir: str | None) -> Tensor:
         raise FedstillError(
             f"data.unlabeled: '{choice}' is the clients' own dataset; give a number of its rows to hold out, or 'test'"
         )
+    if source.train.x.ndim != 4:
+        raise FedstillError(
+            f"data.unlabeled: the columns of '{choice}' cannot be matched with the task's; "
+            "give a number of rows to hold out, or 'test' (another source works for images)"
+        )
     return match_storage(other.train.x, source.train.x, where=choice)
 
 

@@ -32,7 +32,7 @@ def choose_device(name: str = "auto") -> torch.device:
 def _stacked(name: str, device: torch.device, model: Model) -> bool:
     """Dense nets: client batch. Convolutions: client by client, unless a GPU has stacked kernels for all of them.
 
-    Measured: see docs/concepts.md.
+    Measured: see docs/performance.md.
     """
     if name == "batched" and model.unbatchable is not None:
         raise FedstillError(f"engine.name: 'batched' cannot run {model.name}: {model.unbatchable}")

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.tree import stack, tree_map
+from fedstill.core.tree import concatenate, tree_map
 from fedstill.core.types import Batch, Local, Tree, no_finish
 from fedstill.engine.group import map_clients, one_client
 from fedstill.engine.plan import sweep_plan
@@ -14,33 +14,35 @@ from fedstill.engine.program import Program
 
 
 def finish_clients(
-    program: Program, local: Local, rows: np.ndarray, sizes: np.ndarray, *, stacked: bool
+    program: Program, local: Local, rows: np.ndarray, sizes: np.ndarray, *, chunk: int | None
 ) -> tuple[Tree, Tree]:
-    """(new states, extra uploads), stacked over the cohort."""
-    if program.objective.finish is no_finish:
-        return {}, {}
+    """(new states, extra uploads), stacked over the cohort; `chunk` clients at once under vmap, None: one by one."""
     finish = program.objective.finish
-    if stacked:
-        measured = _measure_stacked(program, local, rows, sizes)
-        with torch.no_grad():
-            states, extra = map_clients(finish, local, measured)
-        return states, extra
-    pairs = []
+    if finish is no_finish:
+        return {}, {}
     first = np.cumsum(sizes) - sizes
-    for client, size in enumerate(sizes):
-        alone = one_client(_only(local, client))
-        measured = _measure_alone(program, alone, rows[first[client] : first[client] + size])
-        with torch.no_grad():
-            pairs.append(finish(alone, measured))
-    return stack([state for state, _ in pairs]), stack([extra for _, extra in pairs])
+    pairs = []
+    for at in range(0, len(sizes), chunk or 1):
+        piece = slice(at, at + (chunk or 1))
+        theirs = rows[first[at] : first[at] + sizes[piece].sum()]
+        part = _some(local, piece)
+        if chunk is None:
+            alone = one_client(part)._replace(params={name: p[0] for name, p in part.params.items()})
+            measured = _measure_alone(program, alone, theirs)
+            with torch.no_grad():
+                pairs.append(tree_map(lambda leaf: leaf.unsqueeze(0), finish(alone, measured)))
+        else:
+            measured = _measure_stacked(program, part, theirs, sizes[piece])
+            with torch.no_grad():
+                pairs.append(map_clients(finish, part, measured))
+    return pairs[0] if len(pairs) == 1 else concatenate(pairs)
 
 
-def _only(local: Local, client: int) -> Local:
-    """A stacked Local of one client (params lose the client dimension)."""
-    piece = slice(client, client + 1)
+def _some(local: Local, piece: slice) -> Local:
+    """A stacked Local of some clients, as views."""
     cut = {name: getattr(local, name)[piece] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
-    state = tree_map(lambda leaf: leaf[piece], local.state)
-    return local._replace(params={k: v[client] for k, v in local.params.items()}, state=state, **cut)
+    trees = {name: tree_map(lambda leaf: leaf[piece], getattr(local, name)) for name in ("params", "state")}
+    return local._replace(**trees, **cut)
 
 
 def _measure_stacked(program: Program, local: Local, rows: np.ndarray, sizes: np.ndarray) -> Tree:

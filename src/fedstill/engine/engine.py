@@ -30,7 +30,7 @@ from fedstill.engine.feed import Feed
 from fedstill.engine.forward import forward, forward_many
 from fedstill.engine.group import Inputs, columns_of, local_view, make_inputs
 from fedstill.engine.looped import Looped
-from fedstill.engine.plan import Plan, make_plan
+from fedstill.engine.plan import Plan, check_training, make_plan
 from fedstill.engine.probe import chunk_budget, probe
 from fedstill.engine.program import Program, float32_mode
 
@@ -74,16 +74,18 @@ class Engine:
         self, objective: Objective, training: Training, start: Weights,
         received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
     ) -> Trained:  # fmt: skip
+        check_training(training)
         check_augmentations(training.augment, tuple(self.dataset.x.shape[1:]))
         rows, sizes = self._rows(ids)
         plan = make_plan(rows, sizes, ids, training=training, round=round, seed=seed)
         counts = self._label_counts(objective, rows, sizes)
-        program, _ = self._program(objective, training, self.feed, start, received)
+        program, runner = self._program(objective, training, self.feed, start, received)
         inputs = make_inputs(plan, states, counts, sizes, self.dtype)
         weights, loss = self._run(program, plan, inputs, torch.from_numpy(rows))
         seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
         local = local_view(program, inputs, seeds, len(ids))._replace(params=weights.params)
-        new_states, extra = finish_clients(program, local, rows, sizes, stacked=self.stacked)
+        chunk = runner.chunk if isinstance(runner, Batched) else None
+        new_states, extra = finish_clients(program, local, rows, sizes, chunk=chunk)
         size, steps, travel, _ = inputs.facts
         uploads = Uploads(
             weights, size.double(), steps, travel, loss / steps.clamp_min(1), extra, None,
@@ -95,6 +97,7 @@ class Engine:
         self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed
     ) -> Weights:
         """Train one model on (x, y) with the loop of the clients; `y` may be soft targets (M, K)."""
+        check_training(training)
         feed = self._feed_of(x)
         if feed.y.shape == y.shape and feed.y.dtype == y.dtype:
             feed.y.copy_(y)
@@ -119,14 +122,6 @@ class Engine:
             if stacked:
                 return forward_many(self.model, weights, feed, loop=loop)
             return forward(self.model, weights, feed)
-
-    def label_counts(self, ids: np.ndarray) -> Tensor:
-        """(C, K) label counts of some clients, for methods that declare their upload."""
-        rows, sizes = self._rows(ids)
-        owner = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(self.device)
-        classes = len(self.dataset.classes)
-        flat = owner * classes + self.feed.y[torch.from_numpy(rows).to(self.device)]
-        return torch.bincount(flat, minlength=len(sizes) * classes).reshape(len(sizes), classes).to(self.dtype)
 
     def _run(self, program: Program, plan: Plan, inputs: Inputs, rows: Tensor) -> tuple[Weights, Tensor]:
         runner = self.programs[self._key(program.objective, program.training, program.feed)][1]
@@ -156,7 +151,8 @@ class Engine:
             return cohort
         if not program.memory:
             probe(program, inputs)
-        return self.chunk or max(1, min(cohort, chunk_budget(self.device, program) // program.memory))
+            program.budget = chunk_budget(self.device, program)  # once: later, what we captured counts as used
+        return self.chunk or max(1, min(cohort, program.budget // program.memory))
 
     def _key(self, objective: Objective, training: Training, feed: Feed) -> object:
         return id(objective), replace(training, lr=0.0, lr_decay=1.0), id(feed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import bits, seed_for
 from fedstill.core.types import Seed, Training
 
@@ -56,17 +57,17 @@ class Plan:
         )
 
 
-def _positions(sizes: np.ndarray, seeds: np.ndarray, epochs: int) -> tuple[np.ndarray, ...]:
-    """Shuffle every client for every epoch at once: (client, epoch, rank in the epoch, sample of the client)."""
-    groups = len(sizes) * epochs
-    group_sizes = np.repeat(sizes, epochs)
-    group = np.repeat(np.arange(groups), group_sizes)
-    starts = np.repeat(np.cumsum(group_sizes) - group_sizes, group_sizes)
-    sample = np.arange(len(group)) - starts
-    client, epoch = group // epochs, group % epochs
+def _positions(sizes: np.ndarray, seeds: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Shuffle every client for each of its epochs at once: (client, epoch, rank in the epoch, sample of the client)."""
+    owner = np.repeat(np.arange(len(sizes)), epochs)  # a group is one epoch of one client
+    pass_of = np.arange(len(owner)) - np.repeat(np.cumsum(epochs) - epochs, epochs)
+    group_sizes = sizes[owner]
+    group = np.repeat(np.arange(len(owner)), group_sizes)
+    sample = np.arange(len(group)) - np.repeat(np.cumsum(group_sizes) - group_sizes, group_sizes)
+    client, epoch = owner[group], pass_of[group]
     keys = bits(seeds[client], (epoch.astype(np.uint64) << np.uint64(32)) + sample.astype(np.uint64))
     # One sort for all: the group fills the high bits, so that shuffles never mix.
-    places = np.uint64(max(groups - 1, 1).bit_length())
+    places = np.uint64(max(len(owner) - 1, 1).bit_length())
     keys = (group.astype(np.uint64) << (np.uint64(64) - places)) | (keys >> places)
     order = np.argsort(keys)
     return client, epoch, sample, sample[order]
@@ -89,6 +90,23 @@ def _learning_rates(training: Training, steps: np.ndarray, per_epoch: np.ndarray
     return np.asarray(rates, np.float64)
 
 
+def check_training(training: Training) -> None:
+    """Refuse what cannot be trained with, naming the key."""
+    limits = {
+        "batch_size": training.batch_size >= 1,
+        "epochs": training.epochs >= 0,
+        "steps": training.steps is None or training.steps >= 0,
+        "lr": training.lr >= 0,
+        "momentum": 0 <= training.momentum < 1,
+        "optimizer": training.optimizer in ("sgd", "adam", "adamw"),
+        "lr_schedule": training.lr_schedule in ("constant", "cosine"),
+        "clip": training.clip is None or training.clip > 0,
+    }
+    for key, fine in limits.items():
+        if not fine:
+            raise FedstillError(f"local.{key} = {getattr(training, key)!r} is impossible; see docs/experiment-file.md")
+
+
 def make_plan(
     rows: np.ndarray, sizes: np.ndarray, ids: np.ndarray, *, training: Training, round: int, seed: Seed
 ) -> Plan:
@@ -96,9 +114,9 @@ def make_plan(
     batch, cohort = training.batch_size, len(sizes)
     per_epoch = -(-sizes // batch)
     if training.steps is None:
-        epochs, steps = training.epochs, training.epochs * per_epoch
+        epochs, steps = np.full(cohort, training.epochs), training.epochs * per_epoch
     else:
-        epochs = int(np.max(-(-training.steps // np.maximum(per_epoch, 1)), initial=0))
+        epochs = -(-training.steps // np.maximum(per_epoch, 1))
         steps = np.where(sizes > 0, training.steps, 0)
     longest = int(steps.max(initial=0))
     first = np.cumsum(sizes) - sizes

@@ -45,6 +45,7 @@ class Program:
         self.received: Tree = {}
         self.layout: Layout = {}  # how a stack's parameters lie in memory: as their gradients do
         self.memory = 0  # bytes one client takes in a step, once measured
+        self.budget = 0  # bytes a chunk of clients may take
         self.cache: dict[str, Output] = {}  # outputs of frozen models for every row of the feed
 
     def load(self, start: Weights, received: Tree) -> None:

@@ -30,14 +30,16 @@ def lda(
     *,
     seed: int,
     alpha: float = 0.1,
-    min_size: int = 10,
+    min_size: int | None = None,
     legacy_seed: int | None = None,
 ) -> Parts:
     """Spread each class over the clients by Dir(alpha), until every client has `min_size` samples.
 
     Class after class: shuffle; p ~ Dir(alpha 1_N); p_k = 0 for clients that hold n / N samples or more;
     renormalise; cut at floor(cumsum(p) n_class). Start again until the smallest client has `min_size`.
-    Sizes are unequal. `legacy_seed` (19940817 in FedNTD and FedLMD) replays the published random stream.
+    Sizes are unequal. `min_size` is 10 as in the papers, and 0 where clients hold fewer than 100 samples on average
+    (10 would hardly ever be accepted there). `legacy_seed` (19940817 in FedNTD and FedLMD) replays the published
+    random stream.
 
     Differs from the published loop: only counts are drawn until one attempt is accepted (see `balanced_counts`,
     which argues that the law is the same): at alpha = 0.05, 10 x 5000 samples and 100 clients accept
@@ -49,6 +51,8 @@ def lda(
     labels = check_labels(labels)
     check_clients(clients, samples=len(labels))
     check_positive("alpha", alpha)
+    if min_size is None:
+        min_size = 10 if len(labels) >= 100 * clients else 0
     check_at_least("min_size", min_size, 0)
     class_rows = rows_by_class(labels)
     check_feasible(clients, len(labels), min_size)
