@@ -196,6 +196,8 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
 
     def cohort_size(self, population: int) -> int:
         """Clients per round: a share of the population below 1, a number otherwise."""
+        if isinstance(self.cohort, float) and self.cohort == 1.0:
+            raise FedstillError(f"cohort = 1.0: write 1 for one client, or {population} for everybody")
         size = max(1, round(self.cohort * population)) if self.cohort < 1 else int(self.cohort)
         if size > population:
             raise FedstillError(f"cohort = {size} is more than the {population} clients: use at most {population}")

@@ -91,6 +91,8 @@ def _run(
 
 def cohort_size(cohort: int | float, population: int) -> int:
     """A share R < 1 of K clients is max(1, round(R K)); a whole number is itself."""
+    if isinstance(cohort, float) and cohort == 1.0:
+        raise FedstillError(f"cohort = 1.0: write 1 for one client, or {population} for everybody")
     if 0 < cohort < 1:
         return max(1, round(cohort * population))
     if not 1 <= cohort <= population or cohort != int(cohort):
