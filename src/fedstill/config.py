@@ -196,12 +196,9 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
 
     def cohort_size(self, population: int) -> int:
         """Clients per round: a share of the population below 1, a number otherwise."""
-        if isinstance(self.cohort, float) and self.cohort == 1.0:
-            raise FedstillError(f"cohort = 1.0: write 1 for one client, or {population} for everybody")
-        size = max(1, round(self.cohort * population)) if self.cohort < 1 else int(self.cohort)
-        if size > population:
-            raise FedstillError(f"cohort = {size} is more than the {population} clients: use at most {population}")
-        return size
+        from fedstill.rounds import cohort_size  # loads torch, which a mistake in a file need not wait for
+
+        return cohort_size(self.cohort, population)
 
 
 def quickstart_table() -> dict[str, Any]:

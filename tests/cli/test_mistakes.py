@@ -29,7 +29,7 @@ mu = 0.01
 
 # (what is set, the key that the line must name, what the line must say beside)
 SETTINGS = [
-    ("cohort=7", "cohort", "6 clients"),
+    ("cohort=7", "cohort", "from 1 to 6"),
     ("cohort=0", "cohort", "greater than 0"),
     ("cohort=-1", "cohort", "greater than 0"),
     ("cohort=2.5", "cohort", "whole number"),

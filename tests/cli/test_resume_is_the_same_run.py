@@ -65,11 +65,15 @@ def test_the_defaults_run():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"algorithm": {"name": "fedprox", "mu": 50.0}}, {"partition": {"scheme": "shards", "clients": 4}}, {"seed": 3}],
+    [
+        {"algorithm": {"name": "fedprox", "mu": 50.0}},
+        {"partition": {"scheme": "lda", "clients": 4, "alpha": 1.0}},
+        {"seed": 3},
+    ],
 )
 def test_another_experiment_is_not_taken_for_the_one_begun(tmp_path, changes):
     fedstill.run(small(), run_dir=tmp_path / "run")
-    with pytest.raises(FedstillError, match=next(iter(changes))):
+    with pytest.raises(FedstillError, match=f"holds a run with another {next(iter(changes))}"):
         fedstill.run(small(rounds=3, **changes), run_dir=tmp_path / "run", resume=True)
 
 

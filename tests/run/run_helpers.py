@@ -175,3 +175,7 @@ def toy_uploads(cohort: int = 4, *, label_counts: bool = False, extra: dict | No
         ids=torch.arange(10, 10 + cohort),
     )
     return uploads, start
+
+
+def without_clock(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation
+from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation, without_clock
 
 from fedstill.callbacks import Callback, EarlyStop
 from fedstill.checkpoint import load_weights
@@ -17,7 +17,7 @@ from fedstill.core.tree import flatten
 from fedstill.core.types import Need, ServerStep, Training, Weights
 from fedstill.guard import Guard
 from fedstill.play import draw_cohort
-from fedstill.rounds import cohort_size, federate
+from fedstill.rounds import federate
 
 TRAINING = Training(batch_size=6, lr=0.2)
 
@@ -33,10 +33,6 @@ def run(algorithm=None, *, federation=None, engine=None, **settings):
 def same_bits(a: Weights, b: Weights) -> bool:
     a, b = flatten(a), flatten(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def without_clock(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
 def lines(path) -> list[dict]:
@@ -87,20 +83,6 @@ def test_clients_without_data_are_never_drawn_and_everybody_else_is():
     result = run(federation=federation, engine=engine, cohort=4)
     assert all(call["ids"] == [1, 3] for call in engine.calls)
     assert [row["cohort"] for row in result.history.rows] == [2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("cohort", "population", "size"),
-    [(0.1, 100, 10), (0.001, 100, 1), (0.25, 10, 2), (1, 10, 1), (10, 10, 10), (7.0, 10, 7)],
-)
-def test_a_fraction_is_a_share_of_the_population(cohort, population, size):
-    assert cohort_size(cohort, population) == size
-
-
-@pytest.mark.parametrize("cohort", [0, -1, 11, 2.5, 0.0, math.nan, math.inf])
-def test_an_impossible_cohort_is_one_line(cohort):
-    with pytest.raises(FedstillError, match=f"cohort = {cohort}"):
-        cohort_size(cohort, 10)
 
 
 @pytest.mark.parametrize("name", ["batched", "looped"])
