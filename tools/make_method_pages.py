@@ -64,7 +64,7 @@ def cost(method: str) -> dict[str, str]:
     return {
         "sent to a client": models(row["bytes_down"] // row["cohort"]),
         "sent by a client": models(row["bytes_up"] // row["cohort"]),
-        "kept by a client between rounds": models(byte_size(algorithm.objective.init(weights.params))),
+        "kept by a client between rounds": models(byte_size(algorithm.objective.init(weights))),
         "kept by the server beside the model": models(byte_size(algorithm.server.init(weights))),
         "a client's step": step,
     }

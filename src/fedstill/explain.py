@@ -116,7 +116,7 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
         leaves.append(f"(all of it changed on the way: {first_line(algorithm.transmit) or 'see the method'})")
     return {
         "leaves_a_client": leaves,
-        "stays_on_a_client": ["its data", *_slots(algorithm.objective.init(weights.params), model, 1)],
+        "stays_on_a_client": ["its data", *_slots(algorithm.objective.init(weights), model, 1)],
         "sent_to_a_client": [
             "the global model",
             *_slots(algorithm.server.broadcast(algorithm.server.init(weights)), model, 1),

@@ -72,7 +72,7 @@ def _run(
     task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int, began: float
 ) -> Result:
     state, population = _first_state(task), task.federation.population
-    template = task.algorithm.objective.init(state.weights.params)
+    template = task.algorithm.objective.init(state.weights)
     with ExitStack() as stack:
         stack.enter_context(log_to(plan.folder))
         store = ClientStore(template, population, device=task.engine.device, budget=state_budget, folder=plan.folder)

@@ -26,7 +26,7 @@ def client_view(algorithm: Algorithm, client: int):
         start,
         params=noisy(start.params, client),
         received={slot: noisy(value, 10) for slot, value in broadcast.items()},
-        state={slot: noisy(value, 20 + client) for slot, value in objective.init(start.params).items()},
+        state={slot: noisy(value, 20 + client) for slot, value in objective.init(start).items()},
         travel=number(0.3 + client),
     )
 
@@ -88,7 +88,7 @@ def test_client_state_keeps_its_shape_and_dtype(name):
 def test_local_terms_of_different_methods_add_up():
     terms = [METHODS[name]().objective for name in ("fedntd", "feddyn")] + [OBJECTIVES["scaffold"].objective]
     both = combine(*terms)
-    assert set(both.init(linear(3, 4).params)) == {"control", "dyn_gradient"}
+    assert set(both.init(linear(3, 4))) == {"control", "dyn_gradient"}
     view = client_view(OBJECTIVES["scaffold"], 0)
     view = view._replace(state={**view.state, **client_view(OBJECTIVES["feddyn"], 0).state})
     batch = blobs(0, 6)

@@ -198,7 +198,7 @@ def test_declared_unlabeled_data_are_really_used(row):
 def test_label_counts_and_memory_are_there_only_where_they_are_declared(row):
     algorithm = row.build()
     declared = needs_of(algorithm)
-    first = algorithm.objective.init(network().init(0).params)
+    first = algorithm.objective.init(network().init(0))
     assert (Need.CLIENT_STATE in declared) == bool(first)
     seen = []
 
@@ -259,7 +259,7 @@ def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(
     algorithm, data = row.build(), federation(sizes=(12,))
     model, training = network(), Training(batch_size=12, lr=0.3)
     start = model.init(1)
-    first = stack([algorithm.objective.init(start.params)])
+    first = stack([algorithm.objective.init(start)])
     runner = build_engine(engine, "cpu", model=model, federation=data)
     uploads = runner.train(
         algorithm.objective, training, start, received=algorithm.server.broadcast(algorithm.server.init(start)),
@@ -293,7 +293,7 @@ def test_any_order_of_clients_gives_each_client_the_same(row, engine):
     runner = build_engine(engine, "cpu", model=model, federation=data)
     start = model.init(1)
     generator = torch.Generator().manual_seed(0)
-    several = [algorithm.objective.init(start.params) for _ in SIZES]
+    several = [algorithm.objective.init(start) for _ in SIZES]
     states = stack([_noisy(state, generator) for state in several])
     received = _noisy(algorithm.server.broadcast(algorithm.server.init(start)), generator)
 
@@ -369,7 +369,7 @@ def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
     for before, after, moved in seen:
         assert before == after == form_of(server.init(start))
         assert moved == form_of(start)
-    first = algorithm.objective.init(start.params)
+    first = algorithm.objective.init(start)
     trained = build_engine(engine, "cpu", model=model, federation=data).train(
         algorithm.objective, TRAINING, start, received=server.broadcast(server.init(start)),
         states=stack([first] * len(SIZES)), ids=np.arange(len(SIZES)), round=1, seed=5,

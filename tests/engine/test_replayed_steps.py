@@ -74,7 +74,7 @@ def rounds_on(engine: Engine, training: Training, objective, received, cohorts) 
 
 
 def _states(objective, start, ids):
-    first = objective.init(start.params)
+    first = objective.init(start)
     return {
         slot: {name: torch.stack([leaf + 0.01 * client for client in ids]) for name, leaf in tree.items()}
         for slot, tree in first.items()

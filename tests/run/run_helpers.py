@@ -152,7 +152,7 @@ class LoopEngine:
         nothing = torch.tensor(float("nan"))
         size = torch.tensor(float(size), dtype=torch.float64)
         return Local(
-            params=start.params, start=start, received=received, state=state, frozen={},
+            params=start.params, buffers=start.buffers, start=start, received=received, state=state, frozen={},
             label_counts=torch.full((CLASSES,), float("nan")), size=size, steps=nothing, travel=nothing, lr=nothing,
             seed=torch.tensor(client),
         )  # fmt: skip

@@ -77,8 +77,9 @@ def local_view(start: Weights, **changes) -> Local:
     """A Local in which everything that is not given is NaN or empty."""
     unknown = number(float("nan"))
     view = Local(
-        start.params, start, {}, {}, {}, unknown, unknown, unknown, unknown, unknown, torch.tensor(0, dtype=torch.int64)
-    )
+        start.params, start.buffers, start, {}, {}, {}, unknown, unknown, unknown, unknown, unknown,
+        torch.tensor(0, dtype=torch.int64),
+    )  # fmt: skip
     return view._replace(**changes)
 
 
@@ -193,7 +194,7 @@ def federate_by_hand(
     """`steps` is a number or one per client; `cohorts` lists the clients of each round (default: all)."""
     per_client = steps if isinstance(steps, (list, tuple)) else [steps] * len(data)
     objective, server = algorithm.objective, algorithm.server
-    states = {k: objective.init(start.params) for k in range(len(data))}
+    states = {k: objective.init(start) for k in range(len(data))}
     state, weights = server.init(start), start
     seen: list = []
     states_seen: list = []

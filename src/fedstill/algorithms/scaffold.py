@@ -41,5 +41,6 @@ def scaffold(
         Algorithm 1.
     """
     positive("global_lr", global_lr)
-    server = chain(average(weighting, buffers=buffers), sgd(global_lr), update_control(weighting))
+    step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
+    server = chain(average(weighting, buffers=buffers), *step, update_control(weighting))
     return Algorithm(combine(cross_entropy(), control_variates(option)), server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,11 +15,11 @@ from fedstill.core.types import (
     Model,
     Objective,
     Output,
-    Params,
     Round,
     ServerStep,
     Tree,
     Weights,
+    no_finish,
 )
 
 
@@ -48,8 +49,8 @@ def combine(*terms: Objective) -> Objective:
             total = total + term.loss(output, batch, local)
         return total
 
-    def init(params: Params) -> Tree:
-        return _merge("client state", [term.init(params) for term in terms])
+    def init(weights: Weights) -> Tree:
+        return _merge("client state", [term.init(weights) for term in terms])
 
     def measure(model: Model, batch: Batch, local: Local) -> Tree:
         return _merge("measure", [look(model, batch, local) for look in measures])
@@ -59,7 +60,11 @@ def combine(*terms: Objective) -> Objective:
         return _merge("client state", [state for state, _ in pairs]), _merge("upload", [extra for _, extra in pairs])
 
     needs = frozenset().union(*(term.needs for term in terms))
-    return Objective(loss, frozen, init, measure if measures else None, finish, needs)
+    parts = tuple(part for term in terms for part in term.terms or (term,))
+    finishes = any(term.finish is not no_finish for term in terms)
+    return Objective(
+        loss, frozen, init, measure if measures else None, finish if finishes else no_finish, needs, terms=parts
+    )
 
 
 def chain(*steps: ServerStep) -> ServerStep:
@@ -77,14 +82,15 @@ def chain(*steps: ServerStep) -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
 
-    return ServerStep(apply, init, broadcast, frozenset().union(*(step.needs for step in steps)))
+    parts = tuple(part for step in steps for part in step.steps or (step,))
+    return ServerStep(apply, init, broadcast, frozenset().union(*(step.needs for step in steps)), steps=parts)
 
 
 def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         return step.apply(candidate, state, round) if active(round.number) else (candidate, state)
 
-    return ServerStep(apply, step.init, step.broadcast, step.needs)
+    return replace(step, apply=apply, steps=())
 
 
 def every(period: int, step: ServerStep) -> ServerStep:
@@ -104,7 +110,7 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
         moved, state = step.apply(candidate, state, round)
         return interpolate(candidate, moved, share), state
 
-    return ServerStep(apply, step.init, step.broadcast, step.needs)
+    return replace(step, apply=apply, steps=())
 
 
 def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerStep:

@@ -91,6 +91,7 @@ class Local(NamedTuple):
     """All that one client may look at in one step."""
 
     params: Params  # now
+    buffers: Params  # now: BatchNorm statistics as training left them
     start: Weights  # as received this round
     received: Tree  # slots the server broadcasts: "control", "generator", ...
     state: Tree  # this client's own slots, kept between rounds
@@ -118,10 +119,12 @@ class Objective:
 
     loss: Callable[[Output, Batch, Local], Tensor]  # scalar
     frozen: Mapping[str, Callable[[Local], Weights]] = field(default_factory=dict)
-    init: Callable[[Params], Tree] = nothing  # a client's first state, from the model's params
+    init: Callable[[Weights], Tree] = nothing  # a client's first state, from the first model
     measure: Callable[[Model, Batch, Local], Tree] | None = None  # see engine: mean over local batches
     finish: Callable[[Local, Tree], tuple[Tree, Tree]] = no_finish  # -> (new state, extra upload)
     needs: frozenset[Need] = frozenset()
+    risk: str = ""  # a name: it fits the labels, and a method has one such term; empty: it is added to one
+    terms: tuple[Objective, ...] = ()  # what it is the sum of, when `combine` made it
 
 
 class Uploads(NamedTuple):
@@ -189,6 +192,15 @@ def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]
     return candidate, state
 
 
+class Stage(Enum):
+    """Where a server step stands when methods are joined: in this order."""
+
+    AGGREGATE = "make one model from the cohort's"  # one a method
+    MOVE = "decide the server's step from the sent model"  # at most one a method
+    KEEP = "keep something, and pass the model through"
+    REFINE = "improve the model"
+
+
 @dataclass(frozen=True)
 class ServerStep:
     """(candidate, state, round) -> (candidate, state); `chain(*steps)` runs them in order."""
@@ -197,6 +209,9 @@ class ServerStep:
     init: Callable[[Weights], Tree] = nothing
     broadcast: Callable[[Tree], Tree] = nothing  # slots sent to the clients next round
     needs: frozenset[Need] = frozenset()
+    stage: Stage = Stage.REFINE
+    name: str = ""  # of an aggregate: the same name is the same step
+    steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]
@@ -213,6 +228,13 @@ class Algorithm:
     objective: Objective
     server: ServerStep
     transmit: Transmit = unchanged
+
+
+class Phase(NamedTuple):
+    """A stretch of rounds with one method; the last phase needs no end."""
+
+    algorithm: Algorithm
+    until: int | None = None  # the last round of the phase
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def finish_clients(
         theirs = rows[first[at] : first[at] + sizes[piece].sum()]
         part = _some(local, piece)
         if chunk is None:
-            alone = one_client(part)._replace(params={name: p[0] for name, p in part.params.items()})
+            alone = one_client(part)
             measured = _measure_alone(program, alone, theirs)
             with torch.no_grad():
                 pairs.append(tree_map(lambda leaf: leaf.unsqueeze(0), finish(alone, measured)))
@@ -41,7 +41,7 @@ def finish_clients(
 def _some(local: Local, piece: slice) -> Local:
     """A stacked Local of some clients, as views."""
     cut = {name: getattr(local, name)[piece] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
-    trees = {name: tree_map(lambda leaf: leaf[piece], getattr(local, name)) for name in ("params", "state")}
+    trees = {name: tree_map(lambda leaf: leaf[piece], getattr(local, name)) for name in ("params", "buffers", "state")}
     return local._replace(**trees, **cut)
 
 

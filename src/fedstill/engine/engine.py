@@ -83,7 +83,7 @@ class Engine:
         inputs = make_inputs(plan, states, counts, sizes, self.dtype)
         weights, loss = self._run(program, plan, inputs, torch.from_numpy(rows))
         seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
-        local = local_view(program, inputs, seeds, len(ids))._replace(params=weights.params)
+        local = local_view(program, inputs, seeds, len(ids))._replace(params=weights.params, buffers=weights.buffers)
         chunk = runner.chunk if isinstance(runner, Batched) else None
         new_states, extra = finish_clients(program, local, rows, sizes, chunk=chunk)
         size, steps, travel, _ = inputs.facts

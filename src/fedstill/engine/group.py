@@ -71,13 +71,14 @@ def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Lo
     size, steps, travel, lr = (fact[:width] for fact in inputs.facts)
     state = tree_map(lambda leaf: leaf[:width], inputs.state)
     counts = inputs.label_counts[:width]
-    return Local({}, program.start, program.received, state, {}, counts, size, steps, travel, lr, seed[:width])
+    return Local({}, {}, program.start, program.received, state, {}, counts, size, steps, travel, lr, seed[:width])
 
 
 def one_client(local: Local) -> Local:
     """Drop the client dimension of a stacked Local of width one."""
     alone = {name: getattr(local, name)[0] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
-    return local._replace(state=tree_map(lambda leaf: leaf[0], local.state), **alone)
+    trees = {name: tree_map(lambda leaf: leaf[0], getattr(local, name)) for name in ("params", "buffers", "state")}
+    return local._replace(**trees, **alone)
 
 
 def map_clients(function: Callable[..., Any], local: Local, *stacked: Any) -> Any:

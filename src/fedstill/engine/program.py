@@ -105,11 +105,12 @@ class Program:
                 for name, teacher in self.objective.frozen.items():
                     if name not in frozen:
                         frozen[name] = self.model.apply(teacher(local), batch.x, training=False)[0]
-            output, buffers = self.model.apply(
+            output, moved = self.model.apply(
                 Weights(params, buffers),
                 batch.x,
                 training=True,
                 weight=None if full or not self.model.batch_statistics else batch.weight,
                 seed=local.seed,
             )
-            return self.objective.loss(output, batch, local._replace(params=params, frozen=frozen)), buffers
+            local = local._replace(params=params, buffers=buffers, frozen=frozen)
+            return self.objective.loss(output, batch, local), moved

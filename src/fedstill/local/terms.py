@@ -31,7 +31,7 @@ def cross_entropy() -> Objective:
         chosen = F.log_softmax(logits, -1).gather(-1, batch.y.unsqueeze(-1)).squeeze(-1)
         return weighted_mean(-chosen, batch.weight)
 
-    return Objective(loss)
+    return Objective(loss, risk="cross_entropy")
 
 
 def proximal(mu: float) -> Objective:
@@ -62,8 +62,8 @@ def control_variates(option: ControlOption = "II", *, risk: Objective | None = N
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
         return dot(subtract(local.received["control"], local.state["control"]), local.params)
 
-    def init(params: Params) -> Tree:
-        return {"control": zeros_like(params)}
+    def init(weights: Weights) -> Tree:
+        return {"control": zeros_like(weights.params)}
 
     def gradient_at_start(model: Model, batch: Batch, local: Local) -> Tree:
         def risk_at(params: Params) -> Tensor:
@@ -101,8 +101,8 @@ def dynamic_regularization(alpha: float) -> Objective:
         pull = 0.5 * alpha * squared_distance(local.params, local.start.params)
         return pull - dot(local.state["dyn_gradient"], local.params)
 
-    def init(params: Params) -> Tree:
-        return {"dyn_gradient": zeros_like(params)}
+    def init(weights: Weights) -> Tree:
+        return {"dyn_gradient": zeros_like(weights.params)}
 
     def finish(local: Local, measured: Tree) -> tuple[Tree, Tree]:
         gradient = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.tree import clone, rows
-from fedstill.core.types import Need, Params, Round, ServerStep, Tree, Uploads, Weights
+from fedstill.core.types import Need, Params, Round, ServerStep, Stage, Tree, Uploads, Weights
 
 Weighting = Literal["size", "uniform"]
 BufferPolicy = Literal["average", "pooled", "reset", "local"]
@@ -86,7 +86,7 @@ def average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average")
         params = weighted_sum(round.uploads.weights.params, share)
         return Weights(params, merge_buffers(round, share, buffers)), state
 
-    return ServerStep(apply)
+    return ServerStep(apply, stage=Stage.AGGREGATE, name=f"average by {weighting}, buffers {buffers}")
 
 
 def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average") -> ServerStep:
@@ -109,4 +109,5 @@ def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy =
         correction = weighted_sum(moves, share * (stretch - 1.0))
         return candidate._replace(params={n: p + correction[n] for n, p in candidate.params.items()}), state
 
-    return ServerStep(apply, needs=frozenset({Need.PLAIN_SGD}))
+    name = f"normalized average by {weighting}, buffers {buffers}"
+    return ServerStep(apply, needs=frozenset({Need.PLAIN_SGD}), stage=Stage.AGGREGATE, name=name)

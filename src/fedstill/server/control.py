@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstill.core.tree import add, subtract, zeros_like
-from fedstill.core.types import Round, ServerStep, Tree, Weights
+from fedstill.core.types import Round, ServerStep, Stage, Tree, Weights
 from fedstill.server.average import Weighting, participation, shares, weighted_sum
 
 
@@ -27,7 +27,7 @@ def update_control(weighting: Weighting = "uniform") -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return {"control": state["control"]}
 
-    return ServerStep(apply, init, broadcast)
+    return ServerStep(apply, init, broadcast, stage=Stage.KEEP)
 
 
 def dynamic_correction(alpha: float) -> ServerStep:
@@ -44,4 +44,4 @@ def dynamic_correction(alpha: float) -> ServerStep:
         mean = add(state["dyn_mean"], move, -alpha * participation(round))
         return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
 
-    return ServerStep(apply, init)
+    return ServerStep(apply, init, stage=Stage.MOVE)
