@@ -24,6 +24,7 @@ from fedstill.experiment import (
     write_whole,
 )
 from fedstill.history import Result
+from fedstill.methods import build_method
 from fedstill.report.table import MethodSummary, best_first
 from fedstill.settings import parse_method
 
@@ -109,6 +110,8 @@ def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[
     own = experiment.algorithm.name
     texts = [*(methods or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
     entries = {text: parse_method(text, experiment) for text in texts}
+    for section in entries.values():
+        build_method(section.name, section.options)
     folders = {folder_name(text) for text in entries}
     if len(folders) < len(texts):
         raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")

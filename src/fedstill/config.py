@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from fedstill import options, toml_io
+from fedstill import expression, options, toml_io
 from fedstill.config_errors import one_line
 from fedstill.core.errors import FedstillError
 
@@ -72,9 +72,22 @@ class ModelSection(BaseModel, **_RULES, extra="allow"):
 
 
 class AlgorithmSection(BaseModel, **_RULES, extra="allow"):
-    """Which method; its own options stand beside its name."""
+    """Which method, or several: see expression.py. A single method's own options may stand beside its name."""
 
     name: str = "fedavg"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_beside(cls, given: Any) -> Any:
+        """fedprox(mu=0.1) is the name fedprox and mu = 0.1 beside it."""
+        text = given.get("name") if isinstance(given, dict) else None
+        part = expression.single(text) if isinstance(text, str) else None
+        if part is None or not part.options:
+            return given
+        beside = {key: value for key, value in given.items() if key != "name"}
+        if twice := part.options.keys() & beside.keys():
+            raise FedstillError(f"algorithm.{min(twice)} is set twice: in algorithm.name and beside it")
+        return {"name": part.name, **part.options, **beside}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -112,7 +125,7 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     name: Literal["auto", "batched", "looped"] = "auto"
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     chunk: int | None = Field(default=None, ge=1, examples=[16])
-    precision: Literal["auto", "float32", "tf32", "bf16"] = "auto"
+    precision: Literal["auto", "float32", "float64", "tf32", "bf16"] = "auto"
     graphs: bool | None = None
     threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
 
@@ -183,7 +196,7 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     def resolved(self) -> Self:
         """A copy in which the own keys of partition, model and algorithm show their defaults too."""
         sections = _own_sections(self).items()
-        full = {kind: {**options.defaults(kind, _name(own)), **own.model_dump()} for kind, own in sections}
+        full = {kind: {**_defaults(kind, own), **own.model_dump()} for kind, own in sections}
         return self.replace(**full)
 
     def to_toml(self) -> str:
@@ -204,6 +217,11 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
 def quickstart_table() -> dict[str, Any]:
     text = resources.files("fedstill").joinpath("quickstart.toml").read_text(encoding="utf-8")
     return toml_io.loads(text, where="quickstart.toml")
+
+
+def _defaults(kind: str, section: PartitionSection | ModelSection | AlgorithmSection) -> dict[str, Any]:
+    mixture = kind == "algorithm" and expression.single(_name(section)) is None
+    return {} if mixture else options.defaults(kind, _name(section))
 
 
 def _own_sections(experiment: Experiment) -> dict[str, PartitionSection | ModelSection | AlgorithmSection]:
@@ -234,5 +252,9 @@ def _check_local(local: LocalSection) -> None:
 
 
 def _check_own_keys(experiment: Experiment) -> None:
-    for kind, section in _own_sections(experiment).items():
+    for kind in ("partition", "model"):
+        section = _own_sections(experiment)[kind]
         options.check(kind, _name(section), section.options)
+    from fedstill.methods import build_method  # loads torch; last, so that other mistakes are told before that
+
+    build_method(experiment.algorithm.name, experiment.algorithm.options)

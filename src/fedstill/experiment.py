@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fedstill.algorithms import build_algorithm
 from fedstill.callbacks import Callback
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -25,6 +24,7 @@ from fedstill.environment import environment
 from fedstill.evaluate import label_counts
 from fedstill.guard import Guard
 from fedstill.history import Result
+from fedstill.methods import build_method
 from fedstill.models import build_model
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
@@ -72,8 +72,9 @@ def check_ready(experiment: Experiment, federation: Federation) -> None:
     """Every mistake that can be found before the first round: device, model, method and what it needs."""
     choose_device(experiment.engine.device)
     parts = arguments(experiment, federation)
-    wanted = {key: parts[key] for key in ("algorithm", "model", "federation", "training")}
-    check_needs(**wanted, method=f"algorithm.name = '{experiment.algorithm.name}'")
+    wanted = {key: parts[key] for key in ("model", "federation", "training")}
+    for phase in parts["algorithm"]:
+        check_needs(phase.algorithm, **wanted, method=f"algorithm.name = '{experiment.algorithm.name}'")
 
 
 def run(
@@ -114,7 +115,7 @@ def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     """What an experiment says, in the words of `federate`."""
     engine = experiment.engine
     return {
-        "algorithm": build_algorithm(experiment.algorithm.name, experiment.algorithm.options),
+        "algorithm": build_method(experiment.algorithm.name, experiment.algorithm.options),
         "model": build_network(experiment, federation),
         "federation": federation,
         "training": experiment.local.to_training(),

@@ -6,16 +6,16 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from fedstill.algorithms import METHODS, build_algorithm
-from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
 from fedstill.core.types import Algorithm, Need, Round, Tree, Uploads, Weights, unchanged
+from fedstill.expression import parse
+from fedstill.methods import build_method, find_method
 from fedstill.trial import trial_model, trial_run
 
 _SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
@@ -29,11 +29,13 @@ _GLUE = {"combine", "chain"}
 
 
 def explain(name: str) -> dict[str, Any]:
-    """Everything `fedstill explain` prints, as plain data."""
-    if name not in METHODS:
-        raise FedstillError(f"no method '{name}': {suggest(name, METHODS)}")
-    factory = METHODS[name]
-    algorithm = build_algorithm(name, {})
+    """Everything `fedstill explain` prints, as plain data; a mixture is explained part by part."""
+    stretches = parse(name)
+    named = list(dict.fromkeys(part.name for stretch in stretches for part in stretch.parts))
+    if len(named) > 1:
+        return _explain_several(name, named)
+    factory = find_method(named[0])
+    algorithm = build_method(name)[0].algorithm
     sections = read_docstring(factory)
     return {
         "method": name,
@@ -46,6 +48,32 @@ def explain(name: str) -> dict[str, Any]:
         "differs_from_the_paper": sections["Differs from the paper"],
         "reference": sections["Reference"],
     }
+
+
+def _explain_several(text: str, names: list[str]) -> dict[str, Any]:
+    """What methods are when they run together or in turn: traffic and needs of the whole, the rest of each."""
+    each = {name: explain(name) for name in names}
+    algorithms = [phase.algorithm for phase in build_method(text)]
+    flows = [traffic(algorithm) for algorithm in algorithms]
+    options = [(name, option) for name, facts in each.items() for option in facts["options"]]
+    return {
+        "method": text,
+        "summary": f"{text}: {'several methods in turn' if len(algorithms) > 1 else 'methods that run together'}.",
+        "equation": "\n\n".join(f"{facts['summary']}\n\n{facts['equation']}" for facts in each.values()),
+        "options": [{**option, "name": f"{name}({option['name']})"} for name, option in options],
+        "parts": _union(facts["parts"] for facts in each.values()),
+        "needs": sorted({need.value for algorithm in algorithms for need in needs_of(algorithm)}),
+        **{key: _union(flow[key] for flow in flows) for key in flows[0]},
+        "differs_from_the_paper": " ".join(f"{n}: {facts['differs_from_the_paper']}" for n, facts in each.items()),
+        "reference": " ".join(facts["reference"] for facts in each.values()),
+    }
+
+
+def _union(lists: Iterable[list[Any]]) -> list[Any]:
+    found: list[Any] = []
+    for one in lists:
+        found += [item for item in one if item not in found]
+    return found
 
 
 def read_docstring(factory: Callable[..., Any]) -> dict[str, str]:

@@ -38,8 +38,16 @@ def registry(kind: str) -> Mapping[str, Callable[..., Any]]:
     return METHODS
 
 
+def _find_method(name: str) -> Callable[..., Any]:
+    from fedstill.methods import find_method
+
+    return find_method(name)
+
+
 def find(kind: str, name: str) -> Callable[..., Any]:
     known = registry(kind)
+    if name not in known and kind == "algorithm":
+        return _find_method(name)
     if name not in known:
         raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}")
     return known[name]

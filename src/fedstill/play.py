@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from fedstill.core.message import encode, select, template_of
+from fedstill.core.needs import needs_of
+from fedstill.core.phases import algorithm_at, carry_over
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import byte_size, clone, leaves, rows
 from fedstill.core.types import (
     Algorithm,
     Federation,
     Model,
+    Need,
     Objective,
+    Phase,
     Round,
     Seed,
     Trainer,
@@ -68,7 +72,7 @@ class CohortTrainer(Trainer, Protocol):
 class Task:
     """What does not change during a run."""
 
-    algorithm: Algorithm
+    phases: tuple[Phase, ...]
     model: Model
     federation: Federation
     training: Training
@@ -81,6 +85,9 @@ class Task:
     exam: Exam
     counts: Tensor | None  # (N, K), only with Need.LABEL_COUNTS_UPLOADED
     unlabeled: Tensor | None  # only with Need.UNLABELED
+
+    def algorithm(self, round: int) -> Algorithm:
+        return algorithm_at(self.phases, round)
 
 
 @dataclass
@@ -107,9 +114,12 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     """One round: the state moves on, or stays as it was and the records say why."""
     number, start = state.round, state.weights
     ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number)
-    received = task.algorithm.server.broadcast(state.server)
+    algorithm = task.algorithm(number)
+    if number > 1 and algorithm is not task.algorithm(number - 1):
+        state.server = carry_over(state.server, algorithm.server.init(start))
+    received = algorithm.server.broadcast(state.server)
     trained = task.engine.train(
-        task.algorithm.objective,
+        algorithm.objective,
         task.training,
         start,
         received=received,
@@ -143,9 +153,11 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
 
 def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, number: int) -> Uploads:
     """What is on its way to the server: label counts only where they are declared."""
-    counts = None if task.counts is None else task.counts[torch.as_tensor(ids, device=task.counts.device)]
+    algorithm, counts = task.algorithm(number), None
+    if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
+        counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
     uploads = uploads._replace(label_counts=counts)
-    return task.algorithm.transmit(uploads, start, seed_for(task.seed, "transmit", number))
+    return algorithm.transmit(uploads, start, seed_for(task.seed, "transmit", number))
 
 
 def _bytes_up(uploads: Uploads) -> int:
@@ -167,17 +179,18 @@ def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitte
 
 def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     """The server's step; the state takes its result only if model and server state are finite."""
+    algorithm = task.algorithm(state.round)
     look = Round(
         number=state.round,
         start=state.weights,
         uploads=uploads,
         model=task.model,
         population=task.federation.population,
-        unlabeled=task.unlabeled,
+        unlabeled=task.unlabeled if Need.UNLABELED in needs_of(algorithm) else None,
         seed=seed_for(task.seed, "server", state.round),
         trainer=task.engine,
     )
-    candidate, server = task.algorithm.server.apply(state.weights, state.server, look)
+    candidate, server = algorithm.server.apply(state.weights, state.server, look)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()

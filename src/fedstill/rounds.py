@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedstill.callbacks import Callback, RunInfo
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_needs, needs_of
+from fedstill.core.phases import phases_of, share_states
 from fedstill.core.seeds import seed_for
-from fedstill.core.tree import to_device
-from fedstill.core.types import Algorithm, Federation, Model, Need, Seed, Training
+from fedstill.core.tree import to_device, tree_map
+from fedstill.core.types import Algorithm, Federation, Model, Need, Phase, Seed, Training
 from fedstill.engine.store import BUDGET, ClientStore
 from fedstill.evaluate import label_counts, make_exam
 from fedstill.guard import AuditRecord, Guard
@@ -26,12 +28,13 @@ from fedstill.history import Journal, Result, Row
 from fedstill.play import CohortTrainer, State, Tamper, Task, look_at, play_round
 from fedstill.resume import Plan, log_to, restore, save, save_last
 
+_ANY = "this method"
 _log = logging.getLogger("fedstill.run")
 
 
 def federate(
     *,
-    algorithm: Algorithm,
+    algorithm: Algorithm | Sequence[Phase],
     model: Model,
     federation: Federation,
     training: Training,
@@ -54,16 +57,19 @@ def federate(
 ) -> Result:
     """Train one model over `rounds` rounds.
 
+    algorithm: a method, or several in turn: (Phase(first, until=50), Phase(second)).
     cohort: clients a round, a number (int) or a share below 1 of the population.
     resume: go on from the newest checkpoint of `run_dir` that verifies; the result equals an uninterrupted run.
     tamper: sends every upload through its wire form and this function (fault injection).
     state_budget: bytes of client states kept in memory; beyond it they live in a sparse file.
     """
     began = time.perf_counter()
-    check_needs(algorithm, model=model, federation=federation, training=training, method=method or "this method")
+    phases = phases_of(algorithm)
+    for phase in phases:
+        check_needs(phase.algorithm, model=model, federation=federation, training=training, method=method or _ANY)
     if isinstance(engine, str):
         engine = _build_engine(engine, device, model, federation, engine_options or {})
-    task = _make_task(algorithm, model, federation, training, engine, seed, guard or Guard(), tamper, cohort)
+    task = _make_task(phases, model, federation, training, engine, seed, guard or Guard(), tamper, cohort)
     plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target)
     return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
 
@@ -72,7 +78,8 @@ def _run(
     task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int, began: float
 ) -> Result:
     state, population = _first_state(task), task.federation.population
-    template = task.algorithm.objective.init(state.weights)
+    template, phases = share_states(task.phases, state.weights)
+    task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
         stack.enter_context(log_to(plan.folder))
         store = ClientStore(template, population, device=task.engine.device, budget=state_budget, folder=plan.folder)
@@ -112,7 +119,7 @@ def _build_engine(
 
 
 def _make_task(
-    algorithm: Algorithm,
+    phases: tuple[Phase, ...],
     model: Model,
     federation: Federation,
     training: Training,
@@ -128,10 +135,11 @@ def _make_task(
     wanted = cohort_size(cohort, federation.population)
     if wanted > len(clients):
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", len(clients), len(clients), wanted)
-    counts, needs = label_counts(federation), needs_of(algorithm)
+    counts = label_counts(federation)
+    needs = frozenset().union(*(needs_of(phase.algorithm) for phase in phases))
     unlabeled = federation.unlabeled if Need.UNLABELED in needs else None
     return Task(
-        algorithm,
+        phases,
         model,
         federation,
         training,
@@ -173,7 +181,9 @@ def _make_plan(
 
 def _first_state(task: Task) -> State:
     weights = to_device(task.model.init(seed_for(task.seed, "model")), task.engine.device)
-    return State(0, weights, task.algorithm.server.init(weights))
+    dtype = getattr(task.engine, "dtype", torch.float32)
+    weights = tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
+    return State(0, weights, task.algorithm(1).server.init(weights))
 
 
 def _loop(

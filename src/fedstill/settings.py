@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from fedstill.core.errors import FedstillError
 
 _CHOICES = {"partition": "scheme", "model": "name", "algorithm": "name"}
 _KEPT = {"clients"}
-_METHOD = re.compile(r"\s*([\w.+-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:
@@ -63,33 +61,7 @@ def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
     table[name] = value
 
 
-def split_methods(text: str) -> list[str]:
-    """Split at commas outside parentheses: 'fedavg,fedprox(mu=0.1)' -> ['fedavg', 'fedprox(mu=0.1)'].
-
-    >>> split_methods("fedavg, feddf(steps=5, lr=0.1)")
-    ['fedavg', 'feddf(steps=5, lr=0.1)']
-    """
-    entries, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and depth == 0:
-            entries.append(text[start:place])
-            start = place + 1
-    return [entry.strip() for entry in [*entries, text[start:]] if entry.strip()]
-
-
 def parse_method(entry: str, experiment: Experiment) -> AlgorithmSection:
     """One entry of compare: a name takes the experiment's own options when it is the experiment's method."""
-    match = _METHOD.fullmatch(entry)
-    if match is None:
-        raise FedstillError(f"--methods: cannot read '{entry}': write it as fedavg or fedprox(mu=0.1)")
-    name, inside = match.groups()
-    if inside is None:
-        return experiment.algorithm if experiment.algorithm.name == name else AlgorithmSection(name=name)
-    options: dict[str, Any] = {}
-    for setting in split_methods(inside):
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise FedstillError(f"--methods: '{setting}' in '{entry}' is no option: write {name}(key=value)")
-        options[key.strip()] = toml_io.parse_value(text.strip())
-    return AlgorithmSection.model_validate({**options, "name": name})
+    own = experiment.algorithm
+    return own if entry.strip() == own.name else AlgorithmSection.model_validate({"name": entry.strip()})

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from fedstill.config import Experiment, LocalSection, quickstart_table
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Training
+from fedstill.expression import split_methods
 from fedstill.guard import Guard
-from fedstill.settings import apply_settings, parse_method, split_methods
+from fedstill.settings import apply_settings, parse_method
 
 positive = st.floats(1e-6, 1e6, allow_nan=False)
 share = st.floats(0.01, 0.99)

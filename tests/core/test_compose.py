@@ -39,7 +39,7 @@ def adding(amount: float) -> ServerStep:
 
 def keeping(**slots: float) -> Objective:
     tree = {name: torch.tensor(value) for name, value in slots.items()}
-    return term(init=lambda params: tree, finish=lambda local, measured: (tree, {}))
+    return term(init=lambda weights: tree, finish=lambda local, measured: (tree, {}))
 
 
 def sending(**slots: float) -> Objective:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.tree import flatten
+from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Dataset, Federation, Model, Training, Weights
 from fedstill.engine import Engine, build_engine
 from fedstill.local.terms import cross_entropy
@@ -119,11 +119,16 @@ def engine_for(name: str, net: str = "mlp", data: Federation | None = None, **op
     return build_engine(name, options.pop("device", "cpu"), model=network(net), federation=data, **options)
 
 
+def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Counters of batches stay whole numbers."""
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
+
+
 def train(engine: Engine, training: Training, *, objective=None, start: Weights | None = None, ids=None, **how):
     """One round of a cohort (everybody by default)."""
     ids = np.arange(len(engine.offsets) - 1) if ids is None else np.asarray(ids)
     how = {"received": {}, "states": {}, "round": 1, "seed": 7, **how}
-    start = engine.model.init(3) if start is None else start
+    start = in_dtype(engine.model.init(3), engine.dtype) if start is None else start
     return engine.train(objective or cross_entropy(), training, start, ids=ids, **how)
 
 

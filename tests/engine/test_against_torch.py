@@ -6,6 +6,7 @@ Tolerance everywhere: 1e-6 times (1 + the largest weight of the tensor), after t
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def normalised(data: Federation) -> torch.Tensor:
 
 def client_loop(module: nn.Module, data: Federation, plan, client: int, training: Training, round: int) -> None:
     """Train `module` on the batches of one column of the plan."""
-    x, y = normalised(data), data.train.y
+    x, y = normalised(data).to(next(module.parameters()).dtype), data.train.y
     optimizer = optimizer_for(training, module)
     steps = int(plan.steps[client])
     size = int(data.offsets[client + 1] - data.offsets[client])
@@ -112,10 +113,10 @@ def fedavg_in_torch(module: nn.Module, data: Federation, training: Training, *, 
     return Weights(params, dict(module.named_buffers()))
 
 
-def ours(engine: str, model, data: Federation, training: Training, *, rounds: int) -> Weights:
+def ours(engine: str, model, data: Federation, training: Training, *, rounds: int, **options) -> Weights:
     return federate(
         algorithm=fedavg(), model=model, federation=data, training=training, rounds=rounds, cohort=data.population,
-        seed=SEED, engine=engine, device="cpu", evaluate_every=99,
+        seed=SEED, engine=engine, device="cpu", evaluate_every=99, engine_options=options,
     ).weights  # fmt: skip
 
 
@@ -172,6 +173,18 @@ def test_fedavg_equals_a_plain_pytorch_loop(engine, net, training):
 )  # fmt: skip
 def test_every_way_to_train_is_that_of_torch(engine, training):
     compare(engine, "mlp", training, rounds=3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("training", [replace(MOMENTUM, lr_schedule="cosine"), ADAM], ids=["momentum", "adam"])
+def test_in_float64_a_run_equals_torchs_to_twelve_digits(engine, net, training):
+    """Weights, inputs and learning rates: one of them in float32 would leave eight."""
+    data, model = federation(EVEN), network(net)
+    module, start = MODULES[net](), model.init(seed_for(SEED, "model"))
+    module.load_state_dict({**start.params, **start.buffers})
+    found = ours(engine, model, data, training, rounds=2, precision="float64")
+    assert_close(found, fedavg_in_torch(module.double(), data, training, rounds=2), tolerance=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -17,6 +17,7 @@ from engine_cases import (
     dataset,
     engine_for,
     federation,
+    in_dtype,
     network,
     paper_cnn,
     reads_images,
@@ -55,7 +56,7 @@ def rounds_on(engine, training: Training, *, objective=None, cohorts=ROUNDS) -> 
     objective = objective or cross_entropy()
     results = []
     for number, ids in enumerate(cohorts, 1):
-        start = to_device(engine.model.init(number), engine.device)
+        start = to_device(in_dtype(engine.model.init(number), engine.dtype), engine.device)
         trained = train(engine, training, objective=objective, start=start, ids=ids, round=number)
         results.append({"weights": trained.uploads.weights, "loss": trained.uploads.loss})
     return results
@@ -108,6 +109,16 @@ def test_networks_of_the_papers_give_what_the_cpu_gives(name, network_name):
     ]
     for found, wanted in zip(*results, strict=True):
         assert_close(found, wanted, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("net", ["mlp", "cnn"])
+def test_in_float64_captured_steps_give_what_the_cpu_gives_to_twelve_digits(name, net):
+    data = federation(SIZES, images=reads_images(net))
+    on_gpu = rounds_on(engine_for(name, net, data, device=GPU, precision="float64"), TRAININGS["momentum"])
+    on_cpu = rounds_on(engine_for("looped", net, data, precision="float64"), TRAININGS["momentum"])
+    for found, wanted in zip(on_gpu, on_cpu, strict=True):
+        assert_close(found, wanted, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10])

@@ -102,7 +102,7 @@ def remembering() -> Objective:
             "moved": local.received["push"]
         }
 
-    def init(params):
+    def init(weights):
         return {"own": {"target": torch.zeros(CLASSES), "rounds": torch.tensor(0)}}
 
     return Objective(loss, init=init, finish=finish, needs=frozenset({Need.CLIENT_STATE}))
@@ -242,7 +242,7 @@ def test_a_teacher_may_come_from_the_clients_own_state(engine):
     start = model.init(3)
     objective = dataclasses.replace(
         imitation("own", lambda local: Weights(local.state["past"], {})),
-        init=lambda params: {"past": params},
+        init=lambda weights: {"past": weights.params},
         finish=lambda local, measured: ({"past": local.params}, {}),
     )
     other = {name: leaf + 0.1 for name, leaf in start.params.items()}

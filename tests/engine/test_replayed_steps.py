@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from engine_cases import assert_close, dataset, federation, network, reads_images, train
+from engine_cases import assert_close, dataset, federation, in_dtype, network, reads_images, train
 
 from fedstill.core.compose import combine
 from fedstill.core.types import Training
@@ -56,15 +56,15 @@ def _steps_run_again(monkeypatch):
     monkeypatch.setattr(graph.CapturedGroup, "_capture", lambda group, *key: Replay(group, *key))
 
 
-def engine_of(net: str, *, stacked: bool, graphs: bool, chunk: int | None = None) -> Engine:
+def engine_of(net: str, *, stacked: bool, graphs: bool, **options) -> Engine:
     data = federation(SIZES, images=reads_images(net))
-    return Engine(network(net), data, stacked=stacked, device=torch.device("cpu"), graphs=graphs, chunk=chunk)
+    return Engine(network(net), data, stacked=stacked, device=torch.device("cpu"), graphs=graphs, **options)
 
 
 def rounds_on(engine: Engine, training: Training, objective, received, cohorts) -> list:
     results = []
     for number, ids in enumerate(cohorts, 1):
-        start = engine.model.init(number)
+        start = in_dtype(engine.model.init(number), engine.dtype)
         states = _states(objective, start, ids)
         slots = {} if received is None else received(start, number)
         how = {"objective": objective, "start": start, "ids": ids, "round": number}
@@ -99,6 +99,16 @@ either = pytest.mark.parametrize("stacked", [True, False], ids=["batched", "loop
 @pytest.mark.parametrize("net", ["mlp", "drop", "norm"])
 def test_replayed_rounds_are_stepped_rounds(net, name, stacked):
     compare(net, TRAININGS[name], stacked=stacked)
+
+
+@either
+@pytest.mark.parametrize("name", TRAININGS)
+def test_replayed_rounds_in_float64_are_stepped_rounds_to_thirteen_digits(name, stacked):
+    how = (TRAININGS[name], cross_entropy(), None, COHORTS)
+    replayed = rounds_on(engine_of("mlp", stacked=stacked, graphs=True, precision="float64"), *how)
+    stepped = rounds_on(engine_of("mlp", stacked=False, graphs=False, precision="float64"), *how)
+    for found, wanted in zip(replayed, stepped, strict=True):
+        assert_close(found, wanted, tolerance=1e-13)
 
 
 @either

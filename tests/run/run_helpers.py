@@ -88,7 +88,10 @@ def counting_objective() -> Objective:
     """Each client counts its own rounds: a state whose right value is known without running anything."""
     return Objective(
         cross_entropy,
-        init=lambda params: {"count": torch.zeros((), dtype=torch.int64), "last": torch.zeros_like(params["bias"])},
+        init=lambda weights: {
+            "count": torch.zeros((), dtype=torch.int64),
+            "last": torch.zeros_like(weights.params["bias"]),
+        },
         finish=lambda local, _: ({"count": local.state["count"] + 1, "last": local.params["bias"]}, {}),
     )
 

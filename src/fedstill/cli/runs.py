@@ -24,9 +24,9 @@ from fedstill.experiment import (
     read_description,
     run,
 )
+from fedstill.expression import split_methods
 from fedstill.history import Result
 from fedstill.report.table import human_bytes, plain_table, rich_table
-from fedstill.settings import split_methods
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:

@@ -211,6 +211,7 @@ class ServerStep:
     needs: frozenset[Need] = frozenset()
     stage: Stage = Stage.REFINE
     name: str = ""  # of an aggregate: the same name is the same step
+    instead_of: str = ""  # of an aggregate: the plain one that it stands in for when methods are joined
     steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
 
 

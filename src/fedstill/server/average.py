@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -110,4 +111,4 @@ def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy =
         return candidate._replace(params={n: p + correction[n] for n, p in candidate.params.items()}), state
 
     name = f"normalized average by {weighting}, buffers {buffers}"
-    return ServerStep(apply, needs=frozenset({Need.PLAIN_SGD}), stage=Stage.AGGREGATE, name=name)
+    return replace(plain, apply=apply, needs=frozenset({Need.PLAIN_SGD}), name=name, instead_of=plain.name)

@@ -1,0 +1,70 @@
+"""Methods in turn: which one a round belongs to, and what goes over from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten
+from fedstill.core.types import Algorithm, Local, Objective, Phase, Tree, Weights
+
+
+def phases_of(algorithm: Algorithm | Sequence[Phase]) -> tuple[Phase, ...]:
+    """One method, or several in turn, as phases with at least one round each; the last one has no end."""
+    if isinstance(algorithm, Algorithm):
+        return (Phase(algorithm),)
+    phases, past = [], 0
+    for number, phase in enumerate(algorithm, 1):
+        if phase.until is None and number < len(algorithm):
+            raise FedstillError(f"phase {number} has no end: say until which round, only the last phase needs none")
+        if phase.until is not None and phase.until < past:
+            raise FedstillError(f"phase {number} ends in round {phase.until}, before the phase ahead of it ({past})")
+        if phase.until is None or phase.until > past or number == len(algorithm):
+            phases.append(phase)
+        past = phase.until if phase.until is not None else past
+    if not phases:
+        raise FedstillError("no phase: give at least one method")
+    return (*phases[:-1], phases[-1]._replace(until=None))
+
+
+def algorithm_at(phases: Sequence[Phase], round: int) -> Algorithm:
+    """The method of a round (from 1)."""
+    return next(phase.algorithm for phase in phases if phase.until is None or round <= phase.until)
+
+
+def share_states(phases: Sequence[Phase], weights: Weights) -> tuple[Tree, tuple[Phase, ...]]:
+    """(a client's first state, phases that keep all of it): every phase carries the slots of the others along.
+
+    A slot that two phases know by the same name and form is one slot: SCAFFOLD's control survives a switch.
+    """
+    first: Tree = {}
+    for phase in phases:
+        for slot, value in phase.algorithm.objective.init(weights).items():
+            if slot in first and _form(first[slot]) != _form(value):
+                raise FedstillError(f"two phases keep '{slot}' on a client in different forms: they cannot follow")
+            first.setdefault(slot, value)
+    if len(phases) == 1 or not first:
+        return first, tuple(phases)
+    kept = [
+        phase._replace(algorithm=replace(phase.algorithm, objective=_keeping(phase.algorithm.objective)))
+        for phase in phases
+    ]
+    return first, tuple(kept)
+
+
+def _keeping(objective: Objective) -> Objective:
+    def finish(local: Local, measured: Tree) -> tuple[Tree, Tree]:
+        state, extra = objective.finish(local, measured)
+        return {**local.state, **state}, extra
+
+    return replace(objective, finish=finish)
+
+
+def carry_over(old: Tree, fresh: Tree) -> Tree:
+    """The server's state at a switch: the old one where the new method keeps the same, else a fresh start."""
+    return old if _form(old) == _form(fresh) else fresh
+
+
+def _form(tree: Tree) -> dict[str, object]:
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in flatten({"": tree}).items()}

@@ -1,0 +1,115 @@
+"""Methods as text: what is read, and how a mistake is told."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstill.config import Experiment
+from fedstill.core.errors import FedstillError
+from fedstill.expression import Part, Stretch, parse, single, split_methods, write
+
+NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(lambda name: name not in ("then", "until"))
+VALUES = st.one_of(
+    st.booleans(),
+    st.integers(-99, 99),
+    st.floats(-1e3, 1e3),
+    st.sampled_from(["size", "uniform", "a, b", "(x)", "1+1"]),
+)
+PARTS = st.builds(Part, NAMES, st.dictionaries(NAMES, VALUES, max_size=3))
+MIXTURES = st.lists(PARTS, min_size=1, max_size=3, unique_by=lambda part: part.name)
+
+
+@given(st.lists(MIXTURES, min_size=1, max_size=3), st.lists(st.integers(0, 500), min_size=2, max_size=2))
+def test_what_is_written_is_read_back(mixtures, rounds):
+    ends = [*rounds[: len(mixtures) - 1], None]
+    texts = [
+        "+".join(write(part.name, part.options) for part in mixture) + ("" if end is None else f" until {end}")
+        for mixture, end in zip(mixtures, ends, strict=True)
+    ]
+    assert parse(" then ".join(texts)) == tuple(
+        Stretch(tuple(mixture), end) for mixture, end in zip(mixtures, ends, strict=True)
+    )
+
+
+def test_words_need_no_quotes_and_spaces_do_not_matter():
+    assert parse(" fedprox ( mu = 0.1 , weighting=uniform ) + fedavgm ") == (
+        Stretch((Part("fedprox", {"mu": 0.1, "weighting": "uniform"}), Part("fedavgm"))),
+    )
+
+
+def test_import_paths_are_names():
+    assert single("examples/my_method.py:anchor(strength=1e-3)") == Part(
+        "examples/my_method.py:anchor", {"strength": 1e-3}
+    )
+    assert single("package.module:method+fedavgm") is None
+
+
+def test_commas_inside_parentheses_do_not_split():
+    assert split_methods("a, b(x=1,y=[1,2])+c , d until 5 then e") == ["a", "b(x=1,y=[1,2])+c", "d until 5 then e"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("fedlmd+", "cannot read the method"),
+        ("", "cannot read the method"),
+        ("fedprox(mu=0.1", "cannot read the method"),
+        ("fedprox(0.1)", r"write fedprox\(key=value\)"),
+        ("fedprox(mu=1, mu=2)", "sets mu twice"),
+        ("fedprox+fedprox(mu=2)", "names fedprox twice"),
+        ("fedavg until 5", "say what comes after"),
+        ("fedavg then fedprox", "say until which round"),
+        ("fedavg until soon then fedprox", "'soon' is no round"),
+    ],
+)
+def test_a_mistake_is_told_with_an_example(text, told):
+    with pytest.raises(FedstillError, match=told):
+        parse(text)
+
+
+def test_options_of_one_method_may_stand_inside_or_beside_its_name():
+    inside = Experiment(algorithm="fedprox(mu=0.5)").algorithm
+    assert inside == Experiment(algorithm={"name": "fedprox", "mu": 0.5}).algorithm
+    with pytest.raises(FedstillError, match=r"algorithm\.mu is set twice"):
+        Experiment(algorithm={"name": "fedprox(mu=0.5)", "mu": 0.1})
+    with pytest.raises(FedstillError, match="stand inside it"):
+        Experiment(algorithm={"name": "fedprox+fedavgm", "mu": 0.1})
+
+
+def test_a_mixture_survives_the_file_it_is_written_to():
+    experiment = Experiment(algorithm="fedavg until 3 then fedprox(mu=0.5)+fedavgm(beta=0.7)")
+    from fedstill import toml_io
+
+    again = Experiment.model_validate(toml_io.loads(experiment.resolved().to_toml(), where="here"))
+    assert again.algorithm == experiment.algorithm
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("fedadam+fedavgm", "both decide the server's step"),
+        ("fedprox(nu=1)+fedavgm", "'algorithm.nu' for fedprox: did you mean 'mu'"),
+        ("fedprx+fedavgm", "did you mean 'fedprox'"),
+        ("nothing.py:here", "no file 'nothing.py'"),
+        ("not_a_package:here", "No module named 'not_a_package'"),
+        ("fedstill.algorithms.fedprox:fedprax", "did you mean 'fedprox'"),
+    ],
+)
+def test_an_experiment_refuses_what_cannot_run_together_before_anything_is_loaded(name, told):
+    with pytest.raises(FedstillError, match=told):
+        Experiment(algorithm=name)
+
+
+def test_a_method_of_ones_own_is_found_by_file_and_by_module(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from fedstill.algorithms import fedprox\n\n\ndef gentle(*, mu: float = 0.5):\n    return fedprox(mu=mu)\n\n\n"
+        "def broken():\n    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    for name in ("mine.py:gentle", "mine:gentle", f"{tmp_path}/mine.py:gentle(mu=0.1)", "mine.py:gentle+fedavgm"):
+        assert Experiment(algorithm=name).algorithm.name.partition("(")[0].split(":")[1].startswith("gentle")
+    with pytest.raises(FedstillError, match="returned a int"):
+        Experiment(algorithm="mine.py:broken")
+    with pytest.raises(FedstillError, match="must be a number"):
+        Experiment(algorithm="mine.py:gentle(mu=high)")

@@ -1,0 +1,109 @@
+"""Methods in turn: each round has one, what both know goes over, and a switch at either end is no switch."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from method_rows import network, run, same_bits
+
+from fedstill.algorithms import fedavg, fedavgm, feddf, fedprox, scaffold
+from fedstill.core.errors import FedstillError
+from fedstill.core.phases import algorithm_at, phases_of, share_states
+from fedstill.core.tree import clone
+from fedstill.core.types import Phase
+from fedstill.methods import build_method
+
+ENGINES = ("batched", "looped")
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=4).map(sorted))
+def test_every_round_belongs_to_the_first_phase_that_has_not_ended(ends):
+    methods = [fedprox(mu=float(n)) for n in range(len(ends) + 1)]
+    phases = phases_of([Phase(m, end) for m, end in zip(methods, [*ends, None], strict=True)])
+    for number in range(1, 20):
+        expected = methods[sum(end < number for end in ends)]
+        assert algorithm_at(phases, number) is expected
+
+
+def test_phases_must_have_ends_that_do_not_run_backwards():
+    with pytest.raises(FedstillError, match="phase 1 has no end"):
+        phases_of([Phase(fedavg()), Phase(fedprox())])
+    with pytest.raises(FedstillError, match="phase 2 ends in round 3, before"):
+        phases_of([Phase(fedavg(), 5), Phase(fedprox(), 3), Phase(fedavg())])
+    with pytest.raises(FedstillError, match="no phase"):
+        phases_of([])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_switch_before_the_first_or_after_the_last_round_is_no_switch(engine):
+    first, second = fedprox(mu=0.5), scaffold()
+    for until, alone in ((0, second), (3, first), (99, first)):
+        found = run((Phase(first, until), Phase(second)), engine=engine)
+        assert same_bits(found.weights, run(alone, engine=engine).weights)
+    middle = run((Phase(first, 1), Phase(second)), engine=engine).weights
+    assert not any(same_bits(middle, run(one, engine=engine).weights) for one in (first, second))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("text", ["scaffold", "fedavgm", "scaffold+fedavgm", "feddyn"])
+def test_switching_to_the_same_method_changes_nothing(text, engine):
+    """States of clients and server go over; learning rate and cohorts never knew of phases."""
+    (whole,) = build_method(text)
+    found = run(build_method(f"{text} until 1 then {text}"), engine=engine).weights
+    assert same_bits(found, run(whole.algorithm, engine=engine).weights)
+
+
+def test_a_client_keeps_its_control_through_a_phase_that_does_not_know_it():
+    kept: dict[int, list] = {1: [], 3: []}
+
+    def watched(number):
+        algorithm = scaffold()
+
+        def finish(local, measured):
+            state, extra = algorithm.objective.finish(local, measured)
+            kept[number].append(clone(state["control"] if number == 1 else local.state["control"]))
+            return state, extra
+
+        return dataclasses.replace(algorithm, objective=dataclasses.replace(algorithm.objective, finish=finish))
+
+    run((Phase(watched(1), 1), Phase(fedprox(), 2), Phase(watched(3))), engine="looped", rounds=3, cohort=7)
+    assert len(kept[1]) == 7
+    for before, later in zip(kept[1], kept[3], strict=True):
+        assert same_bits(later, before)
+        assert any(bool(leaf.any()) for leaf in before.values())
+
+
+def test_two_phases_with_one_slot_in_two_forms_cannot_follow():
+    weights = network().init(0)
+    other = scaffold()
+    odd = dataclasses.replace(other.objective, init=lambda w: {"control": {"x": torch.zeros(1)}})
+    phases = phases_of([Phase(other, 2), Phase(dataclasses.replace(other, objective=odd))])
+    with pytest.raises(FedstillError, match="'control' on a client in different forms"):
+        share_states(phases, weights)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_run_in_phases_resumes_bit_for_bit(tmp_path, engine, cut):
+    text = "scaffold until 2 then fedprox(mu=0.3)+fedavgm until 3 then scaffold"
+    how = {"engine": engine, "checkpoint_every": 1}
+    whole = run(build_method(text), rounds=5, run_dir=tmp_path / "whole", **how)
+    run(build_method(text), rounds=cut, run_dir=tmp_path / "cut", **how)
+    resumed = run(build_method(text), rounds=5, run_dir=tmp_path / "cut", resume=True, **how)
+    assert same_bits(resumed.weights, whole.weights)
+
+
+def test_unlabeled_data_are_passed_only_in_the_phase_that_declares_them():
+    seen = []
+
+    def spying(algorithm):
+        def apply(candidate, state, round):
+            seen.append((round.number, round.unlabeled is not None))
+            return algorithm.server.apply(candidate, state, round)
+
+        return dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply))
+
+    run((Phase(spying(fedavg()), 1), Phase(spying(feddf(steps=1)), 2), Phase(spying(fedavgm()))), rounds=3)
+    assert seen == [(1, False), (2, True), (3, False)]

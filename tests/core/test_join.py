@@ -1,0 +1,141 @@
+"""Methods that run together: terms add up, server steps line up, and a clash is told by name."""
+
+import dataclasses
+
+import pytest
+import torch
+from by_hand import blobs, federate_by_hand, linear, linear_model
+
+from fedstill.algorithms import build_algorithm, fedavg, fedavgm, fednova, fedprox, scaffold
+from fedstill.core.compose import chain, combine
+from fedstill.core.errors import FedstillError
+from fedstill.core.join import join
+from fedstill.core.types import Algorithm, Objective, ServerStep, Stage
+from fedstill.local.terms import cross_entropy, proximal
+from fedstill.methods import build_method
+from fedstill.server import average, sgd
+
+DATA = [blobs(k, 8 + 6 * k) for k in range(4)]
+COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0]]
+
+
+def train(algorithm, rounds=3):
+    how = {"steps": 3, "lr": 0.2, "momentum": 0.5, "cohorts": COHORTS}
+    return federate_by_hand(algorithm, linear_model(), DATA, linear(3, 4, seed=1), rounds=rounds, **how).weights[-1]
+
+
+def same_bits(one, other):
+    return all(torch.equal(one.params[name], other.params[name]) for name in other.params)
+
+
+def mixture(text):
+    (phase,) = build_method(text)
+    return phase.algorithm
+
+
+def test_one_method_comes_back_as_it_is():
+    alone = fedprox()
+    assert join({"fedprox": alone}) is alone
+
+
+def test_cross_entropy_counts_once():
+    assert same_bits(train(mixture("fedavg+fedprox(mu=0.0)")), train(fedavg()))
+
+
+def test_a_mixture_is_the_sum_of_its_terms_and_the_chain_of_its_steps():
+    by_hand = Algorithm(combine(cross_entropy(), proximal(0.3)), chain(average("size"), sgd(1.0, momentum=0.7)))
+    assert same_bits(train(mixture("fedprox(mu=0.3)+fedavgm(beta=0.7)")), train(by_hand))
+    assert not same_bits(train(by_hand), train(fedprox(mu=0.3)))
+
+
+@pytest.mark.parametrize("text", ["fedprox(mu=0.3)+scaffold", "scaffold+fedprox(mu=0.3)"])
+def test_with_scaffold_models_are_averaged_evenly_as_the_controls_are(text):
+    even = train(mixture("scaffold+fedprox(mu=0.3, weighting=uniform)"))
+    assert torch.allclose(train(mixture(text)).params["weight"], even.params["weight"], atol=1e-12)
+    by_size = train(mixture("scaffold+fedprox(mu=0.3, weighting=size)"))
+    assert not torch.allclose(by_size.params["weight"], even.params["weight"], atol=1e-6)
+
+
+def test_fednovas_average_stands_in_for_the_plain_one():
+    names = [step.name for step in mixture("fedprox+fednova").server.steps]
+    assert names == [fednova().server.name]
+
+
+def test_a_refinement_runs_after_the_servers_step_whatever_the_order():
+    for text in ("feddf+fedavgm", "fedavgm+feddf"):
+        stages = [step.stage for step in mixture(text).server.steps]
+        assert stages == [Stage.AGGREGATE, Stage.MOVE, Stage.REFINE]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("fedadam+fedavgm", "fedadam and fedavgm both decide the server's step"),
+        ("feddyn+fedavgm", "feddyn and fedavgm both decide the server's step"),
+        ("fedprox(weighting=size)+scaffold(weighting=uniform)", "models are averaged once"),
+        ("fedprox(buffers=local)+fedavgm(buffers=reset)", "give both the same buffers"),
+    ],
+)
+def test_two_methods_that_want_one_place_are_named(text, told):
+    with pytest.raises(FedstillError, match=told):
+        build_method(text)
+
+
+def replaced_risk(name):
+    plain = cross_entropy()
+    return Algorithm(dataclasses.replace(plain, risk=name), average())
+
+
+def test_two_ways_to_fit_the_labels_clash_and_one_replaces_the_cross_entropy():
+    with pytest.raises(FedstillError, match=r"a \(by soft\) and b \(by hard\) both replace the cross-entropy"):
+        join({"a": replaced_risk("soft"), "b": replaced_risk("hard")})
+    both = join({"a": fedprox(), "b": replaced_risk("soft")})
+    assert [term.risk for term in both.objective.terms] == ["soft", ""]
+
+
+def test_two_methods_with_one_client_slot_are_named():
+    with pytest.raises(FedstillError, match="one and two both keep 'control' on a client"):
+        join({"one": scaffold(), "two": scaffold()})
+
+
+def test_two_averages_that_differ_clash_in_python_too():
+    with pytest.raises(FedstillError, match="aggregate differently"):
+        join({"one": fedavg(weighting="size"), "two": fedprox(weighting="uniform")})
+
+
+def test_something_must_fit_the_labels_and_something_must_aggregate():
+    penalty = Algorithm(proximal(0.1), average())
+    with pytest.raises(FedstillError, match="fits the labels"):
+        join({"a": penalty, "b": Algorithm(Objective(proximal(1.0).loss), average())})
+    with pytest.raises(FedstillError, match="makes one model"):
+        join({"a": Algorithm(cross_entropy(), ServerStep()), "b": Algorithm(proximal(1.0), ServerStep())})
+
+
+def test_what_changes_uploads_on_the_way_runs_in_turn():
+    def adding(number):
+        def transmit(uploads, start, seed):
+            return [*uploads, number]
+
+        return transmit
+
+    methods = {
+        str(number): dataclasses.replace(algorithm, transmit=adding(number))
+        for number, algorithm in enumerate((fedprox(), fedavgm(), fedavg()))
+    }
+    assert join(methods).transmit([], None, 0) == [0, 1, 2]
+
+
+def test_every_pair_of_registered_methods_joins_or_says_why_not():
+    from fedstill.algorithms import METHODS
+
+    for one in METHODS:
+        for two in METHODS:
+            if one != two:
+                try:
+                    both = mixture(f"{one}+{two}")
+                except FedstillError as error:
+                    assert one in str(error), error
+                    assert two in str(error), error
+                else:
+                    alone = build_algorithm(one).objective.needs | build_algorithm(two).objective.needs
+                    assert both.objective.needs == alone
