@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedstill.callbacks import Callback
@@ -19,6 +20,7 @@ from fedstill.core.needs import check_needs
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation, Model
 from fedstill.data import Source, load, make_federation, owners, split_unlabeled
+from fedstill.data.kept_parts import kept_parts
 from fedstill.engine import choose_device
 from fedstill.environment import environment
 from fedstill.evaluate import label_counts
@@ -51,8 +53,7 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     options = partition.options
     if columns := _owner_columns(experiment):
         options["keys"] = owners(source, *columns)
-    scheme = find("partition", partition.scheme)
-    parts = scheme(source.train.y.numpy(), partition.clients, seed=seed_for(seed, "partition"), **options)
+    parts = _draw_parts(experiment, source.train.y.numpy(), options)
     return make_federation(
         source,
         parts,
@@ -60,6 +61,17 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
         partition=describe_partition(experiment),
         shared_rows=partition.scheme in SHARES_ROWS,
     )
+
+
+def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, Any]) -> list[np.ndarray]:
+    """The experiment's split; a replay of a published stream does not depend on the seed."""
+    partition = experiment.partition
+    scheme, seed = find("partition", partition.scheme), seed_for(experiment.seed, "partition")
+    drawn_from = None if options.get("legacy_seed") is not None else int(seed)
+    identity = {"scheme": partition.scheme, "clients": partition.clients, "seed": drawn_from, **partition.options}
+    if "keys" in options:
+        return list(scheme(labels, partition.clients, seed=seed, **options))
+    return kept_parts(lambda: scheme(labels, partition.clients, seed=seed, **options), labels, identity)
 
 
 def build_network(experiment: Experiment, federation: Federation) -> Model:

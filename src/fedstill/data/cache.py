@@ -77,7 +77,7 @@ def write_entry(folder: Path, source: Source, stamp: str) -> None:
         "test_y": source.test.y.numpy(),
         **{f"key_{i}": values for i, values in enumerate(source.keys.values())},
     }
-    stored = {name: _write_array(folder / f"{name}.npy", array) for name, array in arrays.items()}
+    stored = {name: write_array(folder / f"{name}.npy", array) for name, array in arrays.items()}
     entry = {
         "stamp": stamp,
         "name": source.train.name,
@@ -89,8 +89,8 @@ def write_entry(folder: Path, source: Source, stamp: str) -> None:
         "origin": source.origin,
         "arrays": stored,
     }
-    text = json.dumps({"entry": entry, "sha256": _checksum_of(entry)}, indent=1)
-    _replace(folder / ENTRY, lambda file: file.write(text.encode()))
+    text = json.dumps({"entry": entry, "sha256": checksum_of(entry)}, indent=1)
+    replace_file(folder / ENTRY, lambda file: file.write(text.encode()))
 
 
 def read_entry(folder: Path, stamp: str) -> Source | None:
@@ -98,9 +98,9 @@ def read_entry(folder: Path, stamp: str) -> Source | None:
     try:
         stored = json.loads((folder / ENTRY).read_bytes())
         entry: dict[str, Any] = stored["entry"]
-        if stored["sha256"] != _checksum_of(entry) or entry["stamp"] != stamp:
+        if stored["sha256"] != checksum_of(entry) or entry["stamp"] != stamp:
             return None
-        arrays = {name: _read_array(folder / f"{name}.npy", **facts) for name, facts in entry["arrays"].items()}
+        arrays = {name: read_array(folder / f"{name}.npy", **facts) for name, facts in entry["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     train, test = (
@@ -118,22 +118,22 @@ def read_entry(folder: Path, stamp: str) -> Source | None:
     return Source(train, test, keys, tuple(entry["notes"]), entry["origin"])
 
 
-def _checksum_of(entry: dict[str, Any]) -> str:
+def checksum_of(entry: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
-def _write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
-    """Write and return what `_read_array` needs to trust the file."""
+def write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
+    """Write and return what `read_array` needs to trust the file."""
 
     def save(file: IO[bytes]) -> str:
         np.save(file, np.ascontiguousarray(array), allow_pickle=False)
         file.seek(0)
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
-    return {"sha256": _replace(path, save), "dtype": array.dtype.str, "shape": array.shape}
+    return {"sha256": replace_file(path, save), "dtype": array.dtype.str, "shape": array.shape}
 
 
-def _read_array(path: Path, *, sha256: str, dtype: str, shape: list[int]) -> np.ndarray:
+def read_array(path: Path, *, sha256: str, dtype: str, shape: list[int]) -> np.ndarray:
     """One pass over the file; its header is covered by the checksum and needs no parsing."""
     content = np.fromfile(path, np.uint8)
     if hashlib.sha256(content.data).hexdigest() != sha256:
@@ -142,7 +142,7 @@ def _read_array(path: Path, *, sha256: str, dtype: str, shape: list[int]) -> np.
     return content[len(content) - size :].view(dtype).reshape(shape)
 
 
-def _replace(path: Path, write: Callable[[IO[bytes]], Any]) -> Any:
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> Any:
     """Write to a temporary name, fsync, rename: a reader sees the old file or the whole new one."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
