@@ -1,0 +1,166 @@
+"""Ten mixtures drawn at random from all registered methods keep the promises that single methods keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from method_rows import (
+    COHORT,
+    ROWS,
+    SIZES,
+    TRAINING,
+    distance,
+    federation,
+    network,
+    run,
+    same_bits,
+)
+from test_conformance import CLOSE, ENGINES, broken_head, nan_features, padded_plan
+
+from fedstill.algorithms import METHODS
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.tree import byte_size, rows, stack
+from fedstill.core.types import Need, Stage
+from fedstill.engine import build_engine
+from fedstill.engine import engine as engine_module
+from fedstill.expression import parse, write
+from fedstill.methods import build_method
+
+NAMED = ("fedlmd+fedprox(mu=0.01)+fedavgm", "fedlmd+scaffold", "moon+kd", "fedcurv+fedlmd_tf+fednova")
+DRAWN = 10
+
+
+def drawn() -> list[str]:
+    """Three parts each, options as in the conformance rows; those that clash are drawn again."""
+    generator = numpy_generator(seed_for(0, "mixtures"))
+    found: list[str] = []
+    while len(found) < DRAWN:
+        parts = [ROWS[i] for i in generator.choice(len(ROWS), size=3, replace=False)]
+        text = "+".join(write(part.name, part.options) for part in parts)
+        try:
+            build_method(text)
+        except FedstillError:
+            continue
+        found.append(text)
+    return found
+
+
+MIXTURES = [*NAMED, *drawn()]
+every_mixture = pytest.mark.parametrize("text", MIXTURES)
+every_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+@cache
+def built(text: str):
+    (phase,) = build_method(text)
+    return phase.algorithm
+
+
+@cache
+def plain(text: str, engine: str = "batched"):
+    return run(built(text), engine=engine).weights
+
+
+def test_the_draw_covers_client_and_server_parts():
+    assert len(set(MIXTURES)) == len(NAMED) + DRAWN
+    used = {part.name for text in MIXTURES for part in parse(text)[0].parts}
+    assert len(used) >= 12
+    assert used <= set(METHODS)
+    stages = {step.stage for text in MIXTURES for step in built(text).server.steps}
+    assert stages == set(Stage)
+
+
+@every_mixture
+def test_batched_equals_looped(text):
+    assert distance(plain(text, "looped"), network().init(seed_for(5, "model"))) > 1e-4
+    assert distance(plain(text, "batched"), plain(text, "looped")) < CLOSE
+
+
+@every_mixture
+def test_every_part_matters(text):
+    """Take one part away and the model is another one."""
+    parts = parse(text)[0].parts
+    for gone in parts:
+        left = "+".join(write(part.name, part.options) for part in parts if part is not gone)
+        if gone.name != "fedavg":
+            assert not same_bits(plain(left), plain(text)), gone.name
+
+
+@every_mixture
+def test_the_order_of_parts_changes_nothing_but_rounding(text):
+    parts = parse(text)[0].parts
+    backwards = "+".join(write(part.name, part.options) for part in parts[::-1])
+    assert distance(plain(backwards), plain(text)) < CLOSE
+
+
+@every_mixture
+def test_the_size_of_a_chunk_changes_nothing(text):
+    assert distance(run(built(text), engine_options={"chunk": 3}).weights, plain(text)) < CLOSE
+
+
+@every_mixture
+@every_engine
+def test_padding_changes_nothing(monkeypatch, text, engine):
+    wanted = plain(text, engine)
+    monkeypatch.setattr(engine_module, "make_plan", padded_plan)
+    assert distance(run(built(text), engine=engine).weights, wanted) < CLOSE
+
+
+@every_mixture
+@every_engine
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, text, engine):
+    how = {"engine": engine, "checkpoint_every": 1}
+    whole = run(built(text), rounds=4, run_dir=tmp_path / "whole", **how)
+    run(built(text), rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(built(text), rounds=4, run_dir=tmp_path / "cut", resume=True, **how)
+    assert same_bits(resumed.weights, whole.weights)
+
+
+@every_mixture
+@every_engine
+def test_what_is_not_declared_may_be_nan(text, engine):
+    algorithm, model, data = built(text), network(), federation()
+    declared = needs_of(algorithm)
+    if Need.UNLABELED not in declared:
+        data = dataclasses.replace(data, unlabeled=torch.full_like(data.unlabeled, float("nan")))
+    if Need.FEATURES not in declared:
+        model = nan_features(model)
+    if Need.HEAD not in declared:
+        model = dataclasses.replace(model, head=broken_head)
+    assert same_bits(run(algorithm, engine=engine, model=model, federation=data).weights, plain(text, engine))
+
+
+@every_mixture
+def test_as_many_bytes_travel_as_the_parts_declare(text):
+    known = {(row.name, tuple(row.options.items())): row for row in ROWS}
+    parts = [known.get((part.name, tuple(part.options.items()))) for part in parse(text)[0].parts]
+    parts = [next(row for row in ROWS if row.name == part.name) if row is None else row
+             for part, row in zip(parse(text)[0].parts, parts, strict=True)]  # fmt: skip
+    start = network().init(0)
+    sends, receives = sum(part.sends for part in parts), sum(part.receives for part in parts)
+    for line in run(built(text)).history.rows:
+        assert line["bytes_up"] == COHORT * (byte_size(start) + sends * byte_size(start.params) + 8 + 3 * 4)
+        assert line["bytes_down"] == COHORT * (byte_size(start) + receives * byte_size(start.params))
+
+
+@every_mixture
+def test_any_order_of_clients_gives_each_client_the_same(text):
+    algorithm, start = built(text), network().init(1)
+    runner = build_engine("batched", "cpu", model=network(), federation=federation())
+    received = algorithm.server.broadcast(algorithm.server.init(start))
+    states = stack([algorithm.objective.init(start) for _ in SIZES])
+
+    def trained(ids):
+        return runner.train(
+            algorithm.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
+            ids=np.array(ids), round=2, seed=5,
+        )  # fmt: skip
+
+    everybody, order = trained(list(range(len(SIZES)))), [5, 0, 3, 6, 1]
+    assert distance(trained(order).uploads.weights, rows(everybody.uploads.weights, torch.tensor(order))) < CLOSE
