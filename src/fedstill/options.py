@@ -111,6 +111,10 @@ def _check_type(key: str, annotation: Any, value: Any, default: Any) -> None:
 
 
 def _choices(annotation: Any) -> list[str]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):  # a Literal or None
+        (annotation, *more) = (part for part in typing.get_args(annotation) if part is not type(None))
+        if more:
+            return []
     literal = typing.get_origin(annotation) is typing.Literal
     return [str(choice) for choice in typing.get_args(annotation)] if literal else []
 

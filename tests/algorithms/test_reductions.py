@@ -15,6 +15,11 @@ KNOBS = [
     ("fedopt", {"optimizer": "sgd", "momentum": 0.0, "server_lr": 1.0}),
     ("fednova", {}),  # every client takes the same number of steps here
     ("fedntd", {"beta": 0.0}),
+    ("fedcurv", {"lam": 0.0}),
+    ("fedcurv", {"lam": 0.0, "fisher": "per_sample"}),
+    ("moon", {"mu": 0.0}),
+    ("moon", {"mu": 0.0, "previous": "init"}),
+    ("fedmmd", {"lam": 0.0}),
     ("feddf", {"steps": 0, "weighting": "size"}),
 ]
 

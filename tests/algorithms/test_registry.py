@@ -12,6 +12,12 @@ NEEDS = {
     "scaffold": {Need.CLIENT_STATE, Need.PLAIN_SGD},
     "fednova": {Need.PLAIN_SGD},
     "feddyn": {Need.CLIENT_STATE},
+    "fedcurv": {Need.CLIENT_STATE},
+    "moon": {Need.CLIENT_STATE, Need.FEATURES},
+    "fedmmd": {Need.FEATURES},
+    "fedlmd": {Need.LABEL_COUNTS},
+    "fedlmd_tf": {Need.LABEL_COUNTS},
+    "fedrs": {Need.LABEL_COUNTS},
     "feddf": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS},
 }
 
@@ -61,12 +67,33 @@ def test_the_public_names_are_the_registry_and_its_builder():
         ("fedavg", {"buffers": 3}, r"algorithm\.buffers = 3 is unknown: choose one of: average, local, pooled, reset"),
         ("scaffold", {"option": "III"}, r"algorithm\.option = 'III' is unknown"),
         ("scaffold", {"global_lr": 0}, r"algorithm\.global_lr = 0 is impossible"),
+        (
+            "scaffold",
+            {"control_weighting": "uniforms"},
+            r"algorithm\.control_weighting = 'uniforms' is unknown: did you mean 'uniform'",
+        ),
+        ("fednova", {"correction": "on"}, r"algorithm\.correction = 'on' is unknown"),
+        ("fedcurv", {"lam": -1.0}, r"algorithm\.lam = -1\.0 is impossible: it must be 0 or a number above it"),
+        ("fedcurv", {"fisher": "batch"}, r"algorithm\.fisher = 'batch' is unknown"),
+        ("moon", {"temperature": 0.0}, r"algorithm\.temperature = 0\.0 is impossible: it must be a number above 0"),
+        ("moon", {"mu": -0.1}, r"algorithm\.mu = -0\.1 is impossible"),
+        ("moon", {"previous": "last"}, r"algorithm\.previous = 'last' is unknown"),
+        ("fedmmd", {"lam": float("inf")}, r"algorithm\.lam = inf is impossible"),
         ("fedavgm", {"beta": 1.0}, r"algorithm\.beta = 1\.0 is impossible: it must be at least 0 and below 1"),
         ("fedadam", {"tau": 0.0}, r"algorithm\.tau = 0\.0 is impossible"),
         ("fedyogi", {"beta2": -0.1}, r"algorithm\.beta2"),
         ("fedopt", {"optimizer": "adamw"}, r"algorithm\.optimizer = 'adamw' is unknown: did you mean 'adam'"),
         ("feddyn", {"alpha": 0.0}, r"algorithm\.alpha = 0\.0 is impossible: it must be a number above 0"),
         ("fedntd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
+        ("fedntd_tf", {"beta": -1.0}, r"algorithm\.beta = -1\.0 is impossible"),
+        ("kd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
+        ("fedlmd", {"beta": float("nan")}, r"algorithm\.beta = nan is impossible"),
+        ("fedlmd_tf", {"tau": -1}, r"algorithm\.tau = -1 is impossible"),
+        ("fedrs", {"alpha": 1.5}, r"algorithm\.alpha = 1\.5 is impossible: it must be from 0 to 1"),
+        ("fedrs", {"alpha": -0.5}, r"algorithm\.alpha = -0\.5 is impossible"),
+        ("fedrs", {"alpha": float("nan")}, r"algorithm\.alpha = nan is impossible"),
+        ("fedrs", {"rule": "proportion"}, r"algorithm\.rule = 'proportion' is unknown: did you mean 'proportional'"),
+        ("label_smoothing", {"epsilon": 1.0}, r"algorithm\.epsilon = 1\.0 is impossible: it must be at least 0 and"),
         ("feddf", {"steps": 2.5}, r"algorithm\.steps = 2\.5 is impossible: it must be a whole number"),
         ("feddf", {"steps": -1}, r"algorithm\.steps = -1 is impossible"),
         ("feddf", {"clip": 0.0}, r"algorithm\.clip = 0\.0 is impossible"),
@@ -79,6 +106,9 @@ def test_a_mistake_is_one_line_that_names_the_key(name, options, message):
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(("name", "options"), [("fedprox", {"mu": 1}), ("feddf", {"clip": None})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("fedprox", {"mu": 1}), ("feddf", {"clip": None}), ("scaffold", {"control_weighting": None})],
+)
 def test_whole_numbers_are_numbers_and_none_is_allowed_where_it_means_something(name, options):
     build_algorithm(name, options)

@@ -4,18 +4,23 @@ import pytest
 import torch
 from by_hand import F64, blobs, linear, linear_model, local_view, number
 
-from fedstill.algorithms import METHODS, scaffold
+from fedstill.algorithms import METHODS, fedcurv, fednova, moon, scaffold
 from fedstill.core.compose import combine
-from fedstill.core.tree import rows, stack
+from fedstill.core.tree import flatten, rows, stack, tree_map
 from fedstill.core.types import Algorithm, Weights
 
-OBJECTIVES = {name: factory() for name, factory in METHODS.items()} | {"scaffold-I": scaffold(option="I")}
+OBJECTIVES = {name: factory() for name, factory in METHODS.items()} | {
+    "scaffold-I": scaffold(option="I"),
+    "fednova-released": fednova(correction="released"),
+    "fedcurv-per-sample": fedcurv(fisher="per_sample"),
+    "moon-init": moon(previous="init"),
+}
 MODEL = linear_model()
 
 
-def noisy(params, seed):
+def noisy(tree, seed):
     generator = torch.Generator().manual_seed(seed)
-    return {n: leaf + torch.randn(leaf.shape, generator=generator, dtype=F64) for n, leaf in params.items()}
+    return tree_map(lambda leaf: leaf + torch.randn(leaf.shape, generator=generator, dtype=F64), tree)
 
 
 def client_view(algorithm: Algorithm, client: int):
@@ -28,6 +33,7 @@ def client_view(algorithm: Algorithm, client: int):
         received={slot: noisy(value, 10) for slot, value in broadcast.items()},
         state={slot: noisy(value, 20 + client) for slot, value in objective.init(start).items()},
         travel=number(0.3 + client),
+        label_counts=number([[1.0, 3.0, 2.0], [4.0, 0.0, 2.0], [2.0, 2.0, 2.0]][client]),
     )
 
 
@@ -75,14 +81,17 @@ def test_what_a_padded_sample_holds_changes_nothing(name):
     )
 
 
+def form_of(tree):
+    return {path: (leaf.shape, leaf.dtype) for path, leaf in flatten(tree).items()}
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_client_state_keeps_its_shape_and_dtype(name):
     objective, view = OBJECTIVES[name].objective, client_view(OBJECTIVES[name], 0)
     state, _ = after_training(objective, blobs(0, 6), view)
     assert state.keys() == view.state.keys()
-    for slot, tree in state.items():
-        for leaf_name, leaf in tree.items():
-            assert (leaf.shape, leaf.dtype) == (view.params[leaf_name].shape, F64), slot
+    assert form_of(state) == form_of(objective.init(linear(3, 4)))
+    assert all(leaf.dtype == F64 for leaf in flatten(state).values())
 
 
 def test_local_terms_of_different_methods_add_up():

@@ -10,7 +10,13 @@ from fedstill.core.errors import FedstillError
 
 
 def sample(
-    *, rate: float = 0.5, hidden: tuple[int, ...] = (8,), mode: Literal["a", "b"] = "a", needed: int, flag: bool = False
+    *,
+    rate: float = 0.5,
+    hidden: tuple[int, ...] = (8,),
+    mode: Literal["a", "b"] = "a",
+    other: Literal["a", "b"] | None = None,
+    needed: int,
+    flag: bool = False,
 ):
     return rate
 
@@ -43,6 +49,7 @@ def test_right_keys_pass(registered, given):
         ({"needed": 1, "rat": 1}, r"unknown key 'algorithm\.rat' for sample: did you mean 'rate'\?"),
         ({"needed": 1, "hidden": ["x"]}, r"algorithm\.hidden = .* must be a list of whole numbers"),
         ({"needed": 1, "mode": "c"}, r'algorithm\.mode = "c" is unknown: choose one of: a, b'),
+        ({"needed": 1, "other": "c"}, r'algorithm\.other = "c" is unknown: choose one of: a, b'),
         ({"needed": 1, "flag": 1}, r"algorithm\.flag = 1 must be true or false"),
     ],
 )

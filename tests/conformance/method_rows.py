@@ -24,6 +24,7 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     is_fedavg_with: dict[str, Any] | None = None  # options at which the method is FedAvg bit for bit
     equal_steps: bool = False  # ... provided that all clients take the same steps
+    own_first_step: bool = False  # a client's first step from the model it received is not FedAvg's
     sends: int = 0  # slots of the model's size that a client sends besides its model
     receives: int = 0  # ... and receives besides the model
 
@@ -46,9 +47,24 @@ ROWS = (
     Row("fedadagrad"),
     Row("scaffold", sends=1, receives=1),
     Row("scaffold", {"option": "I"}, sends=1, receives=1),
+    Row("scaffold", {"weighting": "size", "control_weighting": "uniform"}, sends=1, receives=1),
     Row("fednova", {}, {}, equal_steps=True),
+    Row("fednova", {"correction": "released"}),
     Row("feddyn"),
+    Row("fedcurv", {}, {"lam": 0.0}, sends=2, receives=2),
+    Row("fedcurv", {"fisher": "per_sample", "lam": 0.1}, {"lam": 0.0}, sends=2, receives=2),
+    Row("moon", {}, {"mu": 0.0}),
+    Row("moon", {"previous": "init"}, {"mu": 0.0}),
+    Row("moon", {"previous": "start", "mu": 1.0}, {"mu": 0.0}),
+    Row("fedmmd", {}, {"lam": 0.0}),
+    Row("kd", {}, {"beta": 0.0}),
     Row("fedntd", {}, {"beta": 0.0}),
+    Row("fedntd_tf", {}, {"beta": 0.0}, own_first_step=True),
+    Row("fedlmd", {}, {"beta": 0.0}, own_first_step=True),
+    Row("fedlmd_tf", {}, {"beta": 0.0}, own_first_step=True),
+    Row("label_smoothing", {}, {"epsilon": 0.0}, own_first_step=True),
+    Row("fedrs", {}, {"alpha": 1.0}),
+    Row("fedrs", {"rule": "proportional"}, {"alpha": 1.0}, own_first_step=True),
     Row("feddf", {"steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
 )
 

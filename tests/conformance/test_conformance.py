@@ -69,7 +69,10 @@ def test_batched_equals_looped(row):
 
 @pytest.mark.parametrize(
     ("name", "net"),
-    [("fedavg", "cnn"), ("scaffold", "cnn"), *((name, "norm") for name in ("fedavg", "feddyn", "fedntd", "feddf"))],
+    [
+        *((name, "cnn") for name in ("fedavg", "scaffold", "moon", "fedcurv")),
+        *((name, "norm") for name in ("fedavg", "feddyn", "fedntd", "feddf", "moon", "fedcurv", "fedmmd")),
+    ],
 )
 def test_batched_equals_looped_with_convolutions_and_batchnorm(name, net):
     row = next(row for row in ROWS if row.name == name)
@@ -272,7 +275,8 @@ def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(
 
     gradient = torch.func.grad(risk)(start.params)
     wanted = {name: leaf - 0.3 * gradient[name] for name, leaf in start.params.items()}
-    assert distance(rows(uploads.weights, 0).params, wanted) < 1e-6
+    gap = distance(rows(uploads.weights, 0).params, wanted)
+    assert gap > 1e-4 if row.own_first_step else gap < 1e-6
     if row.is_fedavg_with == {}:
         result = run(algorithm, engine=engine, federation=data, training=training, rounds=1, cohort=1, seed=5).weights
         assert distance(result, _centralised(model, model.init(seed_for(5, "model")), x, y)) < 1e-6

@@ -82,7 +82,7 @@ def test_the_control_term_shifts_the_gradient_by_c_minus_c_k():
 
 
 def test_a_first_visit_has_no_correction():
-    assert control_variates().init({"w": number([1.0, 2.0])})["control"]["w"].tolist() == [0.0, 0.0]
+    assert control_variates().init(Weights({"w": number([1.0, 2.0])}, {}))["control"]["w"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

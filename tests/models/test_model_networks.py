@@ -38,6 +38,14 @@ COUNTS = [
     ("resnet18", CIFAR, 10, {}, 11_181_642, 512),
     ("resnet18", CIFAR, 10, {"stem": "cifar"}, 11_173_962, 512),
     ("resnet18", CIFAR, 100, {}, 11_227_812, 512),
+    # with MOON's projection d -> d -> p: d^2 + d + (d + 1) p more, and a head of p instead of d
+    ("lenet5", CIFAR, 10, {"projection": 256}, 62_006 + 84**2 + 84 + 85 * 256 + (256 - 84) * 10, 256),  # MOON's own
+    ("cnn", CIFAR, 10, {"projection": 256}, 2_156_490 + 512**2 + 512 + 513 * 256 + (256 - 512) * 10, 256),
+    ("mlp", MNIST, 10, {"projection": 32}, 1_985_930 + 128**2 + 128 + 129 * 32 + (32 - 128) * 10, 32),
+    ("resnet8", CIFAR, 10, {"projection": 256}, 78_042 + 64**2 + 64 + 65 * 256 + (256 - 64) * 10, 256),
+    ("resnet20", CIFAR, 10, {"projection": 256}, 272_474 + 64**2 + 64 + 65 * 256 + (256 - 64) * 10, 256),
+    ("resnet8_wide", CIFAR, 10, {"projection": 8}, 4_903_242 + 512**2 + 512 + 513 * 8 + (8 - 512) * 10, 8),
+    ("resnet18", CIFAR, 10, {"projection": 256}, 11_181_642 + 512**2 + 512 + 513 * 256 + (256 - 512) * 10, 256),
 ]
 
 # Channels that a norm layer follows, by hand: stem, two a block, one a changed shortcut
@@ -120,6 +128,7 @@ def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tenso
         *((name, {}, False) for name in ("mlp", "cnn", "resnet8")),
         ("resnet8", {"norm": "group"}, True),
         ("resnet8", {"norm": "none"}, True),
+        ("lenet5", {"projection": 6}, True),
     ],
 )
 def test_many_clients_at_once_equal_one_after_the_other(name, options, training):
@@ -219,6 +228,42 @@ def test_fedlmds_cnn_starts_as_pytorch_does():
     assert torch_default["encoder.1.weight"].abs().max().item() == pytest.approx(1 / 8, rel=0.02)
 
 
+def test_without_a_projection_the_layers_draw_their_weights_one_after_the_other_with_the_head_last():
+    with torch_stream(3):
+        layers = [nn.Conv2d(3, 32, 5), nn.Conv2d(32, 64, 5), nn.Linear(64 * 2 * 2, 512), nn.Linear(512, 4)]
+    drawn = [leaf for layer in layers for leaf in (layer.weight, layer.bias)]
+    params = small("cnn").init(3).params
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(params.values(), drawn, strict=True))
+
+
+@pytest.mark.parametrize("name", ["cnn", "lenet5", "resnet8_wide"])
+def test_a_projection_leaves_the_first_weights_before_it_as_they_are(name):
+    """Of networks that PyTorch initialises; others draw a second time, over all layers in order."""
+    plain, projected = (small(name, **options).init(3).params for options in ({}, {"projection": 6}))
+    assert len(projected) == len(plain) + 4
+    assert all(torch.equal(plain[key], projected[key]) for key in plain if key.startswith("encoder."))
+
+
+def test_the_features_of_a_projected_network_are_what_its_head_reads_after_linear_relu_linear():
+    shape = (3, 8, 8)
+    model, plain = small("cnn", projection=6), small("cnn")
+    params, x = model.init(3).params, torch.rand(2, *shape, generator=torch_generator(1))
+    before = plain.apply(plain.init(3), x)[0].features
+    (first, second) = sorted({key.rpartition(".")[0] for key in params if key.count(".") == 3})
+    hidden = (before @ params[f"{first}.weight"].T + params[f"{first}.bias"]).relu()
+    features = hidden @ params[f"{second}.weight"].T + params[f"{second}.bias"]
+    output = model.apply(model.init(3), x)[0]
+    torch.testing.assert_close(output.features, features)
+    torch.testing.assert_close(output.logits, features @ params["head.weight"].T + params["head.bias"])
+
+
+def test_a_projection_starts_as_pytorch_does_in_networks_that_start_as_mrtf_does():
+    params = build_model("resnet8", input_shape=CIFAR, classes=10, projection=256).init(0).params
+    (first,) = (leaf for leaf in params.values() if leaf.shape == (64, 64))
+    assert first.abs().max().item() == pytest.approx(1 / 8, rel=0.02)  # U(-1/sqrt(fan in), 1/sqrt(fan in))
+    assert params["head.weight"].std().item() == pytest.approx(0.01, rel=0.1)
+
+
 def test_mistakes_are_told_in_one_line_with_the_nearest_word():
     def message(*args, **options):
         with pytest.raises(FedstillError) as caught:
@@ -228,7 +273,10 @@ def test_mistakes_are_told_in_one_line_with_the_nearest_word():
 
     assert "did you mean 'resnet18'" in message("resnet-18")
     assert "did you mean 'norm'" in message("vgg8", nrm="batch")
-    assert "'cnn' has no options" in message("cnn", norm="batch")
+    assert "model.norm is not an option of 'cnn'" in message("cnn", norm="batch")
+    assert "model.projection = -1 must be a whole number" in message("cnn", projection=-1)
+    assert "model.projection = 2.5" in message("resnet8", projection=2.5)
+    assert "model.projection is not an option of 'vgg8'" in message("vgg8", projection=4)
     assert "model.norm = 'layer' is unknown" in message("vgg8", norm="layer")
     assert "did you mean 'imagenet'" in message("resnet18", stem="image")
     assert "needs images" in message("cnn", input_shape=(64,))
@@ -239,5 +287,5 @@ def test_mistakes_are_told_in_one_line_with_the_nearest_word():
 
 
 def test_options_and_their_defaults_can_be_listed():
-    assert model_options("cnn") == {}
-    assert model_options("resnet18") == {"stem": "imagenet", "norm": "batch", "groups": 2}
+    assert model_options("cnn") == {"projection": 0}
+    assert model_options("resnet18") == {"stem": "imagenet", "norm": "batch", "groups": 2, "projection": 0}

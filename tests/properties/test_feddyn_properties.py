@@ -87,7 +87,7 @@ def test_the_first_local_problem_is_fedprox_with_mu_alpha():
     dyn = with_quadratic(feddyn(alpha=0.5), dynamic_regularization(0.5)).objective
     prox = combine(with_quadratic(feddyn()).objective, proximal(0.5))
     how = {"received": {}, "steps": 7, "lr": 0.1}
-    ours = train_client(dyn, scalar_model(), scalar(1.0), CLIENTS[1], state=dyn.init({"w": number(1.0)}), **how)[0]
+    ours = train_client(dyn, scalar_model(), scalar(1.0), CLIENTS[1], state=dyn.init(scalar(1.0)), **how)[0]
     other = train_client(prox, scalar_model(), scalar(1.0), CLIENTS[1], state={}, **how)[0]
     assert ours.params["w"].item() == other.params["w"].item()
 

@@ -21,10 +21,11 @@ from fedstill.local import control_variates
 CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 
 
-def run(option="II", *, clients=CLIENTS, rounds=1, steps=2, lr=0.1, weighting="uniform", global_lr=1.0, **how):
-    method = with_quadratic(
-        scaffold(option=option, weighting=weighting, global_lr=global_lr), control_variates(option, risk=quadratic())
-    )
+def run(
+    option="II", *, clients=CLIENTS, rounds=1, steps=2, lr=0.1, weighting="uniform", controls=None, global_lr=1.0, **how
+):
+    recipe = scaffold(option=option, weighting=weighting, control_weighting=controls, global_lr=global_lr)
+    method = with_quadratic(recipe, control_variates(option, risk=quadratic()))
     return federate_by_hand(method, scalar_model(), clients, scalar(1.0), rounds=rounds, steps=steps, lr=lr, **how)
 
 
@@ -33,7 +34,7 @@ def values(history):
 
 
 def server_control(state):
-    return state["2"]["control"]["w"].item()
+    return state[max(state, key=int)]["control"]["w"].item()  # the last step of the chain
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,23 @@ def test_with_size_weights_controls_cancel_and_the_pooled_optimum_is_reached():
     own = [history.clients[k]["control"]["w"].item() for k in (0, 1)]
     assert server_control(history.server[-1]) == pytest.approx(0.75 * own[0] + 0.25 * own[1], abs=1e-9)
     assert values(history)[-1] == pytest.approx(2.0, abs=1e-6)  # 3 w + 3 (w - 4) = 0
+
+
+HEAVY = [client._replace(weight=client.weight * n) for client, n in zip(CLIENTS, (3.0, 1.0), strict=True)]
+
+
+def test_the_released_weights_take_the_path_worked_by_hand():
+    """Models by size, controls evenly: y = (0.81, 2.53), then (1.8214, 1.9166) with c - c_k = (-4.3, 4.3)."""
+    history = run(clients=HEAVY, weighting="size", controls="uniform", rounds=2)
+    assert server_control(history.server[0]) == pytest.approx(-3.35)
+    assert values(history) == pytest.approx([0.75 * 0.81 + 0.25 * 2.53, 0.75 * 1.8214 + 0.25 * 1.9166], abs=1e-12)
+    alike = run(clients=HEAVY, weighting="size", rounds=2)
+    assert server_control(alike.server[0]) == pytest.approx(0.75 * 0.95 - 0.25 * 7.65)
+
+
+def test_the_released_weights_lead_to_the_optimum_of_the_controls_not_of_the_models():
+    assert values(run(clients=HEAVY, weighting="size", controls="uniform", rounds=300))[-1] == pytest.approx(3.0)
+    assert values(run(clients=HEAVY, weighting="uniform", controls="size", rounds=300))[-1] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("option", ["I", "II"])

@@ -109,7 +109,7 @@ def server_distillation(unlabeled, steps, server_lr, pool, temperature):
     return step
 
 
-def scaffold(W, clients, cohorts, *, lr, momentum, option, global_lr, weighting="uniform"):
+def scaffold(W, clients, cohorts, *, lr, momentum, option, global_lr, weighting="uniform", control_weighting=None):
     c, own = np.zeros_like(W), [np.zeros_like(W) for _ in clients]
     for cohort in cohorts:
         moves, changes = [], []
@@ -126,7 +126,8 @@ def scaffold(W, clients, cohorts, *, lr, momentum, option, global_lr, weighting=
             own[k] = renewed
         p = shares(clients, cohort, weighting)
         W = W + global_lr * mean(p, moves)
-        c = c + len(cohort) / len(clients) * mean(p, changes)
+        q = shares(clients, cohort, control_weighting or weighting)
+        c = c + len(cohort) / len(clients) * mean(q, changes)
     return W
 
 

@@ -1,10 +1,12 @@
 """Each method, several rounds with clients away and unequal in size and steps, against numpy from the equations."""
 
 import numpy as np
+import numpy_client_terms as terms
 import numpy_methods as reference
 import pytest
 import torch
 from by_hand import blobs, federate_by_hand
+from test_label_skew_against_numpy import CASES as LABEL_SKEW_CASES
 
 from fedstill.algorithms import METHODS
 from fedstill.core.types import Model, Output, Weights
@@ -19,7 +21,8 @@ START = np.random.Generator(np.random.PCG64(3)).normal(size=(3, 4))
 
 def without_bias() -> Model:
     def apply(weights, x, *, training=False, weight=None, seed=None):
-        return Output(x @ weights.params["W"].T, x), {}
+        logits = x @ weights.params["W"].T
+        return Output(logits, logits), {}
 
     return Model("matrix", init=lambda seed: Weights({"W": torch.zeros(3, 4)}, {}), apply=apply)
 
@@ -38,6 +41,10 @@ def distillation(pool, temperature):
 
 def distillation_options(pool, temperature):
     return {"steps": 6, "server_lr": 0.3, "pool": pool, "temperature": temperature}
+
+
+def contrast(previous):
+    return {"mu": 0.8, "temperature": 0.7, "previous": previous}
 
 
 CASES = [
@@ -68,10 +75,23 @@ CASES = [
         reference.scaffold,
         {"option": "II", "global_lr": 1.0, "weighting": "size"},
     ),
+    (
+        "scaffold",
+        {"weighting": "size", "control_weighting": "uniform"},
+        reference.scaffold,
+        {"option": "II", "global_lr": 1.0, "weighting": "size", "control_weighting": "uniform"},
+    ),
     ("fednova", {}, reference.fednova, {}),
+    ("fednova", {"correction": "released"}, terms.released_fednova, {}),
     ("fednova", {"weighting": "uniform"}, reference.fednova, {"weighting": "uniform"}),
     ("feddyn", {"alpha": 0.3}, reference.feddyn, {"alpha": 0.3}),
     ("feddyn", {"alpha": 0.3, "weighting": "size"}, reference.feddyn, {"alpha": 0.3, "weighting": "size"}),
+    *(
+        ("fedcurv", {"lam": 0.4, "fisher": fisher}, terms.fedcurv, {"lam": 0.4, "fisher": fisher})
+        for fisher in ("per_batch", "per_sample")
+    ),
+    *(("moon", contrast(previous), terms.moon, contrast(previous)) for previous in ("skip", "init", "start")),
+    ("fedmmd", {"lam": 0.6}, terms.fedmmd, {"lam": 0.6}),
     (
         "feddf",
         distillation_options("logits", 1.0),
@@ -112,4 +132,4 @@ def test_the_method_equals_its_equations_in_numpy(name, options, slow, slow_opti
 
 
 def test_every_method_has_a_numpy_reference():
-    assert {name for name, *_ in CASES} == set(METHODS)
+    assert {name for name, *_ in [*CASES, *LABEL_SKEW_CASES]} == set(METHODS)

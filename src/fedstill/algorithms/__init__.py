@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from fedstill.algorithms.fedavg import fedavg
+from fedstill.algorithms.fedcurv import fedcurv
 from fedstill.algorithms.feddf import feddf
 from fedstill.algorithms.feddyn import feddyn
+from fedstill.algorithms.fedlmd import fedlmd, fedlmd_tf
+from fedstill.algorithms.fedmmd import fedmmd
 from fedstill.algorithms.fednova import fednova
-from fedstill.algorithms.fedntd import fedntd
+from fedstill.algorithms.fedntd import fedntd, fedntd_tf
 from fedstill.algorithms.fedopt import fedadagrad, fedadam, fedavgm, fedopt, fedyogi
 from fedstill.algorithms.fedprox import fedprox
+from fedstill.algorithms.fedrs import fedrs
+from fedstill.algorithms.kd import kd
+from fedstill.algorithms.label_smoothing import label_smoothing
+from fedstill.algorithms.moon import moon
 from fedstill.algorithms.options import check_type
 from fedstill.algorithms.scaffold import scaffold
 from fedstill.core.errors import FedstillError, suggest
@@ -29,7 +36,16 @@ METHODS: dict[str, Callable[..., Algorithm]] = {
     "scaffold": scaffold,
     "fednova": fednova,
     "feddyn": feddyn,
+    "fedcurv": fedcurv,
+    "moon": moon,
+    "fedmmd": fedmmd,
+    "kd": kd,
     "fedntd": fedntd,
+    "fedntd_tf": fedntd_tf,
+    "fedlmd": fedlmd,
+    "fedlmd_tf": fedlmd_tf,
+    "label_smoothing": label_smoothing,
+    "fedrs": fedrs,
     "feddf": feddf,
 }
 
@@ -58,12 +74,21 @@ __all__ = [
     "fedadam",
     "fedavg",
     "fedavgm",
+    "fedcurv",
     "feddf",
     "feddyn",
+    "fedlmd",
+    "fedlmd_tf",
+    "fedmmd",
     "fednova",
     "fedntd",
+    "fedntd_tf",
     "fedopt",
     "fedprox",
+    "fedrs",
     "fedyogi",
+    "kd",
+    "label_smoothing",
+    "moon",
     "scaffold",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from fedstill.core.errors import FedstillError, suggest
 
@@ -30,7 +30,7 @@ def decay_rate(key: str, value: float) -> None:
 
 def check_type(key: str, value: object, hint: Any) -> None:
     """Refuse a value that its type hint (float, int, str, bool, a Literal, or one of these or None) rules out."""
-    if isinstance(hint, UnionType):
+    if get_origin(hint) in (UnionType, Union):  # a Literal or None is typing's own kind of union
         if value is None and NoneType in get_args(hint):
             return
         (hint,) = (part for part in get_args(hint) if part is not NoneType)

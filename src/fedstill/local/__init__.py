@@ -1,21 +1,41 @@
 """What clients minimise: terms that add up."""
 
+from fedstill.local.contrast import contrast_loss, model_contrast, previous_model
+from fedstill.local.curvature import curvature
+from fedstill.local.discrepancy import kernel_discrepancy, mean_discrepancy
 from fedstill.local.distillation import (
+    distillation,
+    label_masked_distillation,
     masked_distillation_loss,
     not_true_distillation,
     start_model,
     target_mask,
 )
+from fedstill.local.labels import class_scales, majority, restricted_softmax, smoothed_cross_entropy
+from fedstill.local.released import against_own_past
 from fedstill.local.terms import control_variates, cross_entropy, dynamic_regularization, full_precision, proximal
 
 __all__ = [
+    "against_own_past",
+    "class_scales",
+    "contrast_loss",
     "control_variates",
     "cross_entropy",
+    "curvature",
+    "distillation",
     "dynamic_regularization",
     "full_precision",
+    "kernel_discrepancy",
+    "label_masked_distillation",
+    "majority",
     "masked_distillation_loss",
+    "mean_discrepancy",
+    "model_contrast",
     "not_true_distillation",
+    "previous_model",
     "proximal",
+    "restricted_softmax",
+    "smoothed_cross_entropy",
     "start_model",
     "target_mask",
 ]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from fedstill.core.compose import weighted_mean
-from fedstill.core.types import Batch, Local, Objective, Output, Weights
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Batch, Local, Need, Objective, Output, Weights
+from fedstill.local.labels import majority
 from fedstill.local.terms import full_precision
+
+Masked = Literal["nothing", "target", "target and majority"]
 
 
 def start_model(local: Local) -> Weights:
@@ -17,6 +23,8 @@ def start_model(local: Local) -> Weights:
 
 def target_mask(labels: Tensor, classes: int) -> Tensor:
     """(B, K), True at each sample's own class; F.one_hot cannot run under vmap."""
+    if labels.is_floating_point():
+        raise FedstillError("the labels are soft targets, which have no own class to mask: give class indices")
     return labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)
 
 
@@ -60,13 +68,43 @@ def _teacher_probabilities(logits: Tensor, teacher_logits: Tensor | None, hidden
     return probabilities.masked_fill(hidden, 0.0)  # a row with every class hidden is NaN before this
 
 
-def not_true_distillation(beta: float = 1.0, *, tau: float = 1.0) -> Objective:
-    """beta tau^2 KL(teacher || student) over the classes that are not the sample's own; teacher: the start model."""
+def _distilled(beta: float, tau: float, *, teacher: bool, masked: Masked) -> Objective:
+    """beta times the mean of `masked_distillation_loss`; `masked` hides classes in the teacher, in the student only y.
+
+    The own class is hidden in the teacher even where it is no majority class: the student has no mass there.
+    """
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        mask = target_mask(batch.y, output.logits.shape[-1])
-        teacher = local.frozen["start"].logits
-        losses = masked_distillation_loss(output.logits, teacher, student_mask=mask, teacher_mask=mask, tau=tau)
+        own = None if masked == "nothing" else target_mask(batch.y, output.logits.shape[-1])
+        hidden = own | majority(local.label_counts) if own is not None and masked == "target and majority" else own
+        logits = local.frozen["start"].logits if teacher else None
+        losses = masked_distillation_loss(output.logits, logits, student_mask=own, teacher_mask=hidden, tau=tau)
         return beta * weighted_mean(losses, batch.weight)
 
-    return Objective(loss, frozen={"start": start_model})
+    return Objective(
+        loss,
+        frozen={"start": start_model} if teacher else {},
+        needs=frozenset({Need.LABEL_COUNTS}) if masked == "target and majority" else frozenset(),
+    )
+
+
+def distillation(beta: float = 1.0, *, tau: float = 1.0) -> Objective:
+    """beta tau^2 KL(teacher || student) over all classes; teacher: the start model."""
+    return _distilled(beta, tau, teacher=True, masked="nothing")
+
+
+def not_true_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: bool = True) -> Objective:
+    """beta tau^2 KL(teacher || student) over the classes i != y; teacher: the start model, or uniform without it."""
+    return _distilled(beta, tau, teacher=teacher, masked="target")
+
+
+def label_masked_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: bool = True) -> Objective:
+    """beta tau^2 KL(teacher || student), student over i != y, teacher over those of them the client has little of.
+
+        p_student = softmax(z / tau) over i != y
+        p_teacher = softmax(z_start / tau) over i != y with n_k^i <= n_k / K, or uniform there without a teacher
+
+    A class of which the client has much is pushed down in the student unless it is the sample's own. A sample
+    for which no class is left to the teacher counts 0.
+    """
+    return _distilled(beta, tau, teacher=teacher, masked="target and majority")

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedstill.models.network import Network, dense, image_shape, initialise
+from fedstill.models.network import Network, classifier, dense, image_shape, initialise
 
 
 def _stage(before: int, after: int, kernel: int, padding: int) -> list[nn.Module]:
     return [nn.Conv2d(before, after, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
 
 
-def cnn(input_shape: tuple[int, ...], classes: int) -> Network:
+def cnn(input_shape: tuple[int, ...], classes: int, *, projection: int = 0) -> Network:
     """The CNN of FedAvg, FedNTD and FedLMD: two 5x5 convolutions (32, 64) with pooling, 512 features."""
     channels, height, width = image_shape("cnn", input_shape, least=4)
     flat = 64 * (height // 4) * (width // 4)
     stages = [*_stage(channels, 32, 5, 2), *_stage(32, 64, 5, 2)]
-    return Network(nn.Sequential(*stages, nn.Flatten(), *dense(flat, 512)), nn.Linear(512, classes))
+    return classifier([*stages, nn.Flatten(), *dense(flat, 512)], 512, classes, projection)
 
 
 def _lenet_stages(channels: int, height: int, width: int, first: int, second: int) -> tuple[list[nn.Module], int]:
@@ -30,10 +30,10 @@ def _lenet_stages(channels: int, height: int, width: int, first: int, second: in
     return stages, second * rows * columns
 
 
-def lenet5(input_shape: tuple[int, ...], classes: int) -> Network:
-    """The simple CNN of FedDF and D2C-FL: convolutions 6, 16, dense 120, 84; features are the 84."""
+def lenet5(input_shape: tuple[int, ...], classes: int, *, projection: int = 0) -> Network:
+    """The simple CNN of FedDF, D2C-FL and MOON: convolutions 6, 16, dense 120, 84; features are the 84."""
     stages, flat = _lenet_stages(*image_shape("lenet5", input_shape, least=16), 6, 16)
-    return Network(nn.Sequential(*stages, *dense(flat, 120, 84)), nn.Linear(84, classes))
+    return classifier([*stages, *dense(flat, 120, 84)], 84, classes, projection)
 
 
 def lenet(input_shape: tuple[int, ...], classes: int, *, init: str = "paper") -> Network:

@@ -25,6 +25,25 @@ class Network(nn.Module):
         return features, self.head(features)
 
 
+class Projection(nn.Sequential):
+    """MOON's projection of `width` features before the classifier: Linear, ReLU, Linear."""
+
+    def __init__(self, width: int, projection: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, projection))
+
+
+def classifier(layers: list[nn.Module], width: int, classes: int, projection: int) -> Network:
+    """A network of layers that end in `width` features and one linear head; `projection` > 0 puts one between them.
+
+    The head then reads the projection's output, and that is the features (Li et al., CVPR 2021).
+    """
+    if not isinstance(projection, int) or isinstance(projection, bool) or projection < 0:
+        raise FedstillError(f"model.projection = {projection} must be a whole number: 0 for none, 256 as in MOON")
+    if projection:
+        layers = [*layers, Projection(width, projection)]
+    return Network(nn.Sequential(*layers), nn.Linear(projection or width, classes))
+
+
 def dense(*widths: int) -> list[nn.Module]:
     """A linear layer and ReLU for each step from width to width."""
     layers: list[nn.Module] = []
@@ -77,11 +96,15 @@ def initialise_convolutions(network: nn.Module) -> None:
 
 
 def initialise(network: Network, init: str) -> Network:
-    """'paper' is MrTF's: convolutions Kaiming-normal, linear layers N(0, 0.01), biases 0; 'torch': PyTorch's own."""
+    """'paper' is MrTF's: convolutions Kaiming-normal, linear layers N(0, 0.01), biases 0; 'torch': PyTorch's own.
+
+    A projection keeps PyTorch's own: two more layers of N(0, 0.01) would leave a hundredth of what they read.
+    """
     if choose("init", init, INITS) == "paper":
         initialise_convolutions(network)
+        kept = {layer for part in network.modules() if isinstance(part, Projection) for layer in part}
         for layer in network.modules():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear) and layer not in kept:
                 nn.init.normal_(layer.weight, std=0.01)
                 nn.init.zeros_(layer.bias)
     return network

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedstill.models.network import Network, choose, image_shape, initialise, initialise_convolutions, norm_layer
+from fedstill.models.network import (
+    Network,
+    choose,
+    classifier,
+    image_shape,
+    initialise,
+    initialise_convolutions,
+    norm_layer,
+)
 
 
 class _Norm(NamedTuple):
@@ -39,7 +47,9 @@ class BasicBlock(nn.Module):
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
-def _residual(stem: list[nn.Module], widths: tuple[int, ...], blocks: int, classes: int, norm: _Norm) -> Network:
+def _residual(
+    stem: list[nn.Module], widths: tuple[int, ...], blocks: int, classes: int, norm: _Norm, projection: int
+) -> Network:
     """Stages of `blocks` blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
     layers = list(stem)
     before = widths[0]
@@ -48,42 +58,61 @@ def _residual(stem: list[nn.Module], widths: tuple[int, ...], blocks: int, class
             layers.append(BasicBlock(before, width, 2 if stage > 0 and block == 0 else 1, norm))
             before = width
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return Network(nn.Sequential(*layers), nn.Linear(before, classes))
+    return classifier(layers, before, classes, projection)
 
 
 def _small(
-    name: str, blocks: int, input_shape: tuple[int, ...], classes: int, norm: str, groups: int, init: str
+    name: str, blocks: int, input_shape: tuple[int, ...], classes: int, kind: _Norm, init: str, projection: int
 ) -> Network:
     channels, _, _ = image_shape(name, input_shape, least=1)
-    kind = _Norm(norm, groups)
     stem = [_conv(channels, 16, 3, 1, kind), nn.ReLU()]
-    return initialise(_residual(stem, (16, 32, 64), blocks, classes, kind), init)
+    return initialise(_residual(stem, (16, 32, 64), blocks, classes, kind, projection), init)
 
 
 def resnet8(
-    input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper"
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    norm: str = "batch",
+    groups: int = 2,
+    init: str = "paper",
+    projection: int = 0,
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 1 (MrTF, FedDF, D2C-FL): stages 16, 32, 64 of one block; 64 features."""
-    return _small("resnet8", 1, input_shape, classes, norm, groups, init)
+    return _small("resnet8", 1, input_shape, classes, _Norm(norm, groups), init, projection)
 
 
 def resnet20(
-    input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper"
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    norm: str = "batch",
+    groups: int = 2,
+    init: str = "paper",
+    projection: int = 0,
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 3: stages 16, 32, 64 of three blocks; 64 features."""
-    return _small("resnet20", 3, input_shape, classes, norm, groups, init)
+    return _small("resnet20", 3, input_shape, classes, _Norm(norm, groups), init, projection)
 
 
-def resnet8_wide(input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2) -> Network:
+def resnet8_wide(
+    input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2, projection: int = 0
+) -> Network:
     """FedAUX's ResNet-8: stages 64, 128, 256, 512 of one block each, 3x3 stem; 512 features."""
     channels, _, _ = image_shape("resnet8_wide", input_shape, least=1)
     kind = _Norm(norm, groups)
     stem = [_conv(channels, 64, 3, 1, kind), nn.ReLU()]
-    return _residual(stem, (64, 128, 256, 512), 1, classes, kind)
+    return _residual(stem, (64, 128, 256, 512), 1, classes, kind, projection)
 
 
 def resnet18(
-    input_shape: tuple[int, ...], classes: int, *, stem: str = "imagenet", norm: str = "batch", groups: int = 2
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    stem: str = "imagenet",
+    norm: str = "batch",
+    groups: int = 2,
+    projection: int = 0,
 ) -> Network:
     """ResNet-18: stages 64, 128, 256, 512 of two blocks; 512 features.
 
@@ -97,6 +126,6 @@ def resnet18(
         first = [_conv(channels, 64, 3, 1, kind), nn.ReLU()]
     else:
         first = [_conv(channels, 64, 7, 2, kind), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
-    network = _residual(first, (64, 128, 256, 512), 2, classes, kind)
+    network = _residual(first, (64, 128, 256, 512), 2, classes, kind, projection)
     initialise_convolutions(network)
     return network

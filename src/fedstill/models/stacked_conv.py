@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.nn.modules.conv import _ConvNd
 
 LARGEST = 64  # channels and filters; beyond, cuDNN a client on streams of its own is faster (docs/concepts.md)
@@ -175,7 +175,7 @@ class StackedMaxPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fits = x.is_cuda and x.dtype == torch.float32 and x.ndim == 4 and not (x.shape[2] % 2 or x.shape[3] % 2)
-        if not fits:
+        if not fits or is_gradtrackingtensor(x):  # torch.func.grad needs a rule that these kernels do not have
             return F.max_pool2d(x, 2)
         pool = _PoolPerClient if is_batchedtensor(x) else _Pool
         out: Tensor = pool.apply(x)  # type: ignore[no-untyped-call]

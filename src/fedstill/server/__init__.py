@@ -2,6 +2,7 @@
 
 from fedstill.server.average import average, normalized_average
 from fedstill.server.control import dynamic_correction, update_control
+from fedstill.server.curvature import sum_curvature
 from fedstill.server.distill import distill
 from fedstill.server.optim import adam, adaptive, sgd
 
@@ -13,5 +14,6 @@ __all__ = [
     "dynamic_correction",
     "normalized_average",
     "sgd",
+    "sum_curvature",
     "update_control",
 ]
