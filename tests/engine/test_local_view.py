@@ -166,8 +166,14 @@ def counted(model: Model) -> tuple[Model, list[bool]]:
     return dataclasses.replace(model, apply=apply), calls
 
 
-def halved(local):
-    return Weights({name: 0.5 * leaf for name, leaf in local.start.params.items()}, local.start.buffers)
+def start_in_every_step(local):
+    """It looks at the step's seed, so it might be another model in every step."""
+    params = {name: leaf + 0.0 * local.seed for name, leaf in local.start.params.items()}
+    return Weights(params, local.start.buffers)
+
+
+def kept(local):
+    return Weights(local.state["past"], {})
 
 
 def imitation(name: str, teacher) -> Objective:
@@ -178,23 +184,29 @@ def imitation(name: str, teacher) -> Objective:
     return Objective(loss, frozen={name: teacher})
 
 
-def run_counted(objective: Objective, training: Training, net: str = "mlp") -> list[bool]:
+def run_counted(objective: Objective, training: Training, net: str = "mlp", **how) -> list[bool]:
     model, calls = counted(network(net))
     engine = build_engine("looped", "cpu", model=model, federation=federation((8,), images=net == "cnn"))
-    train(engine, training, objective=objective)
+    train(engine, training, objective=objective, **how)
     return calls
 
 
 def test_a_teacher_that_two_terms_name_runs_once_a_step():
     training = Training(batch_size=4, epochs=3, lr=0.01)
-    alone = run_counted(imitation("half", halved), training)
-    shared = run_counted(combine(imitation("half", halved), imitation("half", halved)), training)
+    imitate = imitation("noisy", start_in_every_step)
+    alone, shared = run_counted(imitate, training), run_counted(combine(imitate, imitate), training)
     assert shared == alone == [False, True] * 6
 
 
 def test_the_start_model_as_teacher_runs_once_a_round():
     calls = run_counted(combine(cross_entropy(), not_true_distillation()), Training(batch_size=4, epochs=3, lr=0.01))
     assert calls == [False] + [True] * 6
+
+
+def test_a_teacher_from_the_clients_own_state_runs_once_a_round():
+    states = {"past": {name: leaf.unsqueeze(0) for name, leaf in network("cnn").init(1).params.items()}}
+    training = Training(batch_size=4, epochs=3, lr=0.01)
+    assert run_counted(imitation("own", kept), training, "cnn", states=states) == [False] + [True] * 6
 
 
 def test_a_teacher_sees_the_augmented_samples_that_the_student_sees():
@@ -215,8 +227,27 @@ def test_remembered_teacher_outputs_are_those_of_a_fresh_run(monkeypatch, engine
         how = {"objective": objective, "start": start, "round": round, "ids": [0, 3, 1] if round == 1 else [3, 2]}
         cached = train(used, TRAINING, **how).uploads.weights
         with monkeypatch.context() as patch:
-            patch.setattr(Program, "cacheable", lambda self: [])
+            patch.setattr(Program, "cacheable", lambda self, client: [])
             fresh = train(engine_for(engine, data=data), TRAINING, **how).uploads.weights
+        assert_close(cached, fresh)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shared", [False, True], ids=["rows of one owner", "rows of two owners"])
+def test_remembered_outputs_of_each_clients_own_teacher_are_those_of_a_fresh_run(monkeypatch, engine, shared):
+    """A row that two clients hold has two teachers, and one place to be remembered at."""
+    data, objective = federation(SIZES, images=True), combine(cross_entropy(), imitation("own", kept))
+    if shared:
+        data = dataclasses.replace(data, indices=torch.cat([data.indices[:14], data.indices[:17]]))
+    used, training = engine_for(engine, "cnn", data), dataclasses.replace(TRAINING, lr=0.01)
+    for round, ids in enumerate(([0, 3, 1], [3, 2]), 1):
+        pasts = [network("cnn").init(100 * round + client).params for client in ids]
+        states = {"past": {name: torch.stack([past[name] for past in pasts]) for name in pasts[0]}}
+        how = {"objective": objective, "round": round, "ids": ids, "states": states}
+        cached = train(used, training, **how).uploads.weights
+        with monkeypatch.context() as patch:
+            patch.setattr(Program, "cacheable", lambda self, client: [])
+            fresh = train(engine_for(engine, "cnn", data), training, **how).uploads.weights
         assert_close(cached, fresh)
 
 
@@ -227,11 +258,8 @@ def test_what_is_remembered_has_features_only_where_they_are_declared():
     for engine in ENGINES:
         declared = Objective(loss, frozen={"start": start_model}, needs=frozenset({Need.FEATURES}))
         found = train(engine_for(engine), TRAINING, objective=combine(cross_entropy(), declared)).uploads.weights
-        again = train(
-            engine_for(engine), TRAINING, objective=combine(cross_entropy(), dataclasses.replace(declared, frozen={
-                "start": lambda local: Weights(dict(local.start.params), local.start.buffers)
-            }))
-        ).uploads.weights  # fmt: skip
+        fresh = dataclasses.replace(declared, frozen={"start": start_in_every_step})
+        again = train(engine_for(engine), TRAINING, objective=combine(cross_entropy(), fresh)).uploads.weights
         assert_close(found, again)
 
 
@@ -241,16 +269,16 @@ def test_a_teacher_may_come_from_the_clients_own_state(engine):
     model = network()
     start = model.init(3)
     objective = dataclasses.replace(
-        imitation("own", lambda local: Weights(local.state["past"], {})),
+        imitation("own", kept),
         init=lambda weights: {"past": weights.params},
         finish=lambda local, measured: ({"past": local.params}, {}),
     )
     other = {name: leaf + 0.1 for name, leaf in start.params.items()}
     states = {"past": {name: torch.stack([start.params[name], other[name]]) for name in other}}
     trained = train(engine_for(engine), TRAINING, objective=objective, ids=[1, 0], states=states)
-    for name, leaf in start.params.items():
-        assert torch.equal(trained.uploads.weights.params[name][0], leaf)
-    assert not torch.equal(trained.uploads.weights.params["head.bias"][1], start.params["head.bias"])
+    assert_close(rows(trained.uploads.weights, 0), start)
+    moved = trained.uploads.weights.params["head.bias"][1] - start.params["head.bias"]
+    assert float(moved.abs().max()) > 0.01
     assert torch.equal(trained.states["past"]["head.bias"], trained.uploads.weights.params["head.bias"])
 
 

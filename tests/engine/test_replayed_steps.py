@@ -12,12 +12,13 @@ import pytest
 import torch
 from engine_cases import assert_close, dataset, federation, in_dtype, network, reads_images, train
 
-from fedstill.core.compose import combine
-from fedstill.core.types import Training
+from fedstill.core.compose import combine, weighted_mean
+from fedstill.core.types import Objective, Training, Weights
 from fedstill.engine import Engine, graph
 from fedstill.engine.graph import CapturedGroup, ladder
 from fedstill.engine.looped import _balance
 from fedstill.engine.plan import make_plan
+from fedstill.engine.program import Program
 from fedstill.engine.stack import View
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import control_variates, cross_entropy
@@ -141,6 +142,24 @@ def test_a_client_without_data_is_not_moved_by_terms_that_need_no_data():
 @pytest.mark.parametrize("name", ["momentum", "steps"])
 def test_remembered_teachers_follow_the_model(stacked, name):
     compare("mlp", TRAININGS[name], stacked=stacked, objective=combine(cross_entropy(), not_true_distillation(2.0)))
+
+
+@either
+def test_remembered_outputs_of_each_clients_own_teacher_follow_its_state(monkeypatch, stacked):
+    def loss(output, batch, local):
+        return 0.05 * weighted_mean((output.logits - local.frozen["own"].logits).square().sum(1), batch.weight)
+
+    imitation = Objective(
+        loss,
+        frozen={"own": lambda local: Weights(local.state["past"], {})},
+        init=lambda weights: {"past": weights.params},
+        finish=lambda local, measured: ({"past": local.params}, {}),
+    )
+    how = (TRAININGS["momentum"], combine(cross_entropy(), imitation), None, [[3, 2], [0, 4, 9], [9, 4, 6, 5, 3]])
+    replayed = rounds_on(engine_of("cnn", stacked=stacked, graphs=True), *how)
+    monkeypatch.setattr(Program, "cacheable", lambda self, client: [])
+    for found, wanted in zip(replayed, rounds_on(engine_of("cnn", stacked=False, graphs=False), *how), strict=True):
+        assert_close(found, wanted)
 
 
 def test_a_captured_step_never_loses_the_tensors_it_reads():

@@ -11,7 +11,7 @@ from fedstill.engine.engine import Engine, Trained
 __all__ = ["ENGINES", "PRECISIONS", "Engine", "Trained", "build_engine", "choose_device"]
 
 ENGINES = ("auto", "batched", "looped")
-PRECISIONS = ("auto", "float32", "tf32", "bf16")
+PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -55,7 +55,8 @@ def build_engine(
 ) -> Engine:
     """An engine for one model and federation; `chunk` clients at once (None: what fits in memory).
 
-    precision: float32 (strict) | tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
+    precision: float32 (strict) | float64 (weights, inputs and states, for comparing to many digits) |
+    tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
     auto is tf32 on a GPU, as PyTorch's convolutions are by default, and float32 on a CPU.
     """
     if name not in ENGINES:

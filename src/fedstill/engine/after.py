@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedstill.core.tree import concatenate, tree_map
 from fedstill.core.types import Batch, Local, Tree, no_finish
-from fedstill.engine.group import map_clients, one_client
+from fedstill.engine.group import map_clients, one_client, some_clients
 from fedstill.engine.plan import sweep_plan
 from fedstill.engine.program import Program
 
@@ -25,7 +25,7 @@ def finish_clients(
     for at in range(0, len(sizes), chunk or 1):
         piece = slice(at, at + (chunk or 1))
         theirs = rows[first[at] : first[at] + sizes[piece].sum()]
-        part = _some(local, piece)
+        part = some_clients(local, piece)
         if chunk is None:
             alone = one_client(part)
             measured = _measure_alone(program, alone, theirs)
@@ -36,13 +36,6 @@ def finish_clients(
             with torch.no_grad():
                 pairs.append(map_clients(finish, part, measured))
     return pairs[0] if len(pairs) == 1 else concatenate(pairs)
-
-
-def _some(local: Local, piece: slice) -> Local:
-    """A stacked Local of some clients, as views."""
-    cut = {name: getattr(local, name)[piece] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
-    trees = {name: tree_map(lambda leaf: leaf[piece], getattr(local, name)) for name in ("params", "buffers", "state")}
-    return local._replace(**trees, **cut)
 
 
 def _measure_stacked(program: Program, local: Local, rows: np.ndarray, sizes: np.ndarray) -> Tree:

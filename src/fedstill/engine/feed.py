@@ -28,7 +28,7 @@ class Feed:
             self.x = self._normalise(self.x)
 
     def _fits(self, x: Tensor) -> bool:
-        wanted = x.numel() * 4
+        wanted = x.numel() * self.dtype.itemsize
         if self.device.type == "cuda":
             return wanted < torch.cuda.mem_get_info(self.device)[0] // 4
         return wanted <= CPU_FLOAT_BYTES

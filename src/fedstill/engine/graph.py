@@ -55,7 +55,8 @@ class CapturedGroup:
 
     def run(self, plan: Plan, results: Results, first: int) -> Iterator[None]:
         """Replay the loaded plan; a finished client is copied to its row (from `first` on) in `results`."""
-        full, shared_rate = plan.full, plan.shared_rate
+        # the fused kernels read a rate on the device as float32
+        full, shared_rate = plan.full, plan.shared_rate and self.stack.loss.dtype != torch.float64
         widths = ladder(self.stack.width)
         active = int((plan.steps > 0).sum())
         for step in range(len(plan.index)):

@@ -74,11 +74,23 @@ def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Lo
     return Local({}, {}, program.start, program.received, state, {}, counts, size, steps, travel, lr, seed[:width])
 
 
+def some_clients(local: Local, piece: slice) -> Local:
+    """A stacked Local of some clients, as views."""
+    cut = {name: getattr(local, name)[piece] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
+    trees = {name: tree_map(lambda leaf: leaf[piece], getattr(local, name)) for name in ("params", "buffers", "state")}
+    return local._replace(**trees, **cut)
+
+
 def one_client(local: Local) -> Local:
     """Drop the client dimension of a stacked Local of width one."""
     alone = {name: getattr(local, name)[0] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
     trees = {name: tree_map(lambda leaf: leaf[0], getattr(local, name)) for name in ("params", "buffers", "state")}
     return local._replace(**trees, **alone)
+
+
+def client_at(local: Local, position: int) -> Local:
+    """One client of a stacked Local."""
+    return one_client(some_clients(local, slice(position, position + 1)))
 
 
 def map_clients(function: Callable[..., Any], local: Local, *stacked: Any) -> Any:
@@ -111,12 +123,13 @@ class Group:
         """Train; yields after every step, so that several groups can share a device."""
         steps, views = plan.steps, {}
         full, shared_rate = plan.full, plan.shared_rate
+        rates = torch.from_numpy(plan.lr[:, 0]).to(inputs.lr.dtype).tolist()
         for step in range(len(plan.index)):
             width = int((steps > step).sum()) if self.stacked else 1
             if width not in views:
                 views = {width: View(self.stack, width, stacked=self.stacked)}
             real = None if self.stacked else int(plan.weight[step].sum())
-            rate = float(plan.lr[step, 0]) if shared_rate else inputs.lr[step, :width]
+            rate = rates[step] if shared_rate else inputs.lr[step, :width]
             self.step(views[width], inputs, step, rate=rate, full=bool(full[step]) or real is not None, real=real)
             yield
 

@@ -24,7 +24,7 @@ class Plan:
     bits: np.ndarray  # (S, C, B) int64: 64 random bits a sample, for augmentation
     seeds: np.ndarray  # (S, C) int64: one a step
     finish_seeds: np.ndarray  # (C,) int64: for what a client does after its last step
-    lr: np.ndarray  # (S, C) float32
+    lr: np.ndarray  # (S, C) float64; the engine rounds it to its own precision
     steps: np.ndarray  # (C,) int64
     travel: np.ndarray  # (C,) float64, see core.types.Local
 
@@ -141,7 +141,7 @@ def make_plan(
     active = np.arange(longest)[:, None] < steps[None, :]
     moves = rates * active * effective_steps(longest, training)[:, None]
     travel = np.cumsum(moves, axis=0)[-1:].sum(0)  # step by step: how a plain sum rounds depends on the cohort's width
-    return Plan(index, weight, draws, seeds, finish_seeds, rates.astype(np.float32), steps, travel)
+    return Plan(index, weight, draws, seeds, finish_seeds, rates, steps, travel)
 
 
 def sweep_plan(rows: np.ndarray, sizes: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:

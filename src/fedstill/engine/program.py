@@ -19,7 +19,7 @@ from fedstill.engine.stack import Layout
 def float32_mode(precision: str) -> Iterator[None]:
     """Whether float32 matrix products and convolutions on a GPU may use TF32; restored afterwards."""
     before = torch.get_float32_matmul_precision()
-    relaxed = precision != "float32"
+    relaxed = precision in ("tf32", "bf16")
     torch.set_float32_matmul_precision("high" if relaxed else "highest")
     try:
         cudnn = torch.backends.cudnn
@@ -55,18 +55,19 @@ class Program:
         else:
             self.start, self.received = (clone(start), clone(received)) if self.static else (start, received)
 
-    def cacheable(self) -> list[str]:
-        """Frozen models that are the start model itself: their outputs are constant over a round."""
+    def cacheable(self, client: Local) -> list[str]:
+        """Frozen models that no step of `client` changes within a round, so that their outputs can be kept."""
         if self.training.augment:
             return []
-        probe = Local(*[None] * len(Local._fields))._replace(start=self.start)  # type: ignore[arg-type]
+        moving = dict.fromkeys(("params", "buffers", "frozen", "seed"))
+        probe = client._replace(**moving)  # type: ignore[arg-type]
         names = []
         for name, teacher in self.objective.frozen.items():
             try:
-                constant = teacher(probe) is self.start
-            except (TypeError, AttributeError, KeyError):  # it looks at the client's own state
-                constant = False
-            if constant:
+                weights = teacher(probe)
+            except (TypeError, AttributeError):
+                continue
+            if weights.params is not None and weights.buffers is not None:
                 names.append(name)
         return names
 

@@ -49,9 +49,9 @@ class Stack:
         self.moments = {
             moment: {name: torch.empty_like(p) for name, p in self.params.items()} for moment in moment_names(training)
         }
-        device = next(iter(self.params.values())).device
-        self.count = torch.zeros((), device=device)  # Adam's step number: the same for all clients in the stack
-        self.loss = torch.zeros(width, device=device)
+        first = next(iter(self.params.values()))
+        self.count = torch.zeros((), device=first.device)  # Adam's step number: the same for all clients in the stack
+        self.loss = first.new_zeros(width)
 
     def reset(self, start: Weights) -> None:
         """Everybody starts at the received model with a fresh optimiser."""
