@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Need,
         Objective,
         Output,
+        Phase,
         Round,
         ServerStep,
         Training,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from fedstill.experiment import build_federation, resume_run, run
     from fedstill.guard import Guard
     from fedstill.history import History, Result
+    from fedstill.methods import build_method
     from fedstill.models import build_model, from_module
     from fedstill.rounds import federate
 
@@ -67,7 +69,8 @@ _HOMES = {
     "fedstill.core.errors": "FedstillError",
     "fedstill.core.seeds": "seed_for",
     "fedstill.core.types": (
-        "Algorithm Batch Dataset Federation Local Model Need Objective Output Round ServerStep Training Uploads Weights"
+        "Algorithm Batch Dataset Federation Local Model Need Objective Output Phase Round ServerStep Training "
+        "Uploads Weights"
     ),
     "fedstill.data": (
         "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled"
@@ -75,6 +78,7 @@ _HOMES = {
     "fedstill.experiment": "build_federation resume_run run",
     "fedstill.guard": "Guard",
     "fedstill.history": "History Result",
+    "fedstill.methods": "build_method",
     "fedstill.models": "build_model from_module",
     "fedstill.rounds": "federate",
 }
@@ -97,6 +101,7 @@ __all__ = [
     "Need",
     "Objective",
     "Output",
+    "Phase",
     "Result",
     "Round",
     "ServerStep",
@@ -107,6 +112,7 @@ __all__ = [
     "after",
     "build_algorithm",
     "build_federation",
+    "build_method",
     "build_model",
     "chain",
     "combine",

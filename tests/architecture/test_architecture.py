@@ -53,6 +53,10 @@ def test_nothing_but_the_entry_point_imports_the_command_line():
     assert {unit_of(path) for path in files() if "cli" in package_imports(path)} <= {"__main__"}
 
 
+def test_nothing_but_the_command_line_imports_the_benchmarks_of_papers():
+    assert {unit_of(path) for path in files() if "bench" in package_imports(path)} <= {"cli"}
+
+
 def test_no_module_imports_itself_through_others():
     modules = {_module_name(path): path for path in files()}
     edges = {

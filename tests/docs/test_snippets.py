@@ -3,6 +3,7 @@
 import logging
 import re
 import shlex
+import shutil
 import tomllib
 
 import pytest
@@ -49,9 +50,10 @@ def commands():
 
 @pytest.fixture
 def experiment_folder(tmp_path, monkeypatch):
-    """A folder with the experiment file that the documentation writes first."""
+    """A folder with the experiment file that the documentation writes first, and the examples."""
     first = blocks(ROOT / "docs" / "experiment-file.md", "toml")[0].text
     (tmp_path / "experiment.toml").write_text(first)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     logging.getLogger("fedstill.run").handlers.clear()

@@ -84,6 +84,32 @@ def resume(
     resume_command(run_dir, as_json=format_ is Format.json)
 
 
+@app.command()
+def bench(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="A name in benchmarks/, or the path of its folder.")],
+    table: Annotated[str | None, typer.Option(metavar="N", help="Which table; without it they are listed.")] = None,
+    columns: Annotated[str | None, typer.Option(metavar="A,B,...", help="Columns of the table (default: all).")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Rows of the table (default: all).")] = None,
+    seeds: Annotated[int, typer.Option(metavar="N", help="Seeds 0 to N - 1.")] = 1,
+    preset: Annotated[str | None, typer.Option(metavar="P", help="Where paper and released code differ.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds cifar10/, mnist/, ...")] = None,
+    jobs: Annotated[str, typer.Option(metavar="N", help="Runs at a time; auto: as many as fit.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folders (default: runs/bench/PAPER).")] = None,
+    results: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Results as data (default: docs/results/PAPER.json, if there).")
+    ] = None,
+    set_: Set = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take, and stop.")] = False,
+    format_: AsFormat = Format.text,
+) -> None:
+    """Reproduce a paper's table: run what is not done yet, set ours beside the paper's numbers."""
+    from fedstill.cli.bench import BenchOptions, bench_command
+
+    words = (paper, table, columns, methods, seeds, preset, data, jobs, device, out, results)
+    bench_command(BenchOptions(*words, settings=set_ or (), dry_run=dry_run, as_json=format_ is Format.json))
+
+
 @app.command("list")
 def list_(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="methods, datasets, partitions or models.")],

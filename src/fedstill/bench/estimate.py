@@ -1,0 +1,155 @@
+"""How long it will take, before it starts: from earlier runs of the same cells, or from a few rounds of one each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedstill.bench.folders import device_name
+from fedstill.bench.order import Order
+from fedstill.bench.pool import Crew
+from fedstill.bench.results import Run, portable
+from fedstill.bench.worker import Message, Probe
+from fedstill.config import Experiment
+from fedstill.methods import build_method
+
+FROZEN_COST = 1 / 3  # of a step: forward alone, where the step is forward and twice as much backward
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds by run (None: not known, and why)."""
+
+    seconds: Mapping[tuple[str, int], float | None]
+    failures: tuple[str, ...] = ()
+
+    def of(self, order: Order) -> float | None:
+        return self.seconds.get((order.key, order.experiment.seed))
+
+    def total(self, orders: Sequence[Order], jobs: int) -> float | None:
+        """Of those that are known: shared by the jobs, but never less than the longest."""
+        known = [spent for order in orders if (spent := self.of(order)) is not None]
+        return max(sum(known) / jobs, *known) if known else None
+
+
+def group_of(experiment: Experiment) -> str:
+    """Cells that cost the same but for their method."""
+    sections = {"data", "partition", "model", "local", "cohort", "evaluate_every"}
+    return portable(experiment.model_dump(mode="json", include=sections))
+
+
+def step_cost(experiment: Experiment) -> float:
+    """A method's step over FedAvg's: frozen models run forward on every batch; the mean over phases."""
+    section, spent, past = experiment.algorithm, 0.0, 0
+    for phase in build_method(section.name, section.options):
+        until = experiment.rounds if phase.until is None else min(phase.until, experiment.rounds)
+        spent += max(until - past, 0) * (1 + FROZEN_COST * len(phase.algorithm.objective.frozen))
+        past = max(past, until)
+    return spent / experiment.rounds
+
+
+def estimate(
+    orders: Sequence[Order], table: Sequence[Order], runs: Sequence[Run], crew: Crew, *, jobs: int
+) -> Estimate:
+    """Seconds of every order; where nothing of its kind in the table was ever run like this, a probe tells."""
+    groups: dict[str, list[Order]] = {}
+    for order in orders:
+        groups.setdefault(group_of(order.experiment), []).append(order)
+    earlier = _earlier(table, runs, jobs)
+    rates = _rates(table, earlier)
+    probes, failures = _probe([some[0] for name, some in groups.items() if name not in rates], crew, jobs)
+    seconds: dict[tuple[str, int], float | None] = {}
+    for name, some in groups.items():
+        for order in some:
+            if name in rates:
+                spent: float | None = earlier.get(order.key, rates[name] * _size(order))
+            else:
+                spent = _from_probe(order, some[0], probes.get(name))
+            seconds[order.key, order.experiment.seed] = spent
+    return Estimate(seconds, failures)
+
+
+def _rates(table: Sequence[Order], earlier: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a round at FedAvg's cost, by group, from the cells that were run before."""
+    found: dict[str, list[float]] = {}
+    for order in table:
+        if order.key in earlier:
+            found.setdefault(group_of(order.experiment), []).append(earlier[order.key] / _size(order))
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def _size(order: Order) -> float:
+    return order.experiment.rounds * step_cost(order.experiment)
+
+
+def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[str, float]:
+    """Seconds by cell, of runs on this kind of device with as many beside them."""
+    if not orders:
+        return {}
+    device, wanted = device_name(orders[0].experiment.engine.device), {order.key for order in orders}
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if run["key"] in wanted and run["device"] == device and run["at_once"] == jobs:
+            found.setdefault(run["key"], []).append(run["seconds"])
+    return {key: statistics.fmean(values) for key, values in found.items()}
+
+
+def _probe(firsts: Sequence[Order], crew: Crew, jobs: int) -> tuple[dict[str, Probe], tuple[str, ...]]:
+    """Each group's first cell on all workers at once, because runs that share a device slow each other down."""
+    copies = [order for order in firsts for _ in range(jobs)]
+    answers: dict[str, list[Probe]] = {}
+    failures: dict[str, None] = {}
+
+    def hear(message: Message) -> None:
+        order = copies[message["number"]]
+        if message["kind"] == "done":
+            answers.setdefault(group_of(order.experiment), []).append(Probe(*message["answer"]))
+        elif message["kind"] == "failed":
+            failures[f"{order.row} {order.column}: {message['error']}"] = None
+
+    crew.do("probe", copies, hear)
+    means = {
+        name: Probe(statistics.fmean(one.first for one in probes), statistics.fmean(one.later for one in probes))
+        for name, probes in answers.items()
+    }
+    return means, tuple(failures)
+
+
+def _from_probe(order: Order, probed: Order, probe: Probe | None) -> float | None:
+    if probe is None:
+        return None
+    relative = step_cost(order.experiment) / step_cost(probed.experiment)
+    return probe.first + (order.experiment.rounds - 1) * probe.later * relative
+
+
+def longest_first(orders: Sequence[Order], known: Estimate) -> list[Order]:
+    """Seed by seed, so that partial results cover every method; within a seed the long ones first: a short tail."""
+    return sorted(orders, key=lambda order: (order.experiment.seed, -(known.of(order) or 0.0)))
+
+
+def estimate_line(orders: Sequence[Order], known: Estimate, *, jobs: int, device: str) -> str:
+    """36 runs of 200 rounds, about 14 min with 3 at a time on cuda"""
+    lengths = sorted({order.experiment.rounds for order in orders})
+    rounds = f"{lengths[0]} rounds" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} rounds"
+    runs = f"{len(orders)} run{'s' if len(orders) > 1 else ''} of {rounds}"
+    total, unknown = known.total(orders, jobs), sum(known.of(order) is None for order in orders)
+    if total is None:
+        return f"{runs}, time unknown, {_at_once(jobs)} on {device}"
+    rest = f" ({unknown} not estimated)" if unknown else ""
+    return f"{runs}, about {roughly(total)} {_at_once(jobs)} on {device}{rest}"
+
+
+def _at_once(jobs: int) -> str:
+    return "one at a time" if jobs == 1 else f"with {jobs} at a time"
+
+
+def roughly(seconds: float) -> str:
+    """A guess does not pretend to be exact.
+
+    >>> roughly(0.2), roughly(75), roughly(840), roughly(9000)
+    ('1 s', '75 s', '14 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,103 @@
+"""The folder of one run: its name, what a finished one says, and how an interrupted one goes on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedstill.bench.metrics import evaluates
+from fedstill.bench.order import Order
+from fedstill.bench.results import Run, method_text
+from fedstill.comparison import folder_name
+from fedstill.config import Experiment
+from fedstill.core.errors import FedstillError
+from fedstill.environment import version_of
+from fedstill.experiment import CONFIG_FILE, read_description
+from fedstill.history import Row
+
+LONGEST_NAME = 60
+MADE = "bench.json"  # which device, how many at once, which versions
+
+
+def run_folder(out: Path, experiment: Experiment, key: str) -> Path:
+    """OUT/fedprox-mu-0.1-0123abcdef/seed-0"""
+    name = folder_name(method_text(experiment))[:LONGEST_NAME]
+    return out / f"{name}-{key}" / f"seed-{experiment.seed}"
+
+
+def device_name(device: str) -> str:
+    place = torch.device(device)
+    return f"cuda {torch.cuda.get_device_name(place)}" if place.type == "cuda" else f"cpu {platform.machine()}"
+
+
+def circumstances(device: str, at_once: int) -> dict[str, Any]:
+    """What a run's numbers and seconds depend on beside the experiment."""
+    versions = {package: version_of(package) or "" for package in ("torch", "fedstill")}
+    return {"at_once": at_once, "device": device_name(device), **versions}
+
+
+def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
+    """The record of a finished run; accuracies in percent with two decimals."""
+    experiment = order.experiment
+    return Run(
+        key=order.key,
+        row=order.row,
+        column=order.column,
+        preset=order.preset,
+        method=method_text(experiment),
+        seed=experiment.seed,
+        rounds=experiment.rounds,
+        evaluated=experiment.evaluate_every,
+        accuracy=[round(100 * row["accuracy"], 2) for row in rows if row.get("accuracy") is not None],
+        seconds=round(seconds, 1),
+        at_once=made["at_once"],
+        device=made["device"],
+        torch=made["torch"],
+        fedstill=made["fedstill"],
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+
+
+def finished_run(order: Order) -> Run | None:
+    """The run that the order's folder holds, if it went to its last round."""
+    try:
+        made = json.loads((order.folder / MADE).read_text(encoding="utf-8"))
+        lines = (order.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+    except (OSError, ValueError):
+        return None
+    rounds, every = order.experiment.rounds, order.experiment.evaluate_every
+    looked = [row["round"] for row in rows if row.get("accuracy") is not None]
+    if looked != [number for number in range(1, rounds + 1) if evaluates(number, rounds, every)]:
+        return None
+    return make_run(order, rows, sum(row["seconds"] for row in rows), made)
+
+
+def begun_as(order: Order) -> Experiment:
+    """What to run in the order's folder: the experiment that was begun there, or the order's own.
+
+    The folder's name holds the cell, so a begun run is the same cell; where its data lie may have changed. On
+    another device or engine its numbers would be those of two devices: it starts again.
+    """
+    if not (order.folder / CONFIG_FILE).exists():
+        return order.experiment
+    try:
+        begun = read_description(order.folder)
+        if begun.engine == order.experiment.engine:
+            return begun
+    except FedstillError:
+        pass  # written by a version that knew other keys
+    shutil.rmtree(order.folder)
+    return order.experiment
+
+
+def tidy(folder: Path) -> None:
+    """A finished run keeps its numbers and models; its checkpoints can be as large as all clients together."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)

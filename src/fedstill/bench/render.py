@@ -1,0 +1,120 @@
+"""A paper's table with ours beside it: Markdown for the documentation, plain text for people, data for programs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedstill.bench.form import Expected, Number, Recipe
+from fedstill.bench.load import find_table
+from fedstill.bench.metrics import LAST, Spread
+from fedstill.bench.summary import ColumnSummary, summarize_table
+from fedstill.report.table import align
+
+NOTHING = "–"
+OPTIONAL = ("speed-up", "paper's speed-up", "FedAvg's rounds / ours")
+Rows = list[list[str]]  # header first
+
+
+def render_table(
+    recipe: Recipe, preset: str, table_name: str, runs: Sequence[Mapping[str, Any]], expected: Expected
+) -> str:
+    """One table as Markdown: for each column what it is, a table, and at the end what the words mean."""
+    columns = summarize_table(find_table(recipe, preset, table_name), runs, expected)
+    parts = [f"**{column.column}**{_length(column)}\n\n{markdown_table(cells(column))}" for column in columns]
+    return "\n\n".join([*parts, legend(columns)]) + "\n"
+
+
+def text_table(columns: Sequence[ColumnSummary]) -> str:
+    """The same with columns by spaces."""
+    parts = [f"{column.column}{_length(column)}\n{align(_two_line_header(cells(column)))}" for column in columns]
+    return "\n\n".join([*parts, textwrap.fill(legend(columns), 100)])
+
+
+def _two_line_header(rows: Rows) -> Rows:
+    """Long names over narrow numbers: each name in two lines of about the same length."""
+    header, *body = rows
+    halves = [textwrap.wrap(name, max(len(name) // 2 + 2, max(map(len, name.split())))) for name in header]
+    above = [lines[0] if len(lines) > 1 else "" for lines in halves]
+    return [above, [" ".join(lines[len(lines) > 1 :]) for lines in halves], *body]
+
+
+def markdown_table(rows: Rows) -> str:
+    """The first row is the header, the first column stands left, the others right.
+
+    >>> print(markdown_table([["method", "best"], ["fedavg", "33.0"]]))
+    | method | best |
+    |---|---:|
+    | fedavg | 33.0 |
+    """
+    header, *body = rows
+    rule = "|" + "|".join(["---", *["---:"] * (len(header) - 1)]) + "|"
+    return "\n".join([_line(header), rule, *(_line(row) for row in body)])
+
+
+def _line(row: Sequence[str]) -> str:
+    return "| " + " | ".join(row) + " |"
+
+
+def cells(column: ColumnSummary) -> Rows:
+    """Header and rows of one column; speed-ups only where somebody has one."""
+    kept = {
+        "method": [row.row for row in column.rows],
+        "best over rounds": [_spread(row.best) for row in column.rows],
+        f"mean of last {LAST} rounds": [_spread(row.last) for row in column.rows],
+        _paper_header(column): [_number(row.figure) for row in column.rows],
+        "best - paper": [_signed(row.above(row.best)) for row in column.rows],
+        f"last {LAST} - paper": [_signed(row.above(row.last)) for row in column.rows],
+        "speed-up": [_spread(row.speedup, "x") for row in column.rows],
+        "paper's speed-up": [_number(row.paper.get("speedup"), "x") for row in column.rows],
+        "FedAvg's rounds / ours": [_spread(row.ratio, "x") for row in column.rows],
+        "seeds": [str(row.seeds) for row in column.rows],
+    }
+    shown = {name: values for name, values in kept.items() if name not in OPTIONAL or set(values) != {NOTHING}}
+    return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
+
+
+def _paper_header(column: ColumnSummary) -> str:
+    kinds = {kind for row in column.rows for kind in ("best", "last") if kind in row.paper}
+    return {"best": "paper (best)", "last": "paper (last rounds)"}[kinds.pop()] if len(kinds) == 1 else "paper"
+
+
+def legend(columns: Sequence[ColumnSummary]) -> str:
+    """What the words of the header mean, in one line."""
+    seeds = max((row.seeds for column in columns for row in column.rows), default=0)
+    over = "Mean over seeds ± standard deviation" if seeds > 1 else "Ours with one seed" if seeds else "Nothing run yet"
+    told = (
+        f"{over}, test accuracy in percent. Best over rounds is the highest of all evaluated rounds, beside it the "
+        f"mean of the last {LAST} evaluated; the paper's figure is as printed."
+    )
+    if any(row.speedup for column in columns for row in column.rows):
+        told += (
+            " Speed-up: all rounds over the first round that reaches FedAvg's best accuracy with the same seed"
+            " (1 if none does); FedAvg's rounds / ours: the round of FedAvg's best over that round."
+        )
+    return told
+
+
+def _length(column: ColumnSummary) -> str:
+    return f", {' or '.join(map(str, column.rounds))} rounds"
+
+
+def _spread(value: Spread | None, unit: str = "") -> str:
+    if value is None:
+        return NOTHING
+    return f"{value.mean:.2f}{unit}" + ("" if value.std is None else f" ± {value.std:.2f}")
+
+
+def _number(value: Number | None, unit: str = "") -> str:
+    return NOTHING if value is None else value if isinstance(value, str) else f"{value:.2f}{unit}"
+
+
+def _signed(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:+.2f}"
+
+
+def as_json(recipe: Recipe, preset: str, table_name: str, columns: Sequence[ColumnSummary]) -> dict[str, Any]:
+    table = find_table(recipe, preset, table_name)
+    head = {"paper": recipe.paper, "preset": preset, "table": table_name, "title": table.title, "note": table.note}
+    return {**head, "columns": [column.as_json() for column in columns]}

@@ -1,0 +1,115 @@
+"""A table of the paper from finished runs: ours as mean and spread over seeds, the paper's figures, the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedstill.bench.form import Cell, Expected, Number, Table
+from fedstill.bench.metrics import Curve, Spread, best, last_ten, rounds_ratio, speed_up, spread
+from fedstill.bench.results import cell_key, curve_of, method_text
+
+REFERENCE = "fedavg"  # whose best accuracy speed-ups are measured against
+
+
+@dataclass(frozen=True)
+class RowSummary:
+    """One method in one column; None where nothing was run or the paper prints nothing."""
+
+    row: str
+    seeds: int
+    best: Spread | None
+    last: Spread | None
+    speedup: Spread | None  # T / r
+    ratio: Spread | None  # rounds of FedAvg / r, over the seeds that reach FedAvg's best
+    paper: Mapping[str, Number]
+
+    @property
+    def figure(self) -> float | None:
+        """The accuracy that the paper prints."""
+        value = self.paper.get("best", self.paper.get("last"))
+        return None if isinstance(value, str) else value
+
+    def above(self, ours: Spread | None) -> float | None:
+        return None if ours is None or self.figure is None else ours.mean - self.figure
+
+    def as_json(self) -> dict[str, Any]:
+        numbers = {"best": self.best, "last_ten": self.last, "speedup": self.speedup, "rounds_ratio": self.ratio}
+        ours = {name: None if value is None else value.as_json() for name, value in numbers.items()}
+        apart = {"best": self.above(self.best), "last_ten": self.above(self.last)}
+        difference = {name: None if value is None else round(value, 4) for name, value in apart.items()}
+        return {"row": self.row, "seeds": self.seeds, **ours, "paper": dict(self.paper), "difference": difference}
+
+
+@dataclass(frozen=True)
+class ColumnSummary:
+    """All methods in one setting."""
+
+    column: str
+    rounds: tuple[int, ...]  # T; several where methods run for different lengths
+    rows: tuple[RowSummary, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"column": self.column, "rounds": list(self.rounds), "rows": [row.as_json() for row in self.rows]}
+
+
+Curves = dict[int, Curve]  # by seed
+
+
+def summarize_table(
+    table: Table,
+    runs: Sequence[Mapping[str, Any]],
+    expected: Expected,
+    *,
+    columns: Sequence[str] = (),
+    rows: Sequence[str] = (),
+) -> list[ColumnSummary]:
+    """What the runs say about a table's columns and rows (default: all), in the table's order."""
+    curves = curves_by_key(runs)
+    chosen = [column for column in table.columns if not columns or column in columns]
+    return [_column(table, column, curves, expected, rows) for column in chosen]
+
+
+def curves_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    found: dict[str, Curves] = {}
+    for run in sorted(runs, key=lambda one: int(one["seed"])):
+        found.setdefault(run["key"], {})[run["seed"]] = curve_of(run)
+    return found
+
+
+def _column(
+    table: Table, column: str, curves: Mapping[str, Curves], expected: Expected, rows: Sequence[str]
+) -> ColumnSummary:
+    cells = [cell for cell in table.cells if cell.column == column]
+    measure = reference(cells)
+    fedavg = {} if measure is None else curves.get(cell_key(measure.experiment), {})
+    printed = expected.get(table.name, {}).get(column, {})
+    shown = [cell for cell in cells if not rows or cell.row in rows]
+    summaries = [
+        _row(cell.row, curves.get(cell_key(cell.experiment), {}), fedavg, printed.get(cell.row, {})) for cell in shown
+    ]
+    lengths = sorted({cell.experiment.rounds for cell in shown})
+    return ColumnSummary(column, tuple(lengths), tuple(summaries))
+
+
+def reference(cells: Sequence[Cell]) -> Cell | None:
+    """The column's FedAvg: the row of that name, else the first plain FedAvg."""
+    named = [cell for cell in cells if cell.row == REFERENCE]
+    plain = [cell for cell in cells if method_text(cell.experiment) == REFERENCE]
+    return next(iter([*named, *plain]), None)
+
+
+def _row(row: str, curves: Curves, fedavg: Curves, paper: Mapping[str, Number]) -> RowSummary:
+    """Speed-ups are those of each seed against the same seed's FedAvg, then averaged."""
+    pairs = [(curve, fedavg[seed]) for seed, curve in curves.items() if seed in fedavg]
+    ratios = [ratio for curve, measure in pairs if (ratio := rounds_ratio(curve, measure)) is not None]
+    return RowSummary(
+        row,
+        len(curves),
+        spread(best(curve) for curve in curves.values()),
+        spread(last_ten(curve) for curve in curves.values()),
+        spread(speed_up(curve, measure) for curve, measure in pairs),
+        spread(ratios),
+        paper,
+    )

@@ -1,0 +1,190 @@
+"""Doing one run after another, keeping what they share: the data of a source, the split of a seed."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fedstill.bench.folders import MADE, begun_as, circumstances, make_run, tidy
+from fedstill.bench.order import Order
+from fedstill.bench.results import Run
+from fedstill.callbacks import Callback, RunInfo
+from fedstill.config import Experiment
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Federation
+from fedstill.data import Source
+from fedstill.experiment import build_federation, load_source, run, write_whole
+from fedstill.history import Result, Row
+
+Message = dict[str, Any]  # plain values only
+Send = Callable[[Message], None]
+
+PROBE_ROUNDS = 3
+PROBE_SECONDS = 20.0  # no further round after this many
+QUIET = 0.5  # seconds between two messages about rounds
+SPLITS_KEPT = 8
+
+
+class Probe(NamedTuple):
+    """Seconds of the first round, with all that is prepared in it, and of a later one."""
+
+    first: float
+    later: float
+
+
+class Workshop:
+    """Runs in this process; sources and splits are kept, for the next run mostly has the same."""
+
+    def __init__(self, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self._sources: dict[str, Source | FedstillError] = {}
+        self._splits: OrderedDict[str, Federation] = OrderedDict()
+
+    def federation(self, experiment: Experiment) -> Federation:
+        wanted = experiment.model_dump(mode="json", include={"data", "partition", "seed"})
+        name = json.dumps(wanted, sort_keys=True)
+        if name not in self._splits:
+            self._splits[name] = build_federation(experiment, self._source(experiment))
+            if len(self._splits) > SPLITS_KEPT:
+                self._splits.popitem(last=False)
+        self._splits.move_to_end(name)
+        return self._splits[name]
+
+    def _source(self, experiment: Experiment) -> Source:
+        """A source that cannot be had is not asked for again: a hub takes its time to say no."""
+        keys = experiment.partition.options.get("keys")
+        name = json.dumps([experiment.data.model_dump(mode="json"), keys], sort_keys=True)
+        if name not in self._sources:
+            try:
+                self._sources[name] = load_source(experiment)
+            except FedstillError as error:
+                self._sources[name] = error
+        source = self._sources[name]
+        if isinstance(source, FedstillError):
+            raise source
+        return source
+
+    def handle(self, task: Message, send: Send) -> None:
+        """Do what a message asks for and send what comes of it; a failure is an answer too."""
+        number = task["number"]
+        try:
+            order = Order.from_json(task["order"])
+            if task["kind"] == "probe":
+                answer: Any = list(self.probe(order.experiment))
+            else:
+                answer = self.perform(order, lambda done: send({"kind": "round", "number": number, "round": done}))
+            send({"kind": "done", "number": number, "answer": answer})
+        except (BrokenPipeError, ConnectionResetError):
+            raise  # nobody is waiting any more
+        except Exception as error:
+            send({"kind": "failed", "number": number, "error": _told(error, Path(task["order"]["folder"]))})
+        finally:
+            _release()
+
+    def perform(self, order: Order, tell: Callable[[int], None]) -> Run:
+        """Run the order in its folder, or go on with it there."""
+        experiment = begun_as(order)
+        federation = self.federation(order.experiment)
+        made = circumstances(order.experiment.engine.device, self.at_once)
+        order.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(order.folder / MADE, json.dumps(made) + "\n")
+        result = run(
+            experiment,
+            run_dir=order.folder,
+            callbacks=[Ticker(tell)],
+            federation=federation,
+            resume=True,
+            pictures=False,
+        )
+        tidy(order.folder)
+        return make_run(order, result.history.rows, result.seconds, made)
+
+    def probe(self, experiment: Experiment) -> Probe:
+        """A few rounds that leave nothing behind, to see how long they take."""
+        clock = Clock()
+        short = experiment.replace(rounds=min(PROBE_ROUNDS, experiment.rounds), track=())
+        run(short, callbacks=[clock], federation=self.federation(experiment))
+        later = clock.seconds[1:]
+        return Probe(clock.seconds[0], sum(later) / len(later) if later else clock.seconds[0])
+
+
+def _release() -> None:
+    """Captured graphs and stacked models of a run hang in cycles; on a shared GPU their memory is others' room."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _told(error: Exception, folder: Path) -> str:
+    if isinstance(error, FedstillError):
+        return str(error)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "error.txt"
+    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    return f"{type(error).__name__}: {' '.join(str(error).split())} (see {file})"
+
+
+class Ticker(Callback):
+    """Tells how many rounds are done, not too often."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell, self._told = tell, 0.0
+
+    def on_start(self, info: RunInfo) -> bool | None:
+        self._tell(len(info.past))
+        return None
+
+    def on_round(self, row: Row) -> bool | None:
+        now = time.perf_counter()
+        if now - self._told > QUIET:
+            self._told = now
+            self._tell(int(row["round"]))
+        return None
+
+    def on_end(self, result: Result) -> None:
+        return None
+
+
+class Clock(Callback):
+    """Seconds a round; stops a probe that takes long."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_start(self, info: RunInfo) -> bool | None:
+        self._began = time.perf_counter()
+        return None
+
+    def on_round(self, row: Row) -> bool | None:
+        now = time.perf_counter()
+        self.seconds.append(now - self._began)
+        self._began = now
+        return sum(self.seconds) > PROBE_SECONDS
+
+    def on_end(self, result: Result) -> None:
+        return None
+
+
+def serve(pipe: Connection, at_once: int, threads: int) -> None:
+    """A worker process: tasks come as JSON, answers go as JSON, until the other end closes."""
+    torch.set_num_threads(threads)
+    workshop = Workshop(at_once)
+
+    def send(message: Message) -> None:
+        pipe.send_bytes(json.dumps(message).encode())
+
+    try:
+        while True:
+            workshop.handle(json.loads(pipe.recv_bytes()), send)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the other end is closed

@@ -1,0 +1,81 @@
+"""A paper so small that its table is run in a second, and hand-made runs of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from fedstill.bench import Cell, Recipe, Table
+from fedstill.bench.results import cell_key
+from fedstill.cli import app
+from fedstill.config import Experiment
+
+RECIPE = """
+from fedstill.bench import Cell, Recipe, Table
+from fedstill.config import Experiment
+
+OPTIONS = {"fedavg": {}, "fedprox": {"mu": 1.0}}
+
+
+def cell(row, column, **changes):
+    return Cell(row, column, Experiment.model_validate({
+        "name": "tiny", "rounds": 3, "cohort": 3, "checkpoint_every": 1,
+        "partition": {"scheme": "lda", "clients": 6, "alpha": 0.5}, "model": {"name": "mlp", "hidden": [8]},
+        "local": {"batch_size": 20, "lr": 0.1}, "algorithm": {"name": row, **OPTIONS.get(row, {})}, **changes,
+    }))
+
+
+DIGITS = tuple(cell(row, "digits") for row in OPTIONS)
+MISSING = tuple(cell(row, "missing", data={"source": "owner/no-such-set"}) for row in OPTIONS)
+TABLES = {
+    "1": Table("1", "Accuracy", DIGITS, note="On digits."),
+    "2": Table("2", "More columns", DIGITS + MISSING),
+}
+RECIPE = Recipe(
+    "tiny", "A tiny paper", {"paper": "as printed", "released": "as in its code"}, {"paper": TABLES, "released": {}}
+)
+"""
+
+EXPECTED = """
+["1"."digits"]
+fedavg = { best = 33.02, speedup = 1.00 }
+fedprox = { best = 41.5, speedup = "failed" }
+"""
+
+
+def write_paper(root: Path, *, recipe: str = RECIPE, name: str = "tiny") -> Path:
+    folder = root / "benchmarks" / name
+    folder.mkdir(parents=True)
+    (folder / "recipe.py").write_text(recipe)
+    (folder / "expected.toml").write_text(EXPECTED)
+    return folder
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(app, ["bench", *words])
+
+
+def bench(*words: str, code: int = 0):
+    outcome = invoke(*words)
+    assert outcome.exit_code == code, outcome.output
+    return outcome
+
+
+def small(**changes) -> Experiment:
+    return Experiment.model_validate({"rounds": 4, "partition": {"scheme": "iid"}, **changes})
+
+
+def run_of(experiment: Experiment, accuracy, *, seed=0, **changes):
+    """A run as the results file holds it."""
+    record = {
+        "key": cell_key(experiment), "row": experiment.algorithm.name, "column": "digits", "preset": "paper",
+        "method": experiment.algorithm.name, "seed": seed, "rounds": experiment.rounds,
+        "evaluated": experiment.evaluate_every, "accuracy": list(accuracy), "seconds": 10.0, "at_once": 1,
+        "device": "cpu x86_64", "torch": "2.6.0", "fedstill": "0.1.0", "date": "2026-01-01",
+    }  # fmt: skip
+    return {**record, **changes}
+
+
+def recipe_of(*cells: Cell) -> Recipe:
+    return Recipe("tiny", "A tiny paper", {"paper": ""}, {"paper": {"1": Table("1", "Accuracy", cells)}})

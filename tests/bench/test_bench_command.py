@@ -1,0 +1,316 @@
+"""`fedstill bench` as a user sees it: what is run, what is not run again, what is told."""
+
+import json
+import tomllib
+
+import pytest
+from bench_cases import RECIPE, bench, invoke, write_paper
+
+from fedstill.bench import worker
+from fedstill.bench.results import read_runs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with one paper; nothing is written outside it and no hub is asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hugging-face"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_paper(tmp_path)
+    return tmp_path
+
+
+def results(folder, out="runs/bench/tiny"):
+    return {(run["row"], run["seed"]): run for run in read_runs(folder / out / "results.json")}
+
+
+def forbid_runs(monkeypatch):
+    def run(*_, **__):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(worker, "run", run)
+
+
+def count_runs(monkeypatch):
+    """Experiments that are run in full, without probes."""
+    seen, run = [], worker.run
+
+    def counted(experiment, **options):
+        if options.get("run_dir") is not None:
+            seen.append((experiment.algorithm.name, experiment.seed))
+        return run(experiment, **options)
+
+    monkeypatch.setattr(worker, "run", counted)
+    return seen
+
+
+def interrupt_after(monkeypatch, rounds):
+    """Ctrl-C in the round after so many, once."""
+    on_round, left = worker.Ticker.on_round, [rounds]
+
+    def interrupted(self, row):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return on_round(self, row)
+
+    monkeypatch.setattr(worker.Ticker, "on_round", interrupted)
+
+
+def test_a_table_is_run_written_down_and_shown_beside_the_papers_numbers(folder):
+    outcome = bench("tiny", "--table", "1", "--seeds", "2")
+    found = results(folder)
+    assert set(found) == {(method, seed) for method in ("fedavg", "fedprox") for seed in (0, 1)}
+    for (method, seed), run in found.items():
+        assert (run["rounds"], run["evaluated"], len(run["accuracy"])) == (3, 1, 3)
+        assert run["method"] == {"fedavg": "fedavg", "fedprox": "fedprox(mu=1.0)"}[method]
+        (place,) = (folder / "runs/bench/tiny").glob(f"{method}-*{run['key']}")
+        rows = [json.loads(line) for line in (place / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()]
+        assert run["accuracy"] == [round(100 * row["accuracy"], 2) for row in rows]
+    assert found["fedavg", 0]["accuracy"] != found["fedavg", 1]["accuracy"]
+    lines = outcome.stdout.splitlines()
+    assert lines[:2] == ["tiny, table 1: Accuracy (preset paper)", "On digits."]
+    best = sum(max(found["fedprox", seed]["accuracy"]) for seed in (0, 1)) / 2
+    shown = next(line for line in lines if line.startswith("fedprox"))
+    assert f"{best:.2f} ±" in shown
+    assert " 41.50 " in shown
+    assert f" {best - 41.5:+.2f} " in shown
+    assert "4 runs of 3 rounds, about" in outcome.stderr
+    assert "4/4 runs" in outcome.stderr
+
+
+def test_a_second_call_runs_nothing(folder, monkeypatch):
+    first = bench("tiny", "--table", "1")
+    file = folder / "runs/bench/tiny/results.json"
+    text, written = file.read_text(), file.stat().st_mtime_ns
+    forbid_runs(monkeypatch)
+    again = bench("tiny", "--table", "1")
+    assert again.stdout == first.stdout
+    assert "nothing to run: 2 runs done" in again.stderr
+    assert (file.read_text(), file.stat().st_mtime_ns) == (text, written)
+
+
+def test_more_seeds_run_only_the_new_ones(folder, monkeypatch):
+    bench("tiny", "--table", "1")
+    seen = count_runs(monkeypatch)
+    bench("tiny", "--table", "1", "--seeds", "2")
+    assert sorted(seen) == [("fedavg", 1), ("fedprox", 1)]
+
+
+def test_the_same_cell_in_another_table_is_not_run_again(folder, monkeypatch):
+    bench("tiny", "--table", "1")
+    forbid_runs(monkeypatch)
+    bench("tiny", "--table", "2", "--columns", "digits")
+
+
+def test_finished_folders_are_taken_when_the_results_are_lost(folder, monkeypatch):
+    bench("tiny", "--table", "1")
+    before = results(folder)
+    (folder / "runs/bench/tiny/results.json").unlink()
+    forbid_runs(monkeypatch)
+    bench("tiny", "--table", "1")
+    for place, run in results(folder).items():
+        assert {**run, "seconds": 0} == {**before[place], "seconds": 0}
+
+
+def test_an_interrupted_bench_goes_on_and_ends_as_if_nothing_had_happened(folder, monkeypatch):
+    bench("tiny", "--table", "1", "--out", "whole")
+    interrupt_after(monkeypatch, 4)  # the second run has one round behind it
+    stopped = bench("tiny", "--table", "1", "--out", "parts", code=130)
+    assert "go on with the same command" in stopped.stderr.splitlines()[-1]
+    assert len(results(folder, "parts")) == 1
+    seen = count_runs(monkeypatch)
+    bench("tiny", "--table", "1", "--out", "parts")
+    assert len(seen) == 1, "the finished run is not run again"
+    (log,) = (folder / "parts").glob(f"{seen[0][0]}*/seed-0/log.txt")
+    assert "resuming after round 1" in log.read_text()
+    whole, parts = results(folder, "whole"), results(folder, "parts")
+    assert {place: run["accuracy"] for place, run in parts.items()} == {
+        place: run["accuracy"] for place, run in whole.items()
+    }
+
+
+def test_a_run_that_was_begun_with_another_engine_starts_again(folder, monkeypatch):
+    interrupt_after(monkeypatch, 2)
+    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out", code=130)
+    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out", "--set", "engine.name=looped")
+    (place,) = (folder / "out").glob("fedavg-*/seed-0")
+    assert tomllib.loads((place / "config.toml").read_text())["engine"]["name"] == "looped"
+    assert "resuming" not in (place / "log.txt").read_text()
+    assert len(results(folder, "out")["fedavg", 0]["accuracy"]) == 3
+
+
+def test_a_finished_run_keeps_its_models_and_not_its_checkpoints(folder):
+    bench("tiny", "--table", "1", "--methods", "fedavg")
+    (place,) = (folder / "runs/bench/tiny").glob("fedavg-*/seed-0")
+    assert (place / "last" / "weights.safetensors").is_file()
+    assert not (place / "checkpoints").exists()
+
+
+def test_a_column_whose_data_are_not_there_is_skipped_with_one_line(folder):
+    (folder / "sets").mkdir()
+    outcome = bench("tiny", "--table", "2", "--data", "sets")
+    (line,) = (line for line in outcome.stderr.splitlines() if "skipped" in line)
+    assert line.startswith("fedstill: skipped missing: no 'no-such-set' in sets: put it there")
+    assert {run["column"] for run in results(folder).values()} == {"digits"}
+
+
+def test_data_are_taken_from_the_folder_and_are_the_same_cell(folder):
+    place = folder / "sets" / "no-such-set"
+    place.mkdir(parents=True)
+    lines = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(60))]
+    (place / "train.csv").write_text("\n".join(lines) + "\n")
+    bench("tiny", "--table", "2", "--columns", "missing", "--methods", "fedavg", "--data", "sets")
+    ((_, run),) = results(folder).items()
+    (config,) = (folder / "runs/bench/tiny").glob("*/seed-0/config.toml")
+    assert tomllib.loads(config.read_text())["data"]["source"] == str(place)
+    place.rename(folder / "elsewhere")
+    again = bench("tiny", "--table", "2", "--columns", "missing", "--methods", "fedavg", "--data", "sets")
+    assert "skipped" not in again.stderr, "what is done needs no data"
+    assert f"{max(run['accuracy']):.2f}" in again.stdout
+
+
+def test_data_that_cannot_be_had_fail_their_runs_and_no_others(folder):
+    outcome = bench("tiny", "--table", "2", code=1)
+    assert {run["column"] for run in results(folder).values()} == {"digits"}
+    failed = [line for line in outcome.stderr.splitlines() if "failed: " in line]
+    assert len(failed) == 2
+    assert all("no-such-set" in line for line in failed)
+    assert outcome.stderr.splitlines()[-1] == "fedstill: 2 runs failed; the same command tries them again"
+    assert "(2 not estimated)" in outcome.stderr
+
+
+def test_a_failing_run_does_not_stop_the_others(folder, monkeypatch):
+    run = worker.run
+
+    def failing(experiment, **options):
+        if experiment.algorithm.name == "fedavg" and experiment.seed == 0 and options.get("run_dir"):
+            raise RuntimeError("out of memory")
+        return run(experiment, **options)
+
+    monkeypatch.setattr(worker, "run", failing)
+    outcome = bench("tiny", "--table", "1", "--seeds", "2", code=1)
+    assert set(results(folder)) == {("fedavg", 1), ("fedprox", 0), ("fedprox", 1)}
+    (line,) = (line for line in outcome.stderr.splitlines() if "failed: " in line)
+    assert "fedavg digits seed 0 failed: RuntimeError: out of memory" in line
+    (told,) = (folder / "runs/bench/tiny").glob("fedavg-*/seed-0/error.txt")
+    assert "Traceback" in told.read_text()
+    monkeypatch.setattr(worker, "run", run)
+    bench("tiny", "--table", "1", "--seeds", "2")
+    assert ("fedavg", 0) in results(folder)
+
+
+def test_a_dry_run_says_how_long_it_would_take_and_leaves_nothing(folder):
+    outcome = bench("tiny", "--table", "1", "--seeds", "3", "--dry-run")
+    assert outcome.stdout.startswith("6 runs of 3 rounds, about ")
+    assert outcome.stdout.rstrip().endswith("one at a time on cpu")
+    assert not (folder / "runs").exists()
+    answer = json.loads(bench("tiny", "--table", "1", "--dry-run", "--format", "json").stdout)
+    assert answer["runs"] == 2
+    assert 0 < answer["seconds"] < 60
+
+
+def test_json_has_ours_the_papers_and_the_differences(folder):
+    answer = json.loads(bench("tiny", "--table", "1", "--format", "json").stdout)
+    assert (answer["paper"], answer["table"], answer["preset"]) == ("tiny", "1", "paper")
+    (column,) = answer["columns"]
+    fedavg = column["rows"][0]
+    assert fedavg["row"] == "fedavg"
+    assert fedavg["best"]["mean"] == max(results(folder)["fedavg", 0]["accuracy"])
+    assert fedavg["paper"] == {"best": 33.02, "speedup": 1.0}
+    assert fedavg["difference"]["best"] == pytest.approx(fedavg["best"]["mean"] - 33.02)
+
+
+def test_without_a_table_the_tables_are_listed_with_what_is_done(folder):
+    bench("tiny", "--table", "1", "--methods", "fedavg")
+    lines = bench("tiny").stdout.splitlines()
+    assert lines[0] == "tiny: A tiny paper"
+    assert "preset paper (shown): as printed" in lines
+    start = lines.index("table 1: Accuracy")
+    assert lines[start + 1 : start + 4] == [
+        "  1 runs done; one seed is 2 runs", "  columns: digits", "  methods: fedavg, fedprox",
+    ]  # fmt: skip
+    tables = json.loads(bench("tiny", "--format", "json").stdout)["tables"]
+    assert [(table["name"], table["runs"], table["done"]) for table in tables] == [("1", 2, 1), ("2", 4, 1)]
+
+
+def test_settings_change_every_cell_and_stay_out_of_the_documented_results(folder):
+    (folder / "docs" / "results").mkdir(parents=True)
+    bench("tiny", "--table", "1", "--methods", "fedavg", "--set", "rounds=2")
+    assert len(results(folder)["fedavg", 0]["accuracy"]) == 2
+    assert not (folder / "docs/results/tiny.json").exists()
+    bench("tiny", "--table", "1", "--methods", "fedavg")
+    (run,) = read_runs(folder / "docs/results/tiny.json")
+    assert run["rounds"] == 3
+
+
+def test_a_setting_that_fits_only_the_chosen_methods_is_taken(folder):
+    bench("tiny", "--table", "1", "--methods", "fedprox", "--set", "algorithm.mu=0.5")
+    ((_, run),) = results(folder).items()
+    assert run["method"] == "fedprox(mu=0.5)"
+    outcome = invoke("tiny", "--table", "1", "--set", "algorithm.mu=0.5")
+    assert outcome.exit_code == 2
+    assert "fedavg in digits: " in outcome.stderr
+    assert "algorithm.mu" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "cure"),
+    [
+        (["tny"], "'tny'", "'tiny'"),
+        (["tiny", "--table", "7"], "'7'", "1, 2"),
+        (["tiny", "--table", "1", "--columns", "digit"], "'digit'", "'digits'"),
+        (["tiny", "--table", "1", "--methods", "fedavg,fedporx"], "'fedporx'", "'fedprox'"),
+        (["tiny", "--table", "1", "--methods", ""], "--methods", "fedavg,fedprox"),
+        (["tiny", "--methods", "fedavg"], "--methods", "--table"),
+        (["tiny", "--table", "1", "--preset", "relased"], "'relased'", "'released'"),
+        (["tiny", "--table", "1", "--preset", "released"], "released", "no table"),
+        (["tiny", "--table", "1", "--seeds", "0"], "--seeds", "at least 1"),
+        (["tiny", "--table", "1", "--jobs", "none"], "--jobs", "auto"),
+        (["tiny", "--table", "1", "--jobs", "0"], "--jobs", "from 1"),
+        (["tiny", "--table", "1", "--device", "gpu"], "gpu", "cuda"),
+        (["tiny", "--table", "1", "--data", "nowhere"], "--data", "nowhere"),
+        (["tiny", "--table", "1", "--set", "seed=3"], "seed", "--seeds"),
+        (["tiny", "--table", "1", "--set", "roudns=3"], "roudns", "'rounds'"),
+        (["tiny", "--table", "1", "--results", "benchmarks/tiny/recipe.py"], "recipe.py", "--results"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line_with_the_nearest_right_word(folder, words, named, cure):
+    outcome = invoke(*words)
+    assert outcome.exit_code == 2, outcome.output
+    (line,) = outcome.stderr.splitlines()
+    assert named in line
+    assert cure in line
+    assert outcome.stdout == ""
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ("RECIPE = 3", "RECIPE = Recipe"),
+        ("x = 1\nraise ValueError('no')", "line 2: ValueError: no"),
+        (RECIPE.replace('"rounds": 3', '"roudns": 3'), "'rounds'"),
+        (RECIPE.replace('"1": Table("1"', '"1": Table("9"'), "stands under '1'"),
+        (RECIPE.replace("DIGITS, note", "DIGITS + DIGITS, note"), "fedavg twice"),
+        (RECIPE.replace('"released": {}', '"relased": {}'), "same names"),
+    ],
+    ids=lambda text: text[:20] if len(text) < 40 else "",
+)
+def test_a_mistake_in_a_recipe_is_one_line_too(tmp_path, monkeypatch, recipe, told):
+    monkeypatch.chdir(tmp_path)
+    write_paper(tmp_path, recipe=recipe, name="wrong")
+    outcome = invoke("wrong")
+    assert outcome.exit_code == 2, outcome.output
+    (line,) = outcome.stderr.splitlines()
+    assert "recipe.py" in line
+    assert told in line
+
+
+def test_a_paper_is_found_by_its_path_and_a_number_that_is_none_is_told(folder):
+    assert bench("benchmarks/tiny").stdout.startswith("tiny: A tiny paper")
+    (folder / "benchmarks/tiny/expected.toml").write_text('["1"."digits"]\nfedavg = 33.02\n')
+    line = invoke("tiny", "--table", "1").stderr
+    assert "fedavg = { best = 33.02 }" in line

@@ -1,0 +1,117 @@
+"""How long it will take, how many at a time, and in which order."""
+
+from pathlib import Path
+
+import pytest
+from bench_cases import run_of, small
+
+from fedstill.bench import plan
+from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first, step_cost
+from fedstill.bench.folders import device_name
+from fedstill.bench.form import Cell
+from fedstill.bench.plan import choose_jobs, make_orders, room_for, threads_for
+
+
+class Prober:
+    """Answers every probe with the same seconds and remembers what it was asked."""
+
+    def __init__(self, first=5.0, later=2.0, error=""):
+        self.asked = []
+        self.answer = {"kind": "failed", "error": error} if error else {"kind": "done", "answer": [first, later]}
+
+    def do(self, kind, orders, hear):
+        assert kind == "probe"
+        self.asked += [order.row for order in orders]
+        for number in range(len(orders)):
+            hear({**self.answer, "number": number})
+
+
+def orders(*methods, seeds=1, rounds=11, column="digits", **changes):
+    cells = [Cell(method, column, small(algorithm=method, rounds=rounds, **changes)) for method in methods]
+    return make_orders(cells, preset="paper", seeds=seeds, device="cpu", out=Path("out"))
+
+
+def test_a_step_costs_a_third_more_for_every_frozen_model():
+    assert step_cost(small(algorithm="fedavg")) == 1.0
+    assert step_cost(small(algorithm="fedntd")) == pytest.approx(4 / 3)
+    switched = small(rounds=10, algorithm="fedavg until 4 then fedntd")
+    assert step_cost(switched) == pytest.approx((4 + 6 * 4 / 3) / 10)
+
+
+def test_a_run_is_a_first_round_and_the_others_at_the_cost_of_its_method():
+    some, prober = orders("fedavg", "fedntd"), Prober(first=5.0, later=2.0)
+    known = estimate(some, some, [], prober, jobs=1)
+    assert [known.of(order) for order in some] == pytest.approx([5 + 10 * 2, 5 + 10 * 2 * 4 / 3])
+    assert prober.asked == ["fedavg"], "one cell a group"
+
+
+def test_the_probed_method_s_own_cost_is_taken_out():
+    some = orders("fedntd", "fedavg")
+    known = estimate(some, some, [], Prober(first=5.0, later=4.0), jobs=1)
+    assert [known.of(order) for order in some] == pytest.approx([5 + 10 * 4, 5 + 10 * 3])
+
+
+def test_other_data_splits_and_networks_are_probed_apart_and_by_all_workers_at_once():
+    some = orders("fedavg") + orders("fedavg", column="net", model="mlp") + orders("fedprox", column="net", model="mlp")
+    prober = Prober()
+    estimate(some, some, [], prober, jobs=3)
+    assert prober.asked == ["fedavg"] * 6
+
+
+def test_earlier_runs_on_this_device_replace_the_probe():
+    some, prober = orders("fedavg", "fedntd", seeds=2), Prober()
+    device = device_name("cpu")
+    done = run_of(some[0].experiment, [1.0], seconds=110.0, device=device)
+    known = estimate(some[1:], some, [done], prober, jobs=1)
+    assert prober.asked == []
+    found = {(order.row, order.experiment.seed): known.of(order) for order in some[1:]}
+    assert found == pytest.approx({("fedavg", 1): 110.0, ("fedntd", 0): 110 * 4 / 3, ("fedntd", 1): 110 * 4 / 3})
+    for changes in ({"device": "cuda NVIDIA H200"}, {"at_once": 4}):
+        estimate(some[1:], some, [{**done, **changes}], prober, jobs=1)
+    assert prober.asked == ["fedntd", "fedntd"], "another device, or another number at a time, says little"
+
+
+def test_the_line_says_how_many_how_long_and_where():
+    some = orders(*(f"fedprox(mu={number}.0)" for number in range(1, 13)), seeds=3, rounds=200)
+    known = Estimate({(order.key, order.experiment.seed): 70.0 for order in some})
+    line = estimate_line(some, known, jobs=3, device="cuda")
+    assert line == "36 runs of 200 rounds, about 14 min with 3 at a time on cuda"
+
+
+def test_the_longest_run_is_the_least_that_it_takes():
+    some = orders("fedavg", "fedntd")
+    known = Estimate({(some[0].key, 0): 10.0, (some[1].key, 0): 50.0})
+    assert estimate_line(some, known, jobs=2, device="cpu").endswith("about 50 s with 2 at a time on cpu")
+
+
+def test_a_probe_that_fails_is_told_and_costs_only_the_estimate():
+    some = orders("fedavg") + orders("fedavg", column="other", rounds=5, cohort=2)
+    known = estimate(some, some, [], Prober(error="no such data"), jobs=1)
+    assert known.failures == ("fedavg digits: no such data", "fedavg other: no such data")
+    line = estimate_line(some, known, jobs=1, device="cpu")
+    assert line == "2 runs of 5 to 11 rounds, time unknown, one at a time on cpu"
+
+
+def test_seeds_come_in_turn_and_within_one_the_longest_first():
+    some = orders("fedavg", "fedntd", "fedprox", seeds=2)
+    seconds = {"fedavg": 10.0, "fedntd": 30.0, "fedprox": 20.0}
+    known = Estimate({(order.key, order.experiment.seed): seconds[order.row] for order in some})
+    found = [(order.experiment.seed, order.row) for order in longest_first(some, known)]
+    assert found == [(seed, row) for seed in (0, 1) for row in ("fedntd", "fedprox", "fedavg")]
+
+
+@pytest.mark.parametrize(
+    ("runs", "gigabytes", "cores", "jobs"),
+    [(36, 139, 16, 8), (36, 139, 6, 3), (2, 139, 16, 2), (36, 20, 16, 2), (36, 4, 16, 1), (36, 139, 1, 1)],
+)
+def test_a_gpu_takes_as_many_as_memory_cores_and_runs_allow(runs, gigabytes, cores, jobs):
+    assert room_for(runs, free_bytes=gigabytes << 30, cores=cores) == jobs
+
+
+def test_a_cpu_takes_one_at_a_time_unless_asked_and_shares_its_cores(monkeypatch):
+    assert choose_jobs("auto", device="cpu", runs=10) == 1
+    assert choose_jobs("4", device="cpu", runs=10) == 4
+    assert choose_jobs("4", device="cpu", runs=3) == 3
+    monkeypatch.setattr(plan, "cores", lambda: 8)
+    monkeypatch.setattr(plan.torch, "get_num_threads", lambda: 8)
+    assert [threads_for(jobs) for jobs in (1, 3, 20)] == [8, 2, 1]

@@ -1,0 +1,64 @@
+"""Figures of learning curves, against numbers done by hand."""
+
+import math
+
+import pytest
+
+from fedstill.bench.metrics import Curve, best, first_round, last_ten, rounds_ratio, speed_up, spread
+
+
+def rising(rounds, *, to=100.0):
+    """Accuracy `to` * n / rounds in round n."""
+    return Curve(rounds, 1, [to * number / rounds for number in range(1, rounds + 1)])
+
+
+def reaching(target, number, rounds=200):
+    """Zero before round `number`, `target` from there on."""
+    return Curve(rounds, 1, [0.0] * (number - 1) + [target] * (rounds - number + 1))
+
+
+def test_best_is_over_all_rounds_and_the_last_ten_are_the_last_ten():
+    curve = Curve(12, 1, [90.0, 80.0, *range(1, 11)])
+    assert best(curve) == 90.0
+    assert last_ten(curve) == 5.5
+
+
+def test_fewer_than_ten_rounds_are_all_taken():
+    assert last_ten(Curve(2, 1, [10.0, 30.0])) == 20.0
+
+
+def test_evaluated_rounds_are_every_nth_and_the_last():
+    assert Curve(25, 10, [1.0, 2.0, 3.0]).at == [10, 20, 25]
+    assert first_round(Curve(25, 10, [1.0, 2.0, 3.0]), 2.5) == 25
+    assert first_round(Curve(25, 10, [1.0, 2.0, 3.0]), 3.5) is None
+
+
+@pytest.mark.parametrize(("number", "printed"), [(81, 2.47), (200, 1.0), (1, 200.0), (134, 1.49)])
+def test_speed_up_is_all_rounds_over_the_round_that_reaches_fedavgs_best(number, printed):
+    """2.47 and 1.49 are printed in FedLMD's table 3: 200 / 81 and 200 / 134."""
+    fedavg = reaching(40.0, 150)
+    assert round(speed_up(reaching(40.0, number), fedavg), 2) == printed
+    assert rounds_ratio(reaching(40.0, number), fedavg) == 150 / number
+
+
+def test_fedavgs_best_that_is_never_reached_is_speed_up_1_and_no_ratio():
+    fedavg = rising(200, to=40.0)
+    assert speed_up(rising(200, to=39.9), fedavg) == 1.0
+    assert rounds_ratio(rising(200, to=39.9), fedavg) is None
+
+
+def test_fedavgs_own_speed_up_is_1_wherever_its_best_is():
+    fedavg = reaching(40.0, 50)
+    assert speed_up(fedavg, fedavg) == 1.0
+
+
+def test_an_equal_accuracy_counts_as_reached():
+    assert first_round(Curve(3, 1, [10.0, 20.0, 30.0]), 20.0) == 2
+
+
+def test_spread_has_n_minus_1():
+    found = spread([1.0, 2.0, 4.0])
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.std == pytest.approx(math.sqrt((16 / 9 + 1 / 9 + 25 / 9) / 2))
+    assert spread([5.0]).std is None
+    assert spread([]) is None

@@ -1,0 +1,100 @@
+"""Tables with ours beside the paper's, from hand-made runs."""
+
+import pytest
+from bench_cases import recipe_of, run_of, small
+
+from fedstill.bench import Cell
+from fedstill.bench.picture import curves_picture
+from fedstill.bench.render import render_table, text_table
+from fedstill.bench.summary import summarize_table
+from fedstill.core.errors import FedstillError
+
+FEDAVG = Cell("fedavg", "digits", small())
+LMD = Cell("fedntd", "digits", small(algorithm="fedntd"))
+EXPECTED = {"1": {"digits": {"fedavg": {"best": 33.02, "speedup": 1.0}, "fedntd": {"best": 50.0, "speedup": 2.47}}}}
+RUNS = [
+    run_of(FEDAVG.experiment, [10.0, 20.0, 30.0, 50.0], seed=0),
+    run_of(FEDAVG.experiment, [10.0, 60.0, 30.0, 40.0], seed=1),
+    run_of(LMD.experiment, [10.0, 50.0, 60.0, 40.0], seed=0),  # FedAvg's 50 in round 2: 4 / 2
+    run_of(LMD.experiment, [10.0, 20.0, 50.0, 40.0], seed=1),  # never FedAvg's 60: 1
+]
+
+
+def rows(runs=RUNS, expected=EXPECTED, cells=(FEDAVG, LMD)):
+    (column,) = summarize_table(recipe_of(*cells).tables["paper"]["1"], runs, expected)
+    return {row.row: row for row in column.rows}
+
+
+def test_speed_ups_are_those_of_each_seed_against_the_same_seeds_fedavg_then_averaged():
+    fedntd = rows()["fedntd"]
+    assert fedntd.speedup.mean == 1.5
+    assert fedntd.speedup.std == pytest.approx(0.5**0.5)
+    assert (fedntd.ratio.mean, fedntd.ratio.seeds) == (2.0, 1), "only over seeds that reach it: round 4 over round 2"
+    assert (rows()["fedavg"].speedup.mean, rows()["fedavg"].ratio.mean) == (1.0, 1.0)
+
+
+def test_best_last_ten_and_their_differences_to_the_paper():
+    fedntd = rows()["fedntd"]
+    assert (fedntd.best.mean, fedntd.last.mean) == (55.0, 35.0)
+    assert fedntd.best.std == pytest.approx(50**0.5)
+    assert (fedntd.above(fedntd.best), fedntd.above(fedntd.last)) == (5.0, -15.0)
+
+
+def test_a_seed_without_its_fedavg_has_an_accuracy_and_no_speed_up():
+    fedntd = rows(RUNS[:1] + RUNS[2:])["fedntd"]
+    assert fedntd.seeds == 2
+    assert (fedntd.speedup.mean, fedntd.speedup.seeds) == (2.0, 1)
+    alone = rows(RUNS[2:], cells=(LMD,))["fedntd"]
+    assert alone.speedup is None
+
+
+def test_markdown_has_the_papers_number_beside_ours_and_says_which_is_which():
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, EXPECTED)
+    header, _, first, second = (line for line in text.splitlines() if line.startswith("|"))
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    found = dict(zip(names, (cell.strip() for cell in second.strip("|").split("|")), strict=True))
+    assert found == {
+        "method": "fedntd",
+        "best over rounds": "55.00 ± 7.07",
+        "mean of last 10 rounds": "35.00 ± 7.07",
+        "paper (best)": "50.00",
+        "best - paper": "+5.00",
+        "last 10 - paper": "-15.00",
+        "speed-up": "1.50x ± 0.71",
+        "paper's speed-up": "2.47x",
+        "FedAvg's rounds / ours": "2.00x",
+        "seeds": "2",
+    }
+    assert "| 33.02 |" in first
+    assert text.startswith("**digits**, 4 rounds\n")
+    assert "Mean over seeds ± standard deviation" in text
+
+
+def test_what_was_not_run_and_what_is_not_printed_are_dashes():
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS[:2], {})
+    line = next(line for line in text.splitlines() if line.startswith("| fedntd"))
+    assert set(line.replace("|", " ").split()) == {"fedntd", "–", "0"}
+    empty = render_table(recipe_of(FEDAVG), "paper", "1", [], {})
+    assert "speed-up" not in empty
+    assert "Nothing run yet" in empty
+
+
+def test_a_word_that_the_paper_prints_is_shown_as_it_is():
+    expected = {"1": {"digits": {"fedntd": {"best": 50.0, "speedup": "failed"}}}}
+    assert "| failed |" in render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, expected)
+    only_last = {"1": {"digits": {"fedntd": {"last": 50.0}}}}
+    assert "| paper (last rounds) |" in render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, only_last)
+
+
+def test_plain_text_has_the_same_numbers_within_a_terminal():
+    table = recipe_of(FEDAVG, LMD).tables["paper"]["1"]
+    text = text_table(summarize_table(table, RUNS, EXPECTED))
+    assert "55.00 ± 7.07" in text
+    assert max(len(line) for line in text.splitlines()) < 120
+
+
+def test_curves_of_a_column_are_drawn(tmp_path):
+    path = curves_picture(recipe_of(FEDAVG, LMD), "paper", "1", "digits", RUNS, tmp_path / "curves.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FedstillError, match="no run of digits"):
+        curves_picture(recipe_of(FEDAVG, LMD), "paper", "1", "digits", [], tmp_path / "curves.png")

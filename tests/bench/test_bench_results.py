@@ -1,0 +1,98 @@
+"""The same cell is the same run wherever it stands, and the results file loses nothing."""
+
+import json
+
+import pytest
+from bench_cases import run_of, small
+
+from fedstill.bench.results import add_run, cell_key, merge, read_runs, write_runs
+from fedstill.config import Experiment
+from fedstill.core.errors import FedstillError
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 7},
+        {"name": "another"},
+        {"engine": {"name": "looped", "device": "cpu", "threads": 1}},
+        {"checkpoint_every": 3},
+        {"track": ["tensorboard"]},
+        {"target": 0.5},
+        {"compare": {"seeds": 9}},
+        {"evaluate_every": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_cell_is_the_same_whatever_does_not_change_its_numbers(changes):
+    assert cell_key(small(**changes)) == cell_key(small())
+
+
+@pytest.mark.parametrize("place", ["somewhere/cifar10", "/data/sets/cifar10", "uoft-cs/cifar10"])
+def test_where_the_data_lie_is_no_part_of_a_cell(place):
+    assert cell_key(small(data=place)) == cell_key(small(data="cifar10"))
+    assert cell_key(small(data={"source": "mnist", "unlabeled": place})) == cell_key(
+        small(data={"source": "mnist", "unlabeled": "cifar10"})
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rounds": 5},
+        {"data": "fashion-mini"},
+        {"data": {"source": "digits", "unlabeled": 10}},
+        {"partition": {"scheme": "lda", "alpha": 0.1}},
+        {"algorithm": {"name": "fedprox", "mu": 0.1}},
+        {"model": {"name": "mlp", "hidden": [8]}},
+        {"local": {"lr": 0.02}},
+        {"cohort": 5},
+    ],
+    ids=str,
+)
+def test_what_changes_the_numbers_changes_the_cell(changes):
+    assert cell_key(small(**changes)) != cell_key(small())
+
+
+def test_a_key_that_is_new_with_a_default_leaves_old_results_valid():
+    class Later(Experiment):
+        invented_later: int = 3
+
+    table = small().model_dump()
+    assert cell_key(Later.model_validate(table)) == cell_key(small())
+    assert cell_key(Later.model_validate({**table, "invented_later": 4})) != cell_key(small())
+
+
+def test_runs_come_back_as_they_were_written_one_a_line(tmp_path):
+    file = tmp_path / "deep" / "results.json"
+    runs = [run_of(small(), [10.0, 12.34], seed=seed) for seed in (1, 0)]
+    write_runs(file, "tiny", runs)
+    assert read_runs(file) == [runs[1], runs[0]], "sorted by seed"
+    assert json.loads(file.read_text())["paper"] == "tiny"
+    lines = file.read_text().splitlines()
+    assert [json.loads(line.rstrip(","))["seed"] for line in lines[1:-1]] == [0, 1]
+    assert read_runs(tmp_path / "none.json") == []
+
+
+def test_a_run_is_there_once_and_the_later_one_wins(tmp_path):
+    old, new = run_of(small(), [10.0]), run_of(small(), [20.0])
+    other = run_of(small(rounds=9), [30.0])
+    assert [run["accuracy"] for run in merge([old, other], [new])] in ([[20.0], [30.0]], [[30.0], [20.0]])
+    write_runs(tmp_path / "results.json", "tiny", [old])
+    add_run(tmp_path / "results.json", "tiny", other)  # as another process would, meanwhile
+    add_run(tmp_path / "results.json", "tiny", new)
+    assert sorted(run["accuracy"] for run in read_runs(tmp_path / "results.json")) == [[20.0], [30.0]]
+
+
+def test_the_order_of_finishing_does_not_show():
+    runs = [run_of(small(rounds=rounds), [1.0], seed=seed) for rounds in (3, 4) for seed in (0, 1)]
+    assert merge(runs) == merge(runs[::-1])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"runs": 3}', '{"runs": [{"key": "a"}]}'])
+def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path, text):
+    file = tmp_path / "results.json"
+    file.write_text(text)
+    with pytest.raises(FedstillError, match=r"results\.json"):
+        add_run(file, "tiny", run_of(small(), [1.0]))
+    assert file.read_text() == text

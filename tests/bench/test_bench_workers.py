@@ -1,0 +1,90 @@
+"""Several runs at once: the same numbers, and no run's trouble is another's."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from bench_cases import RECIPE, bench, write_paper
+
+from fedstill.bench import pool as pool_module
+from fedstill.bench.results import read_runs
+
+OWN_METHODS = """
+import multiprocessing
+import os
+
+from fedstill.algorithms import fedavg as plain
+
+
+def wrong():
+    '''Fails in a worker only: here it must pass the checks of an experiment.'''
+    if multiprocessing.parent_process() is not None:
+        raise RuntimeError("this method is wrong")
+    return plain()
+
+
+def deadly():
+    if multiprocessing.parent_process() is not None:
+        os._exit(7)
+    return plain()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_METHODS)
+    write_paper(tmp_path, recipe=RECIPE.replace('"fedprox": {"mu": 1.0}', '"fedprox": {"mu": 1.0}, "own.py:wrong": {}'))
+    return tmp_path
+
+
+def accuracies(file):
+    return {(run["row"], run["seed"]): run["accuracy"] for run in read_runs(file)}
+
+
+def test_two_at_a_time_give_the_same_numbers_and_a_failure_stops_nobody(folder):
+    bench("tiny", "--table", "1", "--methods", "fedavg,fedprox", "--seeds", "2", "--out", "one")
+    outcome = bench("tiny", "--table", "1", "--seeds", "2", "--jobs", "2", "--out", "two", code=1)
+    found = accuracies(folder / "two/results.json")
+    assert found == accuracies(folder / "one/results.json")
+    assert len(found) == 4
+    assert {run["at_once"] for run in read_runs(folder / "two/results.json")} == {2}
+    failed = [line for line in outcome.stderr.splitlines() if "failed: RuntimeError: this method is wrong" in line]
+    assert len(failed) == 2
+    assert "with 2 at a time on cpu" in outcome.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_its_run_only(folder):
+    recipe = folder / "benchmarks/tiny/recipe.py"
+    recipe.write_text(recipe.read_text().replace("own.py:wrong", "own.py:deadly"))
+    outcome = bench("tiny", "--table", "1", "--jobs", "2", code=1)
+    assert set(accuracies(folder / "runs/bench/tiny/results.json")) == {("fedavg", 0), ("fedprox", 0)}
+    (line,) = (line for line in outcome.stderr.splitlines() if "failed: " in line)
+    assert "own.py:deadly digits seed 0 failed: its process ended with code 7" in line
+
+
+@pytest.mark.slow
+def test_a_killed_worker_s_run_resumes_and_equals_the_uninterrupted_one(folder, monkeypatch):
+    words = ["tiny", "--table", "1", "--methods", "fedavg,fedprox", "--set", "rounds=60", "--jobs", "2"]
+    bench(*words, "--out", "whole")
+    listen, killed = pool_module.Pool._listen, []
+
+    def killing(self, worker, hear):
+        """Kill -9 the first worker that has a checkpoint behind it."""
+        saved = Path(worker.task["order"]["folder"]) / "checkpoints"
+        while not killed and worker.task["kind"] == "run" and worker.process.is_alive():
+            if any(saved.glob("round-*.zip")):
+                killed.append(worker.process.pid)
+                os.kill(worker.process.pid, signal.SIGKILL)
+            time.sleep(0.001)
+        listen(self, worker, hear)
+
+    monkeypatch.setattr(pool_module.Pool, "_listen", killing)
+    bench(*words, "--out", "parts", code=1)
+    assert killed
+    bench(*words, "--out", "parts")
+    assert accuracies(folder / "parts/results.json") == accuracies(folder / "whole/results.json")
+    assert any("resuming after round" in log.read_text() for log in (folder / "parts").rglob("log.txt"))
