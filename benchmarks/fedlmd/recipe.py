@@ -48,7 +48,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 DISTILLATION = {"beta": 1.0, "tau": 1.0}  # the released configurations of FedNTD, FedLMD and FedLMD-Tf
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {},
-    "fedcurv": {"lam": 0.02, "fisher": "per_sample"},  # as strong as the released 1.0 on means of batches of 50
+    "fedcurv": {"lam": 1.0, "fisher": "per_batch"},  # the released strength goes with the released Fisher
     "fedprox": {"mu": 1.0},
     "fednova": {"correction": "none"},
     "scaffold": {"option": "II", "weighting": "uniform"},
