@@ -24,6 +24,7 @@ from fedstill.data.kept_parts import kept_parts
 from fedstill.engine import choose_device
 from fedstill.environment import environment
 from fedstill.evaluate import label_counts
+from fedstill.expression import anchored, label
 from fedstill.guard import Guard
 from fedstill.history import Result
 from fedstill.methods import build_method
@@ -115,7 +116,7 @@ def run(
             **arguments(experiment, federation),
             run_dir=folder,
             callbacks=[*callbacks, *trackers],
-            method=experiment.algorithm.name,
+            method=label(experiment.algorithm.name),
             resume=resume,
         )
     if folder is not None and pictures:
@@ -193,6 +194,9 @@ def _anchored(experiment: Experiment) -> Experiment:
     data = experiment.data
     places = {"source": data.source, "unlabeled": data.unlabeled}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if _is_local(place)}
+    method = anchored(experiment.algorithm.name)
+    if method != experiment.algorithm.name:
+        experiment = experiment.replace(algorithm={**experiment.algorithm.model_dump(), "name": method})
     return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fedstill import toml_io
@@ -19,6 +20,7 @@ from fedstill.core.errors import FedstillError
 
 _PART = re.compile(r"\s*([^\s()=,+]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _STRETCH = re.compile(r"(.*?)(?:\s+until\s+(\S+))?\s*", re.DOTALL)
+_FILE = re.compile(r"([^\s()=,+]+\.py)(?=:)")
 EXAMPLES = "write it as fedavg, fedprox(mu=0.1), fedlmd+fedprox or 'fedlmd_tf until 50 then fedlmd'"
 
 
@@ -79,6 +81,20 @@ def write(name: str, options: Mapping[str, Any]) -> str:
     """
     inside = ", ".join(f"{key}={toml_io.toml_value(value)}" for key, value in options.items())
     return f"{name}({inside})" if inside else name
+
+
+def label(text: str) -> str:
+    """A method's text for people: files without the folders they are in.
+
+    >>> label("some/where/mine.py:anchor+fedprox(mu=0.1)")
+    'mine.py:anchor+fedprox(mu=0.1)'
+    """
+    return _FILE.sub(lambda match: Path(match[1]).name, text)
+
+
+def anchored(text: str) -> str:
+    """The same methods with files by their full path, so that they are found from anywhere."""
+    return _FILE.sub(lambda match: str(Path(match[1]).resolve()) if Path(match[1]).exists() else match[1], text)
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -113,3 +113,22 @@ def test_a_method_of_ones_own_is_found_by_file_and_by_module(tmp_path, monkeypat
         Experiment(algorithm="mine.py:broken")
     with pytest.raises(FedstillError, match="must be a number"):
         Experiment(algorithm="mine.py:gentle(mu=high)")
+
+
+def test_a_run_with_a_method_of_ones_own_is_resumed_from_another_folder(tmp_path, monkeypatch):
+    from fedstill.experiment import resume_run, run
+
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    (home / "kept.py").write_text(
+        "from fedstill.algorithms import fedprox\n\n\ndef gentle(*, mu: float = 0.5):\n    return fedprox(mu=mu)\n"
+    )
+    monkeypatch.chdir(home)
+    partition = {"scheme": "iid", "clients": 4}
+    experiment = Experiment(algorithm="kept.py:gentle", rounds=2, cohort=2, partition=partition, model="mlp")
+    whole = run(experiment, run_dir=tmp_path / "run", pictures=False)
+    assert whole.method == "kept.py:gentle"
+    monkeypatch.chdir(elsewhere)
+    again = resume_run(tmp_path / "run")
+    assert again.history.rows == whole.history.rows

@@ -17,9 +17,9 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Need, Output
 from fedstill.local import (
     cross_entropy,
-    distillation,
     label_masked_distillation,
     not_true_distillation,
+    plain_distillation,
     smoothed_cross_entropy,
     start_model,
     target_mask,
@@ -30,7 +30,7 @@ NOBODY, ZERO, ONE = (3.0, 3.0, 3.0, 3.0), (9.0, 1.0, 0.0, 0.0), (1.0, 9.0, 0.0, 
 ZERO_ONE, ZERO_ONE_TWO = (4.0, 4.0, 1.0, 1.0), (4.0, 4.0, 4.0, 0.0)
 ALL_BUT_ZERO = (0.0, 4.0, 4.0, 4.0)
 FAMILY = {
-    "kd": distillation,
+    "kd": plain_distillation,
     "ntd": not_true_distillation,
     "ntd_tf": lambda beta=1.0, tau=1.0: not_true_distillation(beta, tau=tau, teacher=False),
     "lmd": label_masked_distillation,
@@ -176,7 +176,7 @@ def test_soft_targets_are_refused_where_the_own_class_is_masked(name):
 def test_distillation_over_all_classes_does_not_look_at_the_labels():
     soft = Batch(Z, number([[0.5, 0.5, 0.0, 0.0]]), torch.ones(1))
     view = local_view(scalar(0.0), frozen={"start": Output(TEACHER, TEACHER)})
-    assert distillation().loss(Output(Z, Z), soft, view).item() == pytest.approx(1.572787, abs=1e-6)
+    assert plain_distillation().loss(Output(Z, Z), soft, view).item() == pytest.approx(1.572787, abs=1e-6)
 
 
 @every_term

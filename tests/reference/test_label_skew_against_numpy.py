@@ -12,15 +12,15 @@ from own_counts import counting
 from fedstill.algorithms import METHODS
 from fedstill.core.types import Batch, Model, Output, Weights
 from fedstill.local import (
-    distillation,
     label_masked_distillation,
     not_true_distillation,
+    plain_distillation,
     restricted_softmax,
     smoothed_cross_entropy,
 )
 
 TERMS = {
-    "kd": lambda tau: distillation(0.7, tau=tau),
+    "kd": lambda tau: plain_distillation(0.7, tau=tau),
     "fedntd": lambda tau: not_true_distillation(0.7, tau=tau),
     "fedntd_tf": lambda tau: not_true_distillation(0.7, tau=tau, teacher=False),
     "fedlmd": lambda tau: label_masked_distillation(0.7, tau=tau),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedstill.algorithms.options import not_negative, positive
 from fedstill.core.compose import combine
 from fedstill.core.types import Algorithm
-from fedstill.local.distillation import distillation
+from fedstill.local.distillation import plain_distillation
 from fedstill.local.terms import cross_entropy
 from fedstill.server.average import BufferPolicy, Weighting, average
 
@@ -35,4 +35,4 @@ def kd(
     """
     not_negative("beta", beta)
     positive("tau", tau)
-    return Algorithm(combine(cross_entropy(), distillation(beta, tau=tau)), average(weighting, buffers=buffers))
+    return Algorithm(combine(cross_entropy(), plain_distillation(beta, tau=tau)), average(weighting, buffers=buffers))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedstill.core.types import Params, Tree, Weights
@@ -76,7 +77,8 @@ def dot(a: Params, b: Params) -> Tensor:
 
 
 def squared_distance(a: Params, b: Params) -> Tensor:
-    return torch.stack([(a[name] - b[name]).square().sum() for name in a]).sum()
+    """||a - b||^2 over all names of `a`; mse_loss makes fewer passes over the weights than .square().sum()."""
+    return torch.stack([F.mse_loss(a[name], b[name], reduction="sum") for name in a]).sum()
 
 
 def interpolate(a: Weights, b: Weights, share: float) -> Weights:

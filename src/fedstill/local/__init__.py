@@ -4,10 +4,10 @@ from fedstill.local.contrast import contrast_loss, model_contrast, previous_mode
 from fedstill.local.curvature import curvature
 from fedstill.local.discrepancy import kernel_discrepancy, mean_discrepancy
 from fedstill.local.distillation import (
-    distillation,
     label_masked_distillation,
     masked_distillation_loss,
     not_true_distillation,
+    plain_distillation,
     start_model,
     target_mask,
 )
@@ -22,7 +22,6 @@ __all__ = [
     "control_variates",
     "cross_entropy",
     "curvature",
-    "distillation",
     "dynamic_regularization",
     "full_precision",
     "kernel_discrepancy",
@@ -32,6 +31,7 @@ __all__ = [
     "mean_discrepancy",
     "model_contrast",
     "not_true_distillation",
+    "plain_distillation",
     "previous_model",
     "proximal",
     "restricted_softmax",

@@ -88,7 +88,7 @@ def _distilled(beta: float, tau: float, *, teacher: bool, masked: Masked) -> Obj
     )
 
 
-def distillation(beta: float = 1.0, *, tau: float = 1.0) -> Objective:
+def plain_distillation(beta: float = 1.0, *, tau: float = 1.0) -> Objective:
     """beta tau^2 KL(teacher || student) over all classes; teacher: the start model."""
     return _distilled(beta, tau, teacher=True, masked="nothing")
 
