@@ -12,7 +12,7 @@ from fedstill.expression import write
 PRESETS = {
     "correct": "every method in its correct form; Cutout, which the released code has and the text does not",
     "paper": "what the text says: no Cutout, and every upload weighs 1 / |S| (Algorithm 1, line 12)",
-    "released": "the public code: Cutout, weights n_k / n, and the published forms of SCAFFOLD, FedNova, MOON, FedCurv",
+    "released": "the public code: Cutout, weights n_k / n, and the published forms of SCAFFOLD, FedNova and MOON",
 }
 
 PUBLISHED_SPLIT = {"clients": 100, "legacy_seed": 19940817}
@@ -63,7 +63,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavgm": {"beta": 0.7},
 }
 RELEASED: dict[str, dict[str, Any]] = {
-    "fedcurv": {"lam": 1.0, "fisher": "per_batch"},
     "fednova": {"correction": "released"},
     "scaffold": {"option": "II", "weighting": "size", "control_weighting": "uniform"},
     "moon": {"mu": 0.1, "temperature": 0.5, "previous": "init"},

@@ -37,6 +37,6 @@ def test_every_page_can_be_reached_from_the_readme():
 
 def test_pictures_are_small_and_used():
     used = {resolve(page, link)[0] for page in PAGES for link in links(page) if link.endswith(".png")}
-    pictures = set((ROOT / "docs" / "images").glob("*.png"))
+    pictures = {*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "docs" / "results").rglob("*.png")}
     assert pictures == used
     assert all(picture.stat().st_size < LARGEST_PICTURE for picture in pictures)
