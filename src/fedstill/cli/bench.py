@@ -116,11 +116,11 @@ def _run(work: Work, options: BenchOptions) -> int:
         _tell_estimate(f"nothing to run: {done} runs done{skipped}", 0, 0.0, options)
         return 0
     jobs = choose_jobs(options.jobs, device=device, runs=len(left))
-    with _stoppable(), shared_gpu(jobs, device), crew(jobs) as workers:
+    with _stoppable(), shared_gpu(jobs, device) as shared, crew(jobs) as workers:
         known = estimate(left, wanted, read_runs(work.results), workers, jobs=jobs)
         for failure in known.failures:
             tell(f"no estimate from {failure}")
-        line = estimate_line(left, known, jobs=jobs, device=device)
+        line = estimate_line(left, known, jobs=jobs, device=device) + (" (shared through MPS)" if shared else "")
         _tell_estimate(line, len(left), known.total(left, jobs), options)
         return 0 if options.dry_run else _perform(work, longest_first(left, known), known, workers)
 
