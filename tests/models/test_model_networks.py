@@ -38,6 +38,11 @@ COUNTS = [
     ("resnet18", CIFAR, 10, {}, 11_181_642, 512),
     ("resnet18", CIFAR, 10, {"stem": "cifar"}, 11_173_962, 512),
     ("resnet18", CIFAR, 100, {}, 11_227_812, 512),
+    ("mobilenet_v2", CIFAR, 10, {}, 2_296_922, 1280),
+    ("mobilenet_v2", CIFAR, 10, {"width": 0.5}, 604_178, 640),
+    ("mobilenet_v2", CIFAR, 100, {"width": 0.5}, 604_178 + 90 * 641, 640),
+    ("mobilenet_v2", MNIST, 10, {}, 2_296_922 - 2 * 9 * 32, 1280),  # two colours less in the stem
+    ("mobilenet_v2", (3, 64, 64), 200, {"width": 0.5}, 604_178 + 190 * 641, 640),
     # with MOON's projection d -> d -> p: d^2 + d + (d + 1) p more, and a head of p instead of d
     ("lenet5", CIFAR, 10, {"projection": 256}, 62_006 + 84**2 + 84 + 85 * 256 + (256 - 84) * 10, 256),  # MOON's own
     ("cnn", CIFAR, 10, {"projection": 256}, 2_156_490 + 512**2 + 512 + 513 * 256 + (256 - 512) * 10, 256),
@@ -46,17 +51,30 @@ COUNTS = [
     ("resnet20", CIFAR, 10, {"projection": 256}, 272_474 + 64**2 + 64 + 65 * 256 + (256 - 64) * 10, 256),
     ("resnet8_wide", CIFAR, 10, {"projection": 8}, 4_903_242 + 512**2 + 512 + 513 * 8 + (8 - 512) * 10, 8),
     ("resnet18", CIFAR, 10, {"projection": 256}, 11_181_642 + 512**2 + 512 + 513 * 256 + (256 - 512) * 10, 256),
+    (
+        *("mobilenet_v2", CIFAR, 10, {"width": 0.5, "projection": 256}),
+        *(604_178 + 640**2 + 640 + 641 * 256 + (256 - 640) * 10, 256),
+    ),
 ]
 
-# Channels that a norm layer follows, by hand: stem, two a block, one a changed shortcut
+# Channels that a norm layer follows, by hand: stem, two a block (MobileNetV2: two of the expanded width and the block's
+# own), one a changed shortcut
 NORMED = {
     "vgg8": 64 + 128 + 256 + 512 + 512,
     "resnet8": 16 + 2 * (16 + 32 + 64) + 32 + 64,
     "resnet20": 16 + 6 * (16 + 32 + 64) + 32 + 64,
     "resnet8_wide": 64 + 2 * (64 + 128 + 256 + 512) + 128 + 256 + 512,
     "resnet18": 64 + 4 * (64 + 128 + 256 + 512) + 128 + 256 + 512,
+    "mobilenet_v2": sum(
+        (
+            *(32, 2 * 32 + 16 + 16, 2 * 96 + 24 + 24, 2 * 144 + 24, 2 * 144 + 32, 2 * (2 * 192 + 32), 2 * 192 + 64),
+            *(3 * (2 * 384 + 64), 2 * 384 + 96 + 96, 2 * (2 * 576 + 96), 2 * 576 + 160, 2 * (2 * 960 + 160)),
+            *(2 * 960 + 320 + 320, 1280),
+        )
+    ),
 }
-SMALLEST = {"vgg8": CIFAR, "lenet5": (3, 16, 16), "lenet": (3, 16, 16)}
+# At 8x8 MobileNetV2's last BatchNorms read one value a row: gradients of 25,000, and a rounding error of 1e-6 in them.
+SMALLEST = {"vgg8": CIFAR, "lenet5": (3, 16, 16), "lenet": (3, 16, 16), "mobilenet_v2": (3, 16, 16)}
 
 
 def small(name: str, **options: object) -> Model:
@@ -128,6 +146,7 @@ def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tenso
         *((name, {}, False) for name in ("mlp", "cnn", "resnet8")),
         ("resnet8", {"norm": "group"}, True),
         ("resnet8", {"norm": "none"}, True),
+        ("mobilenet_v2", {"width": 0.5, "norm": "group"}, True),
         ("lenet5", {"projection": 6}, True),
     ],
 )
@@ -152,7 +171,7 @@ def test_many_clients_at_once_equal_one_after_the_other(name, options, training)
         torch.testing.assert_close(buffers[key], expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["vgg8", "resnet8"])
+@pytest.mark.parametrize("name", ["vgg8", "resnet8", "mobilenet_v2"])
 @pytest.mark.parametrize("garbage", [float("nan"), 1e9])
 def test_padding_changes_no_output_gradient_or_buffer(name, garbage):
     model = small(name)
@@ -236,7 +255,7 @@ def test_without_a_projection_the_layers_draw_their_weights_one_after_the_other_
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(params.values(), drawn, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cnn", "lenet5", "resnet8_wide"])
+@pytest.mark.parametrize("name", ["cnn", "lenet5", "resnet8_wide", "mobilenet_v2"])
 def test_a_projection_leaves_the_first_weights_before_it_as_they_are(name):
     """Of networks that PyTorch initialises; others draw a second time, over all layers in order."""
     plain, projected = (small(name, **options).init(3).params for options in ({}, {"projection": 6}))
@@ -284,6 +303,10 @@ def test_mistakes_are_told_in_one_line_with_the_nearest_word():
     assert "must divide the 16 channels" in message("resnet8", norm="group", groups=3)
     assert "model.hidden" in message("mlp", hidden=[0])
     assert "model.dropout" in message("vgg8", dropout=1.5)
+    assert "did you mean 'mobilenet_v2'" in message("mobilenetv2")
+    for width in (0.3, 0, -1, True, float("nan"), "half"):
+        assert f"model.width = {width} must be a multiple of 0.125 above 0" in message("mobilenet_v2", width=width)
+    assert "must divide the 3 channels" in message("mobilenet_v2", width=0.125, norm="group")
 
 
 def test_options_and_their_defaults_can_be_listed():

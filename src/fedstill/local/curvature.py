@@ -35,8 +35,12 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
     differentiated = risk if risk is not None else cross_entropy()
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        others, pull = (subtract(local.received[slot], local.state[slot]) for slot in ("fisher", "fisher_weights"))
-        parts = [(w * (others[name] * w - 2.0 * pull[name])).sum() for name, w in local.params.items()]
+        parts = [
+            _quadratic(
+                w, *(local.received[slot][name] - local.state[slot][name] for slot in ("fisher", "fisher_weights"))
+            )
+            for name, w in local.params.items()
+        ]
         return lam * torch.stack(parts).sum()
 
     def init(weights: Weights) -> Tree:
@@ -63,6 +67,14 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
         return new, {f"{slot}_delta": subtract(new[slot], local.state[slot]) for slot in new}
 
     return Objective(loss, {}, init, measure, finish, frozenset({Need.CLIENT_STATE}))
+
+
+def _quadratic(w: Tensor, stiffness: Tensor, pull: Tensor) -> Tensor:
+    """sum P w^2 - 2 Q w, its gradient 2 (P w - Q) written out: fewer passes over the weights than autograd makes."""
+    fixed = w.detach()
+    slope = 2.0 * (stiffness * fixed - pull)
+    linear = (slope * w).sum()
+    return linear - (stiffness * fixed.square()).sum()
 
 
 def _mean_square(gradient: Callable[[Batch], Params], batch: Batch, at_once: int) -> Params:

@@ -11,6 +11,7 @@ from fedstill.core.types import Model
 from fedstill.models.cnn import cnn, convnet, lenet, lenet5
 from fedstill.models.functional import from_module
 from fedstill.models.mlp import mlp
+from fedstill.models.mobilenet import mobilenet_v2
 from fedstill.models.network import Network
 from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20
 from fedstill.models.validate import why_unbatchable
@@ -29,6 +30,7 @@ MODELS: dict[str, Callable[..., Network]] = {
     "resnet20": resnet20,
     "resnet8_wide": resnet8_wide,
     "resnet18": resnet18,
+    "mobilenet_v2": mobilenet_v2,
 }
 
 
