@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import statistics
@@ -23,12 +24,14 @@ from fedstill.experiment import (
     write_description,
     write_whole,
 )
+from fedstill.expression import label
 from fedstill.history import Result
 from fedstill.methods import build_method
 from fedstill.report.table import MethodSummary, best_first
 from fedstill.settings import parse_method
 
 RESULTS_FILE = "results.json"
+LONGEST_FOLDER = 120  # file systems take 255 bytes
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def compare(
     if folder is not None:
         write_description(experiment, folder)
     results: dict[str, list[Result]] = {}
-    for entry, variant in variants.items():
+    for entry, variant in ((label(text), one) for text, one in variants.items()):
         _save(results, experiment, folder)
         results[entry] = []
         for seed, federation in enumerate(federations, experiment.seed):
@@ -112,7 +115,7 @@ def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[
     entries = {text: parse_method(text, experiment) for text in texts}
     for section in entries.values():
         build_method(section.name, section.options)
-    folders = {folder_name(text) for text in entries}
+    folders = {folder_name(label(text)) for text in entries}
     if len(folders) < len(texts):
         raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")
     return entries
@@ -124,7 +127,10 @@ def folder_name(entry: str) -> str:
     >>> folder_name("fedprox(mu=0.1)")
     'fedprox-mu-0.1'
     """
-    return re.sub(r"[^\w.]+", "-", entry).strip("-")
+    name = re.sub(r"[^\w.]+", "-", entry).strip("-")
+    if len(name) <= LONGEST_FOLDER:
+        return name
+    return f"{name[:LONGEST_FOLDER]}-{hashlib.sha256(entry.encode()).hexdigest()[:8]}"
 
 
 def run_folder(entry: str, seed: int) -> str:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill import toml_io
 from fedstill.callbacks import Callback
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_needs
+from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation, Model
 from fedstill.data import Source, load, make_federation, owners, split_unlabeled
@@ -86,7 +88,7 @@ def check_ready(experiment: Experiment, federation: Federation) -> None:
     choose_device(experiment.engine.device)
     parts = arguments(experiment, federation)
     wanted = {key: parts[key] for key in ("model", "federation", "training")}
-    for phase in parts["algorithm"]:
+    for phase in phases_of(parts["algorithm"]):
         check_needs(phase.algorithm, **wanted, method=f"algorithm.name = '{experiment.algorithm.name}'")
 
 
@@ -197,6 +199,9 @@ def _anchored(experiment: Experiment) -> Experiment:
     method = anchored(experiment.algorithm.name)
     if method != experiment.algorithm.name:
         experiment = experiment.replace(algorithm={**experiment.algorithm.model_dump(), "name": method})
+    methods = [anchored(entry) for entry in experiment.compare.methods]
+    if methods != list(experiment.compare.methods):
+        experiment = experiment.replace(compare={**experiment.compare.model_dump(), "methods": methods})
     return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
 
 
@@ -206,7 +211,10 @@ def _is_local(place: object) -> bool:
 
 def _check_same(experiment: Experiment, folder: Path) -> None:
     """A run is only resumed as what it was; it may get more rounds."""
-    asked, begun = (one.resolved().model_dump() for one in (_anchored(experiment), read_description(folder)))
+    written = toml_io.loads(_anchored(experiment).resolved().to_toml(), where=CONFIG_FILE)  # as the folder's was
+    asked, begun = (
+        one.resolved().model_dump() for one in (Experiment.model_validate(written), read_description(folder))
+    )
     other = [key for key in asked if key not in ("rounds", "track") and asked[key] != begun[key]]
     if other:
         raise FedstillError(

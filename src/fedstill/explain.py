@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
 from fedstill.core.types import Algorithm, Need, Round, Tree, Uploads, Weights, unchanged
-from fedstill.expression import parse
+from fedstill.expression import parse, write
 from fedstill.methods import build_method, find_method
 from fedstill.trial import trial_model, trial_run
 
@@ -30,11 +30,10 @@ _GLUE = {"combine", "chain"}
 
 def explain(name: str) -> dict[str, Any]:
     """Everything `fedstill explain` prints, as plain data; a mixture is explained part by part."""
-    stretches = parse(name)
-    named = list(dict.fromkeys(part.name for stretch in stretches for part in stretch.parts))
+    named = {part.name: part for stretch in parse(name) for part in stretch.parts}
     if len(named) > 1:
-        return _explain_several(name, named)
-    factory = find_method(named[0])
+        return _explain_several(name, {part.name: write(part.name, part.options) for part in named.values()})
+    factory = find_method(next(iter(named)))
     algorithm = build_method(name)[0].algorithm
     sections = read_docstring(factory)
     return {
@@ -50,9 +49,9 @@ def explain(name: str) -> dict[str, Any]:
     }
 
 
-def _explain_several(text: str, names: list[str]) -> dict[str, Any]:
+def _explain_several(text: str, parts: dict[str, str]) -> dict[str, Any]:
     """What methods are when they run together or in turn: traffic and needs of the whole, the rest of each."""
-    each = {name: explain(name) for name in names}
+    each = {name: explain(part) for name, part in parts.items()}
     algorithms = [phase.algorithm for phase in build_method(text)]
     flows = [traffic(algorithm) for algorithm in algorithms]
     options = [(name, option) for name, facts in each.items() for option in facts["options"]]

@@ -20,6 +20,7 @@ from fedstill.core.errors import FedstillError
 
 _PART = re.compile(r"\s*([^\s()=,+]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _STRETCH = re.compile(r"(.*?)(?:\s+until\s+(\S+))?\s*", re.DOTALL)
+_NAME = re.compile(r"[^\s()=,+]+")
 _FILE = re.compile(r"([^\s()=,+]+\.py)(?=:)")
 EXAMPLES = "write it as fedavg, fedprox(mu=0.1), fedlmd+fedprox or 'fedlmd_tf until 50 then fedlmd'"
 
@@ -48,7 +49,7 @@ def parse(text: str) -> tuple[Stretch, ...]:
     >>> [(len(stretch.parts), stretch.until) for stretch in parse("fedlmd_tf until 50 then fedlmd+fedavgm")]
     [(1, 50), (2, None)]
     """
-    pieces = _split(text, " then ")
+    pieces = _split(text if '"' in text else " ".join(text.split()), " then ")
     stretches = tuple(_stretch(piece, text) for piece in pieces)
     for stretch in stretches[:-1]:
         if stretch.until is None:
@@ -93,8 +94,16 @@ def label(text: str) -> str:
 
 
 def anchored(text: str) -> str:
-    """The same methods with files by their full path, so that they are found from anywhere."""
-    return _FILE.sub(lambda match: str(Path(match[1]).resolve()) if Path(match[1]).exists() else match[1], text)
+    """The same methods with files by their full path, so that they are found from anywhere.
+
+    A path that this little language cannot hold (spaces, brackets, ...) stays as it is.
+    """
+
+    def full(match: re.Match[str]) -> str:
+        path = str(Path(match[1]).resolve())
+        return path if Path(match[1]).exists() and _NAME.fullmatch(path) else match[1]
+
+    return _FILE.sub(full, text)
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from fedstill.algorithms import METHODS
 from fedstill.core.errors import FedstillError, suggest
@@ -24,7 +25,8 @@ SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all
 def find_method(name: str) -> Factory:
     """A registered method, or the function that FILE.py:function or package.module:function names."""
     if ":" in name:
-        return _imported(name)
+        file = Path(name.rpartition(":")[0])
+        return _imported(name, file.resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
     if name not in METHODS:
         raise FedstillError(
             f"algorithm.name = '{name}' is unknown: {suggest(name, METHODS)} (your own: FILE.py:function)"
@@ -69,11 +71,12 @@ def _shared_options(parts: Sequence[Part], factories: Mapping[str, Factory]) -> 
     usual = inspect.signature(METHODS["fedavg"]).parameters
     for key in SHARED if len(parts) > 1 else ():
         said = {part.name: part.options[key] for part in parts if key in part.options}
-        if len(set(said.values())) > 1:
+        if any(value != other for value in said.values() for other in said.values()):
             told = " and ".join(f"{name}({key}={value})" for name, value in said.items())
             raise FedstillError(f"{told} cannot run together: models are averaged once, give both the same {key}")
         signatures = [inspect.signature(factory).parameters for factory in factories.values()]
-        own = [one[key].default for one in signatures if key in one and one[key].default != usual[key].default]
+        defaults = [one[key].default for one in signatures if key in one]
+        own = [value for value in defaults if isinstance(value, str) and value != usual[key].default]
         if said or own:
             agreed[key] = next(iter(said.values())) if said else own[0]
     return agreed
@@ -92,7 +95,8 @@ def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Algorithm:
 
 
 @cache
-def _imported(name: str) -> Factory:
+def _imported(name: str, full: Path, written: int) -> Factory:
+    """`full` and `written` tell a file from its namesake in another folder, and from itself before it was edited."""
     place, _, function = name.rpartition(":")
     module = _module_of(place, name)
     factory = getattr(module, function, None)
@@ -104,34 +108,32 @@ def _imported(name: str) -> Factory:
         ]
         hint = suggest(function, known) if known else "it defines no functions"
         raise FedstillError(f"algorithm.name = '{name}': no function '{function}' in {place}: {hint}")
-    get_type_hints(factory)
     found: Factory = factory
     return found
 
 
 def _module_of(place: str, name: str) -> Any:
+    path = Path(place)
+    if place.endswith(".py") and not path.is_file():
+        raise FedstillError(f"algorithm.name = '{name}': no file '{place}': give FILE.py:function")
+    beside = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
+    if beside not in sys.path:
+        sys.path.insert(0, beside)  # what stands beside it can be imported, as with `python FILE.py`
     try:
-        if not place.endswith(".py"):
-            if str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))  # a module beside the experiment, as with `python -m`
-            return importlib.import_module(place)
-        path = Path(place)
-        if not path.is_file():
-            raise FedstillError(f"algorithm.name = '{name}': no file '{place}': give FILE.py:function")
-        spec = importlib.util.spec_from_file_location(f"fedstill_method_{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        return _load_file(path) if place.endswith(".py") else importlib.import_module(place)
     except FedstillError:
         raise
-    except ModuleNotFoundError as error:
-        raise FedstillError(
-            f"algorithm.name = '{name}': {error}: run where it can be imported, or name a file"
-        ) from None
     except Exception as error:
-        raise FedstillError(
-            f"algorithm.name = '{name}': {place} fails to load: {type(error).__name__}: {error}"
-        ) from error
+        told = f"{type(error).__name__}: {error}"
+        raise FedstillError(f"algorithm.name = '{name}': {place} cannot be loaded: {told}") from error
+
+
+def _load_file(path: Path) -> Any:
+    mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"fedstill_method_{path.stem}_{mark}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
     return module

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedstill.core.message import encode, select, template_of
 from fedstill.core.needs import needs_of
-from fedstill.core.phases import algorithm_at, carry_over
+from fedstill.core.phases import algorithm_at, carry_over, keep_waiting
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import byte_size, clone, leaves, rows
 from fedstill.core.types import (
@@ -191,6 +191,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         trainer=task.engine,
     )
     candidate, server = algorithm.server.apply(state.weights, state.server, look)
+    server = keep_waiting(state.server, server)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()

@@ -1,12 +1,17 @@
 """Methods as text: what is read, and how a mistake is told."""
 
+import os
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
+from fedstill.experiment import resume_run, run
 from fedstill.expression import Part, Stretch, parse, single, split_methods, write
+from fedstill.options import defaults
 
 NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(lambda name: name not in ("then", "until"))
 VALUES = st.one_of(
@@ -106,7 +111,7 @@ def test_a_method_of_ones_own_is_found_by_file_and_by_module(tmp_path, monkeypat
         "def broken():\n    return 3\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.setattr("sys.path", ["", *sys.path])
     for name in ("mine.py:gentle", "mine:gentle", f"{tmp_path}/mine.py:gentle(mu=0.1)", "mine.py:gentle+fedavgm"):
         assert Experiment(algorithm=name).algorithm.name.partition("(")[0].split(":")[1].startswith("gentle")
     with pytest.raises(FedstillError, match="returned a int"):
@@ -116,8 +121,6 @@ def test_a_method_of_ones_own_is_found_by_file_and_by_module(tmp_path, monkeypat
 
 
 def test_a_run_with_a_method_of_ones_own_is_resumed_from_another_folder(tmp_path, monkeypatch):
-    from fedstill.experiment import resume_run, run
-
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()
     elsewhere.mkdir()
@@ -132,3 +135,71 @@ def test_a_run_with_a_method_of_ones_own_is_resumed_from_another_folder(tmp_path
     monkeypatch.chdir(elsewhere)
     again = resume_run(tmp_path / "run")
     assert again.history.rows == whole.history.rows
+
+
+OWN = "from fedstill.algorithms import fedprox\n\n\ndef gentle(*, mu: float = {mu}):\n    return fedprox(mu=mu)\n"
+FEW = {"rounds": 1, "cohort": 2, "partition": {"scheme": "iid", "clients": 4}, "model": "mlp"}
+
+
+def default_mu(name):
+    return defaults("algorithm", name)["mu"]
+
+
+def test_a_file_is_not_taken_for_its_namesake_nor_for_itself_before_an_edit(tmp_path, monkeypatch):
+    for folder, mu in (("a", 0.25), ("b", 0.75)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(OWN.format(mu=mu))
+    monkeypatch.chdir(tmp_path / "a")
+    assert default_mu("mine.py:gentle") == 0.25
+    monkeypatch.chdir(tmp_path / "b")
+    assert default_mu("mine.py:gentle") == 0.75
+    (tmp_path / "b" / "mine.py").write_text(OWN.format(mu=0.0625))
+    os.utime(tmp_path / "b" / "mine.py", (1, 1))
+    assert default_mu("mine.py:gentle") == 0.0625
+
+
+def test_a_file_may_import_its_neighbour_and_use_types_of_checkers_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "neighbour_of_mine.py").write_text("STRENGTH = 0.5\n")
+    (tmp_path / "mine2.py").write_text(
+        "from __future__ import annotations\nfrom typing import TYPE_CHECKING\n"
+        "from fedstill.algorithms import fedprox\nfrom neighbour_of_mine import STRENGTH\n"
+        "if TYPE_CHECKING:\n    from fedstill import Algorithm\n\n\n"
+        "def gentle() -> Algorithm:\n    return fedprox(mu=STRENGTH)\n"
+    )
+    assert Experiment(algorithm=f"{tmp_path}/mine2.py:gentle").algorithm.name.endswith("mine2.py:gentle")
+
+
+@pytest.mark.parametrize("folder", ["my dir", "a+b"])
+def test_a_method_runs_in_a_folder_whose_name_the_language_cannot_hold(tmp_path, monkeypatch, folder):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "mine3.py").write_text(OWN.format(mu=0.5))
+    monkeypatch.chdir(tmp_path / folder)
+    experiment = Experiment(algorithm="mine3.py:gentle", **FEW)
+    assert run(experiment, run_dir="here", pictures=False).method == "mine3.py:gentle"
+
+
+def test_an_unchanged_experiment_gets_more_rounds_whatever_its_defaults(tmp_path):
+    """The default network has a tuple among its options, which TOML gives back as a list."""
+    experiment = Experiment(**FEW)
+    run(experiment, run_dir=tmp_path / "run", pictures=False)
+    longer = run(experiment.replace(rounds=2), run_dir=tmp_path / "run", resume=True, pictures=False)
+    assert len(longer.history.rows) == 2
+    with pytest.raises(FedstillError, match="another cohort"):
+        run(experiment.replace(rounds=3, cohort=3), run_dir=tmp_path / "run", resume=True, pictures=False)
+
+
+def test_a_line_break_is_a_space():
+    assert parse("fedlmd_tf until 50\n  then fedlmd") == parse("fedlmd_tf until 50 then fedlmd")
+
+
+def test_options_of_an_odd_kind_are_told_not_raised():
+    with pytest.raises(FedstillError, match="weighting"):
+        Experiment(algorithm="fedavg(weighting=[1])+fedprox")
+
+
+def test_phases_that_run_backwards_are_told_before_a_folder_is_made(tmp_path):
+    experiment = Experiment(algorithm="fedavg until 5 then fedprox until 2 then fedavgm", **FEW)
+    with pytest.raises(FedstillError, match="before the phase ahead"):
+        run(experiment, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from method_rows import network, run, same_bits
 from fedstill.algorithms import fedavg, fedavgm, feddf, fedprox, scaffold
 from fedstill.core.errors import FedstillError
 from fedstill.core.phases import algorithm_at, phases_of, share_states
-from fedstill.core.tree import clone
+from fedstill.core.tree import clone, flatten
 from fedstill.core.types import Phase
 from fedstill.methods import build_method
 
@@ -73,6 +73,69 @@ def test_a_client_keeps_its_control_through_a_phase_that_does_not_know_it():
     for before, later in zip(kept[1], kept[3], strict=True):
         assert same_bits(later, before)
         assert any(bool(leaf.any()) for leaf in before.values())
+
+
+def means_agree(text: str, *, server: str, client: str, total: bool = False) -> float:
+    """Largest distance between a server slot and the mean (or sum) of the clients' after a run of everybody."""
+    last: dict = {}
+
+    def watched(phase):
+        def finish(local, measured):
+            state, extra = phase.algorithm.objective.finish(local, measured)
+            last.setdefault("clients", []).append(clone(state.get(client, local.state.get(client))))
+            return state, extra
+
+        def apply(candidate, state, round):
+            candidate, state = phase.algorithm.server.apply(candidate, state, round)
+            last["server"], last["sent"] = state, last.pop("clients", [])
+            return candidate, state
+
+        parts = phase.algorithm
+        objective = dataclasses.replace(parts.objective, finish=finish)
+        return phase._replace(
+            algorithm=dataclasses.replace(
+                parts, objective=objective, server=dataclasses.replace(parts.server, apply=apply)
+            )
+        )
+
+    run(tuple(watched(phase) for phase in build_method(text)), engine="looped", rounds=6, cohort=7)
+    flat = {
+        name.rpartition(f"{server}/")[2]: leaf for name, leaf in flatten(last["server"]).items() if f"{server}/" in name
+    }
+    gaps = []
+    for name, leaf in flat.items():
+        theirs = torch.stack([sent[name] for sent in last["sent"]])
+        gaps.append(float((leaf - (theirs.sum(0) if total else theirs.mean(0))).abs().max()))
+        assert bool(leaf.any())
+    return max(gaps)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{0}",
+        "{0} until 2 then fedprox until 3 then {0}",
+        "{0} until 2 then {0}+fedprox until 4 then {0}",
+        "fedavgm until 2 then {0} until 4 then fedavgm until 5 then {0}",
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "server", "client", "total"),
+    [
+        ("scaffold", "control", "control", False),
+        ("feddyn", "dyn_mean", "dyn_gradient", False),
+        ("fedcurv", "fisher", "fisher", True),
+    ],
+)
+def test_after_any_switch_the_server_holds_the_mean_of_what_its_clients_hold(text, method, server, client, total):
+    """Everybody takes part: c = mean c_k, h = mean g_k, U = sum u_k, whatever phases lay in between."""
+    gap = means_agree(text.format(method), server=server, client=client, total=total)
+    assert gap < 1e-5
+
+
+def test_a_longer_chain_does_not_lose_the_control():
+    gap = means_agree("scaffold until 3 then scaffold+fedavgm(beta=0.0)", server="control", client="control")
+    assert gap < 1e-5
 
 
 def test_two_phases_with_one_slot_in_two_forms_cannot_follow():

@@ -4,13 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from by_hand import blobs, federate_by_hand, linear, linear_model
+from by_hand import blobs, federate_by_hand, linear, linear_model, local_view
 
 from fedstill.algorithms import build_algorithm, fedavg, fedavgm, fednova, fedprox, scaffold
-from fedstill.core.compose import chain, combine
+from fedstill.core.compose import chain, combine, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.join import join
-from fedstill.core.types import Algorithm, Objective, ServerStep, Stage
+from fedstill.core.tree import stack
+from fedstill.core.types import Algorithm, Objective, Round, ServerStep, Stage, Uploads, Weights
+from fedstill.local.labels import smoothed_cross_entropy
 from fedstill.local.terms import cross_entropy, proximal
 from fedstill.methods import build_method
 from fedstill.server import average, sgd
@@ -22,6 +24,12 @@ COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0]]
 def train(algorithm, rounds=3):
     how = {"steps": 3, "lr": 0.2, "momentum": 0.5, "cohorts": COHORTS}
     return federate_by_hand(algorithm, linear_model(), DATA, linear(3, 4, seed=1), rounds=rounds, **how).weights[-1]
+
+
+def uploads_of(ends, start):
+    size = torch.ones(len(ends), dtype=torch.float64)
+    uploads = Uploads(stack(ends), size, size, size, size, {}, None, torch.arange(len(ends)))
+    return Round(1, start, uploads, linear_model(), len(ends), None, 0, None)
 
 
 def same_bits(one, other):
@@ -111,10 +119,49 @@ def test_something_must_fit_the_labels_and_something_must_aggregate():
         join({"a": Algorithm(cross_entropy(), ServerStep()), "b": Algorithm(proximal(1.0), ServerStep())})
 
 
+def test_a_wrapped_average_is_not_taken_for_the_plain_one():
+    mine = Algorithm(cross_entropy(), rollback(average(), 0.5))
+    for methods in ({"fedprox": fedprox(), "mine": mine}, {"mine": mine, "fedprox": fedprox()}):
+        with pytest.raises(FedstillError, match="aggregate differently"):
+            join(methods)
+
+
+def test_terms_that_differentiate_the_risk_take_the_one_that_replaced_it():
+    """SCAFFOLD's option I keeps the gradient of what the client really minimises."""
+    batch = blobs(1, 12)
+    for text, expected in (
+        ("scaffold(option=I)+label_smoothing(epsilon=0.5)", smoothed_cross_entropy(0.5)),
+        ("scaffold(option=I)+fedprox", cross_entropy()),
+    ):
+        objective = mixture(text).objective
+        start = linear(3, 4, seed=2)
+        view = local_view(start, received={"control": start.params}, state={"control": start.params})
+
+        def risk(params, term=expected, view=view):
+            return term.loss(linear_model().apply(Weights(params, {}), batch.x)[0], batch, view)
+
+        found = objective.measure(linear_model(), batch, view)["start_gradient"]
+        wanted = torch.func.grad(risk)(start.params)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_feddyn_with_fednovas_average_still_reaches_the_joint_optimum():
+    """h is the mean of the clients' g_k, however the candidate was made: two quadratics, 2 and 20 steps."""
+    algorithm = mixture("feddyn(alpha=0.5)+fednova")
+    stages = [step.stage for step in algorithm.server.steps]
+    assert stages == [Stage.AGGREGATE, Stage.MOVE]
+    moves = algorithm.server.steps[1]
+    start, ends = linear(3, 4, seed=1), [linear(3, 4, seed=s) for s in (2, 3)]
+    round = uploads_of(ends, start)
+    _, state = moves.apply(start, moves.init(start), round)  # a candidate that did not move at all
+    wanted = {n: -0.5 * (sum(e.params[n] for e in ends) / 2 - p) for n, p in start.params.items()}
+    torch.testing.assert_close(state["dyn_mean"], wanted, rtol=0, atol=1e-12)
+
+
 def test_what_changes_uploads_on_the_way_runs_in_turn():
     def adding(number):
         def transmit(uploads, start, seed):
-            return [*uploads, number]
+            return [*uploads, (number, seed)]
 
         return transmit
 
@@ -122,7 +169,9 @@ def test_what_changes_uploads_on_the_way_runs_in_turn():
         str(number): dataclasses.replace(algorithm, transmit=adding(number))
         for number, algorithm in enumerate((fedprox(), fedavgm(), fedavg()))
     }
-    assert join(methods).transmit([], None, 0) == [0, 1, 2]
+    seen = join(methods).transmit([], None, 0)
+    assert [number for number, _ in seen] == [0, 1, 2]
+    assert len({seed for _, seed in seen}) == 3, "two kinds of noise must not be the same noise"
 
 
 def test_every_pair_of_registered_methods_joins_or_says_why_not():

@@ -17,6 +17,7 @@ from fedstill.engine.plan import make_plan
 from fedstill.engine.program import Program
 from fedstill.local.distillation import not_true_distillation, start_model
 from fedstill.local.terms import cross_entropy
+from fedstill.methods import build_method
 
 ENGINES = ("batched", "looped")
 SIZES = (5, 9, 1, 16)
@@ -288,3 +289,33 @@ def test_teachers_run_in_eval_mode(engine):
     runner = engine_for(engine, "drop")
     uploads = train(runner, Training(batch_size=8, lr=0.0), objective=imitation("start", start_model)).uploads
     assert bool((uploads.loss > 1e-4).all())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_features_that_nobody_declared_are_nan_where_outputs_are_remembered(engine):
+    """A term that reads them without saying so must not get something else that looks like them."""
+
+    def loss(output, batch, local):
+        return output.logits.sum() * 0.0 + local.frozen["start"].features.sum() * 0.0
+
+    peeking = Objective(loss, frozen={"start": start_model})
+    trained = train(engine_for(engine), TRAINING, objective=peeking, ids=[0, 1])
+    assert bool(trained.uploads.loss.isnan().all())
+    honest = dataclasses.replace(peeking, needs=frozenset({Need.FEATURES}))
+    assert bool((train(engine_for(engine), TRAINING, objective=honest, ids=[0, 1]).uploads.loss == 0).all())
+
+
+@pytest.mark.parametrize("method", ["fedntd(beta=10.0)", "kd(beta=10.0)", "fedmmd(lam=1.0)"])
+def test_under_bf16_a_remembered_teacher_is_as_precise_as_its_student(method):
+    """At the received weights teacher and student agree to the bit, so the first step is FedAvg's."""
+    one_step = Training(batch_size=64, lr=0.01)
+    plain, found = (
+        train(
+            build_engine("looped", "cpu", model=network(), federation=federation(SIZES), precision="bf16"),
+            one_step,
+            objective=build_method(text)[0].algorithm.objective,
+            ids=[0, 1],
+        ).uploads.weights
+        for text in ("fedavg", method)
+    )
+    assert_close(found, plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.algorithms.options import not_negative, positive
+from fedstill.algorithms.options import not_negative, positive, temperature_of
 from fedstill.core.compose import chain
 from fedstill.core.types import Algorithm, Training
 from fedstill.local.terms import cross_entropy
@@ -46,7 +46,7 @@ def feddf(
     not_negative("steps", steps)
     positive("server_lr", server_lr)
     positive("batch_size", batch_size)
-    positive("temperature", temperature)
+    temperature_of("temperature", temperature)
     if clip is not None:
         positive("clip", clip)
     training = Training(

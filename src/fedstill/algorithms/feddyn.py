@@ -27,4 +27,4 @@ def feddyn(*, alpha: float = 0.01, weighting: Weighting = "uniform", buffers: Bu
     """
     positive("alpha", alpha)
     objective = combine(cross_entropy(), dynamic_regularization(alpha))
-    return Algorithm(objective, chain(average(weighting, buffers=buffers), dynamic_correction(alpha)))
+    return Algorithm(objective, chain(average(weighting, buffers=buffers), dynamic_correction(alpha, weighting)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.algorithms.options import not_negative, positive
+from fedstill.algorithms.options import not_negative, temperature_of
 from fedstill.core.compose import combine
 from fedstill.core.types import Algorithm
 from fedstill.local.distillation import label_masked_distillation
@@ -68,6 +68,6 @@ def fedlmd_tf(
 
 def _masked(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Algorithm:
     not_negative("beta", beta)
-    positive("tau", tau)
+    temperature_of("tau", tau)
     objective = combine(cross_entropy(), label_masked_distillation(beta, tau=tau, teacher=teacher))
     return Algorithm(objective, average(weighting, buffers=buffers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.algorithms.options import not_negative, positive
+from fedstill.algorithms.options import not_negative, temperature_of
 from fedstill.core.compose import combine
 from fedstill.core.types import Algorithm
 from fedstill.local.distillation import not_true_distillation
@@ -66,6 +66,6 @@ def fedntd_tf(
 
 def _not_true(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Algorithm:
     not_negative("beta", beta)
-    positive("tau", tau)
+    temperature_of("tau", tau)
     objective = combine(cross_entropy(), not_true_distillation(beta, tau=tau, teacher=teacher))
     return Algorithm(objective, average(weighting, buffers=buffers))

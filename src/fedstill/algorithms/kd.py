@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.algorithms.options import not_negative, positive
+from fedstill.algorithms.options import not_negative, temperature_of
 from fedstill.core.compose import combine
 from fedstill.core.types import Algorithm
 from fedstill.local.distillation import plain_distillation
@@ -34,5 +34,5 @@ def kd(
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
     """
     not_negative("beta", beta)
-    positive("tau", tau)
+    temperature_of("tau", tau)
     return Algorithm(combine(cross_entropy(), plain_distillation(beta, tau=tau)), average(weighting, buffers=buffers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.algorithms.options import not_negative, positive
+from fedstill.algorithms.options import not_negative, temperature_of
 from fedstill.core.compose import combine
 from fedstill.core.types import Algorithm
 from fedstill.local.contrast import Previous, model_contrast
@@ -42,6 +42,6 @@ def moon(
     Reference: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
     """
     not_negative("mu", mu)
-    positive("temperature", temperature)
+    temperature_of("temperature", temperature)
     contrast = model_contrast(mu, temperature=temperature, previous=previous)
     return Algorithm(combine(cross_entropy(), contrast), average(weighting, buffers=buffers))

@@ -23,6 +23,12 @@ def not_negative(key: str, value: float) -> None:
         raise _refuse(key, value, "0 or a number above it")
 
 
+def temperature_of(key: str, value: float) -> None:
+    """Beyond these its square, or what it divides, leaves the range of float32."""
+    if not 1e-3 <= value <= 1e3:
+        raise _refuse(key, value, "from 0.001 to 1000")
+
+
 def decay_rate(key: str, value: float) -> None:
     if not 0 <= value < 1:
         raise _refuse(key, value, "at least 0 and below 1")

@@ -90,7 +90,7 @@ def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         return step.apply(candidate, state, round) if active(round.number) else (candidate, state)
 
-    return replace(step, apply=apply, steps=())
+    return replace(step, apply=apply, name="", instead_of="", steps=())
 
 
 def every(period: int, step: ServerStep) -> ServerStep:
@@ -110,7 +110,7 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
         moved, state = step.apply(candidate, state, round)
         return interpolate(candidate, moved, share), state
 
-    return replace(step, apply=apply, steps=())
+    return replace(step, apply=apply, name="", instead_of="", steps=())
 
 
 def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerStep:

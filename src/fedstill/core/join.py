@@ -8,6 +8,7 @@ import torch
 
 from fedstill.core.compose import chain, combine
 from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import seed_for
 from fedstill.core.types import Algorithm, Objective, Seed, ServerStep, Stage, Transmit, Uploads, Weights, unchanged
 
 Named = Mapping[str, Algorithm]
@@ -28,8 +29,9 @@ def join(methods: Named) -> Algorithm:
     if len(methods) == 1:
         return next(iter(methods.values()))
     _check_slots(methods)
+    risk = _risk(methods)
     terms = [term for one in methods.values() for term in _terms(one.objective) if not term.risk]
-    objective = combine(_risk(methods), *terms)
+    objective = combine(risk, *(term.with_risk(risk) if term.with_risk else term for term in terms))
     kept = [step for stage in (Stage.KEEP, Stage.REFINE) for step in _steps_at(stage, methods)]
     server = chain(_aggregate(methods), *_move(methods), *kept)
     return Algorithm(objective, server, _in_turn([one.transmit for one in methods.values()]))
@@ -102,8 +104,8 @@ def _in_turn(transmissions: list[Transmit]) -> Transmit:
         return active[0] if active else unchanged
 
     def transmit(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
-        for one in active:
-            uploads = one(uploads, start, seed)
+        for number, one in enumerate(active):
+            uploads = one(uploads, start, seed_for(seed, "in turn", number))
         return uploads
 
     return transmit

@@ -9,6 +9,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Algorithm, Local, Objective, Phase, Tree, Weights
 
+WAITING = "waiting"  # server slots that the present phase does not know
+
 
 def phases_of(algorithm: Algorithm | Sequence[Phase]) -> tuple[Phase, ...]:
     """One method, or several in turn, as phases with at least one round each; the last one has no end."""
@@ -62,8 +64,38 @@ def _keeping(objective: Objective) -> Objective:
 
 
 def carry_over(old: Tree, fresh: Tree) -> Tree:
-    """The server's state at a switch: the old one where the new method keeps the same, else a fresh start."""
-    return old if _form(old) == _form(fresh) else fresh
+    """The server's state at a switch, slot by slot: what the new method knows goes over, the rest waits its turn.
+
+    Clients keep their slots through every phase, so their counterparts on the server must: SCAFFOLD's c is the mean of
+    all c_k, FedCurv's U the sum of all u_k.
+    """
+    known = {**old.get(WAITING, {}), **_slots(old)}
+
+    def taken(state: Tree) -> Tree:
+        return {slot: taken(value) if slot.isdecimal() else _take(known, slot, value) for slot, value in state.items()}
+
+    state = taken(fresh)
+    return {**state, WAITING: known} if known else state
+
+
+def keep_waiting(old: Tree, new: Tree) -> Tree:
+    """The state after a step, with what waits for a later phase."""
+    return {**new, WAITING: old[WAITING]} if WAITING in old else new
+
+
+def _take(known: Tree, slot: str, fresh: Tree) -> Tree:
+    same = slot in known and _form(known[slot]) == _form(fresh)
+    kept: Tree = known.pop(slot) if same else fresh
+    return kept
+
+
+def _slots(state: Tree) -> Tree:
+    """Slots by name, wherever in a chain (which keeps its steps' states by position) they stand."""
+    found: Tree = {}
+    for slot, value in state.items():
+        if slot != WAITING:
+            found.update(_slots(value) if slot.isdecimal() else {slot: value})
+    return found
 
 
 def _form(tree: Tree) -> dict[str, object]:

@@ -125,6 +125,7 @@ class Objective:
     needs: frozenset[Need] = frozenset()
     risk: str = ""  # a name: it fits the labels, and a method has one such term; empty: it is added to one
     terms: tuple[Objective, ...] = ()  # what it is the sum of, when `combine` made it
+    with_risk: Callable[[Objective], Objective] | None = None  # the same term, for one that differentiates the risk
 
 
 class Uploads(NamedTuple):

@@ -128,7 +128,8 @@ class Engine:
         self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray
     ) -> tuple[Weights, Tensor]:
         runner = self.programs[self._key(program.objective, program.training, program.feed)][1]
-        self._fill_cache(program, plan, inputs, rows, sizes)
+        with program.autocast():  # the teacher in the precision of the student
+            self._fill_cache(program, plan, inputs, rows, sizes)
         order = np.argsort(-plan.steps, kind="stable")
         columns: list[int] = order.tolist()
         if columns != list(range(len(columns))):

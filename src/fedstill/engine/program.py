@@ -30,6 +30,11 @@ def float32_mode(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _undeclared(output: Output, index: Tensor) -> Tensor:
+    """NaN in the place of features that nobody declared, so that nobody reads them by mistake."""
+    return output.features.new_full((*index.shape, *output.features.shape[1:]), float("nan"))
+
+
 class Program:
     """A model, an objective and how to train, bound to one feed; `shared` inputs change from round to round.
 
@@ -87,7 +92,7 @@ class Program:
     def cached(self, index: Tensor) -> dict[str, Output]:
         """The remembered outputs of a batch, (..., B, K)."""
         return {
-            name: Output(out.logits[index], out.features[index] if len(out.features) else out.logits[index])
+            name: Output(out.logits[index], out.features[index] if len(out.features) else _undeclared(out, index))
             for name, out in self.cache.items()
         }
 

@@ -23,7 +23,7 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
 
     After training u_k is the diagonal of the empirical Fisher matrix at the trained weights w_k and v_k = u_k w_k:
 
-        per_batch:   u_k = mean over batches of (gradient of the batch's mean loss)^2, batches as large as in training
+        per_batch:   u_k = mean over samples of (gradient of the mean loss of their batch)^2, batch size as in training
         per_sample:  u_k = mean over samples of (gradient of the sample's loss)^2
 
     in eval mode, with the true labels, over all local data. `risk` is the term that is differentiated; cross-entropy
@@ -35,12 +35,9 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
     differentiated = risk if risk is not None else cross_entropy()
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        parts = [
-            _quadratic(
-                w, *(local.received[slot][name] - local.state[slot][name] for slot in ("fisher", "fisher_weights"))
-            )
-            for name, w in local.params.items()
-        ]
+        others, pull = (subtract(local.received[slot], local.state[slot]) for slot in ("fisher", "fisher_weights"))
+        # a sum of changes drifts by its last bits, and a negative curvature would have no bottom
+        parts = [_quadratic(w, others[name].clamp_min(0.0), pull[name]) for name, w in local.params.items()]
         return lam * torch.stack(parts).sum()
 
     def init(weights: Weights) -> Tree:
@@ -66,7 +63,10 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
         new = {"fisher": own, "fisher_weights": {name: u * local.params[name] for name, u in own.items()}}
         return new, {f"{slot}_delta": subtract(new[slot], local.state[slot]) for slot in new}
 
-    return Objective(loss, {}, init, measure, finish, frozenset({Need.CLIENT_STATE}))
+    needs = frozenset({Need.CLIENT_STATE})
+    return Objective(
+        loss, {}, init, measure, finish, needs, with_risk=lambda other: curvature(lam, fisher=fisher, risk=other)
+    )
 
 
 def _quadratic(w: Tensor, stiffness: Tensor, pull: Tensor) -> Tensor:

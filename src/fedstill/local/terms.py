@@ -77,7 +77,10 @@ def control_variates(option: ControlOption = "II", *, risk: Objective | None = N
         return {"control": control}, {"control_delta": subtract(control, local.state["control"])}
 
     if option == "I":
-        return Objective(loss, {}, init, gradient_at_start, finish, frozenset({Need.CLIENT_STATE}))
+        needs = frozenset({Need.CLIENT_STATE})
+        return Objective(
+            loss, {}, init, gradient_at_start, finish, needs, with_risk=lambda other: control_variates("I", risk=other)
+        )
     return Objective(loss, {}, init, None, finish, frozenset({Need.CLIENT_STATE, Need.PLAIN_SGD}))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.core.tree import add, subtract, zeros_like
+from fedstill.core.tree import add, zeros_like
 from fedstill.core.types import Round, ServerStep, Stage, Tree, Weights
 from fedstill.server.average import Weighting, participation, shares, weighted_sum
 
@@ -30,17 +30,18 @@ def update_control(weighting: Weighting = "uniform") -> ServerStep:
     return ServerStep(apply, init, broadcast, stage=Stage.KEEP)
 
 
-def dynamic_correction(alpha: float) -> ServerStep:
-    """h <- h - alpha (|S| / N) (candidate - start), then w = candidate - h / alpha (FedDyn).
+def dynamic_correction(alpha: float, weighting: Weighting = "uniform") -> ServerStep:
+    """h <- h - alpha (|S| / N) sum_k p_k (w_k - w), then w = candidate - h / alpha (FedDyn).
 
-    The candidate must be the cohort's average. h stays the mean of all clients' g_k; buffers are the candidate's.
+    h stays the mean of all clients' g_k, whatever the candidate was made by; buffers are the candidate's.
     """
 
     def init(weights: Weights) -> Tree:
         return {"dyn_mean": zeros_like(weights.params)}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        move = subtract(candidate.params, round.start.params)
+        moves = {name: now - round.start.params[name] for name, now in round.uploads.weights.params.items()}
+        move = weighted_sum(moves, shares(round.uploads, weighting))
         mean = add(state["dyn_mean"], move, -alpha * participation(round))
         return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
 
