@@ -76,7 +76,7 @@ def test_it_runs_from_the_command_line_by_its_path(folder):
 def test_it_is_compared_and_joined_with_other_methods(folder):
     mixture = f"{PATH}(strength=0.1)+fedprox"
     told = json.dumps(answer("compare", "--methods", f"fedavg,{mixture}", "--seeds", "1"))
-    assert Path(mixture).name in told  # tables show a file without its folder
+    assert mixture.rpartition("/")[2] in told  # tables show a file without its folder
     assert '"fedavg"' in told
 
 
