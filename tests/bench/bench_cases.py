@@ -33,7 +33,10 @@ TABLES = {
     "2": Table("2", "More columns", DIGITS + MISSING),
 }
 RECIPE = Recipe(
-    "tiny", "A tiny paper", {"paper": "as printed", "released": "as in its code"}, {"paper": TABLES, "released": {}}
+    "tiny",
+    "A tiny paper",
+    presets={"paper": "as printed", "released": "as in its code"},
+    tables={"paper": TABLES, "released": {"2": TABLES["2"]}},
 )
 """
 

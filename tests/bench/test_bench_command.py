@@ -4,7 +4,7 @@ import json
 import tomllib
 
 import pytest
-from bench_cases import RECIPE, bench, invoke, write_paper
+from bench_cases import bench, invoke, write_paper
 
 from fedstill.bench import worker
 from fedstill.bench.results import read_runs
@@ -171,14 +171,33 @@ def test_data_are_taken_from_the_folder_and_are_the_same_cell(folder):
     assert f"{max(run['accuracy']):.2f}" in again.stdout
 
 
-def test_data_that_cannot_be_had_fail_their_runs_and_no_others(folder):
-    outcome = bench("tiny", "--table", "2", code=1)
+def test_data_that_cannot_be_had_are_told_once_with_the_cure_and_stop_no_other_run(folder):
+    outcome = bench("tiny", "--table", "2", "--seeds", "2", code=1)
     assert {run["column"] for run in results(folder).values()} == {"digits"}
-    failed = [line for line in outcome.stderr.splitlines() if "failed: " in line]
-    assert len(failed) == 2
-    assert all("no-such-set" in line for line in failed)
-    assert outcome.stderr.splitlines()[-1] == "fedstill: 2 runs failed; the same command tries them again"
-    assert "(2 not estimated)" in outcome.stderr
+    (line,) = (line for line in outcome.stderr.splitlines() if "no-such-set" in line)
+    assert line.startswith("fedstill: skipped missing: ")
+    assert "give --data DIR" in line
+    assert outcome.stderr.splitlines()[-1] == "fedstill: 4 runs failed; the same command tries again"
+    assert "4 runs of 3 rounds, about" in outcome.stderr
+
+
+def test_when_nothing_can_run_no_table_and_no_files_are_named(folder):
+    outcome = bench("tiny", "--table", "2", "--columns", "missing", code=1)
+    assert outcome.stdout == ""
+    assert sum("no-such-set" in line for line in outcome.stderr.splitlines()) == 1
+    assert outcome.stderr.splitlines()[-1] == "fedstill: nothing to run: 0 runs done, 2 without data"
+    (folder / "sets").mkdir()
+    outcome = bench("tiny", "--table", "2", "--columns", "missing", "--data", "sets", "--out", "other", code=1)
+    assert outcome.stdout == ""
+    assert not (folder / "other").exists()
+    assert outcome.stderr.splitlines()[-1] == "fedstill: nothing to run: 0 runs done, 2 skipped"
+
+
+def test_at_the_end_only_places_that_exist_are_named(folder):
+    bench("tiny", "--table", "1", "--results", "kept.json", "--out", "first")
+    assert bench("tiny", "--table", "1", "--results", "kept.json", "--out", "first").stdout.endswith("below first.\n")
+    again = bench("tiny", "--table", "1", "--results", "kept.json", "--out", "second")
+    assert again.stdout.splitlines()[-1] == "Curves and seconds of every run are in kept.json."
 
 
 def test_a_failing_run_does_not_stop_the_others(folder, monkeypatch):
@@ -211,6 +230,58 @@ def test_a_dry_run_says_how_long_it_would_take_and_leaves_nothing(folder):
     assert 0 < answer["seconds"] < 60
 
 
+def test_a_dry_run_counts_finished_folders_but_writes_nothing_down(folder):
+    bench("tiny", "--table", "1")
+    file = folder / "runs/bench/tiny/results.json"
+    file.unlink()
+    outcome = bench("tiny", "--table", "1", "--seeds", "2", "--dry-run")
+    assert outcome.stdout.startswith("2 runs of 3 rounds, about ")
+    assert not file.exists()
+    assert "measuring" not in outcome.stderr, "the folders tell how long it takes"
+
+
+def test_what_is_measured_is_told_before_and_as_it_goes(folder):
+    outcome = bench("tiny", "--table", "2", "--dry-run")
+    lines = [line for line in outcome.stderr.splitlines() if "measur" in line]
+    told = ["measuring a few rounds of 2 settings ...", "measured 1 of 2", "measured 2 of 2"]
+    assert lines == [f"fedstill: {line}" for line in told]
+
+
+def test_a_run_with_another_engine_is_not_the_papers(folder, monkeypatch):
+    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out", "--set", "engine.precision=float64")
+    (folder / "out/results.json").unlink()
+    seen = count_runs(monkeypatch)
+    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out")
+    assert seen == [("fedavg", 0)]
+    (place,) = (folder / "out").glob("fedavg-*/seed-0")
+    assert tomllib.loads((place / "config.toml").read_text())["engine"].get("precision", "auto") == "auto"
+
+
+@pytest.mark.parametrize("file", ["bench.json", "metrics.jsonl"])
+@pytest.mark.parametrize("text", ["{}", "[1]", "3", "", "{", '{"round": 1, "accuracy": "x", "at_once": "x"}'])
+def test_a_damaged_folder_is_run_again(folder, file, text):
+    bench("tiny", "--table", "1", "--methods", "fedavg")
+    before = results(folder)
+    (place,) = (folder / "runs/bench/tiny").glob("fedavg-*/seed-0")
+    (folder / "runs/bench/tiny/results.json").unlink()
+    (place / file).write_text(text)
+    bench("tiny", "--table", "1", "--methods", "fedavg")
+    assert results(folder)["fedavg", 0]["accuracy"] == before["fedavg", 0]["accuracy"]
+
+
+def test_settings_stand_in_the_title_and_other_rounds_are_not_set_off_against_the_paper(folder):
+    words = ["tiny", "--table", "1", "--set", "rounds=2", "--set", "local.lr=0.2"]
+    outcome = bench(*words)
+    assert outcome.stdout.splitlines()[0].endswith("(preset paper, changed: rounds=2, local.lr=0.2)")
+    answer = json.loads(bench(*words, "--format", "json").stdout)
+    assert answer["settings"] == ["rounds=2", "local.lr=0.2"]
+    for row in answer["columns"][0]["rows"]:
+        assert row["difference"] == {"best": None, "last_ten": None}
+        assert row["paper"]["best"] in (33.02, 41.5)
+    same_rounds = json.loads(bench("tiny", "--table", "1", "--set", "local.lr=0.2", "--format", "json").stdout)
+    assert same_rounds["columns"][0]["rows"][0]["difference"]["best"] is not None
+
+
 def test_json_has_ours_the_papers_and_the_differences(folder):
     answer = json.loads(bench("tiny", "--table", "1", "--format", "json").stdout)
     assert (answer["paper"], answer["table"], answer["preset"]) == ("tiny", "1", "paper")
@@ -223,16 +294,17 @@ def test_json_has_ours_the_papers_and_the_differences(folder):
 
 
 def test_without_a_table_the_tables_are_listed_with_what_is_done(folder):
-    bench("tiny", "--table", "1", "--methods", "fedavg")
+    bench("tiny", "--table", "1", "--methods", "fedavg", "--seeds", "2")
     lines = bench("tiny").stdout.splitlines()
     assert lines[0] == "tiny: A tiny paper"
     assert "preset paper (shown): as printed" in lines
     start = lines.index("table 1: Accuracy")
     assert lines[start + 1 : start + 4] == [
-        "  1 runs done; one seed is 2 runs", "  columns: digits", "  methods: fedavg, fedprox",
+        "  1 of 2 cells have a run, 2 runs with all seeds", "  columns: digits", "  methods: fedavg, fedprox",
     ]  # fmt: skip
     tables = json.loads(bench("tiny", "--format", "json").stdout)["tables"]
-    assert [(table["name"], table["runs"], table["done"]) for table in tables] == [("1", 2, 1), ("2", 4, 1)]
+    found = [tuple(table[key] for key in ("name", "runs", "done", "cells_done")) for table in tables]
+    assert found == [("1", 2, 2, 1), ("2", 4, 2, 1)]
 
 
 def test_settings_change_every_cell_and_stay_out_of_the_documented_results(folder):
@@ -253,64 +325,3 @@ def test_a_setting_that_fits_only_the_chosen_methods_is_taken(folder):
     assert outcome.exit_code == 2
     assert "fedavg in digits: " in outcome.stderr
     assert "algorithm.mu" in outcome.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "named", "cure"),
-    [
-        (["tny"], "'tny'", "'tiny'"),
-        (["tiny", "--table", "7"], "'7'", "1, 2"),
-        (["tiny", "--table", "1", "--columns", "digit"], "'digit'", "'digits'"),
-        (["tiny", "--table", "1", "--methods", "fedavg,fedporx"], "'fedporx'", "'fedprox'"),
-        (["tiny", "--table", "1", "--methods", ""], "--methods", "fedavg,fedprox"),
-        (["tiny", "--methods", "fedavg"], "--methods", "--table"),
-        (["tiny", "--table", "1", "--preset", "relased"], "'relased'", "'released'"),
-        (["tiny", "--table", "1", "--preset", "released"], "released", "no table"),
-        (["tiny", "--table", "1", "--seeds", "0"], "--seeds", "at least 1"),
-        (["tiny", "--table", "1", "--jobs", "none"], "--jobs", "auto"),
-        (["tiny", "--table", "1", "--jobs", "0"], "--jobs", "from 1"),
-        (["tiny", "--table", "1", "--device", "gpu"], "gpu", "cuda"),
-        (["tiny", "--table", "1", "--data", "nowhere"], "--data", "nowhere"),
-        (["tiny", "--table", "1", "--set", "seed=3"], "seed", "--seeds"),
-        (["tiny", "--table", "1", "--set", "roudns=3"], "roudns", "'rounds'"),
-        (["tiny", "--table", "1", "--results", "benchmarks/tiny/recipe.py"], "recipe.py", "--results"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_one_line_with_the_nearest_right_word(folder, words, named, cure):
-    outcome = invoke(*words)
-    assert outcome.exit_code == 2, outcome.output
-    (line,) = outcome.stderr.splitlines()
-    assert named in line
-    assert cure in line
-    assert outcome.stdout == ""
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "told"),
-    [
-        ("RECIPE = 3", "RECIPE = Recipe"),
-        ("x = 1\nraise ValueError('no')", "line 2: ValueError: no"),
-        (RECIPE.replace('"rounds": 3', '"roudns": 3'), "'rounds'"),
-        (RECIPE.replace('"1": Table("1"', '"1": Table("9"'), "stands under '1'"),
-        (RECIPE.replace("DIGITS, note", "DIGITS + DIGITS, note"), "fedavg twice"),
-        (RECIPE.replace('"released": {}', '"relased": {}'), "same names"),
-    ],
-    ids=lambda text: text[:20] if len(text) < 40 else "",
-)
-def test_a_mistake_in_a_recipe_is_one_line_too(tmp_path, monkeypatch, recipe, told):
-    monkeypatch.chdir(tmp_path)
-    write_paper(tmp_path, recipe=recipe, name="wrong")
-    outcome = invoke("wrong")
-    assert outcome.exit_code == 2, outcome.output
-    (line,) = outcome.stderr.splitlines()
-    assert "recipe.py" in line
-    assert told in line
-
-
-def test_a_paper_is_found_by_its_path_and_a_number_that_is_none_is_told(folder):
-    assert bench("benchmarks/tiny").stdout.startswith("tiny: A tiny paper")
-    (folder / "benchmarks/tiny/expected.toml").write_text('["1"."digits"]\nfedavg = 33.02\n')
-    line = invoke("tiny", "--table", "1").stderr
-    assert "fedavg = { best = 33.02 }" in line

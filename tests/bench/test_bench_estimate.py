@@ -92,6 +92,30 @@ def test_a_probe_that_fails_is_told_and_costs_only_the_estimate():
     assert line == "2 runs of 5 to 11 rounds, time unknown, one at a time on cpu"
 
 
+def test_cells_without_data_are_known_before_anything_is_run():
+    some = orders("fedavg", "fedntd", seeds=2)
+    prober = Prober(error="the hub did not give it")
+    prober.answer["no_data"] = True
+    known = estimate(some, some, [], prober, jobs=1)
+    assert known.failures == ()
+    assert {known.lacks_data(order) for order in some} == {"the hub did not give it"}
+    assert known.lacks_data(orders("fedavg", cohort=2)[0]) is None
+
+
+def test_measuring_is_told_with_a_count_of_settings_not_of_workers():
+    some, told = orders("fedavg") + orders("fedavg", column="net", model="mlp"), []
+    estimate(some, some, [], Prober(), jobs=3, tell=told.append)
+    assert told == ["measuring a few rounds of 2 settings ...", "measured 1 of 2", "measured 2 of 2"]
+    told.clear()
+    estimate(some[:1], some, [], Prober(), jobs=1, tell=told.append)
+    assert told == ["measuring a few rounds of 1 setting ..."]
+
+
+def test_one_run_of_one_round_is_no_plural():
+    (one,) = orders("fedavg", rounds=1)
+    assert estimate_line([one], Estimate({}), jobs=1, device="cpu").startswith("1 run of 1 round, ")
+
+
 def test_seeds_come_in_turn_and_within_one_the_longest_first():
     some = orders("fedavg", "fedntd", "fedprox", seeds=2)
     seconds = {"fedavg": 10.0, "fedntd": 30.0, "fedprox": 20.0}

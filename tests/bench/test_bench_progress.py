@@ -80,3 +80,19 @@ def test_a_terminal_gets_one_bar_and_a_line_a_run(now, capsys):
     shown = capsys.readouterr()
     assert "fedavg digits seed 0: best 20.00 %" in shown.err
     assert shown.out == ""
+
+
+def test_runs_that_take_no_time_at_all_are_counted_too(now):
+    nothing = Estimate({(order.key, 0): 0.0 for order in ORDERS})
+    with BenchProgress(ORDERS, nothing, terminal=False) as progress:
+        progress.hear(done(0, seconds=0.0))
+        assert progress.done == 0.5
+
+
+def test_the_same_reason_is_told_once(now, capsys):
+    with BenchProgress(ORDERS, KNOWN, terminal=False) as progress:
+        for number in (0, 1):
+            progress.hear({"kind": "failed", "number": number, "error": "no such data"})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("fedavg digits seed 0 failed: no such data")
+    assert second.endswith("fedntd digits seed 0 failed: for the same reason")

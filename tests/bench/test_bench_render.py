@@ -62,12 +62,14 @@ def test_markdown_has_the_papers_number_beside_ours_and_says_which_is_which():
         "last 10 - paper": "-15.00",
         "speed-up": "1.50x ± 0.71",
         "paper's speed-up": "2.47x",
-        "FedAvg's rounds / ours": "2.00x",
+        "FedAvg's rounds / ours": "2.00x (1 of 2)",
         "seeds": "2",
     }
     assert "| 33.02 |" in first
     assert text.startswith("**digits**, 4 rounds\n")
     assert "Mean over seeds ± standard deviation" in text
+    assert "over the seeds that reach it" in text
+    assert "1.00x ± 0.00 |" in first, "no count where all seeds reach it"
 
 
 def test_what_was_not_run_and_what_is_not_printed_are_dashes():

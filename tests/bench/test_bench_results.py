@@ -65,7 +65,7 @@ def test_a_key_that_is_new_with_a_default_leaves_old_results_valid():
 
 def test_runs_come_back_as_they_were_written_one_a_line(tmp_path):
     file = tmp_path / "deep" / "results.json"
-    runs = [run_of(small(), [10.0, 12.34], seed=seed) for seed in (1, 0)]
+    runs = [run_of(small(rounds=2), [10.0, 12.34], seed=seed) for seed in (1, 0)]
     write_runs(file, "tiny", runs)
     assert read_runs(file) == [runs[1], runs[0]], "sorted by seed"
     assert json.loads(file.read_text())["paper"] == "tiny"
@@ -75,8 +75,8 @@ def test_runs_come_back_as_they_were_written_one_a_line(tmp_path):
 
 
 def test_a_run_is_there_once_and_the_later_one_wins(tmp_path):
-    old, new = run_of(small(), [10.0]), run_of(small(), [20.0])
-    other = run_of(small(rounds=9), [30.0])
+    old, new = run_of(small(rounds=1), [10.0]), run_of(small(rounds=1), [20.0])
+    other = run_of(small(rounds=9, evaluate_every=9), [30.0])
     assert [run["accuracy"] for run in merge([old, other], [new])] in ([[20.0], [30.0]], [[30.0], [20.0]])
     write_runs(tmp_path / "results.json", "tiny", [old])
     add_run(tmp_path / "results.json", "tiny", other)  # as another process would, meanwhile

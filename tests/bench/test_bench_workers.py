@@ -6,9 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
-from bench_cases import RECIPE, bench, write_paper
+from bench_cases import RECIPE, bench, small, write_paper
 
+from fedstill.bench import folders
 from fedstill.bench import pool as pool_module
+from fedstill.bench.folders import circumstances, make_run, source_version
+from fedstill.bench.form import Cell
+from fedstill.bench.plan import make_orders
+from fedstill.bench.pool import Alone
 from fedstill.bench.results import read_runs
 
 OWN_METHODS = """
@@ -88,3 +93,37 @@ def test_a_killed_worker_s_run_resumes_and_equals_the_uninterrupted_one(folder, 
     bench(*words, "--out", "parts")
     assert accuracies(folder / "parts/results.json") == accuracies(folder / "whole/results.json")
     assert any("resuming after round" in log.read_text() for log in (folder / "parts").rglob("log.txt"))
+
+
+def one_order(out):
+    return make_orders([Cell("fedavg", "digits", small())], preset="paper", seeds=1, device="cpu", out=out)
+
+
+def test_seconds_of_short_runs_are_not_rounded_away(tmp_path):
+    run = make_run(one_order(tmp_path)[0], [{"accuracy": 0.5}] * 4, 0.0123, circumstances("cpu", 1))
+    assert run["seconds"] == 0.012
+
+
+@pytest.mark.parametrize("kind", ["round", "done"])
+def test_trouble_of_the_listener_is_not_the_runs_failure(tmp_path, kind):
+    """As when the disk is full while the results are written."""
+    heard = []
+
+    def hear(message):
+        heard.append(message["kind"])
+        if message["kind"] == kind:
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        Alone().do("run", one_order(tmp_path), hear)
+    assert "failed" not in heard
+    assert not list(tmp_path.rglob("error.txt"))
+
+
+def test_a_run_from_source_says_the_version_of_the_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "version_of", lambda package: None)
+    made = circumstances("cpu", 1)
+    assert made["fedstill"] == source_version(Path(__file__).parents[2])
+    assert made["fedstill"][0].isdecimal()
+    assert made["torch"]
+    assert source_version(tmp_path) == "unknown"

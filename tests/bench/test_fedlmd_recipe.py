@@ -18,7 +18,7 @@ from fedstill.models import build_model
 from fedstill.partition import PARTITIONS, class_counts
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "fedlmd"
-EXPECTED = load_expected(FOLDER)
+EXPECTED = load_expected(FOLDER, load_recipe(FOLDER))
 PRESETS = ("correct", "paper", "released")
 NAMES = ("1", "2", "3", "4", "5", "figure-5", "figure-7", "figure-8", "figure-9")
 SHAPES = {

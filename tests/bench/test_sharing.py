@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from fedstill.bench import sharing
 from fedstill.bench.sharing import CONTROL, PLACES, shared_gpu
 
 
@@ -55,3 +56,19 @@ def test_a_service_that_does_not_start_is_no_reason_to_stop(service):
     (service.parent / CONTROL).write_text("#!/bin/sh\nexit 1\n")
     with shared_gpu(4, "cuda") as running:
         assert not running
+
+
+def test_it_is_ended_when_its_start_is_interrupted(service, monkeypatch):
+    """Ctrl-C while the program starts: it may be running, and must not stay."""
+    control = sharing._control
+
+    def interrupted(arguments, words=""):
+        control(arguments, words)
+        if arguments:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sharing, "_control", interrupted)
+    with pytest.raises(KeyboardInterrupt), shared_gpu(2, "cuda"):
+        pass
+    assert [line.split()[0] for line in service.read_text().splitlines()] == ["-d", "quit"]
+    assert not any(place in os.environ for place in PLACES)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import sys
 import tomllib
 
@@ -272,3 +273,45 @@ def test_a_picture_of_one_run_has_no_band_and_several_seeds_have():
     assert mean.tolist() == pytest.approx([0.2, 0.3])
     assert spread.tolist() == pytest.approx([np.sqrt(0.02), 0.0])
     assert curves.band([([5], [0.5])])[2].tolist() == [0.0]
+
+
+def hint(outcome):
+    """The first command that is proposed, as a shell reads it."""
+    (line,) = (line for line in outcome.stdout.splitlines() if line.startswith("Next: "))
+    return shlex.split(line.removeprefix("Next: ").split(", or ")[0])
+
+
+def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder):
+    (folder / "my file.toml").write_text(SMALL)
+    mixture = "fedprox(mu=0.1)+fedavgm until 2 then fedprox(mu=0.1)"
+    proposed = hint(call("run", "my file.toml", "--set", "rounds=3", "--set", f"algorithm.name={mixture}"))
+    assert proposed[:5] == ["fedstill", "compare", "my file.toml", "--methods", f"{mixture},fedavg"]
+    proposed = hint(call("run", "small.toml", "--set", "algorithm.name=fedprox", "--set", "algorithm.mu=0.5"))
+    assert proposed[3:5] == ["--methods", "fedprox(mu=0.5),fedavg"]
+    proposed = hint(call("compare", "small.toml", "--methods", mixture, "--seeds", "1"))
+    assert proposed == ["fedstill", "explain", mixture]
+    call(*proposed[1:])
+
+
+def test_the_proposed_command_finds_a_method_in_another_folder(folder):
+    (folder / "deep").mkdir()
+    (folder / "deep" / "mine.py").write_text(
+        'from fedstill.algorithms import fedavg\n\n\ndef own():\n    """Own: FedAvg."""\n    return fedavg()\n'
+    )
+    proposed = hint(call("compare", "small.toml", "--methods", "deep/mine.py:own", "--seeds", "1"))
+    assert proposed == ["fedstill", "explain", "deep/mine.py:own"]
+    call(*proposed[1:])
+
+
+@pytest.mark.parametrize(
+    "words", [["run", "--set", "algorithm.name={}"], ["compare", "--seeds", "1", "--methods", "{}"]]
+)
+def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
+    def told(method):
+        outcome = call(words[0], "small.toml", *(word.format(method) for word in words[1:]))
+        return [line for line in outcome.stderr.splitlines() if "never reached" in line]
+
+    (line,) = told("fedavg until 3 then fedprox")
+    assert "'fedavg until 3 then fedprox' switches after round 3, the run has 3" in line
+    assert told("fedavg until 2 then fedprox") == []
+    assert told("fedavg") == []

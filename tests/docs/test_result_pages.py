@@ -32,6 +32,7 @@ RECIPE = Recipe(
     tables={"correct": tables(0.5), "released": tables(1.0)},
 )
 """
+METHODS = ("fedavg", "fedprox", "fedntd")
 SECTIONS = [
     "What",
     "Data",
@@ -241,6 +242,36 @@ def test_a_missing_picture_and_an_edited_page_are_noticed(tool, toy, monkeypatch
     told = capsys.readouterr().out
     assert "toy.md" in told
     assert "correct-table-1-lda-0.1.png" in told
+
+
+def test_a_swapped_picture_is_noticed_and_drawn_again(tool, toy, monkeypatch, capsys):
+    write_results(toy, *three_methods(tool), *(run(tool, row, [1.0, 2.0], column="lda-0.5") for row in METHODS))
+    call(tool, monkeypatch)
+    one, other = (toy / "docs" / "results" / "toy" / f"correct-table-1-lda-{alpha}.png" for alpha in (0.1, 0.5))
+    before = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    capsys.readouterr()
+    assert call(tool, monkeypatch, "--check") != 0
+    told = capsys.readouterr().out
+    assert one.name in told
+    assert other.name not in told
+    call(tool, monkeypatch)
+    assert one.read_bytes() == before
+    one.write_bytes(b"no picture")
+    assert call(tool, monkeypatch, "--check") != 0
+
+
+def test_a_run_that_no_cell_of_the_recipe_knows_is_named_and_fails(tool, toy, monkeypatch, capsys):
+    lost = {**run(tool, "fedntd", [50.0, 60.0], seed=3), "key": "0123456789"}
+    write_results(toy, *three_methods(tool), lost)
+    for words in ([], ["--check"]):
+        assert call(tool, monkeypatch, *words) == tool.STRAY
+        told = capsys.readouterr().out
+        assert "toy.json: fedntd lda-0.1 seed 3 (key 0123456789)" in told
+        assert "fedprox" not in told
+    write_results(toy, *three_methods(tool))
+    call(tool, monkeypatch)
+    assert call(tool, monkeypatch, "--check") == 0
 
 
 def test_a_readme_without_markers_is_an_error_that_shows_them(tool, toy, monkeypatch):

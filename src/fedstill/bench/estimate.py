@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fedstill.bench.folders import device_name
 from fedstill.bench.order import Order
@@ -19,10 +20,11 @@ FROZEN_COST = 1 / 3  # of a step: forward alone, where the step is forward and t
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds by run (None: not known, and why)."""
+    """Seconds by run (None: not known, and why), and runs that cannot be done for want of data."""
 
     seconds: Mapping[tuple[str, int], float | None]
     failures: tuple[str, ...] = ()
+    no_data: Mapping[str, str] = field(default_factory=dict)  # group -> why
 
     def of(self, order: Order) -> float | None:
         return self.seconds.get((order.key, order.experiment.seed))
@@ -31,6 +33,10 @@ class Estimate:
         """Of those that are known: shared by the jobs, but never less than the longest."""
         known = [spent for order in orders if (spent := self.of(order)) is not None]
         return max(sum(known) / jobs, *known) if known else None
+
+    def lacks_data(self, order: Order) -> str | None:
+        """Why its data cannot be had, if so."""
+        return self.no_data.get(group_of(order.experiment))
 
 
 def group_of(experiment: Experiment) -> str:
@@ -49,8 +55,18 @@ def step_cost(experiment: Experiment) -> float:
     return spent / experiment.rounds
 
 
+def silent(line: str) -> None:
+    pass
+
+
 def estimate(
-    orders: Sequence[Order], table: Sequence[Order], runs: Sequence[Run], crew: Crew, *, jobs: int
+    orders: Sequence[Order],
+    table: Sequence[Order],
+    runs: Sequence[Run],
+    crew: Crew,
+    *,
+    jobs: int,
+    tell: Callable[[str], None] = silent,
 ) -> Estimate:
     """Seconds of every order; where nothing of its kind in the table was ever run like this, a probe tells."""
     groups: dict[str, list[Order]] = {}
@@ -58,7 +74,8 @@ def estimate(
         groups.setdefault(group_of(order.experiment), []).append(order)
     earlier = _earlier(table, runs, jobs)
     rates = _rates(table, earlier)
-    probes, failures = _probe([some[0] for name, some in groups.items() if name not in rates], crew, jobs)
+    unknown = {name: some[0] for name, some in groups.items() if name not in rates}
+    probes, failures, no_data = _probe(unknown, crew, jobs, tell)
     seconds: dict[tuple[str, int], float | None] = {}
     for name, some in groups.items():
         for order in some:
@@ -67,7 +84,7 @@ def estimate(
             else:
                 spent = _from_probe(order, some[0], probes.get(name))
             seconds[order.key, order.experiment.seed] = spent
-    return Estimate(seconds, failures)
+    return Estimate(seconds, failures, no_data)
 
 
 def _rates(table: Sequence[Order], earlier: Mapping[str, float]) -> dict[str, float]:
@@ -95,25 +112,39 @@ def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[st
     return {key: statistics.fmean(values) for key, values in found.items()}
 
 
-def _probe(firsts: Sequence[Order], crew: Crew, jobs: int) -> tuple[dict[str, Probe], tuple[str, ...]]:
-    """Each group's first cell on all workers at once, because runs that share a device slow each other down."""
-    copies = [order for order in firsts for _ in range(jobs)]
+def _probe(
+    firsts: Mapping[str, Order], crew: Crew, jobs: int, tell: Callable[[str], None]
+) -> tuple[dict[str, Probe], tuple[str, ...], dict[str, str]]:
+    """Each group's first cell on all workers at once, because runs that share a device slow each other down.
+
+    Seconds by group, what failed, and groups without data.
+    """
+    copies = [(name, order) for name, order in firsts.items() for _ in range(jobs)]
     answers: dict[str, list[Probe]] = {}
     failures: dict[str, None] = {}
+    no_data: dict[str, str] = {}
+    left = Counter(name for name, _ in copies)
 
     def hear(message: Message) -> None:
-        order = copies[message["number"]]
+        name, order = copies[message["number"]]
         if message["kind"] == "done":
-            answers.setdefault(group_of(order.experiment), []).append(Probe(*message["answer"]))
-        elif message["kind"] == "failed":
+            answers.setdefault(name, []).append(Probe(*message["answer"]))
+        elif message.get("no_data"):
+            no_data[name] = message["error"]
+        else:
             failures[f"{order.row} {order.column}: {message['error']}"] = None
+        left[name] -= 1
+        if not left[name] and len(firsts) > 1:
+            tell(f"measured {sum(not count for count in left.values())} of {len(firsts)}")
 
-    crew.do("probe", copies, hear)
+    if firsts:
+        tell(f"measuring a few rounds of {counted(len(firsts), 'setting')} ...")
+    crew.do("probe", [order for _, order in copies], hear)
     means = {
         name: Probe(statistics.fmean(one.first for one in probes), statistics.fmean(one.later for one in probes))
         for name, probes in answers.items()
     }
-    return means, tuple(failures)
+    return means, tuple(failures), no_data
 
 
 def _from_probe(order: Order, probed: Order, probe: Probe | None) -> float | None:
@@ -131,8 +162,8 @@ def longest_first(orders: Sequence[Order], known: Estimate) -> list[Order]:
 def estimate_line(orders: Sequence[Order], known: Estimate, *, jobs: int, device: str) -> str:
     """36 runs of 200 rounds, about 14 min with 3 at a time on cuda"""
     lengths = sorted({order.experiment.rounds for order in orders})
-    rounds = f"{lengths[0]} rounds" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} rounds"
-    runs = f"{len(orders)} run{'s' if len(orders) > 1 else ''} of {rounds}"
+    rounds = counted(lengths[0], "round") if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} rounds"
+    runs = f"{counted(len(orders), 'run')} of {rounds}"
     total, unknown = known.total(orders, jobs), sum(known.of(order) is None for order in orders)
     if total is None:
         return f"{runs}, time unknown, {_at_once(jobs)} on {device}"
@@ -142,6 +173,14 @@ def estimate_line(orders: Sequence[Order], known: Estimate, *, jobs: int, device
 
 def _at_once(jobs: int) -> str:
     return "one at a time" if jobs == 1 else f"with {jobs} at a time"
+
+
+def counted(number: int, thing: str) -> str:
+    """
+    >>> counted(1, "run"), counted(2, "run")
+    ('1 run', '2 runs')
+    """
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def roughly(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from fedstill.bench.metrics import evaluates
 from fedstill.bench.order import Order
-from fedstill.bench.results import Run, method_text
+from fedstill.bench.results import Run, fault_of, method_text
 from fedstill.comparison import folder_name
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -39,8 +40,17 @@ def device_name(device: str) -> str:
 
 def circumstances(device: str, at_once: int) -> dict[str, Any]:
     """What a run's numbers and seconds depend on beside the experiment."""
-    versions = {package: version_of(package) or "" for package in ("torch", "fedstill")}
+    own = version_of("fedstill") or source_version(Path(__file__).resolve().parents[3])
+    versions = {"torch": version_of("torch") or torch.__version__, "fedstill": own}
     return {"at_once": at_once, "device": device_name(device), **versions}
+
+
+def source_version(repository: Path) -> str:
+    """What pyproject.toml says where fedstill runs from its source without having been installed."""
+    try:
+        return str(tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
 
 
 def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
@@ -56,7 +66,7 @@ def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, 
         rounds=experiment.rounds,
         evaluated=experiment.evaluate_every,
         accuracy=[round(100 * row["accuracy"], 2) for row in rows if row.get("accuracy") is not None],
-        seconds=round(seconds, 1),
+        seconds=round(seconds, 3),
         at_once=made["at_once"],
         device=made["device"],
         torch=made["torch"],
@@ -66,18 +76,20 @@ def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, 
 
 
 def finished_run(order: Order) -> Run | None:
-    """The run that the order's folder holds, if it went to its last round."""
+    """The run that the order's folder holds, if it went to its last round with the order's engine on any device."""
+    rounds, every = order.experiment.rounds, order.experiment.evaluate_every
     try:
+        engine = read_description(order.folder).engine
         made = json.loads((order.folder / MADE).read_text(encoding="utf-8"))
         lines = (order.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError):
-        return None
-    rounds, every = order.experiment.rounds, order.experiment.evaluate_every
-    looked = [row["round"] for row in rows if row.get("accuracy") is not None]
-    if looked != [number for number in range(1, rounds + 1) if evaluates(number, rounds, every)]:
-        return None
-    return make_run(order, rows, sum(row["seconds"] for row in rows), made)
+        looked = [row["round"] for row in rows if row.get("accuracy") is not None]
+        run = make_run(order, rows, sum(row["seconds"] for row in rows), made)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, FedstillError):
+        return None  # damaged, or written by a version that knew other keys
+    same_engine = engine.model_copy(update={"device": order.experiment.engine.device}) == order.experiment.engine
+    whole = looked == [number for number in range(1, rounds + 1) if evaluates(number, rounds, every)]
+    return run if same_engine and whole and fault_of(run) is None else None
 
 
 def begun_as(order: Order) -> Experiment:

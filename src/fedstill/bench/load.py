@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from fedstill import toml_io
-from fedstill.bench.form import Expected, Recipe, Table
+from fedstill.bench.form import Cell, Expected, Recipe, Table
+from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError, suggest
 
 RECIPE_FILE, EXPECTED_FILE = "recipe.py", "expected.toml"
+FIGURES = ("best", "last", "speedup")  # what a paper prints of a cell
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -29,7 +32,7 @@ def find_paper(paper: str) -> Path:
     for folder in candidates:
         if (folder / RECIPE_FILE).is_file():
             return folder
-    if Path(paper).is_dir() and "/" in paper:
+    if Path(paper).is_dir():
         raise FedstillError(f"'{paper}' has no {RECIPE_FILE}: see docs/bench.md for the form of a paper")
     known = papers()
     told = suggest(paper, known) if known else "no paper is here: give the path of its folder"
@@ -46,7 +49,7 @@ def load_recipe(folder: Path) -> Recipe:
     sys.modules[spec.name] = module  # dataclasses of a recipe look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, FedstillError) else f"{type(error).__name__}: "
         raise FedstillError(f"{folder / RECIPE_FILE}{_line_of(error, file)}: {kind}{error}") from error
     recipe = getattr(module, "RECIPE", None)
@@ -65,32 +68,77 @@ def _line_of(error: BaseException, file: Path) -> str:
 
 
 def _check(recipe: Recipe, folder: Path) -> None:
-    where = folder / RECIPE_FILE
+    if (fault := next(_faults(recipe), None)) is not None:
+        raise FedstillError(f"{folder / RECIPE_FILE}: {fault}, see docs/bench.md")
+
+
+def _faults(recipe: Recipe) -> Iterator[str]:
+    """What is wrong; nobody reads on after the first, so each may rely on those before it."""
+    if not all(isinstance(text, str) for text in (recipe.paper, recipe.title)):
+        yield "paper and title must be texts"
+    if not isinstance(recipe.presets, Mapping) or not isinstance(recipe.tables, Mapping):
+        yield 'presets and tables must be dicts: presets={"paper": "as printed"}, tables={"paper": {"1": Table(...)}}'
     if not recipe.presets or set(recipe.presets) != set(recipe.tables):
-        raise FedstillError(f"{where}: presets and tables must have the same names, at least one")
+        yield "presets and tables must have the same names, at least one"
     for preset, tables in recipe.tables.items():
+        if not isinstance(tables, Mapping) or not all(isinstance(table, Table) for table in tables.values()):
+            yield f"preset '{preset}': its tables must be a dict of Table by name"
+        if not tables:
+            yield f"preset '{preset}' has no table: give it at least one"
         for name, table in tables.items():
             if name != table.name:
-                raise FedstillError(f"{where}: table '{table.name}' of preset '{preset}' stands under '{name}'")
-            places = [(cell.column, cell.row) for cell in table.cells]
-            twice = sorted({place for place in places if places.count(place) > 1})
-            if twice:
-                raise FedstillError(f"{where}: table '{name}' has {twice[0][1]} twice in column {twice[0][0]}")
+                yield f"table '{table.name}' of preset '{preset}' stands under '{name}'"
+            yield from _table_faults(table)
 
 
-def load_expected(folder: Path) -> Expected:
-    """The paper's numbers; a folder without the file has none."""
+def _table_faults(table: Table) -> Iterator[str]:
+    if not isinstance(table.cells, (tuple, list)) or not all(isinstance(cell, Cell) for cell in table.cells):
+        yield f"table '{table.name}': cells must be a tuple of Cell"
+    if not table.cells:
+        yield f"table '{table.name}' has no cell: give it at least one"
+    for cell in table.cells:
+        if not isinstance(cell.row, str) or not isinstance(cell.column, str):
+            yield f"table '{table.name}': row {cell.row!r} and column {cell.column!r} must be texts"
+        if not isinstance(cell.experiment, Experiment):
+            yield f"table '{table.name}', {cell.row} in {cell.column}: {cell.experiment!r} is no Experiment(...)"
+    places = [(cell.column, cell.row) for cell in table.cells]
+    for column, row in sorted({place for place in places if places.count(place) > 1}):
+        yield f"table '{table.name}' has {row} twice in column {column}"
+
+
+def load_expected(folder: Path, recipe: Recipe) -> Expected:
+    """The paper's numbers, each for a cell of the recipe; a folder without the file has none."""
     file = folder / EXPECTED_FILE
     if not file.is_file():
         return {}
     found = toml_io.read_toml(file)
+    cells = _cells(recipe)
     for table, columns in found.items():
+        _known(table, cells, f"{file}: the recipe has no table")
         for column, rows in _items(columns, f"{file}: [{table}]"):
-            for row, numbers in _items(rows, f'{file}: ["{table}"."{column}"]'):
-                for name, value in _items(numbers, f'{file}: ["{table}"."{column}"] {row}'):
+            _known(column, cells[table], f"{file}: table '{table}' of the recipe has no column")
+            where = f'{file}: ["{table}"."{column}"]'
+            for row, numbers in _items(rows, where):
+                _known(row, cells[table][column], f"{where}: the recipe has no row")
+                for name, value in _items(numbers, f"{where} {row}"):
+                    _known(name, FIGURES, f"{where} {row}: no figure is called")
                     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
                         raise FedstillError(f"{file}: {table}, {column}, {row}: {name} = {value!r} is no number")
     return found
+
+
+def _cells(recipe: Recipe) -> dict[str, dict[str, set[str]]]:
+    """table -> column -> rows, of all presets together."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for table in (table for tables in recipe.tables.values() for table in tables.values()):
+        for cell in table.cells:
+            found.setdefault(table.name, {}).setdefault(cell.column, set()).add(cell.row)
+    return found
+
+
+def _known(word: str, known: Collection[str], what: str) -> None:
+    if word not in known:
+        raise FedstillError(f"{what} '{word}': {suggest(word, sorted(known))}")
 
 
 def _items(value: object, where: str) -> list[tuple[str, object]]:

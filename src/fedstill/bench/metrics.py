@@ -38,7 +38,11 @@ class Spread(NamedTuple):
     seeds: int
 
     def as_json(self) -> dict[str, Any]:
-        return {"mean": round(self.mean, 4), "std": None if self.std is None else round(self.std, 4)}
+        return {
+            "mean": round(self.mean, 4),
+            "std": None if self.std is None else round(self.std, 4),
+            "seeds": self.seeds,
+        }
 
 
 def spread(values: Iterable[float]) -> Spread | None:

@@ -72,11 +72,15 @@ def find_device(name: str) -> str:
     return str(choose_device(name))
 
 
+def check_jobs(asked: str) -> None:
+    if asked != "auto" and (not asked.isdecimal() or int(asked) < 1):
+        raise FedstillError(f"--jobs {asked}: use a whole number from 1, or auto")
+
+
 def choose_jobs(asked: str, *, device: str, runs: int) -> int:
     """How many runs at once: as asked, or by the room on the device (one at a time on a CPU)."""
+    check_jobs(asked)
     if asked != "auto":
-        if not asked.isdecimal() or int(asked) < 1:
-            raise FedstillError(f"--jobs {asked}: use a whole number from 1, or auto")
         return min(int(asked), max(runs, 1))
     if not device.startswith("cuda"):
         return 1

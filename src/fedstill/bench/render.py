@@ -9,7 +9,7 @@ from typing import Any
 from fedstill.bench.form import Expected, Number, Recipe
 from fedstill.bench.load import find_table
 from fedstill.bench.metrics import LAST, Spread
-from fedstill.bench.summary import ColumnSummary, summarize_table
+from fedstill.bench.summary import ColumnSummary, RowSummary, summarize_table
 from fedstill.report.table import align
 
 NOTHING = "–"
@@ -68,7 +68,7 @@ def cells(column: ColumnSummary) -> Rows:
         f"last {LAST} - paper": [_signed(row.above(row.last)) for row in column.rows],
         "speed-up": [_spread(row.speedup, "x") for row in column.rows],
         "paper's speed-up": [_number(row.paper.get("speedup"), "x") for row in column.rows],
-        "FedAvg's rounds / ours": [_spread(row.ratio, "x") for row in column.rows],
+        "FedAvg's rounds / ours": [_ratio(row) for row in column.rows],
         "seeds": [str(row.seeds) for row in column.rows],
     }
     shown = {name: values for name, values in kept.items() if name not in OPTIONAL or set(values) != {NOTHING}}
@@ -91,7 +91,8 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
     if any(row.speedup for column in columns for row in column.rows):
         told += (
             " Speed-up: all rounds over the first round that reaches FedAvg's best accuracy with the same seed"
-            " (1 if none does); FedAvg's rounds / ours: the round of FedAvg's best over that round."
+            " (1 if none does); FedAvg's rounds / ours: the round of FedAvg's best over that round,"
+            " over the seeds that reach it (how many of how many, where not all do)."
         )
     return told
 
@@ -106,6 +107,12 @@ def _spread(value: Spread | None, unit: str = "") -> str:
     return f"{value.mean:.2f}{unit}" + ("" if value.std is None else f" ± {value.std:.2f}")
 
 
+def _ratio(row: RowSummary) -> str:
+    """1.26x (1 of 2): of two seeds, one reaches FedAvg's best."""
+    reached, all_seeds = (0 if value is None else value.seeds for value in (row.ratio, row.speedup))
+    return _spread(row.ratio, "x") + (f" ({reached} of {all_seeds})" if 0 < reached < all_seeds else "")
+
+
 def _number(value: Number | None, unit: str = "") -> str:
     return NOTHING if value is None else value if isinstance(value, str) else f"{value:.2f}{unit}"
 
@@ -114,7 +121,10 @@ def _signed(value: float | None) -> str:
     return NOTHING if value is None else f"{value:+.2f}"
 
 
-def as_json(recipe: Recipe, preset: str, table_name: str, columns: Sequence[ColumnSummary]) -> dict[str, Any]:
+def as_json(
+    recipe: Recipe, preset: str, table_name: str, columns: Sequence[ColumnSummary], *, settings: Sequence[str] = ()
+) -> dict[str, Any]:
+    """settings: what the command line has changed of the recipe."""
     table = find_table(recipe, preset, table_name)
     head = {"paper": recipe.paper, "preset": preset, "table": table_name, "title": table.title, "note": table.note}
-    return {**head, "columns": [column.as_json() for column in columns]}
+    return {**head, "settings": list(settings), "columns": [column.as_json() for column in columns]}

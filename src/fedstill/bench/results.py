@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 from fedstill import expression
 from fedstill.bench.metrics import Curve
+from fedstill.bench.places import holding
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.experiment import write_whole
@@ -66,18 +69,49 @@ def curve_of(run: Mapping[str, Any]) -> Curve:
     return Curve(run["rounds"], run["evaluated"], run["accuracy"])
 
 
-def read_runs(path: Path) -> list[Run]:
-    """The runs of a results file; none when there is no file yet."""
-    if not path.exists():
+def read_runs(path: Path, paper: str | None = None) -> list[Run]:
+    """The runs of a results file (of that paper); none when there is no file yet."""
+    if not os.path.exists(path):  # nor where its folder may not be read
         return []
     try:
-        runs: list[Run] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        missing = {key for run in runs for key in Run.__annotations__.keys() - run.keys()}
+        table = json.loads(path.read_text(encoding="utf-8"))
+        runs: list[Run] = list(table["runs"])
+        whose = table.get("paper")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise FedstillError(f"--results: '{path}' is no file of results: move it away, or name another") from None
-    if missing:
-        raise FedstillError(f"--results: '{path}': a run without {', '.join(sorted(missing))}: move the file away")
+    if paper is not None and whose != paper:
+        raise FedstillError(f"--results: '{path}' holds runs of {whose!r}, not of {paper!r}: name another file")
+    for number, run in enumerate(runs, 1):
+        if (fault := fault_of(run)) is not None:
+            raise FedstillError(f"--results: '{path}': run {number}{_named(run)}: {fault}: move the file away")
     return runs
+
+
+def fault_of(run: Any) -> str | None:
+    """What makes a record unusable; None for a good one."""
+    if not isinstance(run, dict):
+        return "is no table"
+    if missing := sorted(Run.__annotations__.keys() - run.keys()):
+        return f"without {', '.join(missing)}"
+    texts = [key for key, kind in get_type_hints(Run).items() if kind is str and not isinstance(run[key], str)]
+    least = {"seed": 0, "rounds": 1, "evaluated": 1, "at_once": 1}
+    counts = [key for key, low in least.items() if type(run[key]) is not int or run[key] < low]
+    seconds = [] if _is_number(run["seconds"]) and run["seconds"] >= 0 else ["seconds"]
+    if wrong := [*texts, *counts, *seconds]:
+        return f"{wrong[0]} = {run[wrong[0]]!r}"
+    accuracy, wanted = run["accuracy"], len(curve_of(run).at)
+    if not isinstance(accuracy, list) or not all(_is_number(value) for value in accuracy):
+        return "accuracy is no list of numbers"
+    return None if len(accuracy) == wanted else f"{len(accuracy)} accuracies for {wanted} evaluated rounds"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _named(run: Any) -> str:
+    known = [str(run[key]) for key in ("row", "column", "seed") if key in run] if isinstance(run, dict) else []
+    return f" ({' '.join(known)})" if known else ""
 
 
 def merge(*groups: Iterable[Run]) -> list[Run]:
@@ -89,10 +123,14 @@ def merge(*groups: Iterable[Run]) -> list[Run]:
 def write_runs(path: Path, paper: str, runs: Sequence[Run]) -> None:
     """A line a run, written whole: a reader or a crash never sees half of it."""
     lines = ",\n".join(json.dumps(run, ensure_ascii=False, allow_nan=False) for run in merge(runs))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, f'{{"paper": {json.dumps(paper)}, "runs": [\n{lines}\n]}}\n')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, f'{{"paper": {json.dumps(paper)}, "runs": [\n{lines}\n]}}\n')
+    except OSError as error:
+        raise FedstillError(f"--results: cannot write '{path}' ({error.strerror}): name another file") from None
 
 
 def add_run(path: Path, paper: str, run: Run) -> None:
     """Put one run into the file, beside what others have put there since."""
-    write_runs(path, paper, merge(read_runs(path), [run]))
+    with holding(path):
+        write_runs(path, paper, merge(read_runs(path, paper), [run]))

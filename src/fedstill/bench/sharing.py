@@ -27,11 +27,9 @@ def shared_gpu(jobs: int, device: str) -> Iterator[bool]:
     with tempfile.TemporaryDirectory(prefix="fedstill-mps-") as folder:
         os.environ.update(dict.fromkeys(PLACES, folder))
         try:
-            running = _control(["-d"])
-            yield running
+            yield _control(["-d"])
         finally:
-            if running:
-                _control([], "quit\n")
+            _control([], "quit\n")  # also when the start was interrupted or said nothing: it may run all the same
             for place in PLACES:
                 del os.environ[place]
 

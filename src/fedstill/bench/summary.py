@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedstill.bench.form import Cell, Expected, Number, Table
@@ -24,6 +24,7 @@ class RowSummary:
     speedup: Spread | None  # T / r
     ratio: Spread | None  # rounds of FedAvg / r, over the seeds that reach FedAvg's best
     paper: Mapping[str, Number]
+    comparable: bool = True  # False where the command line has changed the rounds
 
     @property
     def figure(self) -> float | None:
@@ -32,7 +33,8 @@ class RowSummary:
         return None if isinstance(value, str) else value
 
     def above(self, ours: Spread | None) -> float | None:
-        return None if ours is None or self.figure is None else ours.mean - self.figure
+        """Ours less the paper's; None where they are not of the same rounds."""
+        return None if ours is None or self.figure is None or not self.comparable else ours.mean - self.figure
 
     def as_json(self) -> dict[str, Any]:
         numbers = {"best": self.best, "last_ten": self.last, "speedup": self.speedup, "rounds_ratio": self.ratio}
@@ -64,11 +66,28 @@ def summarize_table(
     *,
     columns: Sequence[str] = (),
     rows: Sequence[str] = (),
+    printed: Table | None = None,
 ) -> list[ColumnSummary]:
-    """What the runs say about a table's columns and rows (default: all), in the table's order."""
+    """What the runs say about a table's columns and rows (default: all), in the table's order.
+
+    printed: the table as the recipe has it, where the command line has changed its settings.
+    """
     curves = curves_by_key(runs)
     chosen = [column for column in table.columns if not columns or column in columns]
-    return [_column(table, column, curves, expected, rows) for column in chosen]
+    found = [_column(table, column, curves, expected, rows) for column in chosen]
+    return found if printed is None else [_compared(column, _changed(table, printed)) for column in found]
+
+
+def _changed(table: Table, printed: Table) -> set[tuple[str, str]]:
+    """(column, row) of cells that run for another number of rounds."""
+    rounds = {(cell.column, cell.row): cell.experiment.rounds for cell in printed.cells}
+    places = {(cell.column, cell.row): cell.experiment.rounds for cell in table.cells}
+    return {place for place, length in places.items() if length != rounds.get(place)}
+
+
+def _compared(column: ColumnSummary, changed: set[tuple[str, str]]) -> ColumnSummary:
+    rows = [replace(row, comparable=(column.column, row.row) not in changed) for row in column.rows]
+    return replace(column, rows=tuple(rows))
 
 
 def curves_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:

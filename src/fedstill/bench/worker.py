@@ -41,12 +41,24 @@ class Probe(NamedTuple):
     later: float
 
 
+class NoData(FedstillError):
+    """The data of a run cannot be had."""
+
+
+class Unheard(BaseException):
+    """A message that could not be delivered; no Exception, so that nobody takes it for the run's own."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
 class Workshop:
     """Runs in this process; sources and splits are kept, for the next run mostly has the same."""
 
     def __init__(self, at_once: int = 1) -> None:
         self.at_once = at_once
-        self._sources: dict[str, Source | FedstillError] = {}
+        self._sources: dict[str, Source | NoData] = {}
         self._splits: OrderedDict[str, Federation] = OrderedDict()
 
     def federation(self, experiment: Experiment) -> Federation:
@@ -67,28 +79,38 @@ class Workshop:
             try:
                 self._sources[name] = load_source(experiment)
             except FedstillError as error:
-                self._sources[name] = error
+                self._sources[name] = NoData(str(error))
         source = self._sources[name]
-        if isinstance(source, FedstillError):
+        if isinstance(source, NoData):
             raise source
         return source
 
     def handle(self, task: Message, send: Send) -> None:
-        """Do what a message asks for and send what comes of it; a failure is an answer too."""
+        """Do what a message asks for and send what comes of it; a failure is an answer too.
+
+        Trouble of whoever listens (a full disk, a closed pipe) is not the run's: it goes up as it is.
+        """
         number = task["number"]
         try:
-            order = Order.from_json(task["order"])
-            if task["kind"] == "probe":
-                answer: Any = list(self.probe(order.experiment))
-            else:
-                answer = self.perform(order, lambda done: send({"kind": "round", "number": number, "round": done}))
-            send({"kind": "done", "number": number, "answer": answer})
-        except (BrokenPipeError, ConnectionResetError):
-            raise  # nobody is waiting any more
+            outcome: Message = {"kind": "done", "answer": self._answer(task, send)}
+        except Unheard as unheard:
+            raise unheard.cause from None
         except Exception as error:
-            send({"kind": "failed", "number": number, "error": _told(error, Path(task["order"]["folder"]))})
+            told = _told(error, Path(task["order"]["folder"]))
+            outcome = {"kind": "failed", "error": told, "no_data": isinstance(error, NoData)}
         finally:
             _release()
+        send({**outcome, "number": number})
+
+    def _answer(self, task: Message, send: Send) -> Any:
+        def tell(done: int) -> None:
+            try:
+                send({"kind": "round", "number": task["number"], "round": done})
+            except Exception as error:
+                raise Unheard(error) from error
+
+        order = Order.from_json(task["order"])
+        return list(self.probe(order.experiment)) if task["kind"] == "probe" else self.perform(order, tell)
 
     def perform(self, order: Order, tell: Callable[[int], None]) -> Run:
         """Run the order in its folder, or go on with it there."""
@@ -127,10 +149,13 @@ def _release() -> None:
 def _told(error: Exception, folder: Path) -> str:
     if isinstance(error, FedstillError):
         return str(error)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "error.txt"
-    file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    return f"{type(error).__name__}: {' '.join(str(error).split())} (see {file})"
+    told, file = f"{type(error).__name__}: {' '.join(str(error).split())}", folder / "error.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    except OSError:
+        return told  # there is no room for more
+    return f"{told} (see {file})"
 
 
 class Ticker(Callback):

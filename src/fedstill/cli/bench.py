@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import typer
 
-from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first
+from fedstill.bench.estimate import Estimate, counted, estimate, estimate_line, longest_first, silent
 from fedstill.bench.form import Expected, Recipe, Table
 from fedstill.bench.load import find_paper, find_preset, find_table, load_expected, load_recipe
 from fedstill.bench.order import Order
-from fedstill.bench.plan import choose_jobs, find_device, make_orders, place_data, split_done
+from fedstill.bench.places import check_places, claimed
+from fedstill.bench.plan import check_jobs, choose_jobs, find_device, make_orders, place_data, split_done
 from fedstill.bench.pool import Crew, crew
 from fedstill.bench.render import as_json, text_table
 from fedstill.bench.results import Run, add_run, cell_key, merge, read_runs
@@ -55,30 +57,59 @@ class Work:
     recipe: Recipe
     expected: Expected
     preset: str
-    table: Table
+    table: Table  # with the settings of the command line
+    printed: Table  # as the recipe has it
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     out: Path
     results: Path
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs asked for, and what is known of them."""
+
+    wanted: Sequence[Order]
+    missing: Sequence[Order]  # not done
+    left: Sequence[Order]  # of those the ones that --data has data for
+    found: Sequence[Run]  # done, but in their folders only
+    runs: Sequence[Run]  # all that are known, of any table
+
+    @property
+    def done(self) -> int:
+        return len(self.wanted) - len(self.missing)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the runs that were asked for."""
+
+    failed: int = 0
+    any_done: bool = False  # now or before
+    nothing_ran: bool = False  # though something was to be run
 
 
 def bench_command(options: BenchOptions) -> None:
     if options.seeds < 1:
         raise FedstillError(f"--seeds {options.seeds}: use at least 1")
+    check_jobs(options.jobs)
     folder = find_paper(options.paper)
-    recipe, expected = load_recipe(folder), load_expected(folder)
+    recipe = load_recipe(folder)
+    expected = load_expected(folder, recipe)
     preset = find_preset(recipe, options.preset)
     out = Path("runs") / "bench" / recipe.paper if options.out is None else options.out
     results = results_file(options, recipe, out)
     if options.table is None:
-        _list(options, recipe, preset, read_runs(results))
+        _list(options, recipe, preset, read_runs(results, recipe.paper))
         return
     work = _choose(options, recipe, expected, preset, out, results)
-    failed = _run(work, options)
-    if not options.dry_run:
+    outcome = _run(work, options)
+    if not options.dry_run and (outcome.any_done or not outcome.nothing_ran):
         _show(work, options.as_json)
-    if failed:
-        tell(f"{failed} runs failed; the same command tries them again")
+    if outcome.failed:
+        tell(f"{counted(outcome.failed, 'run')} failed; the same command tries again")
+    if outcome.failed or outcome.nothing_ran:
         raise typer.Exit(1)
 
 
@@ -94,35 +125,69 @@ def results_file(options: BenchOptions, recipe: Recipe, out: Path) -> Path:
 
 def _choose(options: BenchOptions, recipe: Recipe, expected: Expected, preset: str, out: Path, results: Path) -> Work:
     assert options.table is not None
-    table = find_table(recipe, preset, options.table)
-    columns = choose("--columns", options.columns, table.columns)
-    rows = choose("--methods", options.methods, table.rows)
-    table = with_settings(table, options.settings, select(table, columns, rows))
+    printed = find_table(recipe, preset, options.table)
+    columns = choose("--columns", options.columns, printed.columns)
+    rows = choose("--methods", options.methods, printed.rows)
+    table = with_settings(printed, options.settings, select(printed, columns, rows))
     recipe = replace(recipe, tables={preset: {table.name: table}})
-    return Work(recipe, expected, preset, table, columns, rows, out, results)
+    return Work(recipe, expected, preset, table, printed, columns, rows, out, results, tuple(options.settings))
 
 
-def _run(work: Work, options: BenchOptions) -> int:
-    """Run what is not done yet; how many failed."""
+def _run(work: Work, options: BenchOptions) -> Outcome:
+    """Run what is not done yet."""
     device = find_device(options.device)
     cells = select(work.table, work.columns, work.rows)
     wanted = make_orders(cells, preset=work.preset, seeds=options.seeds, device=device, out=work.out)
-    missing, found = split_done(wanted, read_runs(work.results))
-    for run in found:
-        add_run(work.results, work.recipe.paper, run)
-    left = place_data(missing, options.data, tell)
-    if not left:
-        done, skipped = len(wanted) - len(missing), f", {len(missing)} skipped" if missing else ""
-        _tell_estimate(f"nothing to run: {done} runs done{skipped}", 0, 0.0, options)
-        return 0
-    jobs = choose_jobs(options.jobs, device=device, runs=len(left))
+    check_places(work.out, work.results)
+    plan = _plan(work, wanted, options.data, skip=tell)
+    if options.dry_run or not (plan.left or plan.found):
+        return _work_off(work, plan, options, device=device)
+    with claimed(work.out, work.results):
+        plan = _plan(work, wanted, options.data, skip=silent)  # another bench may just have ended
+        for run in plan.found:
+            add_run(work.results, work.recipe.paper, run)
+        return _work_off(work, plan, options, device=device)
+
+
+def _plan(work: Work, wanted: Sequence[Order], data: Path | None, *, skip: Callable[[str], None]) -> Plan:
+    runs = read_runs(work.results, work.recipe.paper)
+    missing, found = split_done(wanted, runs)
+    return Plan(wanted, missing, place_data(missing, data, skip), found, [*runs, *found])
+
+
+def _work_off(work: Work, plan: Plan, options: BenchOptions, *, device: str) -> Outcome:
+    if not plan.left:
+        skipped = f", {len(plan.missing)} skipped" if plan.missing else ""
+        _tell_estimate(f"nothing to run: {counted(plan.done, 'run')} done{skipped}", 0, 0.0, options)
+        return Outcome(any_done=plan.done > 0, nothing_ran=bool(plan.missing))
+    jobs = choose_jobs(options.jobs, device=device, runs=len(plan.left))
     with _stoppable(), shared_gpu(jobs, device) as shared, crew(jobs) as workers:
-        known = estimate(left, wanted, read_runs(work.results), workers, jobs=jobs)
+        known = estimate(plan.left, plan.wanted, plan.runs, workers, jobs=jobs, tell=tell)
         for failure in known.failures:
             tell(f"no estimate from {failure}")
-        line = estimate_line(left, known, jobs=jobs, device=device) + (" (shared through MPS)" if shared else "")
-        _tell_estimate(line, len(left), known.total(left, jobs), options)
-        return 0 if options.dry_run else _perform(work, longest_first(left, known), known, workers)
+        able = _with_data(plan.left, known, options.data)
+        if not able:
+            line = f"nothing to run: {counted(plan.done, 'run')} done, {len(plan.missing)} without data"
+            _tell_estimate(line, 0, 0.0, options)
+            return Outcome(any_done=plan.done > 0, nothing_ran=True)
+        line = estimate_line(able, known, jobs=jobs, device=device) + (" (shared through MPS)" if shared else "")
+        _tell_estimate(line, len(able), known.total(able, jobs), options)
+        if options.dry_run:
+            return Outcome(any_done=plan.done > 0)
+        failed = _perform(work, longest_first(able, known), known, workers)
+        return Outcome(failed + len(plan.left) - len(able), any_done=plan.done > 0 or failed < len(able))
+
+
+def _with_data(orders: Sequence[Order], known: Estimate, data: Path | None) -> list[Order]:
+    """Orders whose data can be had; what cannot is told once a reason."""
+    lacking: dict[str, dict[str, None]] = {}
+    for order in orders:
+        if (why := known.lacks_data(order)) is not None:
+            lacking.setdefault(why, {})[order.column] = None
+    for why, columns in lacking.items():
+        cure = "" if data is not None else "; give --data DIR if it lies in a folder of yours"
+        tell(f"skipped {', '.join(columns)}: {why}{cure}")
+    return [order for order in orders if known.lacks_data(order) is None]
 
 
 def _tell_estimate(line: str, runs: int, seconds: float | None, options: BenchOptions) -> None:
@@ -161,14 +226,18 @@ def _stoppable() -> Iterator[None]:
 
 
 def _show(work: Work, in_json: bool) -> None:
-    runs = read_runs(work.results)
-    columns = summarize_table(work.table, runs, work.expected, columns=work.columns, rows=work.rows)
+    runs = read_runs(work.results, work.recipe.paper)
+    chosen = {"columns": work.columns, "rows": work.rows}
+    columns = summarize_table(work.table, runs, work.expected, **chosen, printed=work.printed)
     if in_json:
-        print_json(as_json(work.recipe, work.preset, work.table.name, columns))
+        print_json(as_json(work.recipe, work.preset, work.table.name, columns, settings=work.settings))
         return
-    title = f"{work.recipe.paper}, {heading(work.table)} (preset {work.preset})"
+    changed = f", changed: {', '.join(work.settings)}" if work.settings else ""
+    title = f"{work.recipe.paper}, {heading(work.table)} (preset {work.preset}{changed})"
     typer.echo("\n".join([title, *([work.table.note] if work.table.note else []), "", text_table(columns), ""]))
-    typer.echo(f"Curves and seconds of every run are in {work.results}, models below {work.out}.")
+    models = f", models below {work.out}" if work.out.exists() else ""
+    if work.results.exists():
+        typer.echo(f"Curves and seconds of every run are in {work.results}{models}.")
 
 
 def heading(table: Table) -> str:
@@ -194,15 +263,23 @@ def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run
     for name, meaning in recipe.presets.items():
         typer.echo(f"preset {name}{' (shown)' if name == preset else ''}: {meaning}")
     for table, entry in zip(recipe.tables[preset].values(), tables, strict=True):
-        typer.echo(f"\n{heading(table)}\n  {entry['done']} runs done; one seed is {entry['runs']} runs")
+        cells = f"{entry['cells_done']} of {counted(entry['runs'], 'cell')} have a run"
+        typer.echo(f"\n{heading(table)}\n  {cells}, {counted(entry['done'], 'run')} with all seeds")
         for name, words in (("columns", table.columns), ("methods", table.rows)):
             typer.echo(textwrap.fill(f"  {name}: {', '.join(words)}", 100, subsequent_indent=" " * 11))
     first = next(iter(recipe.tables[preset]))
-    typer.echo(f"\nNext: fedstill bench {options.paper} --table {first} --dry-run")
+    typer.echo(f"\nNext: fedstill bench {shlex.quote(options.paper)} --table {shlex.quote(first)} --dry-run")
 
 
 def _entry(table: Table, runs: Sequence[Run]) -> dict[str, Any]:
     keys = {cell_key(cell.experiment) for cell in table.cells}
-    done = sum(run["key"] in keys for run in merge(runs))
+    done = [run["key"] for run in merge(runs) if run["key"] in keys]
     about = {"name": table.name, "title": table.title, "note": table.note}
-    return {**about, "columns": list(table.columns), "rows": list(table.rows), "runs": len(keys), "done": done}
+    return {
+        **about,
+        "columns": list(table.columns),
+        "rows": list(table.rows),
+        "runs": len(keys),
+        "done": len(done),
+        "cells_done": len(set(done)),
+    }

@@ -15,6 +15,7 @@ from fedstill.bench.results import curve_of
 from fedstill.bench.worker import Message
 
 QUIET_SECONDS = 60.0  # a line at least this often
+LEAST_SECONDS = 1e-3  # of a run: shares are of a sum that is not zero
 
 
 class BenchProgress:
@@ -24,9 +25,10 @@ class BenchProgress:
         self.orders = orders
         seconds = [known.of(order) for order in orders]
         rounds = [float(order.experiment.rounds) for order in orders]
-        self._work = rounds if None in seconds else [float(spent or 0.0) for spent in seconds]
+        self._work = rounds if None in seconds else [max(spent or 0.0, LEAST_SECONDS) for spent in seconds]
         self._share = [0.0] * len(orders)  # done of each run
         self._before: dict[int, float] = {}  # done of it when it began here
+        self._errors: set[str] = set()  # each is told once
         self._began = time.perf_counter()
         self.finished = self.failed = 0
         on_terminal = sys.stderr.isatty() if terminal is None else terminal
@@ -45,7 +47,9 @@ class BenchProgress:
         if message["kind"] == "failed":
             self.failed += 1
             self._before[number] = 1.0  # what was not computed is no speed
-            self.screen.say(self, f"{order.label} failed: {message['error']}")
+            error = "for the same reason" if message["error"] in self._errors else message["error"]
+            self._errors.add(message["error"])
+            self.screen.say(self, f"{order.label} failed: {error}")
             return
         curve, seconds = curve_of(message["answer"]), message["answer"]["seconds"]
         self.screen.say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ from fedstill.experiment import (
     read_description,
     run,
 )
-from fedstill.expression import split_methods
+from fedstill.expression import label, parse, split_methods, write
 from fedstill.history import Result
 from fedstill.report.table import human_bytes, plain_table, rich_table
+from fedstill.settings import parse_method
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
@@ -41,6 +43,7 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
 
 def run_command(experiment: Experiment, *, file: Path | None, out: Path | None, as_json: bool) -> None:
     folder = choose_folder(experiment, out)
+    _tell_unreached([experiment.algorithm.name], experiment.rounds)
     _run(experiment, folder, file=file, as_json=as_json, resume=False)
 
 
@@ -67,8 +70,18 @@ def compare_command(
     count = experiment.compare.seeds if seeds is None else seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = choose_folder(experiment, out)
+    _tell_unreached(list(entries), experiment.rounds)
     comparison = _compare(experiment, folder, resume=False)
     _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
+
+
+def _tell_unreached(methods: Sequence[str], rounds: int) -> None:
+    """A switch after the last round is allowed, but hardly meant."""
+    for method in methods:
+        *before, _ = parse(method)
+        switch = max((stretch.until or 0 for stretch in before), default=0)
+        if switch >= rounds:
+            tell(f"'{method}' switches after round {switch}, the run has {rounds}: its last phase is never reached")
 
 
 def _entries(methods: str | None) -> list[str]:
@@ -107,7 +120,7 @@ def _resumable(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if (folder / CONFIG_FILE).exists():
-            tell(f"stopped; go on with: fedstill resume {folder}")
+            tell(f"stopped; go on with: fedstill resume {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
 
 
@@ -132,18 +145,23 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     if result.audit:
         lines.append(f"  turned away    {len(result.audit)} entries in {result.run_dir}/audit.jsonl")
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
-    other = "scaffold" if result.method == "fedavg" else "fedavg"
-    named = f" {file}" if file else ""
-    lines.append(f"Next: fedstill compare{named} --methods {result.method},{other} --seeds 3")
+    method = write(experiment.algorithm.name, experiment.algorithm.options)
+    other = "scaffold" if method == "fedavg" else "fedavg"
+    lines.append(f"Next: {_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3")
     return "\n".join(lines)
+
+
+def _command(name: str, file: Path | None) -> str:
+    return shlex.join(["fedstill", name, *([str(file)] if file else [])])
 
 
 def _next_step(experiment: Experiment, best: str, file: Path | None) -> str:
     """Look at the winner, and at another skew where the partition has one."""
-    alpha = experiment.partition.options.get("alpha")
-    command = " ".join(["fedstill compare", *([str(file)] if file else [])])
+    alpha, command = experiment.partition.options.get("alpha"), _command("compare", file)
+    sections = {label(entry): parse_method(entry, experiment) for entry in experiment.compare.methods}
+    winner = write(sections[best].name, sections[best].options)  # files with their folders, unlike in the table
     other = f"{command} --set partition.alpha={10 * alpha:g}  (milder skew)" if alpha else f"{command} --seeds 5"
-    return f"fedstill explain {best}, or {other}"
+    return f"fedstill explain {shlex.quote(winner)}, or {other}"
 
 
 def _print_comparison(
@@ -164,4 +182,4 @@ def _print_comparison(
     over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
     typer.echo(f"{over}; seconds and bytes are those of one run.")
     typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
-    typer.echo(f"Next: {_next_step(experiment, best.partition('(')[0], file)}")
+    typer.echo(f"Next: {_next_step(experiment, best, file)}")
