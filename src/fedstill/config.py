@@ -48,6 +48,7 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
     inputs: tuple[str, ...] = Field(default=(), strict=False, examples=[["text"]])
     keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
     size: int | None = Field(default=None, ge=1, examples=[32])
+    window: int | None = Field(default=None, ge=1, examples=[80])
 
 
 class PartitionSection(BaseModel, **_RULES, extra="allow"):

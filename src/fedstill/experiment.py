@@ -30,7 +30,7 @@ from fedstill.expression import anchored, label
 from fedstill.guard import Guard
 from fedstill.history import Result
 from fedstill.methods import build_method
-from fedstill.models import build_model
+from fedstill.models import READS_TEXT, build_model
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
 from fedstill.report.curves import Curve, learning_curves
@@ -45,7 +45,7 @@ def load_source(experiment: Experiment) -> Source:
     """The experiment's data; it does not depend on the seed, so that seeds share one test set."""
     data = experiment.data
     keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
-    return load(data.source, label=data.label, inputs=data.inputs, keys=keys, size=data.size)
+    return load(data.source, label=data.label, inputs=data.inputs, keys=keys, size=data.size, window=data.window)
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
@@ -80,7 +80,16 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
 def build_network(experiment: Experiment, federation: Federation) -> Model:
     section = experiment.model
     shape = tuple(federation.train.x.shape[1:])
+    _check_reads(section.name, federation)
     return build_model(section.name, input_shape=shape, classes=len(federation.train.classes), **section.options)
+
+
+def _check_reads(name: str, federation: Federation) -> None:
+    """Text goes to networks that read ids, anything else to the others."""
+    if federation.train.text and name not in READS_TEXT:
+        raise FedstillError(f"model.name = '{name}' cannot read text: use {' or '.join(map(repr, sorted(READS_TEXT)))}")
+    if name in READS_TEXT and not federation.train.text:
+        raise FedstillError(f"model.name = '{name}' reads text, {federation.train.name} holds numbers: set data.window")
 
 
 def check_ready(experiment: Experiment, federation: Federation) -> None:

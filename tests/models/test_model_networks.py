@@ -9,9 +9,10 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Model, Weights
-from fedstill.models import MODELS, build_model, model_options
+from fedstill.models import MODELS, READS_TEXT, build_model, model_options
 
 CIFAR, MNIST, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
+IMAGE_NETS = [name for name in MODELS if name not in READS_TEXT]  # the others: test_model_recurrent.py
 
 # Parameter counts of the method cards: (name, input, classes, options, parameters, features)
 COUNTS = [
@@ -26,6 +27,8 @@ COUNTS = [
     ("lenet5", CIFAR, 100, {}, 69_656, 84),
     ("lenet", CIFAR, 10, {}, 66_766, 400),
     ("convnet", CIFAR, 10, {}, 188_810, 1024),
+    ("fecnn", MNIST, 62, {}, 6_603_710, 3136),
+    ("fecnn", MNIST, 62, {"form": "released"}, 608_702, 1024),
     ("vgg8", CIFAR, 10, {}, 4_444_170, 512),
     ("vgg8", CIFAR, 100, {}, 4_490_340, 512),
     ("vgg8", CIFAR, 10, {"norm": "none"}, 4_441_226, 512),
@@ -124,7 +127,7 @@ def test_resnet18_has_the_buffer_entries_of_the_released_code():
 
 def test_flags_say_what_a_network_is_made_of():
     assert not small("mlp").convolutional
-    assert all(small(name).convolutional for name in MODELS if name != "mlp")
+    assert all(small(name).convolutional for name in IMAGE_NETS if name != "mlp")
     assert small("vgg8").dropout
     assert not small("vgg8", dropout=0.0).dropout
     assert not small("resnet8").dropout
@@ -142,12 +145,13 @@ def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tenso
 @pytest.mark.parametrize(
     ("name", "options", "training"),
     [
-        *((name, {}, True) for name in MODELS),
+        *((name, {}, True) for name in IMAGE_NETS),
         *((name, {}, False) for name in ("mlp", "cnn", "resnet8")),
         ("resnet8", {"norm": "group"}, True),
         ("resnet8", {"norm": "none"}, True),
         ("mobilenet_v2", {"width": 0.5, "norm": "group"}, True),
         ("lenet5", {"projection": 6}, True),
+        ("fecnn", {"form": "released"}, True),
     ],
 )
 def test_many_clients_at_once_equal_one_after_the_other(name, options, training):
@@ -200,7 +204,7 @@ def pool_last(network: nn.Module) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("name", ["cnn", "lenet5", "lenet", "convnet", "vgg8", "resnet18"])
+@pytest.mark.parametrize("name", ["cnn", "lenet5", "lenet", "convnet", "fecnn", "vgg8", "resnet18"])
 def test_relu_after_pooling_equals_relu_before_pooling_in_values_and_gradients(name):
     shape = SMALLEST.get(name, (3, 8, 8))
     with torch_stream(0):
@@ -218,7 +222,7 @@ def test_relu_after_pooling_equals_relu_before_pooling_in_values_and_gradients(n
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", IMAGE_NETS)
 def test_init_is_a_function_of_the_seed_and_leaves_the_global_stream_alone(name):
     model = small(name)
     before = torch.random.get_rng_state()

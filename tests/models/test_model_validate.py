@@ -106,18 +106,18 @@ def test_a_module_that_cannot_be_batched_still_runs_one_client_at_a_time():
     assert output.logits.shape == (4, 3)
 
 
-def test_a_recurrent_net_is_unbatchable_and_says_which_layer():
+def test_a_recurrent_layer_that_is_not_replaced_is_unbatchable_and_says_which_it_is():
     class Text(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.reader = nn.LSTM(1, 4, batch_first=True)
+            self.reader = nn.GRU(1, 4, batch_first=True)
             self.out = nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.reader(x.unsqueeze(-1))[0][:, -1])
 
     model = from_module(Text, input_shape=(5,))
-    assert "layer reader (LSTM) uses aten::lstm" in model.unbatchable
+    assert "layer reader (GRU) uses aten::gru" in model.unbatchable
     weights = model.init(0)
     module = Text()
     module.load_state_dict(weights.params)

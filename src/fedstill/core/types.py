@@ -241,9 +241,10 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples in storage form: images uint8 (n, channels, height, width), anything else float32.
+    """Samples in storage form: images uint8 (n, channels, height, width), text uint8 or int64 ids (n, length),
+    anything else float32.
 
-    The engine turns them into model input: (x / 255 if uint8 - mean) / std, per channel (or feature).
+    The engine turns them into model input: (x / 255 if uint8 - mean) / std, per channel (or feature); ids as int64.
     """
 
     name: str
@@ -252,6 +253,10 @@ class Dataset:
     classes: tuple[str, ...]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+
+    @property
+    def text(self) -> bool:
+        return self.x.ndim == 2 and not self.x.is_floating_point()
 
 
 @dataclass(frozen=True)

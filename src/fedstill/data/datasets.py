@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from fedstill.data.cache import cached, fingerprint
 from fedstill.data.frames import Frame, assemble, storage_form
 from fedstill.data.readers import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
 from fedstill.data.source import Reading, Source, first_line, stratified_holdout
+from fedstill.data.text import text_source
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|json|zip|gz|png|jpe?g)$", re.IGNORECASE)
@@ -39,6 +40,10 @@ class Listing(NamedTuple):
     classes: int | None
 
 
+def _source_of(frames: Mapping[str, Frame], reading: Reading, **facts: Any) -> Source:
+    return (assemble if reading.window is None else text_source)(frames, reading, **facts)
+
+
 def _digits(reading: Reading) -> Source:
     from sklearn.datasets import load_digits
 
@@ -49,7 +54,7 @@ def _digits(reading: Reading) -> Source:
         split: Frame({"image": x[rows], "label": bunch.target[rows].astype(np.int64)})
         for split, rows in (("train", kept), ("test", held_out))
     }
-    return assemble(frames, reading, name="digits", origin="digits")
+    return _source_of(frames, reading, name="digits", origin="digits")
 
 
 def _fashion_mini(reading: Reading) -> Source:
@@ -60,7 +65,7 @@ def _fashion_mini(reading: Reading) -> Source:
             split: Frame({"image": archive[f"x_{split}"], "label": archive[f"y_{split}"]}, names)
             for split in ("train", "test")
         }
-    return assemble(frames, reading, name="fashion-mini", origin="fashion-mini")
+    return _source_of(frames, reading, name="fashion-mini", origin="fashion-mini")
 
 
 EMBEDDED: dict[str, tuple[Callable[[Reading], Source], Listing]] = {
@@ -82,6 +87,7 @@ def load(
     inputs: Sequence[str] = (),
     keys: Sequence[str] = (),
     size: int | None = None,
+    window: int | None = None,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     refresh: bool = False,
@@ -89,10 +95,11 @@ def load(
     """Load an embedded set, a file or folder (parquet, CSV, npz, images), or a Hugging Face hub id.
 
     label, inputs, keys: columns, where they cannot be told from names and types; keys are kept to partition by.
-    size: resize images to size x size. seed: of the held-out fifth, where there is no test split.
+    size: resize images to size x size. window: read a column of text as so many characters and the next one as label.
+    seed: of the held-out fifth, where there is no test split.
     A hub id is taken from the cache once it is there; refresh=True reads any source again.
     """
-    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, seed=seed)
+    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, window=window, seed=seed)
     return load_as(source, reading, cache_dir=cache_dir, refresh=refresh)
 
 
@@ -117,7 +124,7 @@ def load_as(
 
     def download() -> Source:
         name = text.partition(":")[0].rpartition("/")[2]
-        return assemble(frames_from_hub(text, list(EMBEDDED)), reading, name=name, origin=f"hub:{text}")
+        return _source_of(frames_from_hub(text, list(EMBEDDED)), reading, name=name, origin=f"hub:{text}")
 
     return cached(download, origin=f"hub:{text}", reading=reading, stamp="hub", cache_dir=folder, refresh=refresh)
 
@@ -127,7 +134,7 @@ def _load_files(root: Path, reading: Reading, cache_dir: Path | None, refresh: b
 
     def read() -> Source:
         contents = read_files(files, root, reading)
-        return assemble(contents.frames, reading, name=root.stem, origin=str(root), notes=contents.notes)
+        return _source_of(contents.frames, reading, name=root.stem, origin=str(root), notes=contents.notes)
 
     stamp = fingerprint(files)
     return cached(read, origin=str(root), reading=reading, stamp=stamp, cache_dir=cache_dir, refresh=refresh)

@@ -50,21 +50,36 @@ class Reading:
     seed: int = 0  # of that choice
     labelled: bool = True  # False: all rows of all splits, labels not asked for
     mixed_size: int | None = None  # like size, but only if the images are not alike
+    window: int | None = None  # characters of text from which the next one is told
 
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise FedstillError(f"data.size = {self.size} is too small; use 1 or more")
+        if self.window is not None and self.window < 1:
+            raise FedstillError(f"data.window = {self.window} is too small; use 1 or more")
 
 
 def owners(source: Source, *columns: str) -> np.ndarray:
-    """(n,) the owner of each train row by one key column, or by several together ('play / role')."""
+    """(n,) the owner of each train row by one key column, or by several together ('play / role', or a number)."""
     for column in columns:
         if column not in source.keys:
             told = suggest(column, source.keys) if source.keys else "it has none; name it in data.keys"
             raise FedstillError(f"data.keys: {source.train.name} has no key column '{column}'; {told}")
     if len(columns) == 1:
         return source.keys[columns[0]]
-    return np.array([" / ".join(map(str, row)) for row in zip(*(source.keys[c] for c in columns), strict=True)])
+    values = [source.keys[column] for column in columns]
+    if all(column.dtype.kind in "iu" for column in values):
+        return _pairs(values)
+    return np.array([" / ".join(map(str, row)) for row in zip(*values, strict=True)])
+
+
+def _pairs(columns: list[np.ndarray]) -> np.ndarray:
+    """One number for each different row of some integer columns, in their order: names would take far longer."""
+    numbers = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        distinct, codes = np.unique(column, return_inverse=True)
+        numbers = np.unique(numbers * len(distinct) + codes, return_inverse=True)[1]
+    return numbers
 
 
 def require_extra(module: str, *, extra: str = "data") -> Any:

@@ -19,12 +19,13 @@ class Feed:
         shape = (1, -1) + (1,) * (x.ndim - 2)
         self.mean = torch.tensor(dataset.mean, dtype=dtype, device=device).reshape(shape)
         self.std = torch.tensor(dataset.std, dtype=dtype, device=device).reshape(shape)
+        self.ids = dataset.text
         self.stored_as_bytes = x.dtype == torch.uint8
         self.blank = (0.0 - self.mean) / self.std  # a black pixel, normalised
         self.y = y.to(device)
         self.x = x.to(device)
         self.normalised = x.is_floating_point() or self._fits(x)
-        if self.normalised and x.dtype in (torch.uint8, torch.float32, torch.float64):
+        if self.normalised and not self.ids and x.dtype in (torch.uint8, torch.float32, torch.float64):
             self.x = self._normalise(self.x)
 
     def _fits(self, x: Tensor) -> bool:
@@ -40,6 +41,8 @@ class Feed:
     def inputs(self, index: Tensor | slice) -> Tensor:
         """Model inputs of some rows, without augmentation."""
         x = self.x[index]
+        if self.ids:
+            return x.long()
         return x if self.normalised else self._normalise(x)
 
     def batch(self, index: Tensor, bits: Tensor, augment: tuple[str, ...]) -> tuple[Tensor, Tensor]:

@@ -6,18 +6,21 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Model
-from fedstill.models.cnn import cnn, convnet, lenet, lenet5
+from fedstill.models.cnn import cnn, convnet, fecnn, lenet, lenet5
 from fedstill.models.functional import from_module
 from fedstill.models.mlp import mlp
 from fedstill.models.mobilenet import mobilenet_v2
 from fedstill.models.network import Network
+from fedstill.models.recurrent import char_lstm
 from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20
 from fedstill.models.validate import why_unbatchable
 from fedstill.models.vgg import vgg8
 
-__all__ = ["MODELS", "build_model", "from_module", "model_options", "why_unbatchable"]
+__all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "model_options", "why_unbatchable"]
 
 MODELS: dict[str, Callable[..., Network]] = {
     "mlp": mlp,
@@ -25,13 +28,16 @@ MODELS: dict[str, Callable[..., Network]] = {
     "lenet5": lenet5,
     "lenet": lenet,
     "convnet": convnet,
+    "fecnn": fecnn,
     "vgg8": vgg8,
     "resnet8": resnet8,
     "resnet20": resnet20,
     "resnet8_wide": resnet8_wide,
     "resnet18": resnet18,
     "mobilenet_v2": mobilenet_v2,
+    "char_lstm": char_lstm,
 }
+READS_TEXT = frozenset({"char_lstm"})
 
 
 def model_options(name: str) -> dict[str, Any]:
@@ -57,5 +63,10 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
     shape = tuple(input_shape)
     # All of them batch (a test runs each under vmap), so that the trial runs of from_module can be left out.
     return from_module(
-        lambda: MODELS[name](shape, classes, **options), input_shape=shape, classes=classes, name=name, check=False
+        lambda: MODELS[name](shape, classes, **options),
+        input_shape=shape,
+        classes=classes,
+        name=name,
+        check=False,
+        input_dtype=torch.int64 if name in READS_TEXT else torch.float32,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedstill.models.network import Network, classifier, dense, image_shape, initialise
+from fedstill.models.network import Network, choose, classifier, dense, image_shape, initialise
 
 
 def _stage(before: int, after: int, kernel: int, padding: int) -> list[nn.Module]:
@@ -41,6 +41,23 @@ def lenet(input_shape: tuple[int, ...], classes: int, *, init: str = "paper") ->
     stages, flat = _lenet_stages(*image_shape("lenet", input_shape, least=16), 16, 16)
     head = nn.Sequential(*dense(flat, 120, 84), nn.Linear(84, classes))
     return initialise(Network(nn.Sequential(*stages), head), init)
+
+
+def fecnn(input_shape: tuple[int, ...], classes: int, *, form: str = "paper", init: str = "paper") -> Network:
+    """MrTF's network for FeMnist: 5x5 convolutions 32, 64, then a hidden layer and classes as head.
+
+    form: 'paper' is LEAF's network (two poolings, hidden 2048), 'released' that of MrTF's code (the second pooling is
+    an average to 4x4, hidden 512). Features are the flattened maps.
+    """
+    channels, height, width = image_shape("fecnn", input_shape, least=4)
+    stages, flat, hidden = _stage(channels, 32, 5, 2), 64 * (height // 4) * (width // 4), 2048
+    if choose("form", form, ("paper", "released")) == "paper":
+        stages += _stage(32, 64, 5, 2)
+    else:
+        stages += [nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
+        flat, hidden = 64 * 16, 512
+    head = nn.Sequential(*dense(flat, hidden), nn.Linear(hidden, classes))
+    return initialise(Network(nn.Sequential(*stages, nn.Flatten()), head), init)
 
 
 def convnet(input_shape: tuple[int, ...], classes: int, *, init: str = "paper") -> Network:

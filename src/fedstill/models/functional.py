@@ -30,6 +30,7 @@ def from_module(
     classes: int | None = None,
     name: str | None = None,
     check: bool = True,
+    input_dtype: torch.dtype = torch.float32,
 ) -> Model:
     """A Model from a factory (a class or function called without arguments) or from a module.
 
@@ -43,10 +44,13 @@ def from_module(
 
     `input_shape` is the shape of one sample; `classes` checks the width of the logits; `check=False` skips the trial
     runs that refuse global random draws and find out whether vmap can run the module (for modules known to be good).
+    `input_dtype` is torch.int64 for a module that reads ids (nn.Embedding).
     """
     module = _build(source, 0)
     name = name or type(module).__name__
     x = torch.rand(2, *input_shape, generator=torch_generator(0))
+    if not input_dtype.is_floating_point:
+        x = x.round().to(input_dtype)  # ids 0 and 1, which every vocabulary has
     seen = _look(module, x, name=name, classes=classes)
     if check:
         check_training(module, x, name=name)

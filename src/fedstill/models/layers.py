@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
+from fedstill.models.recurrent import StepwiseLSTM
 from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, has_stacked_kernels, pools_by_two
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.
@@ -163,11 +164,13 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
 
 
 def convert(module: nn.Module, context: Context) -> nn.Module:
-    """The module with dropout, BatchNorm and (on a GPU) small convolutions replaced in place; names do not change."""
+    """The module with dropout, BatchNorm, LSTM and (on a GPU) small convolutions replaced in place; names stay."""
     replaced: dict[nn.Module, nn.Module] = {}
     stackable = has_stacked_kernels(module)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         stacked = (stackable and isinstance(layer, nn.Conv2d)) or (available() and pools_by_two(layer))
+        if type(layer) is nn.LSTM and not layer.dropout:
+            layer.__class__ = StepwiseLSTM  # the same values, read by another forward
         if not isinstance(layer, _BatchNorm | _DropoutNd) and not stacked:
             continue
         if layer not in replaced:

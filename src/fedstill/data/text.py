@@ -1,0 +1,128 @@
+"""Text as windows: so many characters in, the next one out, never across two owners (LEAF's Shakespeare)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Dataset
+from fedstill.data.frames import Frame, choose_splits, find_keys
+from fedstill.data.source import Reading, Source, as_tensor
+
+# LEAF's 80 characters in its order (models/utils/language_utils.py); id 80 is any other character.
+LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+CLASSES = ("newline", "space", *LETTERS[2:], "other")
+_IDS = np.full(129, len(LETTERS), np.uint8)
+_IDS[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
+
+
+class Windows(NamedTuple):
+    x: np.ndarray  # (n, window) uint8 ids
+    y: np.ndarray  # (n,) int64 id of the character that follows
+    owner: np.ndarray  # (n,) int64 which text
+
+
+def encode(text: str) -> np.ndarray:
+    """(characters,) uint8 ids; white space of any kind and length is one space, as in LEAF.
+
+    >>> encode("a  b\\né").tolist()
+    [53, 1, 54, 1, 80]
+    """
+    points = np.frombuffer(re.sub(r"\s+", " ", text).strip().encode("utf-32-le", "replace"), np.uint32)
+    return _IDS[np.minimum(points, 128)]
+
+
+def cut_windows(texts: Sequence[np.ndarray], window: int, *, held_out: float) -> tuple[Windows, Windows]:
+    """(train, test) windows of every text, one at each character.
+
+    The last share `held_out` of a text's windows is the test part, but for its first window - 1, which read characters
+    that train windows read (LEAF's split by sample). A text of no more than `window` characters gives none.
+    """
+    train, test = [], []
+    for owner, ids in enumerate(texts):
+        if len(ids) <= window:
+            continue
+        views = np.lib.stride_tricks.sliding_window_view(ids, window + 1)
+        kept = max(1, int((1.0 - held_out) * len(views) + 1e-9)) if held_out else len(views)
+        train.append((owner, views[:kept]))
+        test.append((owner, views[kept + window - 1 :]))
+    return _joined(train, window), _joined(test, window)
+
+
+def _joined(parts: list[tuple[int, np.ndarray]], window: int) -> Windows:
+    none = np.zeros((0, window + 1), np.uint8)
+    views = [view for _, view in parts] or [none]
+    sizes = [len(view) for view in views]
+    return Windows(
+        np.concatenate([view[:, :-1] for view in views]),
+        np.concatenate([view[:, -1] for view in views]).astype(np.int64),
+        np.repeat(np.array([owner for owner, _ in parts] or [0], np.int64), sizes),
+    )
+
+
+def text_source(
+    frames: Mapping[str, Frame], reading: Reading, *, name: str, origin: str, notes: Iterable[str] = ()
+) -> Source:
+    """A table with a column of text as a Source of windows; the texts of one owner (its keys) follow each other.
+
+    Keys come as numbers, in the order of their values: a name for each of four million windows would take a gigabyte.
+    """
+    assert reading.window is not None
+    train_name, test_name, said = choose_splits(frames)
+    column = _find_text(frames[train_name], reading, name)
+    texts, owners, keys = _texts(frames[train_name], column, reading, name)
+    held_out = reading.held_out if test_name is None else 0.0
+    train, test = cut_windows(texts, reading.window, held_out=held_out)
+    if test_name is not None:
+        test = cut_windows(_texts(frames[test_name], column, reading, name)[0], reading.window, held_out=0.0)[0]
+    _check_long_enough(train, test, reading.window, name)
+    short = owners - len(np.unique(train.owner))
+    if short:
+        said = (*said, f"{short} of {owners} texts have no more than {reading.window} characters and are left out")
+    if test_name is None:
+        said = (*said, f"{name} has no test split: the last windows of every text are held out ({len(test.y)})")
+    data = [Dataset(name, as_tensor(part.x), as_tensor(part.y), CLASSES) for part in (train, test)]
+    codes = {key: values[train.owner] for key, values in keys.items()}
+    return Source(data[0], data[1], codes, (*notes, *said), origin)
+
+
+def _find_text(frame: Frame, reading: Reading, name: str) -> str:
+    if reading.label is not None:
+        raise FedstillError("data.label: with data.window the label is the next character; remove one of the two")
+    words = [n for n, c in frame.columns.items() if isinstance(c, np.ndarray) and c.dtype == object and c.ndim == 1]
+    free = list(reading.inputs) or [n for n in words if n not in reading.keys]
+    if len(free) != 1:
+        told = ", ".join(free) or "none"
+        raise FedstillError(f"data.inputs: data.window reads one column of text of {name}; candidates: {told}")
+    if free[0] not in words:
+        raise FedstillError(f"data.inputs: {name} has no column of text '{free[0]}'; {suggest(free[0], words)}")
+    return free[0]
+
+
+def _texts(
+    frame: Frame, column: str, reading: Reading, name: str
+) -> tuple[list[np.ndarray], int, dict[str, np.ndarray]]:
+    """The text of each owner, their number, and each owner's key numbers; without keys every row is an owner."""
+    if column not in frame.columns:
+        raise FedstillError(f"data.source: column '{column}' of {name} is missing in one of its splits")
+    named = find_keys(frame, reading, label=column, inputs=[column], name=name)
+    codes = {key: np.unique(values, return_inverse=True)[1] for key, values in named.items()}
+    table = np.stack(list(codes.values()), 1) if codes else np.arange(frame.rows)[:, None]
+    distinct, owner = np.unique(table, axis=0, return_inverse=True)
+    pieces: list[list[str]] = [[] for _ in distinct]
+    for row, text in zip(owner.reshape(-1).tolist(), frame.columns[column], strict=True):
+        pieces[row].append(str(text))
+    keys = {key: distinct[:, i].astype(np.int32) for i, key in enumerate(codes)}
+    return [encode(" ".join(piece)) for piece in pieces], len(distinct), keys
+
+
+def _check_long_enough(train: Windows, test: Windows, window: int, name: str) -> None:
+    for part, what in ((train, "to train on"), (test, "to test on")):
+        if not len(part.y):
+            raise FedstillError(
+                f"data.window = {window}: no text of {name} is long enough for a window {what}; lower data.window"
+            )
