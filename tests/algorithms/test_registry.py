@@ -75,7 +75,7 @@ def test_the_public_names_are_the_registry_and_its_builder():
         ("fednova", {"correction": "on"}, r"algorithm\.correction = 'on' is unknown"),
         ("fedcurv", {"lam": -1.0}, r"algorithm\.lam = -1\.0 is impossible: it must be 0 or a number above it"),
         ("fedcurv", {"fisher": "batch"}, r"algorithm\.fisher = 'batch' is unknown"),
-        ("moon", {"temperature": 0.0}, r"algorithm\.temperature = 0\.0 is impossible: it must be a number above 0"),
+        ("moon", {"temperature": 0.0}, r"algorithm\.temperature = 0\.0 is impossible: it must be from 0\.001 to 1000"),
         ("moon", {"mu": -0.1}, r"algorithm\.mu = -0\.1 is impossible"),
         ("moon", {"previous": "last"}, r"algorithm\.previous = 'last' is unknown"),
         ("fedmmd", {"lam": float("inf")}, r"algorithm\.lam = inf is impossible"),
