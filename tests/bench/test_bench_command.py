@@ -4,21 +4,10 @@ import json
 import tomllib
 
 import pytest
-from bench_cases import bench, invoke, write_paper
+from bench_cases import bench, invoke
 
 from fedstill.bench import worker
 from fedstill.bench.results import read_runs
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working folder with one paper; nothing is written outside it and no hub is asked."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hugging-face"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    write_paper(tmp_path)
-    return tmp_path
 
 
 def results(folder, out="runs/bench/tiny"):

@@ -4,10 +4,8 @@ import pytest
 from bench_cases import recipe_of, run_of, small
 
 from fedstill.bench import Cell
-from fedstill.bench.picture import curves_picture
 from fedstill.bench.render import render_table, text_table
 from fedstill.bench.summary import summarize_table
-from fedstill.core.errors import FedstillError
 
 FEDAVG = Cell("fedavg", "digits", small())
 LMD = Cell("fedntd", "digits", small(algorithm="fedntd"))
@@ -93,10 +91,3 @@ def test_plain_text_has_the_same_numbers_within_a_terminal():
     text = text_table(summarize_table(table, RUNS, EXPECTED))
     assert "55.00 ± 7.07" in text
     assert max(len(line) for line in text.splitlines()) < 120
-
-
-def test_curves_of_a_column_are_drawn(tmp_path):
-    path = curves_picture(recipe_of(FEDAVG, LMD), "paper", "1", "digits", RUNS, tmp_path / "curves.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(FedstillError, match="no run of digits"):
-        curves_picture(recipe_of(FEDAVG, LMD), "paper", "1", "digits", [], tmp_path / "curves.png")

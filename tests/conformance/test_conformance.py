@@ -173,19 +173,23 @@ def broken_head(params, features):
     raise AssertionError("called without Need.HEAD")
 
 
-@every_row
-@every_engine
-def test_what_is_not_declared_may_be_nan(row, engine):
-    """Unlabeled data, features and the head are poisoned together unless they are declared."""
-    algorithm, model, data = row.build(), network(), federation()
-    declared = needs_of(algorithm)
+def poisoned(algorithm):
+    """A network and a federation whose unlabeled data, features and head are useless unless they are declared."""
+    model, data, declared = network(), federation(), needs_of(algorithm)
     if Need.UNLABELED not in declared:
         data = dataclasses.replace(data, unlabeled=torch.full_like(data.unlabeled, float("nan")))
     if Need.FEATURES not in declared:
         model = nan_features(model)
     if Need.HEAD not in declared:
         model = dataclasses.replace(model, head=broken_head)
-    assert same_bits(run(algorithm, engine=engine, model=model, federation=data).weights, plain_run(row, engine))
+    return {"model": model, "federation": data}
+
+
+@every_row
+@every_engine
+def test_what_is_not_declared_may_be_nan(row, engine):
+    algorithm = row.build()
+    assert same_bits(run(algorithm, engine=engine, **poisoned(algorithm)).weights, plain_run(row, engine))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedstill.core.errors import FedstillError
-from fedstill.models.network import Network, classifier, image_shape, norm_layer
+from fedstill.models.network import Network, Norm, classifier, image_shape, normed_conv
 
 STEM, LAST = 32, 1280
 
@@ -32,30 +32,18 @@ STAGES = (
 )
 
 
-class _Norm(NamedTuple):
-    kind: str
-    groups: int
-
-
-def _conv(before: int, after: int, norm: _Norm, *, kernel: int = 1, stride: int = 1, parts: int = 1) -> nn.Sequential:
-    """A convolution and its norm; `parts` = `before` is depthwise, each map with a filter of its own."""
-    bias = norm.kind == "none"  # nothing else would shift the output
-    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, groups=parts, bias=bias)
-    return nn.Sequential(convolution, norm_layer(norm.kind, after, norm.groups))
-
-
 class InvertedResidual(nn.Module):
     """project(relu(depthwise(relu(expand(x))))), plus a shortcut at stride 1: a 1x1 convolution where widths differ."""
 
-    def __init__(self, before: int, after: int, expansion: int, stride: int, norm: _Norm) -> None:
+    def __init__(self, before: int, after: int, expansion: int, stride: int, norm: Norm) -> None:
         super().__init__()
         hidden = expansion * before
-        self.expand = _conv(before, hidden, norm)
-        self.depthwise = _conv(hidden, hidden, norm, kernel=3, stride=stride, parts=hidden)
-        self.project = _conv(hidden, after, norm)
+        self.expand = normed_conv(before, hidden, norm)
+        self.depthwise = normed_conv(hidden, hidden, norm, kernel=3, stride=stride, parts=hidden)
+        self.project = normed_conv(hidden, after, norm)
         self.shortcut: nn.Module | None = None
         if stride == 1:
-            self.shortcut = nn.Identity() if before == after else _conv(before, after, norm)
+            self.shortcut = nn.Identity() if before == after else normed_conv(before, after, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.project(F.relu(self.depthwise(F.relu(self.expand(x)))))
@@ -88,8 +76,8 @@ def mobilenet_v2(
     of stride 1 that change the number of channels. Initialised as PyTorch does.
     """
     channels, _, _ = image_shape("mobilenet_v2", input_shape, least=1)
-    scale, kind = _scale(width), _Norm(norm, groups)
-    layers: list[nn.Module] = [_conv(channels, STEM, kind, kernel=3), nn.ReLU()]
+    scale, kind = _scale(width), Norm(norm, groups)
+    layers: list[nn.Module] = [normed_conv(channels, STEM, kind, kernel=3), nn.ReLU()]
     before = STEM
     for stage in STAGES:
         after = int(stage.channels * scale)
@@ -97,5 +85,5 @@ def mobilenet_v2(
             layers.append(InvertedResidual(before, after, stage.expansion, stage.stride if block == 0 else 1, kind))
             before = after
     features = int(LAST * scale)
-    layers += [_conv(before, features, kind), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    layers += [normed_conv(before, features, kind), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return classifier(layers, features, classes, projection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -68,6 +69,22 @@ def norm_layer(norm: str, channels: int, groups: int) -> nn.Module:
     if groups < 1 or channels % groups:
         raise FedstillError(f"model.groups = {groups} must divide the {channels} channels of every layer")
     return nn.GroupNorm(groups, channels)
+
+
+class Norm(NamedTuple):
+    """Which normalisation follows every convolution of a network."""
+
+    kind: str
+    groups: int
+
+
+def normed_conv(
+    before: int, after: int, norm: Norm, *, kernel: int = 1, stride: int = 1, parts: int = 1
+) -> nn.Sequential:
+    """A convolution and its norm; `parts` = `before` is depthwise, each map with a filter of its own."""
+    bias = norm.kind == "none"  # nothing else would shift the output
+    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, groups=parts, bias=bias)
+    return nn.Sequential(convolution, norm_layer(norm.kind, after, norm.groups))
 
 
 def image_shape(name: str, input_shape: tuple[int, ...], *, least: int) -> tuple[int, int, int]:

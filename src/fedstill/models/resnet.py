@@ -6,49 +6,37 @@ With norm 'none' the convolutions have biases, since nothing else would shift th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedstill.models.network import (
     Network,
+    Norm,
     choose,
     classifier,
     image_shape,
     initialise,
     initialise_convolutions,
-    norm_layer,
+    normed_conv,
 )
-
-
-class _Norm(NamedTuple):
-    kind: str
-    groups: int
-
-
-def _conv(before: int, after: int, kernel: int, stride: int, norm: _Norm) -> nn.Sequential:
-    bias = norm.kind == "none"
-    convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=bias)
-    return nn.Sequential(convolution, norm_layer(norm.kind, after, norm.groups))
 
 
 class BasicBlock(nn.Module):
     """relu(conv(relu(conv(x))) + x), with a 1x1 convolution on the shortcut where shapes change."""
 
-    def __init__(self, before: int, after: int, stride: int, norm: _Norm) -> None:
+    def __init__(self, before: int, after: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.first = _conv(before, after, 3, stride, norm)
-        self.second = _conv(after, after, 3, 1, norm)
+        self.first = normed_conv(before, after, norm, kernel=3, stride=stride)
+        self.second = normed_conv(after, after, norm, kernel=3, stride=1)
         same = before == after and stride == 1
-        self.shortcut: nn.Module = nn.Identity() if same else _conv(before, after, 1, stride, norm)
+        self.shortcut: nn.Module = nn.Identity() if same else normed_conv(before, after, norm, kernel=1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
 def _residual(
-    stem: list[nn.Module], widths: tuple[int, ...], blocks: int, classes: int, norm: _Norm, projection: int
+    stem: list[nn.Module], widths: tuple[int, ...], blocks: int, classes: int, norm: Norm, projection: int
 ) -> Network:
     """Stages of `blocks` blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
     layers = list(stem)
@@ -62,10 +50,10 @@ def _residual(
 
 
 def _small(
-    name: str, blocks: int, input_shape: tuple[int, ...], classes: int, kind: _Norm, init: str, projection: int
+    name: str, blocks: int, input_shape: tuple[int, ...], classes: int, kind: Norm, init: str, projection: int
 ) -> Network:
     channels, _, _ = image_shape(name, input_shape, least=1)
-    stem = [_conv(channels, 16, 3, 1, kind), nn.ReLU()]
+    stem = [normed_conv(channels, 16, kind, kernel=3, stride=1), nn.ReLU()]
     return initialise(_residual(stem, (16, 32, 64), blocks, classes, kind, projection), init)
 
 
@@ -79,7 +67,7 @@ def resnet8(
     projection: int = 0,
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 1 (MrTF, FedDF, D2C-FL): stages 16, 32, 64 of one block; 64 features."""
-    return _small("resnet8", 1, input_shape, classes, _Norm(norm, groups), init, projection)
+    return _small("resnet8", 1, input_shape, classes, Norm(norm, groups), init, projection)
 
 
 def resnet20(
@@ -92,7 +80,7 @@ def resnet20(
     projection: int = 0,
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 3: stages 16, 32, 64 of three blocks; 64 features."""
-    return _small("resnet20", 3, input_shape, classes, _Norm(norm, groups), init, projection)
+    return _small("resnet20", 3, input_shape, classes, Norm(norm, groups), init, projection)
 
 
 def resnet8_wide(
@@ -100,8 +88,8 @@ def resnet8_wide(
 ) -> Network:
     """FedAUX's ResNet-8: stages 64, 128, 256, 512 of one block each, 3x3 stem; 512 features."""
     channels, _, _ = image_shape("resnet8_wide", input_shape, least=1)
-    kind = _Norm(norm, groups)
-    stem = [_conv(channels, 64, 3, 1, kind), nn.ReLU()]
+    kind = Norm(norm, groups)
+    stem = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
     return _residual(stem, (64, 128, 256, 512), 1, classes, kind, projection)
 
 
@@ -121,11 +109,11 @@ def resnet18(
     Kaiming-normal (fan out), the linear layer by PyTorch's default.
     """
     channels, _, _ = image_shape("resnet18", input_shape, least=1)
-    kind = _Norm(norm, groups)
+    kind = Norm(norm, groups)
     if choose("stem", stem, ("imagenet", "cifar")) == "cifar":
-        first = [_conv(channels, 64, 3, 1, kind), nn.ReLU()]
+        first = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
     else:
-        first = [_conv(channels, 64, 7, 2, kind), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
+        first = [normed_conv(channels, 64, kind, kernel=7, stride=2), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
     network = _residual(first, (64, 128, 256, 512), 2, classes, kind, projection)
     initialise_convolutions(network)
     return network
