@@ -20,7 +20,7 @@ from fedstill.partition import PARTITIONS, class_counts
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "fedlmd"
 EXPECTED = load_expected(FOLDER, load_recipe(FOLDER))
 PRESETS = ("correct", "paper", "released")
-NAMES = ("1", "2", "3", "4", "5", "figure-5", "figure-7", "figure-8", "figure-9")
+NAMES = ("1", "2", "3", "4", "5", "figure-5", "figure-7", "figure-8", "figure-9", "options")
 SHAPES = {
     "mnist": ((1, 28, 28), 10),
     "cifar10": ((3, 32, 32), 10),
