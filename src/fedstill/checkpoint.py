@@ -126,15 +126,20 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
 
 def save_weights(folder: Path, weights: Weights, *, durable: bool = True) -> None:
     """`folder`/weights.safetensors with the names params/... and buffers/..., replaced in one step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{_TEMPORARY}{WEIGHTS_FILE}"
+    save_tensors(folder / WEIGHTS_FILE, flatten(weights), durable=durable)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], *, durable: bool = True) -> None:
+    """A safetensors file, replaced in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
     with temporary.open("wb") as file:
-        file.write(_serialise(flatten(weights)))
+        file.write(_serialise(tensors))
         if durable:
             _sync(file)
-    os.replace(temporary, folder / WEIGHTS_FILE)
+    os.replace(temporary, path)
     if durable:
-        _sync_folder(folder)
+        _sync_folder(path.parent)
 
 
 def load_weights(folder: Path, device: torch.device | str = "cpu") -> Weights:

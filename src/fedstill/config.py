@@ -109,7 +109,9 @@ class LocalSection(BaseModel, **_RULES, extra="forbid"):
     clip: float | None = Field(default=None, gt=0, examples=[10.0])
     lr_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
     lr_epoch_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "cosine", "cyclic"] = "constant"
+    lr_cycle: int = Field(default=25, ge=1)
+    lr_low: float = Field(default=0.0, ge=0)
     augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field(
         default=(), strict=False, examples=[["crop", "flip"]]
     )
@@ -222,7 +224,7 @@ def quickstart_table() -> dict[str, Any]:
 
 def _defaults(kind: str, section: PartitionSection | ModelSection | AlgorithmSection) -> dict[str, Any]:
     mixture = kind == "algorithm" and expression.single(_name(section)) is None
-    return {} if mixture else options.defaults(kind, _name(section))
+    return {} if mixture else options.defaults(kind, _name(section), preset=section.options.get("preset"))
 
 
 def _own_sections(experiment: Experiment) -> dict[str, PartitionSection | ModelSection | AlgorithmSection]:

@@ -74,6 +74,11 @@ def evaluate(weights: Weights, exam: Exam, trainer: Trainer) -> dict[str, Any]:
     return {**shown, "class_accuracy": class_accuracy}
 
 
+def accuracy(weights: Weights, exam: Exam, trainer: Trainer) -> float:
+    """Of a model that is only of passing interest."""
+    return float((trainer.outputs(weights, exam.x).logits.argmax(dim=1) == exam.y).double().mean())
+
+
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
     """sum_b |B_b| / n |acc(B_b) - conf(B_b)| over equal bins (b/bins, (b+1)/bins]."""
     which = (confidence * bins).ceil().sub(1).clamp(0, bins - 1)

@@ -106,7 +106,7 @@ def _part(part: Callable[..., Any]) -> dict[str, str]:
 
 
 def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    for value in inspect.getclosurevars(function).globals.values():
+    for value in inspect.getclosurevars(inspect.unwrap(function)).globals.values():
         if not inspect.isfunction(value):
             continue
         if value.__module__ == function.__module__:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from fedstill.core.types import Weights
+from fedstill.core.types import Targets, Weights
 from fedstill.guard import AuditRecord
 
 Row = dict[str, Any]  # one round; `pandas.DataFrame(history.rows)` is a table
@@ -64,6 +64,7 @@ class Result:
     seconds: float
     run_dir: Path | None = None
     target: float | None = None
+    targets: Targets | None = None  # what the server believes about its unlabeled data, if the method forms a belief
 
     @property
     def audit(self) -> list[AuditRecord]:

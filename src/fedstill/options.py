@@ -62,9 +62,10 @@ def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
     }
 
 
-def defaults(kind: str, name: str) -> dict[str, Any]:
-    """The own keys that have a default TOML can hold."""
+def defaults(kind: str, name: str, *, preset: str | None = None) -> dict[str, Any]:
+    """The own keys that have a default TOML can hold; a method's preset has its own."""
     found = {key: parameter.default for key, parameter in parameters(kind, name).items()}
+    found |= getattr(find(kind, name), "presets", {}).get(preset, {})
     return {key: value for key, value in found.items() if _plain(value)}
 
 

@@ -25,6 +25,7 @@ from fedstill.core.types import (
     Phase,
     Round,
     Seed,
+    Targets,
     Trainer,
     Training,
     Tree,
@@ -32,7 +33,7 @@ from fedstill.core.types import (
     Weights,
 )
 from fedstill.engine.store import ClientStore
-from fedstill.evaluate import Exam, Forgetting, evaluate
+from fedstill.evaluate import Exam, Forgetting, accuracy, evaluate
 from fedstill.guard import Admitted, AuditRecord, Guard, admit, admit_messages, is_finite
 from fedstill.history import History, Row, plain
 
@@ -85,6 +86,8 @@ class Task:
     exam: Exam
     counts: Tensor | None  # (N, K), only with Need.LABEL_COUNTS_UPLOADED
     unlabeled: Tensor | None  # only with Need.UNLABELED
+    validation: tuple[Tensor, Tensor] | None = None  # only with Need.VALIDATION
+    truth: Tensor | None = None  # (M,) labels of the unlabeled set, for looking at what the server believes
 
     def algorithm(self, round: int) -> Algorithm:
         return algorithm_at(self.phases, round)
@@ -102,6 +105,7 @@ class State:
     saved: int = 0  # the round of the newest checkpoint
     history: History = field(default_factory=History)
     forgetting: Forgetting = field(default_factory=Forgetting)
+    models: dict[str, Weights] = field(default_factory=dict)  # what the last server step left to be looked at
 
 
 def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int) -> np.ndarray:
@@ -189,6 +193,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         unlabeled=task.unlabeled if Need.UNLABELED in needs_of(algorithm) else None,
         seed=seed_for(task.seed, "server", state.round),
         trainer=task.engine,
+        validation=task.validation if Need.VALIDATION in needs_of(algorithm) else None,
     )
     candidate, server = algorithm.server.apply(state.weights, state.server, look)
     server = keep_waiting(state.server, server)
@@ -198,8 +203,30 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
     finite = math.isfinite(total) or is_finite(kept)  # a sum may overflow where no term is Inf
     if finite:
-        state.weights, state.server = candidate, server
+        state.weights, state.server, state.models = candidate, server, look.models
+        row.update(plain(look_at_targets(algorithm.server.targets(server), task.truth)))
     return finite, row
+
+
+def look_at_targets(targets: Targets | None, truth: Tensor | None) -> Row:
+    """How many unlabeled samples the server learns from, how they spread over classes, and how many are right."""
+    if targets is None:
+        return {}
+    answer = targets.probabilities.argmax(dim=1)
+    kept = targets.kept.to(answer.device)
+    counts = torch.bincount(answer[kept], minlength=targets.probabilities.shape[1])
+    row: Row = {"pseudo_labels": kept.sum(), "pseudo_label_counts": counts}
+    if truth is not None:
+        right = (answer == truth.to(answer.device))[kept].double()
+        row["pseudo_label_accuracy"] = right.mean() if len(right) else None
+    return row
+
+
+def reported(task: Task, state: State) -> Weights:
+    """The model that is looked at and saved: the one sent, unless the method reports another."""
+    if not state.round:
+        return state.weights
+    return task.algorithm(state.round).server.report(state.server) or state.weights
 
 
 def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarray) -> None:
@@ -211,7 +238,10 @@ def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarra
 
 def look_at(task: Task, state: State, row: Row) -> None:
     """Evaluate into `row` and keep the best model."""
-    row.update(plain(evaluate(state.weights, task.exam, task.engine)))
+    weights = reported(task, state)
+    row.update(plain(evaluate(weights, task.exam, task.engine)))
     row["forgetting"] = state.forgetting.see(row["class_accuracy"])
+    for name, other in state.models.items():
+        row[f"accuracy_{name}"] = accuracy(other, task.exam, task.engine)
     if row["accuracy"] > state.best_accuracy:
-        state.best, state.best_accuracy = clone(state.weights), row["accuracy"]
+        state.best, state.best_accuracy = clone(weights), row["accuracy"]

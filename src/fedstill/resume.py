@@ -10,12 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedstill.checkpoint import RunState, list_checkpoints, load_newest, same_form, save_checkpoint, save_weights
+from fedstill.checkpoint import (
+    RunState,
+    list_checkpoints,
+    load_newest,
+    same_form,
+    save_checkpoint,
+    save_tensors,
+    save_weights,
+)
 from fedstill.core.errors import FedstillError
+from fedstill.core.types import Targets, Weights
 from fedstill.engine.store import ClientStore
 from fedstill.history import History
 from fedstill.play import State
 
+TARGETS_FILE = "targets.safetensors"  # what the server believes about its unlabeled data: probabilities, kept
 _log = logging.getLogger("fedstill.run")
 
 
@@ -38,27 +48,30 @@ class Plan:
         return self.folder is not None and number % self.checkpoint_every == 0
 
 
-def save(plan: Plan, state: State, store: ClientStore) -> None:
+def save(plan: Plan, state: State, store: ClientStore, last: Weights) -> None:
+    """A checkpoint, and beside it the model that is reported (`last`) and the best one."""
     assert plan.folder is not None
     history = {"rows": state.history.rows, "audit": state.history.audit}
     whole = RunState(state.round, state.weights, state.server, store.snapshot(), history, state.best, plan.identity)
     save_checkpoint(whole, plan.folder / "checkpoints")
     state.saved = state.round
-    _save_models(plan.folder, state, durable=False)  # the checkpoint above is the durable copy
+    _save_models(plan.folder, state, last, durable=False)  # the checkpoint above is the durable copy
 
 
-def _save_models(folder: Path, state: State, *, durable: bool) -> None:
-    save_weights(folder / "last", state.weights, durable=durable)
+def _save_models(folder: Path, state: State, last: Weights, *, durable: bool) -> None:
+    save_weights(folder / "last", last, durable=durable)
     if state.best is not None:
         save_weights(folder / "best", state.best, durable=durable)
 
 
-def save_last(plan: Plan, state: State, store: ClientStore) -> None:
+def save_last(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
     if plan.folder is None:
         return
+    if targets is not None:
+        save_tensors(plan.folder / TARGETS_FILE, targets._asdict())
     if state.saved != state.round:
-        save(plan, state, store)
-    _save_models(plan.folder, state, durable=True)
+        save(plan, state, store, last)
+    _save_models(plan.folder, state, last, durable=True)
 
 
 def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> float:

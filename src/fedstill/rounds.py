@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedstill.callbacks import Callback, RunInfo
 from fedstill.core.errors import FedstillError
@@ -25,7 +26,7 @@ from fedstill.engine.store import BUDGET, ClientStore
 from fedstill.evaluate import label_counts, make_exam
 from fedstill.guard import AuditRecord, Guard
 from fedstill.history import Journal, Result, Row
-from fedstill.play import CohortTrainer, State, Tamper, Task, look_at, play_round
+from fedstill.play import CohortTrainer, State, Tamper, Task, look_at, play_round, reported
 from fedstill.resume import Plan, log_to, restore, save, save_last
 
 _ANY = "this method"
@@ -87,10 +88,12 @@ def _run(
         earlier = restore(plan, state, store, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
         _loop(task, plan, state, store, journal, callbacks)
-        save_last(plan, state, store)
-        best = state.best if state.best is not None else state.weights
+        last = reported(task, state)
+        targets = task.algorithm(max(state.round, 1)).server.targets(state.server)
+        save_last(plan, state, store, last, targets)
+        best = state.best if state.best is not None else last
         seconds = earlier + time.perf_counter() - began
-        result = Result(state.history, state.weights, best, plan.method, seconds, plan.folder, plan.target)
+        result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, targets)
         for callback in callbacks:
             callback.on_end(result)
     return result
@@ -152,7 +155,13 @@ def _make_task(
         exam=make_exam(federation, engine.device, counts),
         counts=counts.to(engine.device) if Need.LABEL_COUNTS_UPLOADED in needs else None,
         unlabeled=None if unlabeled is None else unlabeled.to(engine.device),
+        validation=_on_device(federation.validation, engine) if Need.VALIDATION in needs else None,
+        truth=federation.unlabeled_truth if Need.UNLABELED in needs else None,
     )
+
+
+def _on_device(pair: tuple[Tensor, Tensor] | None, engine: CohortTrainer) -> tuple[Tensor, Tensor] | None:
+    return None if pair is None else (pair[0].to(engine.device), pair[1].to(engine.device))
 
 
 def _make_plan(
@@ -212,7 +221,7 @@ def _loop(
             journal.add(row, records)
         _tell(row, records)
         if plan.checkpoints(state.round):
-            save(plan, state, store)
+            save(plan, state, store, reported(task, state))
 
 
 def _describe(task: Task, plan: Plan, state: State) -> RunInfo:

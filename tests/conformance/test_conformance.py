@@ -41,6 +41,8 @@ from fedstill.engine.plan import Plan, make_plan
 ENGINES = ("batched", "looped")
 CLOSE = 1e-5
 
+FILLED_LATER = {"targets", "reported", "past"}  # slots of a server's state that its first rounds fill
+
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 
@@ -360,6 +362,11 @@ def test_as_many_bytes_travel_as_the_row_declares(row, engine):
         assert line["bytes_down"] == COHORT * (model + row.receives * slot)
 
 
+def lasting(state):
+    """The form of a server's state without what the first rounds have yet to fill."""
+    return {name: form for name, form in form_of(state).items() if not FILLED_LATER & set(name.split("/"))}
+
+
 @every_row
 @every_engine
 @pytest.mark.parametrize("net", ["mlp", "norm"])
@@ -370,12 +377,12 @@ def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
 
     def apply(candidate, state, round):
         moved, new = server.apply(candidate, state, round)
-        seen.append((form_of(state), form_of(new), form_of(moved)))
+        seen.append((lasting(state), lasting(new), form_of(moved)))
         return moved, new
 
     run(dataclasses.replace(algorithm, server=dataclasses.replace(server, apply=apply)), net=net, engine=engine)
     for before, after, moved in seen:
-        assert before == after == form_of(server.init(start))
+        assert before == after == lasting(server.init(start))
         assert moved == form_of(start)
     first = algorithm.objective.init(start)
     trained = build_engine(engine, "cpu", model=model, federation=data).train(

@@ -25,7 +25,7 @@ from fedstill.core.types import Training
 from fedstill.engine.engine import FEEDS
 from fedstill.engine.plan import make_plan
 from fedstill.local.terms import cross_entropy
-from fedstill.server.distill import soft_target_loss
+from fedstill.server.student import soft_target_loss
 
 ENGINES = ("batched", "looped")
 DISTILLING = Training(steps=9, batch_size=8, optimizer="adam", lr=5e-3, lr_schedule="cosine", clip=0.5)

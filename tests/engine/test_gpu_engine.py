@@ -33,7 +33,7 @@ from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import cross_entropy
 from fedstill.models import build_model
 from fedstill.rounds import federate
-from fedstill.server.distill import soft_target_loss
+from fedstill.server.student import soft_target_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

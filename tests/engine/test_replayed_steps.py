@@ -22,7 +22,7 @@ from fedstill.engine.program import Program
 from fedstill.engine.stack import View
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import control_variates, cross_entropy
-from fedstill.server.distill import soft_target_loss
+from fedstill.server.student import soft_target_loss
 
 SIZES = (5, 0, 9, 1, 16, 4, 12, 7, 3, 28)
 COHORTS = [[3, 2], [0, 4, 9, 1], list(range(10)), [7, 8], [9, 4, 6, 5, 3]]

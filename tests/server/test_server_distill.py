@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
 from fedstill.core.types import Batch, Need, Output, Training
 from fedstill.server import average, distill
-from fedstill.server.distill import agreement, divergence, pool_targets, soft_target_loss
+from fedstill.server.distill import agreement
+from fedstill.server.pools import pool_targets
+from fedstill.server.student import Student, divergence, soft_target_loss
 
 TRAINING = Training(steps=5, lr=0.5)
 
@@ -97,8 +100,10 @@ def distilled(models, sizes=None, training=TRAINING, **options):
     uploads = uploads_of(models, sizes or [1.0] * len(models))
     this = round_of(models[0], uploads, model=linear_model(), unlabeled=blobs(9, 20).x)
     candidate, _ = average("uniform").apply(models[0], {}, this)
-    student, state = distill(training, **options).apply(candidate, {}, this)
-    assert state == {}
+    student, state = distill(
+        Student(training, options.get("temperature", 1.0)), pool=partial(pool_targets, **options)
+    ).apply(candidate, {}, this)
+    assert set(state) <= {"targets"}
     return candidate, student, this
 
 
@@ -137,7 +142,7 @@ def test_teachers_are_unchanged_after_distillation():
     uploads = uploads_of(models, [1, 1])
     before = clone(uploads.weights)
     this = round_of(models[0], uploads, model=linear_model(), unlabeled=blobs(9, 20).x)
-    distill(TRAINING, pool="probabilities").apply(models[0], {}, this)
+    distill(Student(TRAINING), pool=partial(pool_targets, pool="probabilities")).apply(models[0], {}, this)
     torch.testing.assert_close(uploads.weights, before, rtol=0, atol=0)
 
 
@@ -149,8 +154,8 @@ def test_the_student_is_trained_as_asked_from_the_rounds_own_seed():
 def test_missing_unlabeled_data_is_one_line_with_its_cure():
     model = linear(3, 4)
     with pytest.raises(FedstillError, match=r"needs unlabeled data.*data\.unlabeled"):
-        distill(TRAINING).apply(model, {}, round_of(model, uploads_of([model], [1])))
+        distill(Student(TRAINING)).apply(model, {}, round_of(model, uploads_of([model], [1])))
 
 
 def test_distillation_declares_what_it_looks_at():
-    assert distill(TRAINING).needs == {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    assert distill(Student(TRAINING)).needs == {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}

@@ -128,14 +128,20 @@ class DescentTrainer:
     model: Model
     asked: list = field(default_factory=list)
 
-    def fit(self, objective, start, x, y, training, seed):
+    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None, every=1):
         self.asked.append((training, seed))
+        x, y = (x, y) if rows is None else (x[rows], y[rows])
         data = Batch(x, y, torch.ones(len(x), dtype=F64))
-        return train_client(
-            objective, self.model, start, data, received={}, state={}, steps=training.steps, lr=training.lr
-        )[0]
+        how = {"received": {}, "state": {}, "lr": training.lr}
+        if watch is None:
+            return train_client(objective, self.model, start, data, steps=training.steps, **how)[0]
+        for done in range(1, training.steps + 1):  # descent has no memory, so a step is a step
+            start = train_client(objective, self.model, start, data, steps=1, **how)[0]
+            if done % every == 0 and watch(done, start):
+                break
+        return start
 
-    def outputs(self, weights, x, stacked=False):
+    def outputs(self, weights, x, stacked=False, *, features=True, batch=None, seed=0):
         if not stacked:
             return self.model.apply(weights, x)[0]
         count = len(next(iter(weights.params.values())))

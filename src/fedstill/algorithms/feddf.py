@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fedstill.algorithms.options import not_negative, positive, temperature_of
 from fedstill.core.compose import chain
 from fedstill.core.types import Algorithm, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.server.average import BufferPolicy, Weighting, average
-from fedstill.server.distill import Pool, distill
+from fedstill.server.distill import distill
+from fedstill.server.pools import Pool, pool_targets
+from fedstill.server.student import Student
 
 
 def feddf(
@@ -52,5 +56,6 @@ def feddf(
     training = Training(
         steps=steps, optimizer="adam", lr=server_lr, lr_schedule="cosine", clip=clip, batch_size=batch_size
     )
-    server = chain(average(weighting, buffers=buffers), distill(training, pool=pool, temperature=temperature))
-    return Algorithm(cross_entropy(), server)
+    pooled = partial(pool_targets, pool=pool, temperature=temperature)
+    step = distill(Student(training, temperature), pool=pooled)
+    return Algorithm(cross_entropy(), chain(average(weighting, buffers=buffers), step))

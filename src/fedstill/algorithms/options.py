@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Algorithm
+
+Factory = Callable[..., Algorithm]
+
+
+def presets(**forms: Mapping[str, Any]) -> Callable[[Factory], Factory]:
+    """Give a method the option `preset`: other defaults, as a paper or its released code has them.
+
+    An option that is set by name still counts before the preset's. `factory.presets` are the forms.
+    """
+
+    def with_presets(factory: Factory) -> Factory:
+        @functools.wraps(factory)
+        def build(*, preset: str = "correct", **options: Any) -> Algorithm:
+            return factory(**{**forms.get(preset, {}), **options})
+
+        kind = Literal[("correct", *forms)]  # type: ignore[valid-type]
+        signature = inspect.signature(factory)
+        extra = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="correct", annotation=kind)
+        build.__signature__ = signature.replace(parameters=[extra, *signature.parameters.values()])  # type: ignore[attr-defined]
+        build.__annotations__ = {"preset": kind, **factory.__annotations__}
+        build.presets = forms  # type: ignore[attr-defined]
+        return build
+
+    return with_presets
 
 
 def _refuse(key: str, value: object, wanted: str) -> FedstillError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,10 +18,13 @@ from fedstill.core.types import (
     Output,
     Round,
     ServerStep,
+    Targets,
     Tree,
     Weights,
     no_finish,
 )
+
+T = TypeVar("T")
 
 
 def _merge(kind: str, parts: list[Tree]) -> Tree:
@@ -82,8 +86,24 @@ def chain(*steps: ServerStep) -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
 
-    parts = tuple(part for step in steps for part in step.steps or (step,))
-    return ServerStep(apply, init, broadcast, frozenset().union(*(step.needs for step in steps)), steps=parts)
+    def last_of(answers: Iterable[T | None]) -> T | None:
+        return next((answer for answer in reversed(list(answers)) if answer is not None), None)
+
+    def report(state: Tree) -> Weights | None:
+        return last_of(step.report(state.get(str(i), {})) for i, step in enumerate(steps))
+
+    def targets(state: Tree) -> Targets | None:
+        return last_of(step.targets(state.get(str(i), {})) for i, step in enumerate(steps))
+
+    return ServerStep(
+        apply,
+        init,
+        broadcast,
+        frozenset().union(*(step.needs for step in steps)),
+        steps=tuple(part for step in steps for part in step.steps or (step,)),
+        report=report,
+        targets=targets,
+    )
 
 
 def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
@@ -113,6 +133,35 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
     return replace(step, apply=apply, name="", instead_of="", steps=())
 
 
+def report_only(step: ServerStep) -> ServerStep:
+    """Run `step` for the sake of its model: that one is looked at and reported, and not sent to the clients.
+
+    State: "reported" beside the step's own under "inner"; before the first round there is none.
+    """
+
+    def init(weights: Weights) -> Tree:
+        return {"inner": step.init(weights), "reported": {}}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        moved, inner = step.apply(candidate, state.get("inner", {}), round)
+        return candidate, {"inner": inner, "reported": moved}
+
+    def report(state: Tree) -> Weights | None:
+        return state.get("reported") or None
+
+    return replace(
+        step,
+        apply=apply,
+        init=init,
+        broadcast=lambda state: step.broadcast(state.get("inner", {})),
+        report=report,
+        targets=lambda state: step.targets(state.get("inner", {})),
+        name="",
+        instead_of="",
+        steps=(),
+    )
+
+
 def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerStep:
     """Build `step` anew each round from the last `size` global models, newest last (FIFO).
 
@@ -138,7 +187,15 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
     def broadcast(state: Tree) -> Tree:
         return step([]).broadcast(state.get("inner", {}))
 
-    return ServerStep(apply, init, broadcast, step([]).needs)
+    empty = step([])
+    return ServerStep(
+        apply,
+        init,
+        broadcast,
+        empty.needs,
+        report=lambda state: empty.report(state.get("inner", {})),
+        targets=lambda state: empty.targets(state.get("inner", {})),
+    )
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:

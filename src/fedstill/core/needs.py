@@ -9,6 +9,7 @@ from fedstill.core.types import Algorithm, Federation, Model, Need, Training
 
 CURES = {
     Need.UNLABELED: "set data.unlabeled to 'test', a number of held-out samples, or another source",
+    Need.VALIDATION: "set data.validation to a number of labeled rows that the server holds",
     Need.FEATURES: "use a model that returns (features, logits); every built-in model does",
     Need.HEAD: "use a model whose last layer is one nn.Linear that reads the features",
     Need.PLAIN_SGD: "set local.optimizer = 'sgd'",
@@ -23,6 +24,7 @@ def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, 
     """The needs that this model, federation and local training do not meet."""
     met = {
         Need.UNLABELED: federation.unlabeled is not None and len(federation.unlabeled) > 0,
+        Need.VALIDATION: federation.validation is not None and len(federation.validation[1]) > 0,
         Need.FEATURES: model.has_features,
         Need.HEAD: model.head is not None,
         Need.PLAIN_SGD: training.optimizer == "sgd",

@@ -46,6 +46,7 @@ class Need(Enum):
     LABEL_COUNTS = "the client's own label counts (they stay on the client)"
     LABEL_COUNTS_UPLOADED = "label counts of each client, sent to the server"
     UNLABELED = "unlabeled data on the server"
+    VALIDATION = "a few labeled samples on the server"
     FEATURES = "a model that returns (features, logits)"
     HEAD = "a model whose last layer can be called alone"
     CLIENT_STATE = "memory on each client between rounds"
@@ -156,22 +157,64 @@ class Training:
     clip: float | None = None  # gradient norm per client, after every term
     lr_decay: float = 1.0  # per round
     lr_epoch_decay: float = 1.0  # per local epoch, restarted each round
-    lr_schedule: str = "constant"  # constant | cosine (to zero, over the local steps)
+    lr_schedule: str = "constant"  # constant | cosine (to zero, over the local steps) | cyclic (see lr_cycle)
+    lr_cycle: int = 25  # cyclic: steps in which the rate falls along a line to lr_low, then it starts again
+    lr_low: float = 0.0
     augment: tuple[str, ...] = ()  # crop | flip | cutout
+
+
+Watch = Callable[[int, Weights], bool]  # (steps done, weights now, which the next step overwrites) -> stop?
 
 
 class Trainer(Protocol):
     """What the engine lends to a server step, so that there is one training loop."""
 
     def fit(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed
+        self,
+        objective: Objective,
+        start: Weights,
+        x: Tensor,
+        y: Tensor,
+        training: Training,
+        seed: Seed,
+        *,
+        rows: Tensor | None = None,
+        watch: Watch | None = None,
+        every: int = 1,
     ) -> Weights:
-        """Train one model on (x, y); `y` may be soft targets (M, K)."""
+        """Train one model on (x, y), or on some `rows` of them; `y` may be soft targets (M, K).
+
+        `watch` is called after each `every` steps and may end the training.
+        """
         ...
 
-    def outputs(self, weights: Weights, x: Tensor, stacked: bool = False) -> Output:
-        """Outputs in eval mode over all of x, in chunks; stacked weights give (T, M, ...)."""
+    def outputs(
+        self,
+        weights: Weights,
+        x: Tensor,
+        stacked: bool = False,
+        *,
+        features: bool = True,
+        batch: int | None = None,
+        seed: Seed = 0,
+    ) -> Output:
+        """Outputs in eval mode over all of x, in chunks; stacked weights give (T, M, ...).
+
+        features: False leaves them out (they take most of the memory). batch: run in train mode instead, so many
+        rows at a time (BatchNorm by the batch, live dropout by `seed`).
+        """
         ...
+
+    def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
+        """Buffers with BatchNorm's statistics taken anew over all of x: the mean over batches, by their rows."""
+        ...
+
+
+class Targets(NamedTuple):
+    """What the server believes about its unlabeled data, and the rows it learns from."""
+
+    probabilities: Tensor  # (M, K), rows sum to 1
+    kept: Tensor  # (M,) bool
 
 
 @dataclass(frozen=True)
@@ -187,10 +230,16 @@ class Round:
     seed: Seed
     trainer: Trainer
     metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
+    models: dict[str, Weights] = field(default_factory=dict)  # ... and leave models whose accuracy is of interest
+    validation: tuple[Tensor, Tensor] | None = None  # labeled (x, y); None unless Need.VALIDATION is declared
 
 
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
     return candidate, state
+
+
+def nobody(_: Tree) -> None:
+    return None
 
 
 class Stage(Enum):
@@ -214,6 +263,8 @@ class ServerStep:
     name: str = ""  # of an aggregate: the same name is the same step
     instead_of: str = ""  # of an aggregate: the plain one that it stands in for when methods are joined
     steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
+    report: Callable[[Tree], Weights | None] = nobody  # the model that is looked at, where it is not the one sent
+    targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]
@@ -268,6 +319,9 @@ class Federation:
     indices: Tensor  # (sum of sizes,) int64 rows of train
     offsets: Tensor  # (N + 1,) int64
     unlabeled: Tensor | None = None  # (M, ...) same storage form as train.x
+    unlabeled_truth: Tensor | None = None  # (M,) labels that only a simulation knows; no method sees them
+    unlabeled_ids: tuple[str, ...] | None = None  # a name for each unlabeled row: file, or row of a table
+    validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
     partition: str = ""  # how it was split, for people
 
     @property

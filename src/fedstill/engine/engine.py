@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.seeds import seed_for
+from fedstill.core.tree import rows as row_of
 from fedstill.core.types import (
     Dataset,
     Federation,
@@ -18,17 +19,19 @@ from fedstill.core.types import (
     Need,
     Objective,
     Output,
+    Params,
     Seed,
     Training,
     Tree,
     Uploads,
+    Watch,
     Weights,
 )
 from fedstill.engine.after import finish_clients
 from fedstill.engine.augment import check_augmentations
 from fedstill.engine.batched import Batched
 from fedstill.engine.feed import Feed
-from fedstill.engine.forward import forward, forward_many
+from fedstill.engine.forward import batch_statistics, forward, forward_many, forward_training
 from fedstill.engine.group import Inputs, client_at, columns_of, local_view, make_inputs
 from fedstill.engine.looped import Looped
 from fedstill.engine.plan import Plan, check_training, make_plan
@@ -95,9 +98,10 @@ class Engine:
         return Trained(uploads, new_states)
 
     def fit(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed
-    ) -> Weights:
-        """Train one model on (x, y) with the loop of the clients; `y` may be soft targets (M, K)."""
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
+        rows: Tensor | None = None, watch: Watch | None = None, every: int = 1,
+    ) -> Weights:  # fmt: skip
+        """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.types.Trainer."""
         check_training(training)
         feed = self._feed_of(x)
         if feed.y.shape == y.shape and feed.y.dtype == y.dtype:
@@ -106,23 +110,35 @@ class Engine:
             feed.y = y.to(self.device).clone()
             # captured steps read the old targets in place
             self.programs = {key: pair for key, pair in self.programs.items() if pair[0].feed is not feed}
-        rows, sizes = np.arange(len(x)), np.array([len(x)])
-        plan = make_plan(rows, sizes, np.zeros(1, np.int64), training=training, round=1, seed=seed_for(seed, "fit"))
+        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
+        sizes = np.array([len(places)])
+        plan = make_plan(places, sizes, np.zeros(1, np.int64), training=training, round=1, seed=seed_for(seed, "fit"))
         counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device, dtype=self.dtype)
-        program, _ = self._program(objective, training, feed, start, {})
+        program, runner = self._program(objective, training, feed, start, {})
         inputs = make_inputs(plan, {}, counts, sizes, self.dtype)
         with float32_mode(self.precision):
-            weights, _ = self._run(program, plan, inputs, rows, sizes)
-        return Weights({k: v[0] for k, v in weights.params.items()}, {k: v[0] for k, v in weights.buffers.items()})
+            if watch is None:
+                return row_of(self._run(program, plan, inputs, places, sizes)[0], 0)
+            assert isinstance(runner, Looped)
+            return runner.run_alone(plan, inputs, lambda done, now: done % every == 0 and watch(done, now))
 
-    def outputs(self, weights: Weights, x: Tensor, stacked: bool = False) -> Output:
-        """Outputs in eval mode for samples in storage form; stacked weights give (T, M, ...)."""
+    def outputs(
+        self, weights: Weights, x: Tensor, stacked: bool = False, *,
+        features: bool = True, batch: int | None = None, seed: Seed = 0,
+    ) -> Output:  # fmt: skip
+        """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
         feed = self._feed_of(x)
         loop = self.model.unbatchable is not None or (self.device.type == "cpu" and self.model.convolutional)
         with float32_mode(self.precision):
+            if batch is not None:
+                return forward_training(self.model, weights, feed, batch, seed, stacked=stacked, features=features)
             if stacked:
-                return forward_many(self.model, weights, feed, loop=loop)
-            return forward(self.model, weights, feed)
+                return forward_many(self.model, weights, feed, loop=loop, features=features)
+            return forward(self.model, weights, feed, features=features)
+
+    def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
+        with float32_mode(self.precision):
+            return batch_statistics(self.model, weights, self._feed_of(x), batch)
 
     def _run(
         self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedstill.core.types import Weights
+from fedstill.core.tree import rows
+from fedstill.core.types import Watch, Weights
 from fedstill.engine.graph import CapturedGroup
 from fedstill.engine.group import Group, Inputs, columns_of
 from fedstill.engine.plan import Plan
@@ -26,6 +27,28 @@ class Looped:
         self.program, self.use_graphs = program, graphs
         self.lane_count = lanes if graphs else 1
         self.lanes: list[CapturedGroup] = []
+
+    def run_alone(self, plan: Plan, inputs: Inputs, watch: Watch) -> Weights:
+        """Train the only column of the plan; `watch` sees the weights after every step and may end it."""
+        results = Results(self.program.start, 1, inputs.facts)
+        results.fill(self.program.start)
+        stack, steps = self._steps_of_one(plan, inputs, results)
+        stack.reset(self.program.start)
+        for done, _ in enumerate(steps, 1):
+            if watch(done, rows(Weights(stack.params, stack.buffers), 0)):
+                break
+        if len(plan.index):
+            results.take(stack, slice(0, 1), slice(0, 1))
+        return rows(results.stacked, 0)
+
+    def _steps_of_one(self, plan: Plan, inputs: Inputs, results: Results) -> tuple[Stack, Iterator[None]]:
+        if not self.use_graphs:
+            stack = self._new_stack()
+            return stack, Group(self.program, stack, stacked=False).run(plan, inputs)
+        if not self.lanes:
+            self.lanes.append(CapturedGroup(self.program, self._new_stack(), stacked=False))
+        self.lanes[0].load(inputs, slice(0, 1))
+        return self.lanes[0].stack, self.lanes[0].run(plan, results, 0)
 
     def run(self, plan: Plan, inputs: Inputs, order: list[int]) -> tuple[Weights, Tensor]:
         """Train every column of the plan (longest first); row order[i] of the result is column i."""

@@ -87,6 +87,9 @@ def _learning_rates(training: Training, steps: np.ndarray, per_epoch: np.ndarray
     rates = base * training.lr_epoch_decay ** (step // np.maximum(per_epoch, 1)[None, :])
     if training.lr_schedule == "cosine":
         rates = rates * 0.5 * (1.0 + np.cos(np.pi * np.minimum(step / np.maximum(steps, 1)[None, :], 1.0)))
+    if training.lr_schedule == "cyclic":
+        done = (step % training.lr_cycle) / max(training.lr_cycle - 1, 1)
+        rates = rates * (1.0 + done * (training.lr_low / training.lr - 1.0))
     return np.asarray(rates, np.float64)
 
 
@@ -99,7 +102,9 @@ def check_training(training: Training) -> None:
         "lr": training.lr >= 0,
         "momentum": 0 <= training.momentum < 1,
         "optimizer": training.optimizer in ("sgd", "adam", "adamw"),
-        "lr_schedule": training.lr_schedule in ("constant", "cosine"),
+        "lr_schedule": training.lr_schedule in ("constant", "cosine", "cyclic"),
+        "lr_cycle": training.lr_cycle >= 1,
+        "lr_low": training.lr_low >= 0 and (training.lr_schedule != "cyclic" or training.lr_low <= training.lr),
         "clip": training.clip is None or training.clip > 0,
     }
     for key, fine in limits.items():

@@ -1,0 +1,102 @@
+"""Who teaches: models for an ensemble, stacked along a first dimension T."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import CURES
+from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
+from fedstill.core.tree import concatenate, stack
+from fedstill.core.types import Need, Output, Params, Round, Weights
+from fedstill.server.average import Weighting, shares
+
+Teachers = Callable[[Weights, Round], Weights]  # (candidate, round) -> stacked weights
+
+
+def unlabeled_data(round: Round) -> Tensor:
+    if round.unlabeled is None:
+        raise FedstillError(f"distillation on the server needs {Need.UNLABELED.value}: {CURES[Need.UNLABELED]}")
+    return round.unlabeled
+
+
+def teacher_outputs(round: Round, teachers: Weights, *, features: bool = False, batch: int | None = None) -> Output:
+    """Every teacher on every unlabeled sample, (T, M, K): T * M forwards, once a round.
+
+    batch: teachers in train mode, so many rows at a time; None is eval mode.
+    """
+    how: dict[str, int] = {} if batch is None else {"batch": batch, "seed": seed_for(round.seed, "teachers")}
+    return round.trainer.outputs(teachers, unlabeled_data(round), stacked=True, features=features, **how)
+
+
+def uploads_teach(candidate: Weights, round: Round) -> Weights:
+    """The uploaded models."""
+    return round.uploads.weights
+
+
+def globals_teach_too(candidate: Weights, round: Round) -> Weights:
+    """The uploaded models, then the model that was sent, then the candidate."""
+    return concatenate([round.uploads.weights, stack([round.start, candidate])])
+
+
+def _noise(like: Tensor, count: int, seed: int) -> Tensor:
+    """(count, ...) of N(0, 1): the same on every device."""
+    draws = torch.randn(count, *like.shape, generator=torch_generator(seed), dtype=torch.float64)
+    return draws.to(like)
+
+
+def gaussian_samples(candidate: Weights, round: Round, *, count: int, weighting: Weighting = "size") -> Weights:
+    """`count` models w ~ N(mu, diag v), mu = sum_k p_k w_k, v = sum_k p_k (w_k - mu)^2; buffers are the candidate's."""
+    share = shares(round.uploads, weighting)
+
+    def draw(name: str, stacked: Tensor) -> Tensor:
+        weight = share.to(stacked).reshape(-1, *[1] * (stacked.dim() - 1))
+        mean = (weight * stacked).sum(0)
+        spread = (weight * (stacked - mean).square()).sum(0).sqrt()
+        return mean + spread * _noise(mean, count, seed_for(round.seed, "gaussian", name))
+
+    return _sampled({name: draw(name, leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
+
+
+def dirichlet_samples(
+    candidate: Weights, round: Round, *, count: int, alpha: float = 1.0, weighting: Weighting = "size"
+) -> Weights:
+    """`count` models sum_k g_k p_k w_k / sum_j g_j p_j with g ~ Dir(alpha 1); buffers are the candidate's."""
+    share = shares(round.uploads, weighting)
+    generator = numpy_generator(seed_for(round.seed, "dirichlet"))
+    draws = torch.from_numpy(generator.standard_gamma(alpha, (count, len(share)))).to(share) * share
+    mix = draws / draws.sum(1, keepdim=True).clamp_min(torch.finfo(draws.dtype).tiny)
+
+    def blend(stacked: Tensor) -> Tensor:
+        blended: Tensor = torch.tensordot(mix.to(stacked), stacked, dims=1)
+        return blended
+
+    return _sampled({name: blend(leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
+
+
+def direction_samples(candidate: Weights, round: Round, *, count: int, scale: float = 0.1) -> Weights:
+    """FedBE's released Gaussian, over the directions of the clients' moves, tensor by tensor.
+
+        d_k = (w_k - w) / ||w_k - w||,   w + mean_k ||w_k - w|| (mean d + scale sqrt(max(var d, 1e-5)) e),  e ~ N(0, I)
+
+    A tensor that nobody moved stays as it was sent.
+    """
+
+    def draw(name: str, stacked: Tensor) -> Tensor:
+        start = round.start.params[name]
+        moves = (stacked - start).flatten(1)
+        norms = moves.norm(dim=1)
+        directions = moves / norms.clamp_min(torch.finfo(moves.dtype).tiny).unsqueeze(1)
+        centre, variance = directions.mean(0), directions.var(0, correction=0).clamp_min(1e-5)
+        noise = _noise(centre, count, seed_for(round.seed, "direction", name))
+        moved: Tensor = norms.mean() * (centre + scale * variance.sqrt() * noise)
+        return start + moved.reshape(count, *start.shape)
+
+    return _sampled({name: draw(name, leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
+
+
+def _sampled(params: Params, candidate: Weights, count: int) -> Weights:
+    return Weights(params, {name: leaf.expand(count, *leaf.shape) for name, leaf in candidate.buffers.items()})
