@@ -1,0 +1,134 @@
+"""What is sent and what is reported are two decisions; what the server believes is held against the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import safetensors.torch
+import torch
+from run_helpers import LoopEngine, cross_entropy, linear_model, toy_federation, without_clock
+from run_helpers import average as apply_average
+
+from fedstill.checkpoint import load_weights
+from fedstill.core.compose import chain, report_only
+from fedstill.core.tree import flatten, tree_map
+from fedstill.core.types import Algorithm, Need, Objective, ServerStep, Targets, Training
+from fedstill.play import look_at_targets
+from fedstill.resume import TARGETS_FILE
+from fedstill.rounds import federate
+
+CLASSES = 3
+
+
+def average() -> ServerStep:
+    return ServerStep(apply_average)
+
+
+def negated(weights):
+    return tree_map(lambda leaf: -leaf, weights)
+
+
+def ruin(needs=()) -> ServerStep:
+    """A refinement that ruins the model: its accuracy tells which model was looked at."""
+    return ServerStep(lambda candidate, state, _: (negated(candidate), state), needs=frozenset(needs))
+
+
+def run(server: ServerStep, *, federation=None, **settings):
+    federation, model = federation or toy_federation(), linear_model()
+    algorithm = Algorithm(Objective(cross_entropy), server)
+    settings = {"training": Training(batch_size=6, lr=0.2), "rounds": 4, "cohort": 5, **settings}
+    engine = LoopEngine(model, federation)
+    return federate(algorithm=algorithm, model=model, federation=federation, engine=engine, **settings)
+
+
+def same_bits(a, b) -> bool:
+    a, b = flatten(a), flatten(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_model_that_is_only_reported_is_evaluated_but_never_sent():
+    plain, told = run(average()), run(chain(average(), report_only(ruin())))
+    assert same_bits(told.weights, negated(plain.weights))
+    assert [row["train_loss"] for row in told.history.rows] == [row["train_loss"] for row in plain.history.rows]
+    assert told.history.last["accuracy"] < plain.history.last["accuracy"] - 0.3
+
+
+def test_the_run_folder_holds_the_reported_model_and_a_resumed_run_goes_on_from_the_one_sent(tmp_path):
+    server = chain(average(), report_only(ruin()))
+    whole = run(server, run_dir=tmp_path / "whole", checkpoint_every=1)
+    run(server, rounds=2, run_dir=tmp_path / "cut", checkpoint_every=1)
+    resumed = run(server, run_dir=tmp_path / "cut", checkpoint_every=1, resume=True)
+    assert same_bits(load_weights(tmp_path / "whole" / "last"), whole.weights)
+    assert same_bits(resumed.weights, whole.weights)
+    assert without_clock(resumed.history.rows) == without_clock(whole.history.rows)
+
+
+def test_models_that_a_step_leaves_are_looked_at_by_name():
+    def apply(candidate, state, round):
+        round.models["ruined"] = negated(candidate)
+        return candidate, state
+
+    both, ruined = run(chain(average(), ServerStep(apply))), run(chain(average(), report_only(ruin())))
+    assert [row["accuracy_ruined"] for row in both.history.rows] == [row["accuracy"] for row in ruined.history.rows]
+
+
+def test_what_the_server_believes_is_counted_by_class_and_held_against_the_truth():
+    belief = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.4, 0.3, 0.3], [0.0, 0.2, 0.8]])
+    targets = Targets(belief, torch.tensor([True, True, False, True]))
+    row = look_at_targets(targets, torch.tensor([0, 2, 2, 2]))
+    assert int(row["pseudo_labels"]) == 3
+    assert row["pseudo_label_counts"].tolist() == [1, 1, 1]
+    assert float(row["pseudo_label_accuracy"]) == pytest.approx(2 / 3)
+
+
+def test_without_the_truth_there_is_no_accuracy_and_without_a_belief_nothing():
+    targets = Targets(torch.eye(CLASSES), torch.zeros(CLASSES, dtype=torch.bool))
+    assert look_at_targets(targets, None).keys() == {"pseudo_labels", "pseudo_label_counts"}
+    assert look_at_targets(targets, torch.arange(CLASSES))["pseudo_label_accuracy"] is None
+    assert look_at_targets(None, torch.arange(CLASSES)) == {}
+
+
+def believing(seen: list, needs=(Need.UNLABELED,)) -> ServerStep:
+    """Every unlabeled sample is of class 1."""
+
+    def apply(candidate, state, round):
+        seen.append(round)
+        belief = torch.zeros(len(round.unlabeled), CLASSES).index_fill(1, torch.tensor([1]), 1.0)
+        return candidate, {"targets": Targets(belief, torch.ones(len(belief), dtype=torch.bool))._asdict()}
+
+    return ServerStep(apply, needs=frozenset(needs), targets=lambda s: Targets(**s["targets"]) if s else None)
+
+
+def with_server_data(**more):
+    federation = toy_federation()
+    return dataclasses.replace(federation, unlabeled=federation.test.x, unlabeled_truth=federation.test.y, **more)
+
+
+def test_rows_tell_how_right_the_server_is_and_the_folder_keeps_what_it_believes(tmp_path):
+    seen: list = []
+    federation = with_server_data()
+    result = run(chain(average(), believing(seen)), federation=federation, run_dir=tmp_path)
+    share = float((federation.test.y == 1).double().mean())
+    assert [row["pseudo_label_accuracy"] for row in result.history.rows] == [pytest.approx(share)] * 4
+    assert result.history.last["pseudo_label_counts"] == [0, len(federation.test.y), 0]
+    kept = safetensors.torch.load_file(tmp_path / TARGETS_FILE)
+    assert torch.equal(kept["probabilities"], result.targets.probabilities)
+    assert bool(kept["kept"].all())
+
+
+def test_no_method_sees_the_truth_and_labeled_data_only_those_that_declare_it():
+    seen: list = []
+    held = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+    run(chain(average(), believing(seen)), federation=with_server_data(validation=held), rounds=1)
+    run(
+        chain(average(), believing(seen, (Need.UNLABELED, Need.VALIDATION))),
+        federation=with_server_data(validation=held),
+        rounds=1,
+    )
+    truth = with_server_data().unlabeled_truth
+    for round in seen:
+        tensors = [value for value in vars(round).values() if isinstance(value, torch.Tensor)]
+        assert not any(tensor.shape == truth.shape and torch.equal(tensor, truth) for tensor in tensors)
+    assert seen[0].validation is None
+    assert torch.equal(seen[1].validation[1], held[1])
