@@ -50,8 +50,9 @@ def learning_curves(
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
         ends.append((100 * float(mean[-1]), method, colour))
         last = max(last, int(rounds[-1]))
-    seeds = max(len(runs) for runs in curves.values())
-    note = f"; {seeds} seeds, band: one standard deviation" if seeds > 1 else ""
+    fewest, seeds = (choose(len(runs) for runs in curves.values()) for choose in (min, max))
+    count = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    note = f"; {count} seeds, band: one standard deviation" if seeds > 1 else ""
     _dress(axes, title + note, last, target)
     _name_ends(axes, ends)
     figure.savefig(path)
