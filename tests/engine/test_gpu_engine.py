@@ -26,7 +26,7 @@ from engine_cases import (
 
 from fedstill.algorithms import METHODS
 from fedstill.core.compose import combine
-from fedstill.core.tree import to_device
+from fedstill.core.tree import clone, rows, stack, to_device
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
 from fedstill.local.distillation import not_true_distillation
@@ -159,6 +159,50 @@ def test_fitting_follows_new_targets_and_new_kinds_of_targets(name):
         ])  # fmt: skip
     for found, wanted in zip(*both, strict=True):
         assert_close(found, wanted, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
+def test_fitting_some_rows_under_watch_gives_what_the_cpu_gives(net):
+    """Different rows and lengths in turn; the watcher ends the second one early and sees the same weights."""
+    x = dataset(21, images=reads_images(net)).x
+    y = torch.softmax(torch.randn(21, CLASSES, generator=torch.Generator().manual_seed(3)), 1)
+    training = Training(epochs=3, batch_size=4, lr=0.02, optimizer="adam", lr_epoch_decay=0.9)
+    pieces = [torch.arange(0, 21, 2), torch.arange(5, 21), torch.tensor([3])]
+    both = []
+    for device in (GPU, "cpu"):
+        engine, objective, found = engine_for("looped", net, device=device, precision="float32"), soft_target_loss(), []
+        stored, targets = x.to(engine.device), y.to(engine.device)
+        for number, piece in enumerate(pieces):
+            seen = []
+
+            def watch(done, now, seen=seen, number=number):
+                seen.append(clone(now))
+                return number == 1 and done == 4
+
+            start = to_device(engine.model.init(number), engine.device)
+            how = {"rows": piece.to(engine.device), "watch": watch, "every": 2}
+            found += [engine.fit(objective, start, stored, targets, training, number, **how), *seen]
+        both.append(found)
+    assert len(both[0]) == len(both[1]) == 3 + 4 + 2 + 1
+    for one, other in zip(*both, strict=True):
+        assert_close(one, other, tolerance=1e-3 if net == "norm" else 1e-4)
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm", "drop"])
+def test_teachers_and_their_statistics_are_those_of_the_cpu(net):
+    x = dataset(37, images=reads_images(net)).x
+    both = []
+    for device in (GPU, "cpu"):
+        engine = engine_for("batched", net, device=device, precision="float32")
+        teachers = to_device(stack([engine.model.init(seed) for seed in range(19)]), engine.device)
+        stored = x.to(engine.device)
+        one = rows(teachers, 4)
+        both.append({
+            "together": engine.outputs(teachers, stored, stacked=True),
+            "training": engine.outputs(teachers, stored, stacked=True, batch=8, seed=3),
+            "statistics": engine.batch_statistics(one, stored, 8),
+        })  # fmt: skip
+    assert_close(both[0], both[1], tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", ENGINES)
