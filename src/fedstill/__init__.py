@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fedstill.history import History, Result
     from fedstill.methods import build_method
     from fedstill.models import build_model, from_module
+    from fedstill.prediction import Predictions, predict
     from fedstill.rounds import federate
 
 # Imported when first used: torch takes a second, and `fedstill --help` should not.
@@ -80,6 +81,7 @@ _HOMES = {
     "fedstill.history": "History Result",
     "fedstill.methods": "build_method",
     "fedstill.models": "build_model from_module",
+    "fedstill.prediction": "Predictions predict",
     "fedstill.rounds": "federate",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -102,6 +104,7 @@ __all__ = [
     "Objective",
     "Output",
     "Phase",
+    "Predictions",
     "Result",
     "Round",
     "ServerStep",
@@ -126,6 +129,7 @@ __all__ = [
     "from_tensors",
     "load",
     "make_federation",
+    "predict",
     "remember",
     "resume_run",
     "rollback",

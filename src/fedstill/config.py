@@ -44,11 +44,24 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
     source: str = Field(default="digits", min_length=1)
     unlabeled: str | int = "none"
     unlabeled_limit: int | None = Field(default=None, ge=1, examples=[1000])
+    validation: int = Field(default=0, ge=0)
+    test: str | None = Field(default=None, min_length=1, examples=["mnist_m"])
+    test_limit: int | None = Field(default=None, ge=1, examples=[10000])
+    client_rows: int | None = Field(default=None, ge=1, examples=[20000])
+    test_share: float = Field(default=0.2, gt=0, lt=1)  # of what data.client_rows leaves to the server
     label: str | None = None
     inputs: tuple[str, ...] = Field(default=(), strict=False, examples=[["text"]])
     keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
     size: int | None = Field(default=None, ge=1, examples=[32])
     window: int | None = Field(default=None, ge=1, examples=[80])
+
+    @model_validator(mode="after")
+    def _one_test_set(self) -> Self:
+        if self.unlabeled == "central" and self.client_rows is None:
+            raise FedstillError("data.unlabeled = 'central' is what data.client_rows leaves: set it, e.g. 20000")
+        if self.test is not None and self.client_rows is not None:
+            raise FedstillError("data.test and data.client_rows both say what the test set is: remove one of them")
+        return self
 
 
 class PartitionSection(BaseModel, **_RULES, extra="allow"):

@@ -21,7 +21,18 @@ from fedstill.core.needs import check_needs
 from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation, Model
-from fedstill.data import Source, load, make_federation, owners, split_unlabeled
+from fedstill.data import (
+    Source,
+    Unlabeled,
+    central_pool,
+    hold_validation,
+    limit_test,
+    load,
+    make_federation,
+    owners,
+    split_unlabeled,
+    with_test_of,
+)
 from fedstill.data.kept_parts import kept_parts
 from fedstill.engine import choose_device
 from fedstill.environment import environment
@@ -34,6 +45,7 @@ from fedstill.models import READS_TEXT, build_model
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
 from fedstill.report.curves import Curve, learning_curves
+from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.rounds import federate
 from fedstill.trackers import build_trackers
 
@@ -45,7 +57,12 @@ def load_source(experiment: Experiment) -> Source:
     """The experiment's data; it does not depend on the seed, so that seeds share one test set."""
     data = experiment.data
     keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
-    return load(data.source, label=data.label, inputs=data.inputs, keys=keys, size=data.size, window=data.window)
+    source = load(data.source, label=data.label, inputs=data.inputs, keys=keys, size=data.size, window=data.window)
+    if data.test is not None:
+        source = with_test_of(source, data.test, label=data.label)
+    if data.client_rows is not None:
+        source = central_pool(source, data.client_rows, test_share=data.test_share)
+    return source if data.test_limit is None else limit_test(source, data.test_limit)
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
@@ -53,6 +70,8 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     source = load_source(experiment) if source is None else source
     data, partition, seed = experiment.data, experiment.partition, experiment.seed
     source, unlabeled = split_unlabeled(source, data.unlabeled, seed=seed, limit=data.unlabeled_limit)
+    _tell_skipped(unlabeled)
+    source, validation = hold_validation(source, data.validation, seed=seed)
     options = partition.options
     if columns := _owner_columns(experiment):
         options["keys"] = owners(source, *columns)
@@ -61,9 +80,19 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
         source,
         parts,
         unlabeled=unlabeled,
+        validation=validation,
         partition=describe_partition(experiment),
         shared_rows=partition.scheme in SHARES_ROWS,
     )
+
+
+def _tell_skipped(unlabeled: Unlabeled | None) -> None:
+    if unlabeled is None or not unlabeled.skipped:
+        return
+    names = unlabeled.skipped
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    told = f"{len(names)} of {len(names) + len(unlabeled.ids)} files or rows cannot be read and are left out"
+    _log.warning("data.unlabeled: %s: %s%s", told, ", ".join(names[:5]), more)
 
 
 def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, Any]) -> list[np.ndarray]:
@@ -203,7 +232,8 @@ def write_whole(path: Path, text: str) -> None:
 def _anchored(experiment: Experiment) -> Experiment:
     """Files and folders by their full path, so that a run can be resumed from anywhere."""
     data = experiment.data
-    places = {"source": data.source, "unlabeled": data.unlabeled}
+    own = data.unlabeled in ("", "none", "test", "central")
+    places = {"source": data.source, "unlabeled": None if own else data.unlabeled, "test": data.test}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if _is_local(place)}
     method = anchored(experiment.algorithm.name)
     if method != experiment.algorithm.name:
@@ -215,7 +245,7 @@ def _anchored(experiment: Experiment) -> Experiment:
 
 
 def _is_local(place: object) -> bool:
-    return isinstance(place, str) and place not in ("digits", "fashion-mini", "none", "test") and Path(place).exists()
+    return isinstance(place, str) and place not in ("digits", "fashion-mini") and Path(place).exists()
 
 
 def _check_same(experiment: Experiment, folder: Path) -> None:
@@ -240,7 +270,8 @@ def read_description(folder: Path) -> Experiment:
 def draw_pictures(
     experiment: Experiment, federation: Federation, results: dict[str, list[Result]], folder: Path
 ) -> list[Path]:
-    """partition.png and curves.png; without matplotlib one line says how to get them."""
+    """partition.png, curves.png, and pseudo_labels.png where a method makes them; without matplotlib a line of how."""
+    drawn = [folder / "partition.png", folder / "curves.png"]
     try:
         from fedstill.report.partition_picture import partition_picture
 
@@ -249,10 +280,14 @@ def draw_pictures(
         partition_picture(counts, folder / "partition.png", title=title, classes=federation.train.classes)
         curves = {method: [_curve(one) for one in runs] for method, runs in results.items()}
         learning_curves(curves, folder / "curves.png", title=title, target=experiment.target)
+        rows = {method: [one.history.rows for one in runs] for method, runs in results.items()}
+        if any(has_pseudo_labels(one) for runs in rows.values() for one in runs):
+            drawn.append(folder / "pseudo_labels.png")
+            pseudo_label_picture(rows, drawn[-1], title=title, classes=federation.train.classes)
     except FedstillError as error:
         _log.warning("no pictures: %s", error)
         return []
-    return [folder / "partition.png", folder / "curves.png"]
+    return drawn
 
 
 def _curve(result: Result) -> Curve:

@@ -40,7 +40,7 @@ def explain(name: str) -> dict[str, Any]:
         "method": name,
         "summary": sections["summary"],
         "equation": sections["body"],
-        "options": _options(factory, sections["Args"]),
+        "options": _options(factory, sections["Args"], next(iter(named.values())).options.get("preset")),
         "parts": [_part(part) for part in parts_of(factory)],
         "needs": sorted(need.value for need in needs_of(algorithm)),
         **traffic(algorithm),
@@ -109,16 +109,17 @@ def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     for value in inspect.getclosurevars(inspect.unwrap(function)).globals.values():
         if not inspect.isfunction(value):
             continue
-        if value.__module__ == function.__module__:
+        if value.__module__ == function.__module__ or value.__module__.startswith("fedstill.algorithms."):
             yield from _called(value)
         elif _where(value) and value.__name__ not in _GLUE:
             yield value
 
 
-def _options(factory: Callable[..., Any], text: str) -> list[dict[str, Any]]:
+def _options(factory: Callable[..., Any], text: str, preset: str | None = None) -> list[dict[str, Any]]:
     meanings = dict(re.findall(r"^\s+(\w+): (.*(?:\n(?!\s+\w+: ).*)*)", text, re.MULTILINE))
+    form = getattr(factory, "presets", {}).get(preset, {})
     return [
-        {"name": key, "default": parameter.default, "meaning": " ".join(meanings.get(key, "").split())}
+        {"name": key, "default": form.get(key, parameter.default), "meaning": " ".join(meanings.get(key, "").split())}
         for key, parameter in inspect.signature(factory).parameters.items()
     ]
 
@@ -140,7 +141,7 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
         leaves.append("how many samples of each class it holds")
     leaves += _slots(uploads.extra, model, cohort)
     if algorithm.transmit is not unchanged:
-        leaves.append(f"(all of it changed on the way: {first_line(algorithm.transmit) or 'see the method'})")
+        leaves.append(f"(changed on the way: {first_line(algorithm.transmit) or 'see the method'})")
     return {
         "leaves_a_client": leaves,
         "stays_on_a_client": ["its data", *_slots(algorithm.objective.init(weights), model, 1)],

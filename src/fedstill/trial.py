@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import torch
 
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Algorithm, Federation, Model, Training
@@ -27,7 +30,7 @@ def trial_federation(clients: int = 4, samples: int = 24) -> Federation:
 
     pairs = [draw(samples, k % CLASSES) for k in range(clients)]
     names = [str(c) for c in range(CLASSES)]
-    return federation_from_tensors(
+    federation = federation_from_tensors(
         pairs,
         test=draw(30, None),
         unlabeled=draw(16, None)[0],
@@ -35,6 +38,8 @@ def trial_federation(clients: int = 4, samples: int = 24) -> Federation:
         name="trial",
         partition="one class each missing",
     )
+    x, y = draw(12, None)
+    return dataclasses.replace(federation, validation=(torch.from_numpy(x), torch.from_numpy(y)))
 
 
 def trial_model() -> Model:

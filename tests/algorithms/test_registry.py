@@ -18,7 +18,9 @@ NEEDS = {
     "fedlmd": {Need.LABEL_COUNTS},
     "fedlmd_tf": {Need.LABEL_COUNTS},
     "fedrs": {Need.LABEL_COUNTS},
-    "feddf": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS},
+    **{name: {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} for name in ("avglogit", "avgprob", "feddf", "fedbe")},
+    "mrtf": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.FEATURES},
+    "d2cfl": {Need.UNLABELED},
 }
 
 
@@ -64,7 +66,7 @@ def test_the_public_names_are_the_registry_and_its_builder():
         ("fedprox", {"mu": float("nan")}, r"algorithm\.mu = nan is impossible"),
         ("fedprox", {"mu": float("inf")}, r"algorithm\.mu = inf is impossible"),
         ("fedavg", {"weighting": "sizes"}, r"algorithm\.weighting = 'sizes' is unknown: did you mean 'size'"),
-        ("fedavg", {"buffers": 3}, r"algorithm\.buffers = 3 is unknown: choose one of: average, local, pooled, reset"),
+        ("fedavg", {"buffers": 3}, r"algorithm\.buffers = 3 is unknown: choose one of: average, last, local, pooled, reset"),
         ("scaffold", {"option": "III"}, r"algorithm\.option = 'III' is unknown"),
         ("scaffold", {"global_lr": 0}, r"algorithm\.global_lr = 0 is impossible"),
         (
@@ -85,6 +87,10 @@ def test_the_public_names_are_the_registry_and_its_builder():
         ("fedopt", {"optimizer": "adamw"}, r"algorithm\.optimizer = 'adamw' is unknown: did you mean 'adam'"),
         ("feddyn", {"alpha": 0.0}, r"algorithm\.alpha = 0\.0 is impossible: it must be a number above 0"),
         ("fedntd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
+        ("d2cfl", {"beta": 1.3}, r"algorithm\.beta = 1\.3 is impossible: it must be from 0 to 1"),
+        ("d2cfl", {"mix_alpha": -0.1}, r"algorithm\.mix_alpha = -0\.1 is impossible: it must be from 0 to 1"),
+        ("d2cfl", {"past": 0}, r"algorithm\.past = 0 is impossible: it must be a number above 0"),
+        ("d2cfl", {"rule": "average"}, r"algorithm\.rule = 'average' is unknown"),
         ("fedntd_tf", {"beta": -1.0}, r"algorithm\.beta = -1\.0 is impossible"),
         ("kd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
         ("fedlmd", {"beta": float("nan")}, r"algorithm\.beta = nan is impossible"),

@@ -265,7 +265,7 @@ def test_settings_stand_in_the_title_and_other_rounds_are_not_set_off_against_th
     answer = json.loads(bench(*words, "--format", "json").stdout)
     assert answer["settings"] == ["rounds=2", "local.lr=0.2"]
     for row in answer["columns"][0]["rows"]:
-        assert row["difference"] == {"best": None, "last_ten": None}
+        assert row["difference"] == {"best": None, "last_ten": None, "last_round": None}
         assert row["paper"]["best"] in (33.02, 41.5)
     same_rounds = json.loads(bench("tiny", "--table", "1", "--set", "local.lr=0.2", "--format", "json").stdout)
     assert same_rounds["columns"][0]["rows"][0]["difference"]["best"] is not None

@@ -58,6 +58,12 @@ def test_other_data_splits_and_networks_are_probed_apart_and_by_all_workers_at_o
     assert prober.asked == ["fedavg"] * 6
 
 
+def test_a_server_that_learns_is_measured_apart():
+    some, prober = orders("fedavg", "fedprox", "feddf", data={"source": "digits", "unlabeled": "test"}), Prober()
+    estimate(some, some, [], prober, jobs=1)
+    assert prober.asked == ["fedavg", "feddf"]
+
+
 def test_earlier_runs_on_this_device_replace_the_probe():
     some, prober = orders("fedavg", "fedntd", seeds=2), Prober()
     device = device_name("cpu")

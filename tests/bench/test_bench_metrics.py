@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from fedstill.bench.metrics import Curve, best, first_round, last_ten, rounds_ratio, speed_up, spread
+from fedstill.bench.metrics import (
+    Curve,
+    best,
+    first_round,
+    last_known,
+    last_round,
+    last_ten,
+    rounds_ratio,
+    speed_up,
+    spread,
+)
 
 
 def rising(rounds, *, to=100.0):
@@ -21,10 +31,18 @@ def test_best_is_over_all_rounds_and_the_last_ten_are_the_last_ten():
     curve = Curve(12, 1, [90.0, 80.0, *range(1, 11)])
     assert best(curve) == 90.0
     assert last_ten(curve) == 5.5
+    assert last_round(curve) == 10.0
 
 
 def test_fewer_than_ten_rounds_are_all_taken():
     assert last_ten(Curve(2, 1, [10.0, 30.0])) == 20.0
+
+
+def test_what_a_round_has_not_logged_does_not_count():
+    """Eleven values: the first is too old, two were not there."""
+    assert last_known([99.0, 10.0, None, None, *[20.0] * 7]) == (10 + 7 * 20) / 8
+    assert last_known([5.0, *[None] * 10]) is None
+    assert last_known([]) is None
 
 
 def test_evaluated_rounds_are_every_nth_and_the_last():

@@ -86,6 +86,49 @@ def test_a_word_that_the_paper_prints_is_shown_as_it_is():
     assert "| paper (last rounds) |" in render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, only_last)
 
 
+def cells_of(text: str, row: str) -> dict[str, str]:
+    """Header and line of one row of a Markdown table."""
+    header, line = (
+        next(line for line in text.splitlines() if line.startswith(f"| {name} |")) for name in ("method", row)
+    )
+    names, values = ([cell.strip() for cell in line.strip("|").split("|")] for line in (header, line))
+    return dict(zip(names, values, strict=True))
+
+
+def test_where_the_paper_has_the_last_round_ours_stands_beside_it():
+    """Last rounds 40 and 40 of FedNTD, 50 and 40 of FedAvg."""
+    last = {"1": {"digits": {"fedntd": {"last": 42.5}}}}
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, last)
+    fedntd = cells_of(text, "fedntd")
+    assert (fedntd["last round"], fedntd["last round - paper"]) == ("40.00 ± 0.00", "-2.50")
+    assert cells_of(text, "fedavg")["last round"] == "45.00 ± 7.07"
+    assert "last round" not in cells_of(render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, EXPECTED), "fedntd")
+    assert rows(expected=last)["fedntd"].as_json()["last_round"]["mean"] == 40.0
+
+
+def test_a_gain_is_the_last_ten_rounds_less_those_of_the_best_other():
+    """Means over four rounds and two seeds: FedAvg 27.5 and 35, FedNTD 40 and 30."""
+    gains = {"1": {"digits": {"fedntd": {"gain": "at most 4"}}}}
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, gains)
+    fedntd = cells_of(text, "fedntd")
+    assert (fedntd["last 10 above the best other"], fedntd["paper's gain"]) == ("+3.75", "at most 4")
+    assert cells_of(text, "fedavg")["last 10 above the best other"] == "-3.75"
+    assert "paper" not in fedntd, "it prints no accuracy"
+    assert rows(RUNS[2:], expected=gains)["fedntd"].gain is None, "nobody else was run"
+
+
+def test_what_runs_log_beside_their_accuracy_is_shown_where_somebody_has_it():
+    logged = [{"pseudo_label_accuracy": [None, 70.0, 80.0, 90.0], "pseudo_labels": [0, 10, 20, 30]}, {}]
+    runs = [*RUNS[:2], *({**run, "beside": beside} for run, beside in zip(RUNS[2:], logged, strict=True))]
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, EXPECTED)
+    fedntd = cells_of(text, "fedntd")
+    assert (fedntd["pseudo-label accuracy"], fedntd["pseudo-labels"]) == ("80.00", "15.00")
+    assert "before distillation" not in fedntd
+    assert cells_of(text, "fedavg")["pseudo-labels"] == "–"
+    assert "pseudo-label" in text.splitlines()[-1], "the legend says what it is"
+    assert rows(runs)["fedntd"].as_json()["beside"]["pseudo_labels"] == {"mean": 15.0, "std": None, "seeds": 1}
+
+
 def test_plain_text_has_the_same_numbers_within_a_terminal():
     table = recipe_of(FEDAVG, LMD).tables["paper"]["1"]
     text = text_table(summarize_table(table, RUNS, EXPECTED))

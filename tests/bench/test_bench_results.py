@@ -89,6 +89,28 @@ def test_the_order_of_finishing_does_not_show():
     assert merge(runs) == merge(runs[::-1])
 
 
+@pytest.mark.parametrize("place", ["ufldl-stanford/svhn:cropped_digits", "/data/svhn", "svhn"])
+def test_a_configuration_of_the_hub_is_no_part_of_the_name_of_data(place):
+    assert cell_key(small(data=place)) == cell_key(small(data="svhn"))
+    crossed = {"source": "mnist", "test": place}
+    assert cell_key(small(data=crossed)) == cell_key(small(data={**crossed, "test": "svhn"}))
+    assert cell_key(small(data=crossed)) != cell_key(small(data="mnist"))
+
+
+def test_what_a_run_logs_beside_its_accuracy_comes_back(tmp_path):
+    logged = {"pseudo_labels": [0, 7], "pseudo_label_accuracy": [None, 71.43]}
+    run = run_of(small(rounds=2), [10.0, 20.0], beside=logged)
+    write_runs(tmp_path / "results.json", "tiny", [run])
+    assert read_runs(tmp_path / "results.json") == [run]
+
+
+@pytest.mark.parametrize("beside", [3, {"pseudo_labels": 4}, {"pseudo_labels": [1]}, {"pseudo_labels": [1, "two"]}])
+def test_what_stands_beside_must_have_a_value_for_every_evaluated_round(tmp_path, beside):
+    write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=2), [10.0, 20.0], beside=beside)])
+    with pytest.raises(FedstillError, match="beside"):
+        read_runs(tmp_path / "results.json")
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"runs": 3}', '{"runs": [{"key": "a"}]}'])
 def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path, text):
     file = tmp_path / "results.json"

@@ -26,7 +26,11 @@ experiments = st.fixed_dictionaries(
         "seed": st.integers(0, 2**63 - 1),
         "target": share,
         "track": st.lists(st.sampled_from(["tensorboard", "mlflow", "wandb", "trackio"]), max_size=2),
-        "data": st.fixed_dictionaries({"source": st.text(min_size=1), "unlabeled": st.integers(0, 99) | st.text()}),
+        "data": st.fixed_dictionaries(
+            {"source": st.text(min_size=1), "unlabeled": st.integers(0, 99) | st.text()},
+            optional={"validation": st.integers(0, 99), "test_limit": st.integers(1, 99), "test_share": share},
+        )
+        | st.fixed_dictionaries({"client_rows": st.integers(1, 99), "unlabeled": st.just("central")}),
         "partition": st.fixed_dictionaries(
             {"scheme": st.just("lda"), "clients": st.integers(10, 99), "alpha": positive}
         ),
@@ -113,6 +117,29 @@ def test_experiments_are_frozen():
 def test_a_mistake_in_python_is_the_same_one_line():
     with pytest.raises(FedstillError, match=r"^local\.lr = -1.0 must be greater than 0"):
         Experiment(local={"lr": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"unlabeled": "central"}, "data.unlabeled = 'central' is what data.client_rows leaves: set it"),
+        ({"test": "digits", "client_rows": 9}, "data.test and data.client_rows both say what the test set is"),
+        ({"test": ""}, "data.test"),
+        ({"validation": -1}, "data.validation = -1 must be at least 0"),
+        ({"client_rows": 0}, "data.client_rows = 0 must be at least 1"),
+        ({"test_limit": 0}, "data.test_limit = 0 must be at least 1"),
+        ({"test_share": 1.0}, "data.test_share = 1.0 must be below 1"),
+        ({"test_share": 0.0}, "data.test_share = 0.0 must be greater than 0"),
+        ({"test_limitt": 3}, "did you mean 'data.test_limit'?"),
+    ],
+)
+def test_what_cannot_be_a_test_or_validation_set_is_told_by_its_key(data, told):
+    assert told in complaint({"data": data})
+
+
+def test_data_keys_of_the_server_are_off_unless_asked_for():
+    data = Experiment().data
+    assert (data.validation, data.test, data.test_limit, data.client_rows) == (0, None, None, None)
 
 
 def test_several_mistakes_are_counted():

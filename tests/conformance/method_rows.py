@@ -27,6 +27,7 @@ class Row:
     own_first_step: bool = False  # a client's first step from the model it received is not FedAvg's
     sends: int = 0  # slots of the model's size that a client sends besides its model
     receives: int = 0  # ... and receives besides the model
+    noise_by_place: bool = False  # draws a number for each weight: renamed classes get other draws
 
     @property
     def id(self) -> str:
@@ -35,6 +36,14 @@ class Row:
     def build(self, **changes: Any) -> Algorithm:
         return build_algorithm(self.name, {**self.options, **changes})
 
+
+REFINED = {"steps": 5, "batch_size": 8, "server_lr": 3e-3}  # a short refinement, as a server does it
+
+HARD = {"epochs": 2, "batch_size": 8, "threshold": 0.4, "warm_up": 0}  # FedDF and FedBE as D2C-FL ran them
+
+VALIDATED = {"patience": 2, "look_every": 2, "teacher_weighting": "validation"}
+
+LABELS = {"threshold": 0.4, "epochs": 2, "batch_size": 4, "server_lr": 0.05}  # D2C-FL: some are kept in three rounds
 
 ROWS = (
     Row("fedavg", {}, {}),
@@ -65,7 +74,27 @@ ROWS = (
     Row("label_smoothing", {}, {"epsilon": 0.0}, own_first_step=True),
     Row("fedrs", {}, {"alpha": 1.0}),
     Row("fedrs", {"rule": "proportional"}, {"alpha": 1.0}, own_first_step=True),
+    Row("update_noise", {}, {"sigma": 0.0}, noise_by_place=True),
+    Row("update_noise", {"sigma": 0.0, "clip": 0.1}, {"clip": None}),
+    Row("avglogit", {"steps": 5, "batch_size": 8}, {"steps": 0}),
+    Row("avgprob", {"steps": 5, "batch_size": 8}, {"steps": 0}),
     Row("feddf", {"steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
+    Row("feddf", {**VALIDATED, "steps": 6, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
+    Row("feddf", {"preset": "mrtf_released", "steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
+    Row("feddf", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
+    Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "cycle": 2}, {"epochs": 0}, noise_by_place=True),
+    Row("fedbe", {"preset": "released", "epochs": 4, "batch_size": 8, "server_lr": 0.3}, noise_by_place=True),
+    Row("fedbe", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
+    Row("mrtf", {**REFINED, "warm_up": 1}, {"steps": 0, "weighting": "size"}),
+    Row("mrtf", {**REFINED, "preset": "released"}, {"steps": 0, "weighting": "size"}),
+    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": False}, {"steps": 0, "weighting": "size"}),
+    Row("mrtf", {**REFINED, "refine": False}),
+    Row("mrtf", {**REFINED, "rectify": False, "refine": False}),
+    Row("mrtf", {**REFINED, "stabilise": False, "rectify": False, "refine": False}),
+    Row("d2cfl", {"past": 1, **LABELS}, {"mix_alpha": 1.0}),
+    Row("d2cfl", {"past": 2, "rule": "mean", **LABELS}, {"mix_alpha": 1.0}),
+    Row("d2cfl", {"past": 2, "student_start": "average", "rollback": "fixed", **LABELS}, {"threshold": 1.5}),
+    Row("d2cfl", {"past": 1, "optimizer": "sgd", "feedback": False, **LABELS}, {"mix_alpha": 1.0}),
 )
 
 CLASSES, FEATURES, IMAGE = 4, 6, (1, 8, 8)
@@ -111,7 +140,8 @@ def federation(net: str = "mlp", sizes: tuple[int, ...] = SIZES) -> Federation:
     test = Dataset("toy", *samples(20, images=images, use="test"), names)
     indices = torch.argsort(y, stable=True)
     offsets = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int64)
-    return Federation(train, test, indices, offsets, samples(UNLABELED, images=images, use="unlabeled")[0])
+    unlabeled, _ = samples(UNLABELED, images=images, use="unlabeled")
+    return Federation(train, test, indices, offsets, unlabeled, validation=samples(11, images=images, use="validation"))
 
 
 def run(algorithm: Algorithm, *, net: str = "mlp", **how: Any):
@@ -148,4 +178,5 @@ def relabelled(data: Federation, names: list[int]) -> Federation:
     """Class c is called names[c]."""
     new = torch.tensor(names)
     train, test = (dataclasses.replace(part, y=new[part.y]) for part in (data.train, data.test))
-    return dataclasses.replace(data, train=train, test=test)
+    x, y = data.validation
+    return dataclasses.replace(data, train=train, test=test, validation=(x, new[y]))

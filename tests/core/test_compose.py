@@ -3,10 +3,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstill.core.compose import after, chain, combine, every, remember, rollback, weighted_mean
+from fedstill.checkpoint import RunState, load_newest, save_checkpoint
+from fedstill.core.compose import after, chain, combine, every, remember, report_only, rollback, weighted_mean
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, unflatten
-from fedstill.core.types import Batch, Local, Need, Objective, Output, Round, ServerStep, Uploads, Weights
+from fedstill.core.types import (
+    Batch,
+    Local,
+    Need,
+    Objective,
+    Output,
+    Round,
+    ServerStep,
+    Stage,
+    Targets,
+    Uploads,
+    Weights,
+)
 
 
 def model_at(value: float) -> Weights:
@@ -158,6 +171,138 @@ def test_rollback_mixes_the_models_before_and_after(share):
     moved, state = step.apply(model_at(1.0), step.init(model_at(0.0)), at_round(1))
     assert float(moved.params["w"]) == share * 1.0 + (1 - share) * 5.0
     assert int(state["runs"]) == 1
+
+
+@pytest.mark.parametrize(("share", "sent"), [(0.2, 2.6), (0.0, 3.0), (1.0, 1.0)])
+def test_rollback_mixes_as_worked_for_a_teacher(share, sent):
+    """D2C-FL: the average 1 and the student 3."""
+    moved, _ = rollback(adding(2.0), share).apply(model_at(1.0), {"runs": torch.tensor(0)}, at_round(1))
+    assert float(moved.params["w"]) == pytest.approx(sent)
+    assert int(moved.buffers["count"]) == 3
+
+
+def believing(amount: float) -> ServerStep:
+    """Adds `amount`, counts, believes in class 0 as strongly as it has run often, and reports the model it made."""
+    inner = adding(amount)
+
+    def apply(candidate, state, round):
+        moved, after_step = inner.apply(candidate, state, round)
+        return moved, {**after_step, "made": moved.params["w"]}
+
+    def targets(state):
+        if not int(state["runs"]):
+            return None
+        return Targets(torch.tensor([[float(state["runs"]), 0.0]]), torch.tensor([True]))
+
+    def report(state):
+        return Weights({"w": state["made"]}, {}) if "made" in state else None
+
+    return ServerStep(
+        apply,
+        inner.init,
+        lambda state: {f"runs of {amount}": state["runs"]},
+        frozenset({Need.UNLABELED}),
+        stage=Stage.KEEP,
+        name="believing",
+        instead_of="nothing",
+        report=report,
+        targets=targets,
+    )
+
+
+def strength(targets: Targets | None) -> float | None:
+    return None if targets is None else float(targets.probabilities[0, 0])
+
+
+def test_a_step_that_only_reports_sends_what_came_in_and_shows_what_it_made():
+    step = report_only(adding(4.0))
+    state, sent = step.init(model_at(1.0)), model_at(1.0)
+    assert step.report(state) is None
+    for number in (1, 2):
+        moved, state = step.apply(sent, state, at_round(number))
+        assert moved is sent
+    assert float(step.report(state).params["w"]) == 5.0
+    assert int(step.report(state).buffers["count"]) == 3
+    assert int(state["inner"]["runs"]) == 2
+
+
+def test_a_step_that_only_reports_still_broadcasts_believes_and_needs():
+    plain = believing(1.0)
+    step = report_only(plain)
+    state = step.init(model_at(0.0))
+    assert step.targets(state) is None
+    _, state = step.apply(model_at(0.0), state, at_round(1))
+    assert strength(step.targets(state)) == 1.0
+    assert step.broadcast(state) == {"runs of 1.0": torch.tensor(1)}
+    assert (step.needs, step.stage) == (plain.needs, plain.stage)
+    assert (step.name, step.instead_of, step.steps) == ("", "", ())
+
+
+def test_the_reported_model_and_the_belief_survive_a_checkpoint(tmp_path):
+    step = chain(adding(1.0), report_only(believing(2.0)))
+    sent, state = step.apply(model_at(0.0), step.init(model_at(0.0)), at_round(1))
+    save_checkpoint(RunState(1, sent, state), tmp_path)
+    again = load_newest(tmp_path).server
+    assert isinstance(step.report(again), Weights)
+    assert float(sent.params["w"]) == 1.0
+    assert float(step.report(again).params["w"]) == 3.0
+    assert int(step.report(again).buffers["count"]) == 3
+    assert strength(step.targets(again)) == 1.0
+    moved, after_two = step.apply(sent, again, at_round(2))
+    assert float(moved.params["w"]) == 2.0
+    assert strength(step.targets(after_two)) == 2.0
+
+
+def test_a_chain_shows_what_its_last_step_with_an_answer_shows():
+    first, second, silent = believing(1.0), believing(10.0), adding(100.0)
+    steps = chain(first, second, silent)
+    state = steps.init(model_at(0.0))
+    assert steps.report(state) is None
+    assert steps.targets(state) is None
+    for number in (1, 2):
+        _, state = steps.apply(model_at(0.0), state, at_round(number))
+    assert float(steps.report(state).params["w"]) == 11.0  # of the second, not of the model that is sent (111)
+    state["1"] = second.init(model_at(0.0))
+    assert float(steps.report(state).params["w"]) == 1.0
+    assert strength(steps.targets(state)) == 2.0
+    assert chain(adding(1.0)).report({"0": {}}) is None
+    assert chain(adding(1.0)).targets({"0": {}}) is None
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda step: every(2, step), lambda step: after(1, step), lambda step: rollback(step, 0.25)],
+    ids=["every", "after", "rollback"],
+)
+def test_wrapped_steps_still_show_what_they_show(wrap):
+    step = wrap(believing(4.0))
+    state = step.init(model_at(0.0))
+    for number in (1, 2, 3):
+        if number == 3:  # whatever the third round does, the answer of the second is there
+            assert float(step.report(state).params["w"]) == 4.0
+            assert strength(step.targets(state)) == float(state["runs"])
+        _, state = step.apply(model_at(0.0), state, at_round(number))
+    assert strength(step.targets(state)) == float(state["runs"])
+    assert step.needs == {Need.UNLABELED}
+    assert step.name == ""
+
+
+def test_what_is_reported_stays_in_rounds_in_which_the_step_rests():
+    step = every(2, report_only(adding(1.0)))
+    state, shown = step.init(model_at(0.0)), []
+    for number in range(1, 6):
+        _, state = step.apply(model_at(float(number)), state, at_round(number))
+        shown.append(step.report(state) and float(step.report(state).params["w"]))
+    assert shown == [None, 3.0, 3.0, 5.0, 5.0]
+
+
+def test_a_step_that_remembers_shows_what_its_inner_step_shows():
+    step = remember(lambda past: believing(1.0), 2)
+    state = step.init(model_at(0.0))
+    assert step.targets(state) is None
+    _, state = step.apply(model_at(0.0), state, at_round(1))
+    assert strength(step.targets(state)) == 1.0
+    assert float(step.report(state).params["w"]) == 1.0
 
 
 def watching(seen: list):

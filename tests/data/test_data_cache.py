@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fedstill.data import Source, default_cache_dir, load, readers
 from fedstill.data import datasets as loaders
+from fedstill.data.source import InputColumn
 
 
 @pytest.fixture
@@ -37,8 +38,12 @@ def same(a: Source, b: Source) -> bool:
         for p, q in ((a.train.x, b.train.x), (a.train.y, b.train.y), (a.test.x, b.test.x), (a.test.y, b.test.y))
     )
     keys = set(a.keys) == set(b.keys) and all(np.array_equal(a.keys[k], b.keys[k]) for k in a.keys)
-    facts = [(s.train.name, s.train.classes, s.train.mean, s.train.std, s.notes, s.origin) for s in (a, b)]
-    return tensors and keys and facts[0] == facts[1]
+    rows = set(a.rows) == set(b.rows) and all(np.array_equal(a.rows[k], b.rows[k]) for k in a.rows)
+    facts = [
+        (s.train.name, s.train.classes, s.train.mean, s.train.std, s.notes, s.origin, s.columns, s.skipped)
+        for s in (a, b)
+    ]
+    return tensors and keys and rows and facts[0] == facts[1]
 
 
 def cached_files(cache: Path) -> list[Path]:
@@ -55,6 +60,15 @@ def test_the_second_load_is_the_first_without_decoding(tmp_path: Path, decodings
     second.train.x[0] = 0  # a copy: the stored bytes stay
     assert same(first, load(tmp_path / "notes.parquet"))
     assert len(decodings) == 1
+
+
+def test_columns_words_and_row_numbers_come_back_from_the_cache(tmp_path: Path, decodings: list[str]) -> None:
+    (tmp_path / "t.csv").write_text("colour,size,kind\n" + "".join(f"{'rgb'[i % 3]},{i},{i % 2}\n" for i in range(10)))
+    first, second = (load(tmp_path / "t.csv", label="kind") for _ in range(2))
+    assert len(decodings) == 1
+    assert same(first, second)
+    assert second.columns == (InputColumn("colour", 3, ("b", "g", "r")), InputColumn("size", 1))
+    assert sorted([*second.rows["train"], *second.rows["test"]]) == list(range(10))
 
 
 def test_nothing_but_whole_files_is_left_in_the_cache(tmp_path: Path, private_cache: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, png, write_parquet
+from data_files import HYPOTHESIS, fails, pictures
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +15,7 @@ from fedstill.data import (
     Source,
     federation_from_tensors,
     from_tensors,
-    load,
+    hold_validation,
     make_federation,
     match_storage,
     split_unlabeled,
@@ -75,6 +74,23 @@ def test_rows_that_cannot_be_shared_out_so_are_refused() -> None:
     assert "data.unlabeled" in fails(make_federation, source, [a], unlabeled=torch.zeros(3, 2))
 
 
+def test_a_federation_carries_names_and_truth_of_what_the_server_holds() -> None:
+    source = numbered(10)
+    rest, unlabeled = split_unlabeled(source, 4, seed=0)
+    rest, validation = hold_validation(rest, 3, seed=0)
+    federation = make_federation(rest, [np.arange(3)], unlabeled=unlabeled, validation=validation)
+    assert torch.equal(federation.unlabeled, unlabeled.x)
+    assert federation.unlabeled_ids == unlabeled.ids
+    assert federation.unlabeled_truth.tolist() == [int(x) % 3 for x in federation.unlabeled[:, 0]]
+    assert federation.validation is validation
+    plain = make_federation(source, [np.arange(3)], unlabeled=unlabeled.x)
+    assert plain.unlabeled_ids == ("0", "1", "2", "3")
+    assert plain.unlabeled_truth is None
+    assert plain.validation is None
+    wrong = (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64))
+    assert "data.validation" in fails(make_federation, source, [np.arange(3)], validation=wrong)
+
+
 def test_a_federation_from_one_pair_a_client() -> None:
     pixels = pictures(9)
     clients = [(pixels[:2], [5, 7]), (torch.from_numpy(pixels[2:6]), torch.tensor([7, 7, 5, 5])), (pixels[6:7], [5])]
@@ -97,8 +113,10 @@ def test_held_out_rows_are_in_nobody_elses_hands(rows: int, seed: int, data: st.
     count = data.draw(st.integers(1, rows - 1))
     rest, unlabeled = split_unlabeled(source, count, seed=seed)
     assert unlabeled is not None
-    kept, taken = set(rest.train.x[:, 0].int().tolist()), set(unlabeled[:, 0].int().tolist())
-    assert len(taken) == count
+    kept, taken = set(rest.train.x[:, 0].int().tolist()), set(unlabeled.x[:, 0].int().tolist())
+    assert len(taken) == len(unlabeled.x) == count
+    assert unlabeled.ids == tuple(f"train/{row}" for row in sorted(taken))
+    assert unlabeled.truth.tolist() == [row % 3 for row in sorted(taken)]
     assert kept.isdisjoint(taken)
     assert kept | taken == set(range(rows))
     assert rest.keys["row"].tolist() == rest.train.x[:, 0].int().tolist()
@@ -106,7 +124,7 @@ def test_held_out_rows_are_in_nobody_elses_hands(rows: int, seed: int, data: st.
     assert torch.equal(rest.test.x, source.test.x)
     again = split_unlabeled(source, str(count), seed=seed)[1]
     assert again is not None
-    assert torch.equal(unlabeled, again)
+    assert torch.equal(unlabeled.x, again.x)
 
 
 def test_none_and_the_test_inputs() -> None:
@@ -114,10 +132,15 @@ def test_none_and_the_test_inputs() -> None:
     assert split_unlabeled(source, "none", seed=0) == (source, None)
     rest, unlabeled = split_unlabeled(source, "test", seed=0)
     assert rest is source
-    assert torch.equal(unlabeled, source.test.x)
+    assert torch.equal(unlabeled.x, source.test.x)
+    assert unlabeled.ids == ("test/0", "test/1", "test/2", "test/3")
+    assert unlabeled.truth.tolist() == [0, 1, 2, 0]
     limited = split_unlabeled(source, "test", seed=0, limit=2)[1]
-    assert len(limited) == 2
-    assert {tuple(row) for row in limited.tolist()} <= {tuple(row) for row in source.test.x.tolist()}
+    assert len(limited.x) == len(limited.ids) == len(limited.truth) == 2
+    for x, name, label in zip(limited.x, limited.ids, limited.truth, strict=True):
+        row = int(name.removeprefix("test/"))
+        assert torch.equal(x, source.test.x[row])
+        assert label == source.test.y[row]
 
 
 def test_what_cannot_be_held_out_is_refused() -> None:
@@ -125,53 +148,6 @@ def test_what_cannot_be_held_out_is_refused() -> None:
     for choice in (10, 11, -1, True):
         assert "1 to 9" in fails(split_unlabeled, source, choice, seed=0)
     assert "data.unlabeled: no such file or folder" in fails(split_unlabeled, source, "./nowhere", seed=0)
-
-
-def test_another_dataset_is_recoloured_and_resized(tmp_path: Path) -> None:
-    hub_folder(tmp_path / "pets")
-    colour, grey = load(tmp_path / "pets"), load("digits")
-    rest, unlabeled = split_unlabeled(grey, str(tmp_path / "pets"), seed=0)
-    assert rest is grey
-    assert unlabeled.shape == (9, 1, 8, 8)  # all rows: train and test
-    assert unlabeled.dtype == torch.uint8
-    _, unlabeled = split_unlabeled(colour, "digits", seed=0, limit=100)
-    assert unlabeled.shape == (100, 3, 5, 4)
-    assert torch.equal(unlabeled[:, 0], unlabeled[:, 2])
-
-
-def test_an_unlabeled_folder_needs_no_labels_and_no_common_size(tmp_path: Path) -> None:
-    image_folder(tmp_path / "web" / "a", {"x": 3}, height=12, width=9)
-    image_folder(tmp_path / "web" / "b", {"y": 2}, height=7, width=20, channels=1)
-    (tmp_path / "web" / "stray.png").write_bytes(png(pictures(1)[0]))
-    _, unlabeled = split_unlabeled(load("digits"), str(tmp_path / "web"), seed=0)
-    assert unlabeled.shape == (6, 1, 8, 8)
-    write_parquet(tmp_path / "bare.parquet", {"image": [png(p) for p in pictures(4)]})
-    _, unlabeled = split_unlabeled(load("digits"), str(tmp_path / "bare.parquet"), seed=0)
-    assert len(unlabeled) == 4
-
-
-def test_the_clients_own_dataset_is_not_taken_as_another_one(tmp_path: Path) -> None:
-    assert "own dataset" in fails(split_unlabeled, load("digits"), "digits", seed=0)
-    hub_folder(tmp_path / "pets")
-    source = load(tmp_path / "pets")
-    assert "own dataset" in fails(split_unlabeled, source, f"{tmp_path}/../{tmp_path.name}/pets", seed=0)
-
-
-def test_another_table_is_refused_because_its_columns_cannot_be_matched(tmp_path: Path) -> None:
-    file = tmp_path / "t.csv"
-    file.write_text("a,label\n1,0\n2,1\n")
-    assert "cannot be matched" in fails(split_unlabeled, numbered(5), str(file), seed=0)
-    assert "cannot be matched" in fails(split_unlabeled, numbered(5), "digits", seed=0)
-
-
-def test_colour_becomes_grey_by_luma_as_in_pillow() -> None:
-    from PIL import Image
-
-    pixels = pictures(20)
-    x = match_storage(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.zeros(1, 1, 5, 4, dtype=torch.uint8))
-    for got, image in zip(x, pixels, strict=True):
-        wanted = np.asarray(Image.fromarray(image).convert("L")).astype(int)
-        assert np.abs(got[0].numpy().astype(int) - wanted).max() <= 1
 
 
 def test_halving_an_image_averages_it_and_keeps_flat_areas() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from data_files import image_folder, pictures, png
 from PIL import Image
 
 from fedstill.core.errors import FedstillError
 from fedstill.data import load
-from fedstill.data.images import CHUNK, decode_images
+from fedstill.data.images import CHUNK, decode_images, decode_readable, fit_images
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -77,16 +78,51 @@ def test_mixed_sizes_ask_for_one_and_are_cut_to_it(tmp_path: Path) -> None:
     blobs = [png(wide), png(np.full((2, 2, 3), 100, np.uint8))]
     with pytest.raises(FedstillError, match=r"data.size.*2x2 to 8x4"):
         decode_images(blobs, where="a set")
-    for options in ({"size": 2}, {"mixed_size": 2}):
-        x = decode_images(blobs, where="a set", **options)
-        assert x.shape == (2, 3, 2, 2)
-        assert (x[0] == 200).all()
-        assert (x[1] == 100).all()
-    alike = decode_images([png(wide)], where="a set", mixed_size=2)
-    assert alike.shape == (1, 3, 4, 8)  # only if they differ
+    x = decode_images(blobs, where="a set", shape=(2, 2))
+    assert x.shape == (2, 3, 2, 2)
+    assert (x[0] == 200).all()
+    assert (x[1] == 100).all()
     image_folder(tmp_path / "zoo", {"a": 5})
     image_folder(tmp_path / "zoo" / "more", {"b": 5}, height=9)
     assert load(tmp_path / "zoo", size=3).train.x.shape[1:] == (3, 3, 3)
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 9), (4, 12), (20, 6)])
+def test_the_centre_in_the_wanted_proportions_is_kept_and_nothing_beside_it(height: int, width: int) -> None:
+    """Wanted 2 x 3: of 6 x 9 all, of 4 x 12 the middle 6 columns, of 20 x 6 the middle 4 rows."""
+    rows, columns = {(6, 9): (6, 9), (4, 12): (4, 6), (20, 6): (4, 6)}[height, width]
+    pixels = np.zeros((height, width), np.uint8)
+    top, left = (height - rows) // 2, (width - columns) // 2
+    pixels[top : top + rows, left : left + columns] = 90
+    x = decode_images([png(pixels)], where="a set", shape=(2, 3))
+    assert x.shape == (1, 1, 2, 3)
+    assert (x == 90).all()
+    as_array = fit_images(torch.from_numpy(pixels)[None, None], 2, 3)
+    assert (as_array == 90).all()
+    assert as_array.shape == (1, 1, 2, 3)
+
+
+def test_an_image_of_the_wanted_size_is_not_touched() -> None:
+    pixels = pictures(3)
+    wanted = pixels.transpose(0, 3, 1, 2)
+    assert np.array_equal(decode_images([png(p) for p in pixels], where="a set", shape=(5, 4)), wanted)
+    assert np.array_equal(fit_images(torch.from_numpy(wanted.copy()), 5, 4), wanted)
+
+
+def test_what_cannot_be_read_is_left_out_and_told_over_many_tasks() -> None:
+    count = 2 * CHUNK + 7
+    pixels = pictures(count, channels=1, height=2, width=3)
+    blobs = [png(p) for p in pixels]
+    broken = [0, CHUNK - 1, CHUNK, count - 1]
+    for row in broken:
+        blobs[row] = blobs[row][:40]
+    decoded = decode_readable(blobs, where="a set")
+    assert decoded.unreadable == tuple(broken)
+    assert np.array_equal(decoded.images, np.delete(pixels, broken, axis=0)[:, None])
+    with pytest.raises(FedstillError, match="no readable image"):
+        decode_readable([b"", b"?"], where="a set")
+    whole_task = decode_readable([b""] * CHUNK + blobs[1:2], where="a set")
+    assert np.array_equal(whole_task.images, pixels[1:2, None])
 
 
 def test_a_broken_image_is_named(tmp_path: Path) -> None:

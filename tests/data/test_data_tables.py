@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.data import from_csv, load, stratified_holdout
-from fedstill.data.frames import encode_labels
+from fedstill.data.columns import encode_labels
 from fedstill.data.readers import read_csv
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)

@@ -146,6 +146,24 @@ def test_an_experiment_learns_the_next_character_of_every_role(tmp_path):
     assert result.history.evaluated[-1]["accuracy"] > 0.9
 
 
+def test_some_roles_train_and_a_part_of_all_roles_windows_is_tested_on_as_in_mrtf(tmp_path):
+    """MrTF keeps a tenth of the clients and a tenth of a test set pooled from all users, trained or not."""
+    path = plays(tmp_path, [("p", f"r{k}", "abcdefghijklmnopqrst"[k] * 60) for k in range(20)])
+    data = {"source": str(path), "inputs": ["text"], "window": 5, "unlabeled": "test"}
+    partition = {"scheme": "natural", "keys": ["play", "role"], "clients": 2}
+    whole, part = (
+        build_federation(experiment(path, data=d, partition=partition)) for d in (data, {**data, "test_limit": 50})
+    )
+    assert part.population == 2
+    assert len(part.test.y) == len(part.unlabeled) == 50
+    assert len(whole.test.y) > 100
+    trained = set(part.train.y[part.indices].tolist())
+    assert len(trained) == 2
+    assert len(set(part.test.y.tolist()) - trained) > 10
+    assert part.unlabeled_ids is not None
+    assert set(part.unlabeled_ids) < set(whole.unlabeled_ids)
+
+
 def test_networks_for_text_and_for_numbers_are_not_confused(tmp_path):
     path = plays(tmp_path, [("p", "r", "abcdefgh" * 10)])
     mlp = experiment(path, cohort=1, model="mlp")

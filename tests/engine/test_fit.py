@@ -19,11 +19,13 @@ from engine_cases import (
 )
 from torch import nn
 
+from fedstill.core.compose import combine
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
 from fedstill.core.types import Training
 from fedstill.engine.engine import FEEDS
 from fedstill.engine.plan import make_plan
+from fedstill.local.distillation import plain_distillation
 from fedstill.local.terms import cross_entropy
 from fedstill.server.student import soft_target_loss
 
@@ -125,3 +127,149 @@ def test_a_server_that_trains_on_new_samples_every_round_does_not_fill_the_memor
         engine.fit(objective, start, x, soft_targets(round), DISTILLING, seed=0)
     assert len(engine.feeds) <= FEEDS
     assert len(engine.programs) <= FEEDS
+
+
+PLAIN = Training(
+    steps=7, batch_size=4, lr=0.1
+)  # at a constant rate the first steps of a plan are those of a shorter one
+CHOSEN = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 20])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm", "drop"])
+@pytest.mark.parametrize("training", [DISTILLING, Training(epochs=2, batch_size=4, lr=0.05)], ids=["steps", "epochs"])
+def test_some_rows_of_a_set_are_fitted_like_a_set_of_their_own(name, net, training):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    objective, start = soft_target_loss(), network(net).init(0)
+    some = engine_for(name, net).fit(objective, start, x, y, training, 5, rows=CHOSEN)
+    alone = engine_for(name, net).fit(objective, start, x[CHOSEN], y[CHOSEN], training, 5)
+    assert_same_bits(some, alone)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_rows_may_change_from_call_to_call_and_other_targets_do_not_count(name):
+    used, x, y = engine_for(name), dataset(COUNT, images=False).x, soft_targets()
+    objective, start = soft_target_loss(), network().init(0)
+    elsewhere = y.clone()
+    elsewhere[[0, 1, 4]] = 1 / CLASSES
+    for rows in (CHOSEN, CHOSEN[:1], torch.arange(COUNT)):
+        found = used.fit(objective, start, x, y, DISTILLING, 5, rows=rows)
+        assert_same_bits(found, engine_for(name).fit(objective, start, x[rows], y[rows], DISTILLING, 5))
+        if len(rows) < COUNT:
+            assert_same_bits(found, used.fit(objective, start, x, elsewhere, DISTILLING, 5, rows=rows))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("watched", [False, True])
+def test_no_rows_leave_the_model_as_it_is(name, watched):
+    engine, start = engine_for(name, "norm"), network("norm").init(0)
+    how = {"watch": lambda done, now: False} if watched else {}
+    none = torch.zeros(0, dtype=torch.int64)
+    x = dataset(COUNT, images=False).x
+    assert_same_bits(engine.fit(soft_target_loss(), start, x, soft_targets(), DISTILLING, 5, rows=none, **how), start)
+
+
+def watched_fit(name, net, training, *, until=None, every=1, **how):
+    """(the result, {step: the weights that the watcher saw})."""
+    engine, seen = engine_for(name, net), {}
+
+    def watch(done, now):
+        seen[done] = clone(now)
+        return done == until
+
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    found = engine.fit(soft_target_loss(), network(net).init(0), x, y, training, 5, watch=watch, every=every, **how)
+    return found, seen
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm", "drop"])
+def test_a_watcher_sees_the_weights_after_every_step(name, net):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    found, seen = watched_fit(name, net, PLAIN)
+    assert list(seen) == list(range(1, 8))
+    for steps, weights in seen.items():
+        training = Training(steps=steps, batch_size=4, lr=0.1)
+        shorter = engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, training, 5)
+        assert_same_bits(weights, shorter)
+    assert_same_bits(found, seen[7])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
+@pytest.mark.parametrize("training", [DISTILLING, Training(epochs=2, batch_size=8, lr=0.05, momentum=0.9)])
+def test_being_watched_changes_nothing(name, net, training):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    plain = engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, training, 5, rows=CHOSEN)
+    found, _ = watched_fit(name, net, training, rows=CHOSEN)
+    assert_same_bits(found, plain)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_watcher_may_stop_and_the_result_is_what_it_saw_then(name):
+    found, seen = watched_fit(name, "norm", PLAIN, until=3)
+    assert list(seen) == [1, 2, 3]
+    assert_same_bits(found, seen[3])
+    _, all_of_them = watched_fit(name, "norm", PLAIN)
+    assert_same_bits(seen, {step: all_of_them[step] for step in seen})
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_watcher_looks_as_often_as_it_asks_to(name):
+    assert list(watched_fit(name, "mlp", PLAIN, every=3)[1]) == [3, 6]
+    assert list(watched_fit(name, "mlp", PLAIN, every=8)[1]) == []
+    found, seen = watched_fit(name, "mlp", PLAIN, every=2, until=4)
+    assert list(seen) == [2, 4]
+    assert_same_bits(found, seen[4])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_watcher_may_run_the_model_it_sees(name):
+    """As early stopping does: the set it looks at comes and goes between the steps."""
+    engine, x, y = engine_for(name), dataset(COUNT, images=False).x, soft_targets()
+    others = [dataset(9, images=False, seed=seed).x for seed in range(2 * FEEDS)]
+    answers = []
+
+    def watch(done, now):
+        answers.append([engine.outputs(now, other).logits for other in others])
+        return False
+
+    start = network().init(0)
+    found = engine.fit(soft_target_loss(), start, x, y, PLAIN, 5, watch=watch)
+    assert_same_bits(found, engine_for(name).fit(soft_target_loss(), start, x, y, PLAIN, 5))
+    last = {str(i): logits for i, logits in enumerate(answers[-1])}
+    assert_same_bits(last, {str(i): engine.outputs(found, other).logits for i, other in enumerate(others)})
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_watched_student_that_also_learns_from_its_start_learns_from_this_start(name):
+    """Outputs of the start are kept by the engine: they must not be those of an earlier call."""
+    engine, x = engine_for(name), dataset(COUNT, images=False).x
+    hard, objective = torch.arange(COUNT) % CLASSES, combine(cross_entropy(), plain_distillation(2.0))
+    for seed in range(2):
+        start = network().init(seed)
+        plain = engine.fit(objective, start, x, hard, PLAIN, 5)
+        other = engine.fit(objective, network().init(9), x, hard, PLAIN, 5)
+        watched = engine.fit(objective, start, x, hard, PLAIN, 5, watch=lambda done, now: False)
+        assert_same_bits(watched, plain)
+        assert not torch.equal(other.params["head.bias"], plain.params["head.bias"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_cyclic_rate_is_followed_step_by_step(name):
+    """Plain gradient steps with the rate 0.3, 0.2, 0.1, 0.3, ... on the batches of the plan."""
+    training = Training(steps=7, batch_size=8, lr=0.3, lr_schedule="cyclic", lr_cycle=3, lr_low=0.1)
+    x, y = dataset(COUNT, images=False).x, soft_targets()
+    module, start = MODULES["mlp"](), network("mlp").init(0)
+    module.load_state_dict(start.params)
+    one_client = np.array([COUNT]), np.zeros(1, np.int64)
+    plan = make_plan(np.arange(COUNT), *one_client, training=training, round=1, seed=seed_for(5, "fit"))
+    for step, (index, weight) in enumerate(zip(plan.index[:, 0], plan.weight[:, 0], strict=True)):
+        rows = torch.from_numpy(index[weight > 0])
+        loss = F.kl_div(F.log_softmax(module(x[rows]), 1), y[rows], reduction="batchmean")
+        pulls = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for leaf, pull in zip(module.parameters(), pulls, strict=True):
+                leaf -= (0.3, 0.2, 0.1)[step % 3] * pull
+    found = engine_for(name).fit(soft_target_loss(), start, x, y, training, 5)
+    assert_close(found.params, {name: leaf.detach() for name, leaf in module.named_parameters()})

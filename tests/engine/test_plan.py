@@ -142,7 +142,7 @@ def test_every_sample_has_bits_of_its_own_but_only_where_something_is_augmented(
     st.lists(st.integers(0, 19), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     st.booleans(),
-    st.sampled_from(["constant", "cosine"]),
+    st.sampled_from(["constant", "cosine", "cyclic"]),
     st.floats(0.5, 1.0),
 )
 def test_travel_is_how_far_a_constant_unit_gradient_moves_the_weights(sizes, momentum, nesterov, schedule, decay):
@@ -189,6 +189,28 @@ def test_each_client_has_the_cosine_of_its_own_steps():
     np.testing.assert_allclose(plan.lr[:, 1], wanted, rtol=1e-6)
     assert not plan.shared_rate
     assert plan_for([4, 12], Training(batch_size=4)).shared_rate
+
+
+def test_a_cyclic_rate_falls_along_a_line_and_starts_again():
+    """FedBE: 1e-3 to 4e-4 in 25 steps; a snapshot every 25 steps is taken at the lowest rate."""
+    plan = plan_for([1], Training(batch_size=1, steps=60, lr=1e-3, lr_schedule="cyclic", lr_cycle=25, lr_low=4e-4))
+    rates = plan.lr[:, 0]
+    np.testing.assert_allclose(rates[:25], np.linspace(1e-3, 4e-4, 25), rtol=1e-12)
+    np.testing.assert_array_equal(rates[25:50], rates[:25])
+    assert rates[24] == rates[49] == pytest.approx(4e-4)
+
+
+@pytest.mark.parametrize(
+    ("lr", "low", "cycle", "expected"), [(0.0, 0.0, 2, [0.0] * 4), (0.2, 0.2, 3, [0.2] * 4), (0.2, 0.1, 1, [0.2] * 4)]
+)
+def test_a_cycle_without_a_fall_is_a_constant_rate(lr, low, cycle, expected):
+    training = Training(batch_size=1, steps=4, lr=lr, lr_schedule="cyclic", lr_cycle=cycle, lr_low=low)
+    assert plan_for([1], training).lr[:, 0].tolist() == expected
+
+
+def test_a_cycle_shrinks_with_the_rounds():
+    training = Training(batch_size=1, steps=3, lr=0.4, lr_low=0.2, lr_schedule="cyclic", lr_cycle=3, lr_decay=0.5)
+    np.testing.assert_allclose(plan_for([1], training, round=3).lr[:, 0], [0.1, 0.075, 0.05])
 
 
 def test_rates_decay_by_round_and_by_local_epoch():
@@ -241,7 +263,18 @@ def test_a_number_of_steps_costs_what_is_taken_whatever_the_smallest_client_hold
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"lr": -1.0}, {"optimizer": "foo"}, {"momentum": 1.0}, {"clip": 0.0}]
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"lr": -1.0},
+        {"optimizer": "foo"},
+        {"momentum": 1.0},
+        {"clip": 0.0},
+        {"lr_schedule": "linear"},
+        {"lr_cycle": 0},
+        {"lr_low": -0.1},
+        {"lr_low": 0.2, "lr_schedule": "cyclic", "lr": 0.1},
+    ],
 )
 def test_impossible_training_is_refused_by_its_key(wrong):
     with pytest.raises(FedstillError, match=f"local.{next(iter(wrong))}"):

@@ -7,6 +7,7 @@ import pytest
 
 from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts
+from fedstill.partition.common import hold_out
 from fedstill.partition.dirichlet import column_counts, floor_counts, sinkhorn
 from fedstill.partition.shards import cut_evenly
 from fedstill.partition.skew import top_class_share
@@ -108,6 +109,43 @@ def test_mrtf_drops_small_clients() -> None:
     kept = PARTITIONS["mrtf"](labels, 100, seed=0, alpha=0.1, min_size=5)
     assert [len(part) for part in kept] == [len(part) for part in everyone if len(part) >= 5]
     assert len(kept) < 100
+
+
+@pytest.mark.parametrize(("name", "options"), [("mrtf", {"alpha": 1.0}), ("label_split", {"classes_per_client": 3})])
+def test_a_fifth_of_each_clients_rows_is_left_unused_as_in_mrtfs_code(name: str, options: dict[str, float]) -> None:
+    whole = PARTITIONS[name](CIFAR10, 100, seed=0, **options)
+    left = PARTITIONS[name](CIFAR10, 100, seed=0, held_out=0.2, **options)
+    assert [len(part) for part in left] == [len(part) - len(part) // 5 for part in whole]
+    assert all(set(some.tolist()) < set(all_.tolist()) for some, all_ in zip(left, whole, strict=True))
+    dropped = [np.setdiff1d(all_, some) for some, all_ in zip(left, whole, strict=True)]
+    spread = [np.mean(CIFAR10[rows]) - np.mean(CIFAR10[all_]) for rows, all_ in zip(dropped, whole, strict=True)]
+    assert abs(np.mean(spread)) < 0.15  # a random fifth, not its first or last classes
+    assert [part.tolist() for part in PARTITIONS[name](CIFAR10, 100, seed=0, held_out=0.0, **options)] == [
+        part.tolist() for part in whole
+    ]
+
+
+def test_at_least_one_row_is_held_out_and_one_is_left() -> None:
+    parts = [np.arange(4), np.array([7]), np.arange(0), np.arange(29)]
+    assert [part.tolist() for part in hold_out(parts, 0.2)] == [[0, 1, 2], [7], [], list(range(24))]
+    assert [len(part) for part in hold_out([np.arange(100)], 0.29)] == [71]  # 0.29 * 100 is 28.999999999999996
+    assert hold_out(parts, 0.0) is parts
+
+
+def test_the_papers_class_counts_are_those_of_the_80_percent_that_clients_train_on() -> None:
+    """Classes with 5 or more samples at alpha = 0.1: 3.73 (CIFAR-10), 17.1 (CIFAR-100); with all rows 3.9 and 18.7."""
+    for labels, trained, everything in ((CIFAR10, 3.73, 3.9), (CIFAR100, 17.1, 18.7)):
+        for held_out, wanted in ((0.2, trained), (0.0, everything)):
+            counts = [counts_of("mrtf", labels, 100, seed=s, alpha=0.1, held_out=held_out) for s in range(8)]
+            seen = np.mean([(count >= 5).sum(axis=1).mean() for count in counts])
+            assert seen == pytest.approx(wanted, rel=0.025)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("name", ["mrtf", "label_split"])
+def test_an_impossible_share_to_hold_out_names_its_key(name: str, share: float) -> None:
+    with pytest.raises(FedstillError, match=r"partition\.held_out"):
+        PARTITIONS[name](CIFAR10, 10, seed=0, held_out=share)
 
 
 def test_mrtf_without_any_client_left_says_so() -> None:

@@ -77,7 +77,13 @@ def normed(mean: float, variance: float, count: int) -> Weights:
 
 @pytest.mark.parametrize(
     ("policy", "mean", "variance", "count"),
-    [("average", 1.0, 1.0, 9), ("pooled", 1.0, 2.0, 9), ("reset", 0.0, 1.0, 0), ("local", 0.5, 4.0, 2)],
+    [
+        ("average", 1.0, 1.0, 9),
+        ("pooled", 1.0, 2.0, 9),
+        ("reset", 0.0, 1.0, 0),
+        ("local", 0.5, 4.0, 2),
+        ("last", 2.0, 1.0, 4),
+    ],
 )
 def test_each_policy_gives_its_batchnorm_statistics(policy, mean, variance, count):
     start, models = normed(0.5, 4.0, 2), [normed(0.0, 1.0, 9), normed(2.0, 1.0, 4)]
@@ -89,6 +95,22 @@ def test_each_policy_gives_its_batchnorm_statistics(policy, mean, variance, coun
     assert buffers["bn.num_batches_tracked"].dtype == torch.int64
 
 
+@pytest.mark.parametrize(
+    ("ids", "sizes", "mean"), [([3, 9, 5], [1, 1, 1], 20.0), ([9, 3, 5], [1, 1, 1], 10.0), ([3, 9, 5], [1, 0, 1], 30.0)]
+)
+def test_the_last_client_is_the_one_of_the_largest_number_that_has_any_data(ids, sizes, mean):
+    models = [normed(mean, 1.0, 1) for mean in (10.0, 20.0, 30.0)]
+    uploads = uploads_of(models, sizes)._replace(ids=torch.tensor(ids))
+    merged = average(buffers="last").apply(models[0], {}, round_of(models[0], uploads))[0]
+    assert merged.buffers["bn.running_mean"].tolist() == [mean]
+
+
+@pytest.mark.parametrize("step", [average, normalized_average])
+def test_one_clients_statistics_cannot_be_had_from_a_sum_over_clients(step):
+    assert Need.INDIVIDUAL_UPLOADS in step(buffers="last").needs
+    assert Need.INDIVIDUAL_UPLOADS not in step().needs
+
+
 def test_statistics_are_weighted_like_the_parameters():
     models = [normed(0.0, 1.0, 1), normed(4.0, 5.0, 1)]
     buffers = averaged(models, [3, 1]).buffers
@@ -98,7 +120,7 @@ def test_statistics_are_weighted_like_the_parameters():
     assert pooled["bn.running_var"].tolist() == [0.75 * 1.0 + 0.25 * (5.0 + 16.0) - 1.0]
 
 
-@pytest.mark.parametrize("policy", ["average", "pooled", "reset", "local"])
+@pytest.mark.parametrize("policy", ["average", "pooled", "reset", "local", "last"])
 def test_the_result_shares_no_memory_with_what_came_in(policy):
     start = normed(0.5, 4.0, 2)
     uploads = uploads_of([normed(1.0, 1.0, 1)], [5])

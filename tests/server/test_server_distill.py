@@ -1,94 +1,22 @@
-import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from by_hand import blobs, linear, linear_model, local_view, number, round_of, scalar, uploads_of
+from by_hand import blobs, linear, linear_model, number, round_of, uploads_of
 
+from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.tree import clone
-from fedstill.core.types import Batch, Need, Output, Training
+from fedstill.core.tree import clone, flatten, unflatten
+from fedstill.core.types import Need, Targets, Training
 from fedstill.server import average, distill
-from fedstill.server.distill import agreement
-from fedstill.server.pools import pool_targets
-from fedstill.server.student import Student, divergence, soft_target_loss
+from fedstill.server.distill import TeacherShares, agreement, everything, keep_targets, loss_of, targets_of
+from fedstill.server.pools import maximum_rule, pool_targets
+from fedstill.server.student import Student
+from fedstill.server.teachers import globals_teach_too
 
 TRAINING = Training(steps=5, lr=0.5)
-
-
-@pytest.mark.parametrize(
-    ("pool", "expected"), [("logits", [0.268941, 0.731059]), ("probabilities", [0.449392, 0.550608])]
-)
-def test_two_teachers_pool_as_worked_by_hand(pool, expected):
-    targets = pool_targets(number([[[2.0, 0.0]], [[0.0, 4.0]]]), pool)
-    assert targets[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("pool", "expected"),
-    [("logits", [0.989437, 0.009304, 0.001259]), ("probabilities", [0.363519, 0.606295, 0.030186])],
-)
-def test_one_loud_teacher_captures_averaged_logits_but_not_probabilities(pool, expected):
-    logits = number([[[20.0, 0.0, 0.0]], [[0.0, 3.0, 0.0]], [[0.0, 3.0, 0.0]]])
-    assert pool_targets(logits, pool)[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def teachers(count=3, samples=5, classes=4):
-    return torch.randn(count, samples, classes, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("pool", ["logits", "probabilities"])
-def test_a_single_teacher_is_its_own_target(pool):
-    (only,) = teachers(1)
-    torch.testing.assert_close(pool_targets(only.unsqueeze(0), pool), torch.softmax(only, -1))
-
-
-def test_averaged_logits_are_the_geometric_mean_of_probabilities():
-    share = number([0.5, 0.2, 0.3])
-    probabilities = torch.softmax(teachers(), -1)
-    geometric = torch.exp((share.reshape(-1, 1, 1) * probabilities.log()).sum(0))
-    expected = geometric / geometric.sum(-1, keepdim=True)
-    torch.testing.assert_close(pool_targets(teachers(), share=share), expected)
-    arithmetic = (share.reshape(-1, 1, 1) * probabilities).sum(0)
-    torch.testing.assert_close(pool_targets(teachers(), "probabilities", share=share), arithmetic)
-
-
-@pytest.mark.parametrize("pool", ["logits", "probabilities"])
-def test_a_constant_on_a_teachers_logits_changes_nothing_but_a_scale_does(pool):
-    shifted, scaled = teachers(), teachers()
-    shifted[1] += torch.arange(5, dtype=torch.float64).unsqueeze(-1)
-    scaled[1] *= 3.0
-    torch.testing.assert_close(pool_targets(shifted, pool), pool_targets(teachers(), pool))
-    assert not torch.allclose(pool_targets(scaled, pool), pool_targets(teachers(), pool), atol=1e-3)
-
-
-@pytest.mark.parametrize("pool", ["logits", "probabilities"])
-def test_temperature_divides_every_teacher(pool):
-    torch.testing.assert_close(pool_targets(teachers(), pool, temperature=2.0), pool_targets(teachers() / 2.0, pool))
-
-
-def test_the_loss_has_the_cards_value_and_gradient():
-    z, p = number([[0.0, 0.0]]).requires_grad_(), number([[0.75, 0.25]])
-    loss = soft_target_loss().loss(Output(z, z), Batch(z, p, number([1.0])), local_view(scalar(0.0)))
-    assert loss.item() == pytest.approx(0.130812, abs=1e-6)
-    assert torch.autograd.grad(loss, z)[0][0].tolist() == pytest.approx([-0.25, 0.25])
-
-
-def test_padding_cannot_change_the_student_loss():
-    z, p = number([[1.0, 0.0], [50.0, -9.0]]), number([[0.3, 0.7], [0.5, 0.5]])
-    both = soft_target_loss().loss(Output(z, z), Batch(z, p, number([1.0, 0.0])), local_view(scalar(0.0)))
-    assert both.item() == divergence(p[:1], z[:1])[0].item()
-
-
-def test_a_hard_target_costs_the_cross_entropy():
-    assert divergence(number([[1.0, 0.0]]), number([[0.0, 0.0]])).item() == pytest.approx(math.log(2))
-
-
-def test_the_student_is_heated_like_the_targets():
-    logits = teachers(1)
-    targets = pool_targets(logits, temperature=3.0)
-    assert divergence(targets, logits[0], 3.0).abs().max() < 1e-12
 
 
 def test_agreement_is_the_share_of_teachers_who_name_the_pooled_class():
@@ -158,4 +86,101 @@ def test_missing_unlabeled_data_is_one_line_with_its_cure():
 
 
 def test_distillation_declares_what_it_looks_at():
-    assert distill(Student(TRAINING)).needs == {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    plain = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    assert distill(Student(TRAINING)).needs == plain
+    assert distill(Student(TRAINING, patience=100)).needs == plain | {Need.VALIDATION}
+    shares = TeacherShares(lambda round: torch.ones(1), frozenset({Need.LABEL_COUNTS_UPLOADED}))
+    assert distill(Student(TRAINING), shares=shares).needs == plain | {Need.LABEL_COUNTS_UPLOADED}
+
+
+def three_linear_models():
+    models = [linear(3, 4, seed=s) for s in range(3)]
+    this = round_of(models[0], uploads_of(models, [1.0, 1.0, 1.0]), model=linear_model(), unlabeled=blobs(9, 20).x)
+    return models, this, torch.stack([this.unlabeled @ model.params["weight"].T for model in models])
+
+
+def test_what_was_taught_is_kept_and_survives_a_checkpoint():
+    models, this, logits = three_linear_models()
+    step = chain(average("uniform"), distill(Student(TRAINING)))
+    state = step.init(models[0])
+    assert step.targets(state) is None
+    _, state = step.apply(models[0], state, this)
+    targets = step.targets(unflatten(flatten(state)))
+    torch.testing.assert_close(targets.probabilities, torch.softmax(logits.mean(0), -1))
+    assert targets.kept.tolist() == [True] * 20
+
+
+def test_the_model_before_distillation_is_left_to_be_looked_at():
+    candidate, student, this = distilled([linear(3, 4, seed=s) for s in range(3)], pool="probabilities")
+    assert this.models == {"aggregated": candidate}
+    assert not torch.equal(student.params["weight"], candidate.params["weight"])
+
+
+def test_teachers_weigh_what_their_shares_say():
+    models, this, logits = three_linear_models()
+    shares = TeacherShares(lambda round: number([0.0, 1.0, 0.0]) * round.number)
+    _, state = distill(Student(TRAINING), shares=shares).apply(models[0], {}, this)
+    torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(logits[1], -1))
+
+
+def test_other_teachers_than_the_uploads_may_answer():
+    _, this, logits = three_linear_models()
+    candidate = linear(3, 4, seed=8)
+    _, state = distill(Student(TRAINING), teachers=globals_teach_too).apply(candidate, {}, this)
+    more = torch.stack([*logits, logits[0], this.unlabeled @ candidate.params["weight"].T])
+    torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(more.mean(0), -1))
+
+
+def hard_pool(logits, threshold):
+    return maximum_rule(torch.softmax(logits, -1), threshold)
+
+
+def test_a_pool_may_keep_some_rows_and_the_losses_are_over_these():
+    _, this, logits = three_linear_models()
+    candidate = linear(3, 4, seed=8)
+    step = distill(Student(Training(steps=30, lr=0.5), hard=True), pool=partial(hard_pool, threshold=0.9))
+    learnt, state = step.apply(candidate, {}, this)
+    kept, label = targets_of(state).kept, targets_of(state).probabilities.argmax(1)
+    assert 0 < int(kept.sum()) < 20
+    for name, weights in (("before", candidate), ("after", learnt)):
+        answers = this.unlabeled @ weights.params["weight"].T + weights.params["bias"]
+        wanted = torch.nn.functional.cross_entropy(answers[kept], label[kept])
+        assert this.metrics[f"distill_loss_{name}"] == pytest.approx(wanted.item())
+    assert this.metrics["distill_loss_after"] < this.metrics["distill_loss_before"]
+    by_hand = torch.softmax(logits, -1).max(-1).values.max(0).values >= 0.9
+    assert torch.equal(kept, by_hand)
+
+
+def test_when_no_label_is_sure_enough_the_candidate_stays_and_the_loss_is_unknown():
+    models, this, _ = three_linear_models()
+    step = distill(Student(TRAINING, hard=True), pool=partial(hard_pool, threshold=1.01))
+    learnt, state = step.apply(models[0], {}, this)
+    assert learnt is models[0]
+    assert not targets_of(state).kept.any()
+    assert this.metrics["distill_loss_after"] != this.metrics["distill_loss_after"]
+
+
+def test_a_round_without_steps_leaves_the_targets_of_an_earlier_one():
+    models, this, _ = three_linear_models()
+    earlier = keep_targets({}, everything(torch.full((20, 3), 1 / 3)))
+    assert distill(Student(Training(steps=0))).apply(models[0], earlier, this) == (models[0], earlier)
+
+
+def test_the_loss_of_a_model_is_its_divergence_from_the_targets_at_the_temperature():
+    models, this, logits = three_linear_models()
+    for temperature in (1.0, 3.0):
+        targets = Targets(torch.softmax(logits[0] / temperature, -1), torch.ones(20, dtype=torch.bool))
+        assert loss_of(models[0], targets, this, temperature) < 1e-12
+        assert loss_of(models[1], targets, this, temperature) > 1e-2
+
+
+def test_the_best_student_on_the_validation_set_is_the_one_that_is_kept():
+    """Targets that lead away from the truth: every step is worse than the one before."""
+    models, this, _ = three_linear_models()
+    truth = (this.unlabeled @ models[1].params["weight"].T).argmax(1)
+    this = replace(this, validation=(this.unlabeled, truth))
+    student = Student(Training(steps=40, lr=2.0), patience=3, look_every=1)
+    learnt, _ = distill(student, pool=lambda logits: torch.softmax(-3 * logits[1], -1)).apply(models[1], {}, this)
+    scores = (this.unlabeled @ learnt.params["weight"].T + learnt.params["bias"]).argmax(1) == truth
+    assert scores.double().mean().item() == this.metrics["validation_accuracy"]
+    assert this.metrics["distill_steps_kept"] == 1.0

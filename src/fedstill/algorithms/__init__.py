@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from fedstill.algorithms.avglogit import avglogit, avgprob
+from fedstill.algorithms.d2cfl import d2cfl
 from fedstill.algorithms.fedavg import fedavg
+from fedstill.algorithms.fedbe import fedbe
 from fedstill.algorithms.fedcurv import fedcurv
 from fedstill.algorithms.feddf import feddf
 from fedstill.algorithms.feddyn import feddyn
@@ -20,8 +23,10 @@ from fedstill.algorithms.fedrs import fedrs
 from fedstill.algorithms.kd import kd
 from fedstill.algorithms.label_smoothing import label_smoothing
 from fedstill.algorithms.moon import moon
+from fedstill.algorithms.mrtf import mrtf
 from fedstill.algorithms.options import check_type
 from fedstill.algorithms.scaffold import scaffold
+from fedstill.algorithms.update_noise import update_noise
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Algorithm
 
@@ -46,7 +51,13 @@ METHODS: dict[str, Callable[..., Algorithm]] = {
     "fedlmd_tf": fedlmd_tf,
     "label_smoothing": label_smoothing,
     "fedrs": fedrs,
+    "avglogit": avglogit,
+    "avgprob": avgprob,
     "feddf": feddf,
+    "fedbe": fedbe,
+    "mrtf": mrtf,
+    "d2cfl": d2cfl,
+    "update_noise": update_noise,
 }
 
 
@@ -69,11 +80,15 @@ def build_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algo
 
 __all__ = [
     "METHODS",
+    "avglogit",
+    "avgprob",
     "build_algorithm",
+    "d2cfl",
     "fedadagrad",
     "fedadam",
     "fedavg",
     "fedavgm",
+    "fedbe",
     "fedcurv",
     "feddf",
     "feddyn",
@@ -90,5 +105,7 @@ __all__ = [
     "kd",
     "label_smoothing",
     "moon",
+    "mrtf",
     "scaffold",
+    "update_noise",
 ]

@@ -15,7 +15,8 @@ def fedavg(*, weighting: Weighting = "size", buffers: BufferPolicy = "average") 
     Args:
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
         buffers: BatchNorm statistics of the new model: "average" (p_k-weighted means), "pooled" (variance of the
-            union of the data), "reset" (mean 0, variance 1) or "local" (the server keeps its own).
+            union of the data), "reset" (mean 0, variance 1), "local" (the server keeps its own) or "last" (those of the
+            last client of the cohort, by its number; for this one, the server must see a client's model alone).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: nothing; the sum and its weights are over the cohort S.

@@ -31,7 +31,7 @@ def fedcurv(
         fisher: "per_batch" squares the mean gradient of a batch, as the released code of FedNTD and FedLMD does;
             "per_sample" squares the gradient of each sample, as the definition does. lam does not carry over.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and the changes of u_k and v_k (mean squared gradients of its
         data; each as large as the model). Each client keeps its pair (u_k, v_k) between rounds.

@@ -19,7 +19,8 @@ def feddyn(*, alpha: float = 0.01, weighting: Weighting = "uniform", buffers: Bu
     Args:
         alpha: strength of the regularizer (alpha).
         weighting: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size").
-        buffers: BatchNorm statistics of the new model, without h: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model, without h: "average", "pooled", "reset", "local" or "last"
+            (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. Each client keeps g_k between rounds.
     Differs from the paper: alpha is the same for all clients; released code divides it by n_k N / n.

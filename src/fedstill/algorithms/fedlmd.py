@@ -26,7 +26,7 @@ def fedlmd(
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
     Differs from the paper: a class is majority when n_k^y > n_k / C, as in the released code; the paper prints
@@ -55,7 +55,7 @@ def fedlmd_tf(
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
     Differs from the paper: the mass 1 / (C - C_k) is 1 / |M| here, the same where y is a majority class and normalised

@@ -20,7 +20,7 @@ def fedmmd(*, lam: float = 0.01, weighting: Weighting = "size", buffers: BufferP
     Args:
         lam: weight of the discrepancy (lambda); 0 is FedAvg bit for bit.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: the kernels, with sigma from each batch and without gradient, are those of MrTF's code. The

@@ -28,8 +28,8 @@ def fednova(
         correction: "released" repeats a defect of FedNTD's and FedLMD's code, in which a client's gradient lacks the
             mean gradient of its last visit; it is there for their tables only.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model, never divided by a_k: "average", "pooled", "reset" or "local"
-            (see fedavg).
+        buffers: BatchNorm statistics of the new model, never divided by a_k: "average", "pooled", "reset", "local" or
+            "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and a_k (which n_k and the batch size already tell). With
         correction = "released" each client keeps its mean gradient between rounds.

@@ -26,7 +26,7 @@ def fedntd(
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: the factor tau^2 is in the released code, not in the text. The true class is masked by
@@ -53,7 +53,7 @@ def fedntd_tf(
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: FedLMD, which compares with it, prints neither its loss nor beta and tau, and released no

@@ -27,7 +27,7 @@ def fedavgm(
         beta: momentum (beta); with 0 and server_lr 1 it is FedAvg bit for bit.
         server_lr: the server's learning rate (eta_s).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: nothing known. Some code damps v by (1 - beta) or uses Nesterov's form; this does not.
@@ -77,7 +77,7 @@ def fedadam(
         beta2: decay of its square (beta_2).
         tau: adaptivity, the floor of sqrt(v) (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: weights by n_k unless weighting = "uniform". torch's Adam, with bias correction, is fedopt.
@@ -106,7 +106,7 @@ def fedyogi(
         beta2: 1 - beta2 is how fast the second moment follows (beta_2).
         tau: adaptivity, the floor of sqrt(v) (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: weights by n_k unless weighting = "uniform".
@@ -133,7 +133,7 @@ def fedadagrad(
         beta1: decay of the mean move (beta_1); 0 in the paper.
         tau: adaptivity, the floor of sqrt(v) (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: weights by n_k unless weighting = "uniform".
@@ -161,7 +161,7 @@ def fedopt(
         momentum: sgd's momentum, adam's beta_1.
         beta2: adam's beta_2; sgd has no use for it.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: "adam" is the library optimiser that other papers run under this name, not FedAdam.

@@ -17,7 +17,7 @@ def fedprox(*, mu: float = 0.01, weighting: Weighting = "size", buffers: BufferP
     Args:
         mu: strength of the pull (mu); 0 is FedAvg bit for bit.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: all clients do the same number of epochs; the paper also allows inexact local solves, and

@@ -29,7 +29,7 @@ def fedrs(
         alpha: scale of the logit of a missing class (alpha), from 0 to 1; 1 is FedAvg bit for bit.
         rule: "binary" (the paper's) or "proportional" (classes that the client has little of are scaled too).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. The label counts n_k^c stay on the client.
     Differs from the paper: the whole logit is scaled, bias included; the authors' classifier has no bias. The

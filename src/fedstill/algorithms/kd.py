@@ -25,7 +25,7 @@ def kd(
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: FedLMD compares with this under the name FedAvg+KD and gives neither beta nor tau; the

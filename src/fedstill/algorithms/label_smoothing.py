@@ -19,7 +19,7 @@ def label_smoothing(
     Args:
         epsilon: share of the label that is spread evenly (epsilon; mu in FedLMD); 0 is FedAvg bit for bit.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: nothing. FedLMD, which compares with it as FedAvg+LS (0.1), does not say whether the

@@ -33,7 +33,7 @@ def moon(
         previous: what stands for the last model at a client's first visit: "skip" (no term), "init" (the first global
             model, as in FedLMD's code) or "start" (the received model; the gradient of "skip").
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. Each client keeps the model that it sent last.
     Differs from the paper: the features are the network's own unless it has a projection (model.projection = 256 is the

@@ -24,6 +24,7 @@ def presets(**forms: Mapping[str, Any]) -> Callable[[Factory], Factory]:
     def with_presets(factory: Factory) -> Factory:
         @functools.wraps(factory)
         def build(*, preset: str = "correct", **options: Any) -> Algorithm:
+            check_type("preset", preset, kind)
             return factory(**{**forms.get(preset, {}), **options})
 
         kind = Literal[("correct", *forms)]  # type: ignore[valid-type]
@@ -60,6 +61,11 @@ def temperature_of(key: str, value: float) -> None:
 def decay_rate(key: str, value: float) -> None:
     if not 0 <= value < 1:
         raise _refuse(key, value, "at least 0 and below 1")
+
+
+def share(key: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise _refuse(key, value, "from 0 to 1")
 
 
 def check_type(key: str, value: object, hint: Any) -> None:

@@ -33,7 +33,7 @@ def scaffold(
         weighting: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size"), for models and controls alike.
         control_weighting: other p_k for the controls. FedNTD's and FedLMD's code has weighting = "size" with controls
             "uniform": then c - c_k do not cancel where sizes differ. None: as the models.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset" or "local" (see fedavg).
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and the change of the client's control (a mean gradient of
         its data, the size of the model). Each client keeps its control between rounds.

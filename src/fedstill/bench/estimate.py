@@ -13,6 +13,8 @@ from fedstill.bench.pool import Crew
 from fedstill.bench.results import Run, portable
 from fedstill.bench.worker import Message, Probe
 from fedstill.config import Experiment
+from fedstill.core.needs import needs_of
+from fedstill.core.types import Need, Phase
 from fedstill.methods import build_method
 
 FROZEN_COST = 1 / 3  # of a step: forward alone, where the step is forward and twice as much backward
@@ -40,15 +42,20 @@ class Estimate:
 
 
 def group_of(experiment: Experiment) -> str:
-    """Cells that cost the same but for their method."""
+    """Cells that cost the same but for their method's step; those whose server learns too are a group of their own."""
     sections = {"data", "partition", "model", "local", "cohort", "evaluate_every"}
-    return portable(experiment.model_dump(mode="json", include=sections))
+    learns = any(Need.UNLABELED in needs_of(phase.algorithm) for phase in _phases(experiment))
+    return portable(experiment.model_dump(mode="json", include=sections)) + (" and a server that learns" * learns)
+
+
+def _phases(experiment: Experiment) -> tuple[Phase, ...]:
+    return build_method(experiment.algorithm.name, experiment.algorithm.options)
 
 
 def step_cost(experiment: Experiment) -> float:
     """A method's step over FedAvg's: frozen models run forward on every batch; the mean over phases."""
-    section, spent, past = experiment.algorithm, 0.0, 0
-    for phase in build_method(section.name, section.options):
+    spent, past = 0.0, 0
+    for phase in _phases(experiment):
         until = experiment.rounds if phase.until is None else min(phase.until, experiment.rounds)
         spent += max(until - past, 0) * (1 + FROZEN_COST * len(phase.algorithm.objective.frozen))
         past = max(past, until)

@@ -15,7 +15,7 @@ import torch
 
 from fedstill.bench.metrics import evaluates
 from fedstill.bench.order import Order
-from fedstill.bench.results import Run, fault_of, method_text
+from fedstill.bench.results import BESIDE, Run, fault_of, method_text
 from fedstill.comparison import folder_name
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -56,7 +56,8 @@ def source_version(repository: Path) -> str:
 def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
     """The record of a finished run; accuracies in percent with two decimals."""
     experiment = order.experiment
-    return Run(
+    evaluated = [row for row in rows if row.get("accuracy") is not None]
+    run = Run(
         key=order.key,
         row=order.row,
         column=order.column,
@@ -65,7 +66,7 @@ def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, 
         seed=experiment.seed,
         rounds=experiment.rounds,
         evaluated=experiment.evaluate_every,
-        accuracy=[round(100 * row["accuracy"], 2) for row in rows if row.get("accuracy") is not None],
+        accuracy=[round(100 * row["accuracy"], 2) for row in evaluated],
         seconds=round(seconds, 3),
         at_once=made["at_once"],
         device=made["device"],
@@ -73,6 +74,19 @@ def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, 
         fedstill=made["fedstill"],
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
+    if beside := _beside(evaluated):
+        run["beside"] = beside
+    return run
+
+
+def _beside(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Other numbers of the evaluated rounds, where any round has them; None in a round that has not."""
+    found = {name: [row.get(name) for row in rows] for name in BESIDE}
+    return {
+        name: [None if value is None else round(BESIDE[name] * value, 2) for value in values]
+        for name, values in found.items()
+        if any(value is not None for value in values)
+    }
 
 
 def finished_run(order: Order) -> Run | None:

@@ -1,4 +1,4 @@
-"""Numbers of learning curves: best over rounds, mean of the last ten, how soon FedAvg's best is reached."""
+"""Numbers of learning curves: best over rounds, the last ones, how soon FedAvg's best is reached."""
 
 from __future__ import annotations
 
@@ -65,6 +65,21 @@ def best(curve: Curve) -> float:
 def last_ten(curve: Curve) -> float:
     """The mean of the last ten evaluated rounds."""
     return statistics.fmean(curve.accuracy[-LAST:])
+
+
+def last_round(curve: Curve) -> float:
+    """The accuracy after the last round."""
+    return curve.accuracy[-1]
+
+
+def last_known(values: Sequence[float | None]) -> float | None:
+    """The mean of the last ten values, of those that exist; None where none does.
+
+    >>> last_known([None, 80.0, 90.0])
+    85.0
+    """
+    found = [value for value in values[-LAST:] if value is not None]
+    return statistics.fmean(found) if found else None
 
 
 def first_round(curve: Curve, target: float) -> int | None:

@@ -13,7 +13,27 @@ from fedstill.bench.summary import ColumnSummary, RowSummary, summarize_table
 from fedstill.report.table import align
 
 NOTHING = "–"
-OPTIONAL = ("speed-up", "paper's speed-up", "FedAvg's rounds / ours")
+# Where the paper prints something to stand beside, or a run has logged it.
+GAIN, PAPERS_GAIN = f"last {LAST} above the best other", "paper's gain"
+BESIDE = {  # column: what a run logs
+    "before distillation": "accuracy_aggregated",
+    "pseudo-label accuracy": "pseudo_label_accuracy",
+    "pseudo-labels": "pseudo_labels",
+}
+LAST_ROUND, APART = "last round", "last round - paper"
+OPTIONAL = (
+    "paper",
+    "best - paper",
+    f"last {LAST} - paper",
+    "speed-up",
+    "paper's speed-up",
+    "FedAvg's rounds / ours",
+    LAST_ROUND,
+    APART,
+    GAIN,
+    PAPERS_GAIN,
+    *BESIDE,
+)
 Rows = list[list[str]]  # header first
 
 
@@ -58,21 +78,32 @@ def _line(row: Sequence[str]) -> str:
 
 
 def cells(column: ColumnSummary) -> Rows:
-    """Header and rows of one column; speed-ups only where somebody has one."""
+    """Header and rows of one column; what is optional only where somebody has it."""
+    finals = [row.final if _prints(column, "last") else None for row in column.rows]
+    gains = [row.gain if _prints(column, "gain") else None for row in column.rows]
     kept = {
         "method": [row.row for row in column.rows],
         "best over rounds": [_spread(row.best) for row in column.rows],
         f"mean of last {LAST} rounds": [_spread(row.last) for row in column.rows],
+        LAST_ROUND: [_spread(value) for value in finals],
         _paper_header(column): [_number(row.figure) for row in column.rows],
         "best - paper": [_signed(row.above(row.best)) for row in column.rows],
         f"last {LAST} - paper": [_signed(row.above(row.last)) for row in column.rows],
+        APART: [_signed(row.above(value)) for row, value in zip(column.rows, finals, strict=True)],
+        GAIN: [_signed(value) for value in gains],
+        PAPERS_GAIN: [_number(row.paper.get("gain")) for row in column.rows],
         "speed-up": [_spread(row.speedup, "x") for row in column.rows],
         "paper's speed-up": [_number(row.paper.get("speedup"), "x") for row in column.rows],
         "FedAvg's rounds / ours": [_ratio(row) for row in column.rows],
+        **{name: [_spread(row.beside.get(logged)) for row in column.rows] for name, logged in BESIDE.items()},
         "seeds": [str(row.seeds) for row in column.rows],
     }
     shown = {name: values for name, values in kept.items() if name not in OPTIONAL or set(values) != {NOTHING}}
     return [list(shown), *(list(row) for row in zip(*shown.values(), strict=True))]
+
+
+def _prints(column: ColumnSummary, number: str) -> bool:
+    return any(number in row.paper for row in column.rows)
 
 
 def _paper_header(column: ColumnSummary) -> str:
@@ -93,6 +124,11 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
             " Speed-up: all rounds over the first round that reaches FedAvg's best accuracy with the same seed"
             " (1 if none does); FedAvg's rounds / ours: the round of FedAvg's best over that round,"
             " over the seeds that reach it (how many of how many, where not all do)."
+        )
+    if any(row.beside for column in columns for row in column.rows):
+        told += (
+            f" Means of the last {LAST} rounds: before distillation, the accuracy of the averaged model; pseudo-label"
+            " accuracy, of the labels that the server learns from, and how many they are."
         )
     return told
 

@@ -18,11 +18,13 @@ from fedstill.core.errors import FedstillError
 from fedstill.experiment import write_whole
 
 # What changes neither the data, nor the method, nor (but for rounding) the numbers.
+# What a round logs beside its accuracy and a record keeps: name -> times this (shares become percent).
+BESIDE = {"accuracy_aggregated": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
 NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
 
 
-class Run(TypedDict):
-    """One finished run; accuracies in percent make every figure computable again."""
+class RunFacts(TypedDict):
+    """What every record has; accuracies in percent make every figure computable again."""
 
     key: str  # of its cell: see cell_key
     row: str
@@ -41,6 +43,12 @@ class Run(TypedDict):
     date: str
 
 
+class Run(RunFacts, total=False):
+    """One finished run."""
+
+    beside: dict[str, list[float | None]]  # other numbers of the evaluated rounds (see BESIDE); left out: none
+
+
 def cell_key(experiment: Experiment) -> str:
     """Ten letters for all that decides a cell's numbers; the same cell in two tables is the same run.
 
@@ -54,10 +62,19 @@ def cell_key(experiment: Experiment) -> str:
 def portable(table: dict[str, Any]) -> str:
     """Sections of an experiment as text; of the places of data only the last part, which is their name."""
     data = table.get("data", {})
-    for place in ("source", "unlabeled"):
+    for place in ("source", "unlabeled", "test"):
         if isinstance(data.get(place), str):
-            data[place] = Path(data[place]).name
+            data[place] = name_of_data(data[place])
     return json.dumps(table, sort_keys=True)
+
+
+def name_of_data(place: str) -> str:
+    """What a folder of these data is called: of a path or a hub id the last part, without a configuration.
+
+    >>> name_of_data("ufldl-stanford/svhn:cropped_digits"), name_of_data("data/cifar10")
+    ('svhn', 'cifar10')
+    """
+    return Path(place).name.partition(":")[0]
 
 
 def method_text(experiment: Experiment) -> str:
@@ -91,9 +108,9 @@ def fault_of(run: Any) -> str | None:
     """What makes a record unusable; None for a good one."""
     if not isinstance(run, dict):
         return "is no table"
-    if missing := sorted(Run.__annotations__.keys() - run.keys()):
+    if missing := sorted(RunFacts.__annotations__.keys() - run.keys()):
         return f"without {', '.join(missing)}"
-    texts = [key for key, kind in get_type_hints(Run).items() if kind is str and not isinstance(run[key], str)]
+    texts = [key for key, kind in get_type_hints(RunFacts).items() if kind is str and not isinstance(run[key], str)]
     least = {"seed": 0, "rounds": 1, "evaluated": 1, "at_once": 1}
     counts = [key for key, low in least.items() if type(run[key]) is not int or run[key] < low]
     seconds = [] if _is_number(run["seconds"]) and run["seconds"] >= 0 else ["seconds"]
@@ -102,7 +119,19 @@ def fault_of(run: Any) -> str | None:
     accuracy, wanted = run["accuracy"], len(curve_of(run).at)
     if not isinstance(accuracy, list) or not all(_is_number(value) for value in accuracy):
         return "accuracy is no list of numbers"
-    return None if len(accuracy) == wanted else f"{len(accuracy)} accuracies for {wanted} evaluated rounds"
+    if len(accuracy) != wanted:
+        return f"{len(accuracy)} accuracies for {wanted} evaluated rounds"
+    return _fault_beside(run.get("beside", {}), wanted)
+
+
+def _fault_beside(beside: Any, wanted: int) -> str | None:
+    if not isinstance(beside, dict):
+        return "beside is no table"
+    for name, values in beside.items():
+        known = isinstance(values, list) and all(value is None or _is_number(value) for value in values)
+        if not known or len(values) != wanted:
+            return f"beside: {name} is no list of {wanted} numbers"
+    return None
 
 
 def _is_number(value: Any) -> bool:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedstill.bench.form import Cell, Table
+from fedstill.bench.results import name_of_data
 from fedstill.config import DataSection
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
 from fedstill.expression import split_methods
 from fedstill.settings import apply_settings
 
-OWN_SETS = ("none", "test")  # words of data.unlabeled that name no data set
+OWN_SETS = ("none", "test", "central")  # words of data.unlabeled that name no data set
 
 
 def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
@@ -64,6 +65,8 @@ def with_data(cell: Cell, folder: Path | None) -> Cell:
     places = {"source": _place(data.source, folder)}
     if isinstance(data.unlabeled, str) and data.unlabeled not in OWN_SETS:
         places["unlabeled"] = _place(data.unlabeled, folder)
+    if data.test is not None:
+        places["test"] = _place(data.test, folder)
     moved = DataSection.model_validate({**data.model_dump(), **places})
     return replace(cell, experiment=cell.experiment.replace(data=moved.model_dump()))
 
@@ -71,7 +74,7 @@ def with_data(cell: Cell, folder: Path | None) -> Cell:
 def _place(name: str, folder: Path) -> str:
     if name in {entry.name for entry in describe_datasets() if entry.rows is not None}:
         return name
-    place = folder / Path(name).name
+    place = folder / name_of_data(name)
     if not place.exists():
         raise FedstillError(f"no '{place.name}' in {folder}: put it there, or leave --data out to load it from the hub")
     return str(place)

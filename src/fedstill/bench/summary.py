@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedstill.bench.form import Cell, Expected, Number, Table
-from fedstill.bench.metrics import Curve, Spread, best, last_ten, rounds_ratio, speed_up, spread
+from fedstill.bench.metrics import (
+    Curve,
+    Spread,
+    best,
+    last_known,
+    last_round,
+    last_ten,
+    rounds_ratio,
+    speed_up,
+    spread,
+)
 from fedstill.bench.results import cell_key, curve_of, method_text
 
 REFERENCE = "fedavg"  # whose best accuracy speed-ups are measured against
@@ -25,6 +35,9 @@ class RowSummary:
     ratio: Spread | None  # rounds of FedAvg / r, over the seeds that reach FedAvg's best
     paper: Mapping[str, Number]
     comparable: bool = True  # False where the command line has changed the rounds
+    final: Spread | None = None  # after the last round
+    gain: float | None = None  # last ten less those of the best other row of the column
+    beside: Mapping[str, Spread] = field(default_factory=dict)  # other numbers, means of the last ten rounds
 
     @property
     def figure(self) -> float | None:
@@ -37,11 +50,17 @@ class RowSummary:
         return None if ours is None or self.figure is None or not self.comparable else ours.mean - self.figure
 
     def as_json(self) -> dict[str, Any]:
-        numbers = {"best": self.best, "last_ten": self.last, "speedup": self.speedup, "rounds_ratio": self.ratio}
-        ours = {name: None if value is None else value.as_json() for name, value in numbers.items()}
-        apart = {"best": self.above(self.best), "last_ten": self.above(self.last)}
-        difference = {name: None if value is None else round(value, 4) for name, value in apart.items()}
-        return {"row": self.row, "seeds": self.seeds, **ours, "paper": dict(self.paper), "difference": difference}
+        numbers = {"best": self.best, "last_ten": self.last, "last_round": self.final}
+        times = {"speedup": self.speedup, "rounds_ratio": self.ratio}
+        ours = {name: None if value is None else value.as_json() for name, value in {**numbers, **times}.items()}
+        difference = {name: _rounded(self.above(value)) for name, value in numbers.items()}
+        beside = {name: value.as_json() for name, value in self.beside.items()}
+        rest = {"gain": _rounded(self.gain), "beside": beside, "paper": dict(self.paper), "difference": difference}
+        return {"row": self.row, "seeds": self.seeds, **ours, **rest}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 @dataclass(frozen=True)
@@ -72,9 +91,9 @@ def summarize_table(
 
     printed: the table as the recipe has it, where the command line has changed its settings.
     """
-    curves = curves_by_key(runs)
+    curves, beside = curves_by_key(runs), beside_by_key(runs)
     chosen = [column for column in table.columns if not columns or column in columns]
-    found = [_column(table, column, curves, expected, rows) for column in chosen]
+    found = [_column(table, column, curves, beside, expected, rows) for column in chosen]
     return found if printed is None else [_compared(column, _changed(table, printed)) for column in found]
 
 
@@ -97,19 +116,45 @@ def curves_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
     return found
 
 
+def beside_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Spread]]:
+    """Key of a cell -> other numbers of its runs, over the seeds that have them."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        for name, series in run.get("beside", {}).items():
+            if (known := last_known(series)) is not None:
+                values.setdefault(run["key"], {}).setdefault(name, []).append(known)
+    return {
+        key: {name: over for name, found in names.items() if (over := spread(found)) is not None}
+        for key, names in values.items()
+    }
+
+
 def _column(
-    table: Table, column: str, curves: Mapping[str, Curves], expected: Expected, rows: Sequence[str]
+    table: Table,
+    column: str,
+    curves: Mapping[str, Curves],
+    beside: Mapping[str, Mapping[str, Spread]],
+    expected: Expected,
+    rows: Sequence[str],
 ) -> ColumnSummary:
     cells = [cell for cell in table.cells if cell.column == column]
     measure = reference(cells)
     fedavg = {} if measure is None else curves.get(cell_key(measure.experiment), {})
     printed = expected.get(table.name, {}).get(column, {})
     shown = [cell for cell in cells if not rows or cell.row in rows]
+    keys = [cell_key(cell.experiment) for cell in shown]
     summaries = [
-        _row(cell.row, curves.get(cell_key(cell.experiment), {}), fedavg, printed.get(cell.row, {})) for cell in shown
+        replace(_row(cell.row, curves.get(key, {}), fedavg, printed.get(cell.row, {})), beside=beside.get(key, {}))
+        for cell, key in zip(shown, keys, strict=True)
     ]
+    summaries = [replace(row, gain=_gain(row, summaries)) for row in summaries]
     lengths = sorted({cell.experiment.rounds for cell in shown})
     return ColumnSummary(column, tuple(lengths), tuple(summaries))
+
+
+def _gain(row: RowSummary, rows: Sequence[RowSummary]) -> float | None:
+    others = [other.last.mean for other in rows if other is not row and other.last is not None]
+    return None if row.last is None or not others else row.last.mean - max(others)
 
 
 def reference(cells: Sequence[Cell]) -> Cell | None:
@@ -131,4 +176,5 @@ def _row(row: str, curves: Curves, fedavg: Curves, paper: Mapping[str, Number]) 
         spread(speed_up(curve, measure) for curve, measure in pairs),
         spread(ratios),
         paper,
+        final=spread(last_round(curve) for curve in curves.values()),
     )

@@ -85,6 +85,26 @@ def resume(
 
 
 @app.command()
+def predict(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that run named.")],
+    inputs: Annotated[
+        Path | None,
+        typer.Argument(metavar="INPUTS", help="A folder of images or a table; without it: the run's unlabeled set."),
+    ] = None,
+    from_: Annotated[
+        str,
+        typer.Option("--from", metavar="auto|model|targets", help="Who answers: the model, or the refined targets."),
+    ] = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the files (default: RUN).")] = None,
+    format_: AsFormat = Format.text,
+) -> None:
+    """Label unlabeled data with what a run has learnt: classes, probabilities, calibrated confidence."""
+    from fedstill.cli.predict import predict_command
+
+    predict_command(run_dir, inputs, from_=from_, out=out, as_json=format_ is Format.json)
+
+
+@app.command()
 def bench(
     paper: Annotated[str, typer.Argument(metavar="PAPER", help="A name in benchmarks/, or the path of its folder.")],
     table: Annotated[str | None, typer.Option(metavar="N", help="Which table; without it they are listed.")] = None,

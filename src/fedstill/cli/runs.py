@@ -177,7 +177,7 @@ def _print_comparison(
     else:
         typer.echo(plain_table(comparison.summaries))
     best = comparison.summaries[0].method
-    pictures = [name for name in ("curves.png", "partition.png") if (folder / name).exists()]
+    pictures = [name for name in ("curves.png", "partition.png", "pseudo_labels.png") if (folder / name).exists()]
     count = experiment.compare.seeds
     over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
     typer.echo(f"{over}; seconds and bytes are those of one run.")

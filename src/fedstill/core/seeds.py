@@ -61,8 +61,8 @@ def numpy_generator(seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed))
 
 
-def torch_generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed % 2**63)
+def torch_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed % 2**63)
 
 
 @contextmanager

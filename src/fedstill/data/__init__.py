@@ -3,22 +3,30 @@
 from fedstill.data.cache import default_cache_dir
 from fedstill.data.datasets import Listing, describe_datasets, from_csv, from_hf, from_tensors, load
 from fedstill.data.federation import federation_from_tensors, make_federation
+from fedstill.data.matching import match_storage
 from fedstill.data.source import Source, owners, stratified_holdout
-from fedstill.data.unlabeled import match_storage, split_unlabeled
+from fedstill.data.splits import central_pool, hold_validation, limit_test, with_test_of
+from fedstill.data.unlabeled import Unlabeled, read_unlabeled, split_unlabeled
 
 __all__ = [
     "Listing",
     "Source",
+    "Unlabeled",
+    "central_pool",
     "default_cache_dir",
     "describe_datasets",
     "federation_from_tensors",
     "from_csv",
     "from_hf",
     "from_tensors",
+    "hold_validation",
+    "limit_test",
     "load",
     "make_federation",
     "match_storage",
     "owners",
+    "read_unlabeled",
     "split_unlabeled",
     "stratified_holdout",
+    "with_test_of",
 ]

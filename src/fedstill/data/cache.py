@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from fedstill.core.types import Dataset
-from fedstill.data.source import Reading, Source
+from fedstill.data.source import InputColumn, Reading, Source
 
-FORMAT = 1  # raise it when what is stored, or how sources are decoded, changes
+FORMAT = 2  # raise it when what is stored, or how sources are decoded, changes
 ENTRY = "entry.json"
 
 
@@ -76,6 +76,7 @@ def write_entry(folder: Path, source: Source, stamp: str) -> None:
         "test_x": source.test.x.numpy(),
         "test_y": source.test.y.numpy(),
         **{f"key_{i}": values for i, values in enumerate(source.keys.values())},
+        **{f"rows_{split}": values for split, values in source.rows.items()},
     }
     stored = {name: write_array(folder / f"{name}.npy", array) for name, array in arrays.items()}
     entry = {
@@ -85,7 +86,10 @@ def write_entry(folder: Path, source: Source, stamp: str) -> None:
         "mean": source.train.mean,
         "std": source.train.std,
         "keys": list(source.keys),
+        "rows": list(source.rows),
+        "columns": source.columns,
         "notes": source.notes,
+        "skipped": source.skipped,
         "origin": source.origin,
         "arrays": stored,
     }
@@ -115,7 +119,16 @@ def read_entry(folder: Path, stamp: str) -> Source | None:
         for split in ("train", "test")
     )
     keys = {name: arrays[f"key_{i}"] for i, name in enumerate(entry["keys"])}
-    return Source(train, test, keys, tuple(entry["notes"]), entry["origin"])
+    return Source(
+        train,
+        test,
+        keys,
+        tuple(entry["notes"]),
+        entry["origin"],
+        columns=tuple(InputColumn(name, width, tuple(words)) for name, width, words in entry["columns"]),
+        rows={split: arrays[f"rows_{split}"] for split in entry["rows"]},
+        skipped=tuple(entry["skipped"]),
+    )
 
 
 def checksum_of(entry: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ import torch
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.cache import cached, fingerprint
-from fedstill.data.frames import Frame, assemble, storage_form
+from fedstill.data.columns import storage_form
+from fedstill.data.frames import Frame, assemble
 from fedstill.data.readers import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
 from fedstill.data.source import Reading, Source, first_line, stratified_holdout
 from fedstill.data.text import text_source
@@ -54,7 +55,8 @@ def _digits(reading: Reading) -> Source:
         split: Frame({"image": x[rows], "label": bunch.target[rows].astype(np.int64)})
         for split, rows in (("train", kept), ("test", held_out))
     }
-    return _source_of(frames, reading, name="digits", origin="digits")
+    source = _source_of(frames, reading, name="digits", origin="digits")
+    return source._replace(rows={"train": kept, "test": held_out}) if reading.labelled else source
 
 
 def _fashion_mini(reading: Reading) -> Source:
@@ -130,7 +132,7 @@ def load_as(
 
 
 def _load_files(root: Path, reading: Reading, cache_dir: Path | None, refresh: bool) -> Source:
-    files = files_of(root)
+    files = files_of(root, reading)
 
     def read() -> Source:
         contents = read_files(files, root, reading)

@@ -11,21 +11,23 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
+from fedstill.data.columns import storage_form
 from fedstill.data.datasets import from_tensors
-from fedstill.data.frames import storage_form
-from fedstill.data.source import Source, as_tensor
+from fedstill.data.source import Source, Unlabeled, as_tensor
 
 
 def make_federation(
     source: Source,
     parts: Sequence[np.ndarray],
     *,
-    unlabeled: Tensor | None = None,
+    unlabeled: Unlabeled | Tensor | None = None,
+    validation: tuple[Tensor, Tensor] | None = None,
     partition: str = "",
     shared_rows: bool = False,
 ) -> Federation:
     """Client k owns the train rows parts[k]; no row has two owners unless `shared_rows` (D2C-FL's partitions).
 
+    unlabeled, validation: what the server holds, the latter with labels; rows of a plain tensor are named by number.
     A client may be empty (some papers' procedures leave such clients): it is never drawn into a cohort.
     """
     sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
@@ -37,14 +39,20 @@ def make_federation(
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise FedstillError(f"partition: rows must be 1-d integers, got {indices.dtype} of {indices.ndim} dimensions")
     _check_rows(indices.astype(np.int64), sizes, len(source.train.y), shared_rows)
-    _check_unlabeled(source, unlabeled)
+    if isinstance(unlabeled, Tensor):
+        unlabeled = Unlabeled(unlabeled, tuple(str(row) for row in range(len(unlabeled))))
+    _check_samples(source, None if unlabeled is None else unlabeled.x, "data.unlabeled")
+    _check_samples(source, None if validation is None else validation[0], "data.validation")
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     return Federation(
         train=source.train,
         test=source.test,
         indices=torch.from_numpy(indices.astype(np.int64)),
         offsets=torch.from_numpy(offsets.astype(np.int64)),
-        unlabeled=unlabeled,
+        unlabeled=None if unlabeled is None else unlabeled.x,
+        unlabeled_truth=None if unlabeled is None else unlabeled.truth,
+        unlabeled_ids=None if unlabeled is None else unlabeled.ids,
+        validation=validation,
         partition=partition,
     )
 
@@ -63,13 +71,13 @@ def _check_rows(indices: np.ndarray, sizes: np.ndarray, rows: int, shared_rows: 
         )
 
 
-def _check_unlabeled(source: Source, unlabeled: Tensor | None) -> None:
-    if unlabeled is None:
+def _check_samples(source: Source, got: Tensor | None, key: str) -> None:
+    wanted = source.train.x
+    if got is None:
         return
-    wanted, got = source.train.x, unlabeled
     if got.shape[1:] != wanted.shape[1:] or got.dtype != wanted.dtype:
         raise FedstillError(
-            f"data.unlabeled: samples are {tuple(got.shape[1:])} {got.dtype}, "
+            f"{key}: samples are {tuple(got.shape[1:])} {got.dtype}, "
             f"the task's are {tuple(wanted.shape[1:])} {wanted.dtype}"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +11,13 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
-from fedstill.data.images import centre_square, decode_images
-from fedstill.data.source import Reading, Source, as_tensor, statistics, stratified_holdout
+from fedstill.data.columns import Column, complete, encode_labels, finite, join, storage_form, table_column
+from fedstill.data.images import decode_readable, fit_images
+from fedstill.data.source import InputColumn, Reading, Source, as_tensor, statistics, stratified_holdout
 
 LABEL_NAMES = frozenset({"label", "labels", "target", "class", "y"})
-MAX_WORDS = 100  # different words in a column that is still one-hot encoded
+ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")  # columns that may name rows, the best first
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
-
-Column = np.ndarray | list[bytes | Path]  # numbers, words (object array of str), or encoded images
 
 
 class Frame(NamedTuple):
@@ -32,10 +31,18 @@ class Frame(NamedTuple):
         return len(next(iter(self.columns.values()), ()))
 
 
+class Inputs(NamedTuple):
+    """What is learnt from, as one array a split in the order of the frames."""
+
+    x: list[np.ndarray]
+    columns: tuple[InputColumn, ...] = ()  # of a table
+    unreadable: tuple[int, ...] = ()  # images left out: rows counted over all splits
+
+
 class Encoded(NamedTuple):
     """Splits as arrays, in the order of the frames."""
 
-    x: list[np.ndarray]
+    inputs: Inputs
     y: list[np.ndarray]
     classes: tuple[str, ...]
 
@@ -45,7 +52,7 @@ def assemble(
 ) -> Source:
     """Turn the splits of a source into train and test, which never share a row."""
     if not reading.labelled:
-        return _without_labels(list(frames.values()), reading, name=name, origin=origin, notes=tuple(notes))
+        return _without_labels(frames, reading, name=name, origin=origin, notes=tuple(notes))
     train_name, test_name, said = choose_splits(frames)
     train = frames[train_name]
     label = find_label(train, reading, name)
@@ -64,30 +71,88 @@ def assemble(
 def _to_source(
     encoded: Encoded, keys: dict[str, np.ndarray], reading: Reading, *, name: str, origin: str, notes: tuple[str, ...]
 ) -> Source:
-    x, y = encoded.x, encoded.y
+    x, y, rows = encoded.inputs.x, encoded.y, {}
     if len(x) == 1:
         kept, held_out = stratified_holdout(y[0], reading.held_out, seed=reading.seed)
         x, y = [x[0][kept], x[0][held_out]], [y[0][kept], y[0][held_out]]
-        keys = {key: values[kept] for key, values in keys.items()}
+        keys, rows = {key: values[kept] for key, values in keys.items()}, {"train": kept, "test": held_out}
         held = f"{len(held_out)} of {len(y[0]) + len(y[1])} rows are held out (stratified, seed {reading.seed})"
         notes = (*notes, f"{name} has no labelled test split: {held}")
     mean, std = statistics(x[0], name)
     train, test = (
         Dataset(name, as_tensor(x[i]), as_tensor(y[i]), encoded.classes, mean=mean, std=std) for i in range(2)
     )
-    return Source(train, test, keys, notes, origin)
+    return Source(train, test, keys, notes, origin, columns=encoded.inputs.columns, rows=rows)
 
 
-def _without_labels(frames: list[Frame], reading: Reading, *, name: str, origin: str, notes: tuple[str, ...]) -> Source:
-    """All rows of all splits as the train split; the test split is empty, every label is 0."""
-    try:
-        label: str | None = find_label(frames[0], reading, name)
-    except FedstillError:
-        label = None
-    inputs = find_inputs(frames[0], reading, label, name)
-    x = np.concatenate(encode_inputs(frames, inputs, reading, name))
-    encoded = Encoded([x, x[:0]], [np.zeros(len(x), np.int64), np.zeros(0, np.int64)], ("unlabeled",))
-    return _to_source(encoded, {}, reading, name=name, origin=origin, notes=notes)
+def _without_labels(
+    frames: Mapping[str, Frame], reading: Reading, *, name: str, origin: str, notes: tuple[str, ...]
+) -> Source:
+    """All rows of all splits as the train split, with a name each, in the order of their names; no test split.
+
+    Labels that happen to be there are kept: a simulation may look at them.
+    """
+    splits = list(frames.values())
+    label = _label_if_any(splits[0], reading)
+    inputs = find_inputs(splits[0], reading, label, name)
+    encoded = encode_inputs(splits, inputs, reading, name)
+    names, order = name_rows(frames, used={*inputs, label})
+    y, classes = _labels_if_any(splits, label, name)
+    lost = np.zeros(len(names), bool)
+    lost[list(encoded.unreadable)] = True
+    where = np.cumsum(~lost) - 1  # of a row among those that were read
+    kept = order[~lost[order]]
+    train, test = (
+        Dataset(name, as_tensor(np.concatenate(encoded.x)[where[rows]]), as_tensor(y[rows]), classes)
+        for rows in (kept, kept[:0])
+    )
+    skipped = tuple(names[row] for row in order[lost[order]])
+    ids = np.array([names[row] for row in kept], np.str_)
+    return Source(train, test, {}, notes, origin, columns=encoded.columns, rows={"train": ids}, skipped=skipped)
+
+
+def name_rows(frames: Mapping[str, Frame], *, used: Collection[str | None]) -> tuple[list[str], np.ndarray]:
+    """(name of each row, rows in the order of their names): an id column that tells rows apart, else their number."""
+    splits = list(frames.values())
+    for name in sorted(splits[0].columns, key=_id_rank):
+        columns = [frame.columns.get(name) for frame in splits]
+        if _id_rank(name) == len(ID_NAMES) or name in used or not all(map(_can_name, columns)):
+            continue
+        values: np.ndarray = np.concatenate(columns)  # type: ignore[arg-type]
+        ids = [str(value) for value in values.tolist()]
+        if len(set(ids)) == len(ids) and "" not in ids:
+            return ids, np.argsort(values, kind="stable") if values.dtype != object else np.argsort(np.array(ids))
+    alone = len(frames) == 1
+    numbers = [str(row) if alone else f"{split}/{row}" for split, frame in frames.items() for row in range(frame.rows)]
+    return numbers, np.arange(len(numbers))
+
+
+def _id_rank(name: str) -> int:
+    return ID_NAMES.index(name.lower()) if name.lower() in ID_NAMES else len(ID_NAMES)
+
+
+def _can_name(column: Column | None) -> bool:
+    return isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iuO"
+
+
+def _label_if_any(frame: Frame, reading: Reading) -> str | None:
+    """A column that says it is the label; the only column of a table is not taken for one."""
+    called_so = [name for name in frame.columns if name.lower() in LABEL_NAMES]
+    found = [name for name in list(frame.names) or called_so if name not in reading.inputs]
+    return found[0] if len(found) == 1 else None
+
+
+def _labels_if_any(frames: list[Frame], label: str | None, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Labels of all rows, or zeros of the class 'unlabeled' where a split has none or they make no sense."""
+    if label is not None and all(_has_labels(frame, label) for frame in frames):
+        try:
+            y, classes = encode_labels(
+                [frame.columns[label] for frame in frames], frames[0].names.get(label), label, where
+            )
+            return np.concatenate(y), classes
+        except FedstillError:
+            pass  # a column that is called so and holds something else
+    return np.zeros(sum(frame.rows for frame in frames), np.int64), ("unlabeled",)
 
 
 def split_role(name: str) -> str | None:
@@ -142,6 +207,8 @@ def find_inputs(frame: Frame, reading: Reading, label: str | None, where: str) -
     if unknown:
         raise FedstillError(f"data.inputs: {where} has no column '{unknown[0]}'; {suggest(unknown[0], frame.columns)}")
     names = list(reading.inputs) or [n for n in frame.columns if n != label and n not in reading.keys]
+    if reading.like:
+        return names
     pictures = [n for n in names if _dimensions(frame.columns[n]) == 0]
     pictures = pictures or [n for n in names if _dimensions(frame.columns[n]) > 2]
     if len(pictures) > 1:
@@ -150,6 +217,8 @@ def find_inputs(frame: Frame, reading: Reading, label: str | None, where: str) -
         )
     if not (pictures or names):
         raise FedstillError(f"data.inputs: {where} has no column besides the label")
+    if reading.fit is not None and not pictures:
+        raise FedstillError(f"data.inputs: {where} holds no images, but the task's inputs are images")
     return pictures or names
 
 
@@ -176,118 +245,38 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
     return keys
 
 
-def encode_labels(
-    columns: Sequence[Column], names: tuple[str, ...] | None, label: str, where: str
-) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Labels as 0..K-1: as stated by class names, else the distinct values in order (numbers by size)."""
-    arrays = [_complete(np.asarray(column), label, where) for column in columns]
-    if any(array.dtype.kind in "OU" for array in arrays):
-        values = np.concatenate([array.astype(object) for array in arrays]).astype(np.str_)
-        if all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", word) for word in np.unique(values)):
-            values = values.astype(np.int64)
-    else:
-        values = np.concatenate(arrays)
-    if values.dtype.kind == "f":
-        if not np.array_equal(values, np.round(values)):
-            raise FedstillError(f"data.label: column '{label}' of {where} holds fractions; a label is a class")
-        values = values.astype(np.int64)
-    if names is not None:
-        codes, classes = values.astype(np.int64), names
-        outside = codes[(codes < 0) | (codes >= len(names))]
-        if len(outside):
-            raise FedstillError(f"data.label: label {outside[0]} of {where} is outside 0..{len(names) - 1}")
-    else:
-        distinct, codes = np.unique(values, return_inverse=True)
-        if len(distinct) == len(values) > 20:
-            raise FedstillError(f"data.label: column '{label}' of {where} differs in every row; a label is a class")
-        classes = tuple(str(value) for value in distinct)
-    cuts = np.cumsum([len(array) for array in arrays])[:-1]
-    return np.split(codes.astype(np.int64), cuts), classes
-
-
-def encode_inputs(frames: Sequence[Frame], inputs: list[str], reading: Reading, where: str) -> list[np.ndarray]:
+def encode_inputs(frames: Sequence[Frame], inputs: list[str], reading: Reading, where: str) -> Inputs:
     """Images as uint8 (n, channels, h, w), tables as float32 (n, features); all splits alike."""
     for name in inputs:
         if any(name not in frame.columns for frame in frames):
             raise FedstillError(f"data.source: column '{name}' of {where} is missing in one of its splits")
     columns = {name: [frame.columns[name] for frame in frames] for name in inputs}
-    cuts = np.cumsum([frame.rows for frame in frames])[:-1]
+    shape = reading.fit or (None if reading.size is None else (reading.size, reading.size))
     first = columns[inputs[0]]
-    if not isinstance(first[0], np.ndarray):
-        blobs = [blob for column in first for blob in column]
-        x = decode_images(blobs, where=where, size=reading.size, mixed_size=reading.mixed_size)
-    elif first[0].ndim > 2:
-        whole = _complete(_join(first, inputs[0], where), inputs[0], where)
-        x = _finite(storage_form(whole), inputs[0], where)
-        x = centre_square(x, reading.size) if reading.size and x.ndim == 4 else x
-    else:
-        names = {name: frames[0].names.get(name) for name in inputs}
-        x = np.concatenate([_table_columns(columns[n], names[n], n, where) for n in inputs], axis=1)
-    return np.split(x, cuts)
+    if not isinstance(first[0], np.ndarray) and not reading.like:
+        return _encode_images([list(column) for column in first], shape, reading, where)
+    cuts = np.cumsum([frame.rows for frame in frames])[:-1]
+    if _dimensions(first[0]) > 2 and not reading.like:
+        whole = complete(join(first, inputs[0], where), inputs[0], where)
+        x = finite(storage_form(whole), inputs[0], where)
+        x = fit_images(as_tensor(x), *shape).numpy() if shape and x.ndim == 4 else x
+        return Inputs(np.split(x, cuts))
+    like = {column.name: column for column in reading.like}
+    names = {name: frames[0].names.get(name) for name in inputs}
+    parts = [table_column(columns[n], names[n], n, where, like=like.get(n)) for n in inputs]
+    described = tuple(InputColumn(n, x.shape[1], words) for n, (x, words) in zip(inputs, parts, strict=True))
+    return Inputs(np.split(np.concatenate([x for x, _ in parts], axis=1), cuts), described)
 
 
-def storage_form(x: np.ndarray) -> np.ndarray:
-    """Arrays given as such: 3-d is grey images, 4-d images with channels first or last; bytes stay bytes."""
-    if x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
-        x = x.transpose(0, 3, 1, 2)
-    if x.ndim > 2 and x.dtype.kind in "iu" and x.min(initial=0) >= 0 and x.max(initial=0) <= 255:
-        return np.ascontiguousarray(x, dtype=np.uint8)
-    with np.errstate(over="ignore"):  # reported as not finite
-        return np.ascontiguousarray(x.reshape(len(x), -1) if x.ndim == 1 else x, dtype=np.float32)
-
-
-def _join(columns: Sequence[Column], name: str, where: str) -> np.ndarray:
-    arrays = [np.asarray(column) for column in columns]
-    if len({array.shape[1:] for array in arrays}) > 1:
-        raise FedstillError(f"data.source: column '{name}' of {where} has another shape in each split")
-    return np.concatenate(arrays)
-
-
-def _table_columns(columns: Sequence[Column], names: tuple[str, ...] | None, name: str, where: str) -> np.ndarray:
-    """float32 (n, 1) of a column of numbers, (n, d) of vectors, one-hot (n, words) of words."""
-    joined = _join(columns, name, where)
-    if names is not None:
-        stated = (joined >= 0) & (joined < len(names))
-        joined = np.array([*names, ""], dtype=object)[np.where(stated, joined, len(names)).astype(np.int64)]
-    joined = _complete(joined, name, where)
-    if joined.dtype == object:
-        words, codes = np.unique(joined.astype(np.str_), return_inverse=True)
-        if len(words) > MAX_WORDS:
-            raise FedstillError(
-                f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS} "
-                "(free text is not read); leave it out with data.inputs, or partition by it with data.keys"
-            )
-        return np.eye(len(words), dtype=np.float32)[codes]
-    return _finite(storage_form(joined), name, where)
-
-
-def _finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
-    """The numbers themselves, if all of them fit in a float32."""
-    if numbers.dtype == np.uint8:
-        return numbers
-    infinite = np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1))
-    if len(infinite):
-        raise FedstillError(f"data.source: column '{name}' of {where} is not finite in {_rows(infinite)}")
-    return numbers
-
-
-def _complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
-    """The column itself, if no value is missing."""
-    missing = column == "" if column.dtype == object else np.zeros(len(column), bool)
-    if column.dtype.kind == "f":
-        missing = np.isnan(column).reshape(len(column), -1).any(1)
-    if missing.any():
-        told = _rows(np.flatnonzero(missing))
-        raise FedstillError(f"data.source: column '{name}' of {where} has no value in {told}; fill or drop them")
-    return column
-
-
-def _rows(index: np.ndarray) -> str:
-    shown = ", ".join(str(row + 1) for row in index[:5])
-    more = f" and {len(index) - 5} more" if len(index) > 5 else ""
-    return f"row {shown}{more} (counted from 1)"
+def _encode_images(
+    splits: Sequence[list[bytes | Path]], shape: tuple[int, int] | None, reading: Reading, where: str
+) -> Inputs:
+    """One array a split; without labels what cannot be read is left out and all rows are in the first array."""
+    blobs = [blob for split in splits for blob in split]
+    decoded = decode_readable(blobs, where=where, shape=shape, skip=not reading.labelled)
+    if not reading.labelled:
+        return Inputs([decoded.images], unreadable=decoded.unreadable)
+    return Inputs(np.split(decoded.images, np.cumsum([len(split) for split in splits])[:-1]))
 
 
 def _has_labels(frame: Frame, label: str) -> bool:

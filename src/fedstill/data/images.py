@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,36 +22,56 @@ CHUNK = 256  # images a task: a task costs more than a small image
 RESIZED_AT_ONCE = 2048
 
 
-def decode_images(
-    blobs: Sequence[bytes | Path], *, where: str, size: int | None = None, mixed_size: int | None = None
-) -> np.ndarray:
+class Decoded(NamedTuple):
+    """Images in the order of their files, but for those that could not be read."""
+
+    images: np.ndarray  # (n, channels, height, width) uint8
+    unreadable: tuple[int, ...] = ()  # rows of what was given
+
+
+def decode_images(blobs: Sequence[bytes | Path], *, where: str, shape: tuple[int, int] | None = None) -> np.ndarray:
     """Decode all; one RGB image makes the whole set RGB, else it is grey. Alpha is dropped, 16 bits become 8.
 
-    `size` cuts each image to its centred square and resizes it (bilinear, antialiased) to size x size;
-    `mixed_size` does so only when the images differ in size, which is an error otherwise.
+    `shape` (height, width) cuts each image to the centre of these proportions and resizes it (bilinear, antialiased);
+    without it images of different size are an error, and so is one that cannot be read.
     """
+    return decode_readable(blobs, where=where, shape=shape, skip=False).images
+
+
+def decode_readable(
+    blobs: Sequence[bytes | Path], *, where: str, shape: tuple[int, int] | None = None, skip: bool = True
+) -> Decoded:
+    """`decode_images` that leaves out what cannot be read and says which rows those are."""
     require_extra("PIL")
 
-    def decode(start: int) -> tuple[np.ndarray | None, set[tuple[int, int]]]:
-        return _decode_chunk(blobs[start : start + CHUNK], start, size, where)
+    def decode(start: int) -> _Chunk:
+        return _decode_chunk(blobs[start : start + CHUNK], start, shape, where, skip)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        results = list(pool.map(decode, range(0, len(blobs), CHUNK)))
-    shapes = sorted(set().union(*(found for _, found in results)))
-    if len(shapes) > 1:
-        if mixed_size is not None:
-            return decode_images(blobs, where=where, size=mixed_size)
-        (low_h, low_w), (high_h, high_w) = shapes[0], shapes[-1]
+        chunks = list(pool.map(decode, range(0, len(blobs), CHUNK)))
+    sizes = sorted(set().union(*(chunk.sizes for chunk in chunks)))
+    if len(sizes) > 1:
+        (low_h, low_w), (high_h, high_w) = sizes[0], sizes[-1]
         raise FedstillError(
             f"data.size: images of {where} differ in size (from {low_w}x{low_h} to {high_w}x{high_h}); "
             "set data.size to the side they shall all have"
         )
-    chunks = [chunk for chunk, _ in results if chunk is not None]
-    channels = max(chunk.shape[1] for chunk in chunks)
-    images = np.empty((len(blobs), channels, *shapes[0]), np.uint8)
-    for i, chunk in enumerate(chunks):
-        images[i * CHUNK : i * CHUNK + len(chunk)] = chunk  # a grey chunk broadcasts over RGB
-    return images
+    unreadable = tuple(row for chunk in chunks for row in chunk.unreadable)
+    if len(unreadable) == len(blobs):
+        raise FedstillError(f"data.source: {where} holds no readable image ({len(blobs)} tried)")
+    parts = [chunk.images for chunk in chunks if chunk.images is not None]
+    images = np.empty((sum(map(len, parts)), max(part.shape[1] for part in parts), *sizes[0]), np.uint8)
+    filled = 0
+    for part in parts:
+        images[filled : filled + len(part)] = part  # a grey chunk broadcasts over RGB
+        filled += len(part)
+    return Decoded(images, unreadable)
+
+
+def fit_images(x: Tensor, height: int, width: int) -> Tensor:
+    """What `shape` does to encoded images, for (n, channels, h, w): the centre of these proportions, resized."""
+    across, down = _centre(x.shape[3], x.shape[2], height, width)
+    return resize_images(x[:, :, down[0] : down[1], across[0] : across[1]], height, width).contiguous()
 
 
 def resize_images(x: Tensor, height: int, width: int) -> Tensor:
@@ -66,46 +86,61 @@ def _resize(x: Tensor, height: int, width: int) -> Tensor:
     return resized.round().clamp(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else resized
 
 
-def centre_square(x: np.ndarray, size: int) -> np.ndarray:
-    """What `size` does to encoded images, for arrays (n, channels, h, w)."""
-    side = min(x.shape[2:])
-    top, left = (x.shape[2] - side) // 2, (x.shape[3] - side) // 2
-    square = np.ascontiguousarray(x[:, :, top : top + side, left : left + side])
-    return resize_images(torch.from_numpy(square), size, size).numpy()
+class _Chunk(NamedTuple):
+    images: np.ndarray | None  # (k, channels, h, w); None when they differ in size, or none was readable
+    sizes: set[tuple[int, int]]  # all heights and widths found
+    unreadable: list[int]
 
 
 def _decode_chunk(
-    blobs: Sequence[bytes | Path], start: int, size: int | None, where: str
-) -> tuple[np.ndarray | None, set[tuple[int, int]]]:
-    """(k, channels, h, w) and the one size, or None and all sizes found."""
-    pixels = [_decode_one(blob, start + i, size, where) for i, blob in enumerate(blobs)]
-    shapes = {(image.shape[0], image.shape[1]) for image in pixels}
-    if len(shapes) > 1:
-        return None, shapes
+    blobs: Sequence[bytes | Path], start: int, shape: tuple[int, int] | None, where: str, skip: bool
+) -> _Chunk:
+    pixels, unreadable = [], []
+    for row, blob in enumerate(blobs, start):
+        try:
+            pixels.append(_decode_one(blob, row, shape, where))
+        except FedstillError:
+            if not skip:
+                raise
+            unreadable.append(row)
+    sizes = {(image.shape[0], image.shape[1]) for image in pixels}
+    if len(sizes) != 1:
+        return _Chunk(None, sizes, unreadable)
     channels = max(image.shape[2] for image in pixels)
-    stacked = np.empty((len(pixels), *next(iter(shapes)), channels), np.uint8)
+    stacked = np.empty((len(pixels), *next(iter(sizes)), channels), np.uint8)
     for i, image in enumerate(pixels):
         stacked[i] = image
-    return stacked.transpose(0, 3, 1, 2), shapes
+    return _Chunk(stacked.transpose(0, 3, 1, 2), sizes, unreadable)
 
 
-def _decode_one(blob: bytes | Path, row: int, size: int | None, where: str) -> np.ndarray:
+def _decode_one(blob: bytes | Path, row: int, shape: tuple[int, int] | None, where: str) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
         with Image.open(io.BytesIO(blob) if isinstance(blob, bytes) else blob) as opened:
             image = ImageOps.exif_transpose(opened) if "exif" in opened.info else opened
             image = _eight_bit(image)
-            if size is not None and image.size != (size, size):
-                side, (width, height) = min(image.size), image.size
-                left, top = (width - side) // 2, (height - side) // 2
-                square = image.crop((left, top, left + side, top + side))  # ImageOps.fit would blend in what is cut off
-                image = square.resize((size, size), Image.Resampling.BILINEAR)
+            if shape is not None and image.size != (shape[1], shape[0]):
+                (left, right), (top, bottom) = _centre(image.width, image.height, *shape)
+                part = image.crop((left, top, right, bottom))  # ImageOps.fit would blend in what is cut off
+                image = part.resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # pillow's decoders raise what they like (EOFError, struct.error, ...) on broken files
         what = f"row {row}" if isinstance(blob, bytes) else str(blob)
         raise FedstillError(f"data.source: {what} of {where} is not a readable image ({first_line(error)})") from error
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _centre(width: int, height: int, wanted_height: int, wanted_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(left, right), (top, bottom) of the largest centred part with the wanted proportions.
+
+    >>> _centre(8, 4, 2, 2)
+    ((2, 6), (0, 4))
+    """
+    cut_width = min(width, max(1, round(height * wanted_width / wanted_height)))
+    cut_height = min(height, max(1, round(width * wanted_height / wanted_width)))
+    left, top = (width - cut_width) // 2, (height - cut_height) // 2
+    return (left, left + cut_width), (top, top + cut_height)
 
 
 def _eight_bit(image: Any) -> Any:

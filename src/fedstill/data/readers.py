@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.data.frames import Column, Frame, split_role
+from fedstill.data.columns import Column
+from fedstill.data.frames import Frame, split_role
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, first_line, require_extra
 
@@ -37,11 +39,12 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> Contents:
     """Read what `files_of(root)` found, by the kind of the files."""
     suffix = files[0].suffix.lower()
     if suffix in IMAGE_SUFFIXES:
-        return Contents(_image_folder(files, root, labelled=reading.labelled))
+        return Contents(_image_folder(files, root.parent if root.is_file() else root, labelled=reading.labelled))
     if suffix == ".npz":
         return Contents(_read_npz(files[0], labelled=reading.labelled))
+    words = {column.name for column in reading.like if column.words}
     if root.is_file():
-        return Contents({"train": _read_one(root)})
+        return Contents({"train": _read_one(root, words)})
     shards: dict[str, list[Path]] = {}
     notes = []
     for file in files:
@@ -54,42 +57,88 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> Contents:
     if not any(split_role(split) for split in shards):  # plain names: parts of one set
         shards = {"train": files}
     return Contents(
-        {split: _stack([_read_one(file) for file in parts]) for split, parts in shards.items()}, tuple(notes)
+        {split: _stack([_read_one(file, words) for file in parts]) for split, parts in shards.items()}, tuple(notes)
     )
 
 
-def files_of(root: Path) -> list[Path]:
-    """The data files of a source on disk, sorted: one file, a folder's tables (or its only sub-folder's), or images."""
+def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
+    """The data files of a source on disk, sorted: one file, a folder's tables (or its only sub-folder's), or images.
+
+    Where only images are wanted (`reading.fit`), a CSV file beside them describes them; it is not the data.
+    """
+    reading = reading or Reading()
+    known = {".parquet", ".npz", *CSV_SUFFIXES, *(IMAGE_SUFFIXES if not reading.labelled else ())}
     if root.is_file():
-        known = {".parquet", ".npz", *CSV_SUFFIXES}
         if root.suffix.lower() not in known:
-            raise FedstillError(
-                f"data.source: cannot read '{root}'; give a folder or a file of {', '.join(sorted(known))}"
-            )
+            named = ", ".join(sorted(known - IMAGE_SUFFIXES))
+            raise FedstillError(f"data.source: cannot read '{root}'; give a folder or a file of {named}")
         return [root]
+    images = None if reading.fit is None else _with_suffix(files_below(root), IMAGE_SUFFIXES)
+    tables = ({".parquet"},) if images else ({".parquet"}, CSV_SUFFIXES)
     sub_folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    for suffixes in ({".parquet"}, CSV_SUFFIXES):
+    for suffixes in tables:
         for folders in ([root], sub_folders):
-            holding = [files for folder in folders if (files := _with_suffix(folder.iterdir(), suffixes))]
+            holding = [files for folder in folders if (files := _with_suffix(_files_in(folder), suffixes))]
             if len(holding) == 1:
                 return holding[0]
             if holding:
                 told = ", ".join(files[0].parent.name for files in holding)
                 raise FedstillError(f"data.source: '{root}' holds several datasets ({told}); name one of these folders")
-    images = _with_suffix(root.rglob("*"), IMAGE_SUFFIXES)
-    if not images:
+    found = _with_suffix(files_below(root), IMAGE_SUFFIXES) if images is None else images
+    if not reading.labelled:
+        found = [file for file in found if file.is_file()]  # a broken link is one of those that cannot be read
+    if not found:
         raise FedstillError(f"data.source: '{root}' holds no parquet, CSV or image files")
-    return images
+    return found
 
 
-def _with_suffix(paths: Iterator[Path], suffixes: frozenset[str] | set[str]) -> list[Path]:
-    return sorted(p for p in paths if p.suffix.lower() in suffixes and not p.name.startswith("."))
+def files_below(root: Path) -> list[Path]:
+    """Every file of a folder and its folders, sorted; hidden ones and those in hidden folders are not meant."""
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        here = Path(folder)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(here / name)]
+        found += [here / name for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _leads_back(folder: Path) -> bool:
+    """A link to a folder that it lies in."""
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
+
+
+def _with_suffix(files: list[Path], suffixes: frozenset[str] | set[str]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in suffixes]
 
 
 def _image_folder(files: list[Path], root: Path, *, labelled: bool) -> dict[str, Frame]:
-    """root/[split/]class/**/image; the split level is there when 'train' holds folders and no images."""
-    if not labelled:
-        return {"train": Frame({"image": list(files)})}
+    """Images and their classes; without labels also the path of each, and any arrangement of folders will do."""
+    paths = [file.relative_to(root).as_posix() for file in files]
+    try:
+        splits, classes = _class_folders(files, root)
+    except FedstillError:
+        if labelled:
+            raise
+        return {"train": Frame({"image": list(files), "file": _words(paths)})}
+    frames = {}
+    for split, rows in splits.items():
+        columns: dict[str, Column] = {"image": [files[row] for row in rows]}
+        columns["label"] = _words([classes[row] for row in rows])
+        if not labelled:
+            columns["file"] = _words([paths[row] for row in rows])
+        frames[split] = Frame(columns)
+    return frames
+
+
+def _class_folders(files: list[Path], root: Path) -> tuple[dict[str, list[int]], list[str]]:
+    """(rows of each split, class of each file) of root/[split/]class/**/image.
+
+    The split level is there when 'train' holds folders and no images.
+    """
     parts = [file.relative_to(root).parts for file in files]
     depths = [len(part) for part in parts if split_role(part[0]) == "train"]
     level = 1 if depths and min(depths) > 2 else 0
@@ -101,14 +150,11 @@ def _image_folder(files: list[Path], root: Path, *, labelled: bool) -> dict[str,
     splits: dict[str, list[int]] = {}
     for row, part in enumerate(parts):
         splits.setdefault(part[0] if level else "train", []).append(row)
-    return {
-        split: Frame({"image": [files[row] for row in rows], "label": _words([parts[row][level] for row in rows])})
-        for split, rows in splits.items()
-    }
+    return splits, [part[level] for part in parts]
 
 
-def _read_one(file: Path) -> Frame:
-    return read_csv(file) if file.suffix.lower() in CSV_SUFFIXES else _read_parquet(file)
+def _read_one(file: Path, words: Collection[str] = ()) -> Frame:
+    return read_csv(file, words=words) if file.suffix.lower() in CSV_SUFFIXES else _read_parquet(file)
 
 
 def _stack(frames: list[Frame]) -> Frame:
@@ -147,8 +193,8 @@ def _plain_array(array: np.ndarray, name: str) -> np.ndarray:
     return flat.astype(object) if flat.dtype.kind == "U" else flat
 
 
-def read_csv(file: Path, *, delimiter: str | None = None) -> Frame:
-    """A table with a header line; a column is integers, else numbers, else words."""
+def read_csv(file: Path, *, delimiter: str | None = None, words: Collection[str] = ()) -> Frame:
+    """A table with a header line; a column is integers, else numbers, else words (the columns `words` at once)."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as text:
             first = text.readline()
@@ -168,7 +214,8 @@ def read_csv(file: Path, *, delimiter: str | None = None) -> Frame:
         raise FedstillError(f"data.source: '{file}' is not a UTF-8 CSV file ({first_line(error)})") from error
     if not cells:
         raise FedstillError(f"data.source: '{file}' has a header and no rows")
-    return Frame({name: _parse(column) for name, column in zip(header, zip(*cells, strict=True), strict=True)})
+    columns = dict(zip(header, zip(*cells, strict=True), strict=True))
+    return Frame({name: _parse(column, as_words=name in words) for name, column in columns.items()})
 
 
 def _check_header(header: list[str], file: Path) -> None:
@@ -178,9 +225,9 @@ def _check_header(header: list[str], file: Path) -> None:
         raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
 
 
-def _parse(cells: tuple[str, ...]) -> np.ndarray:
+def _parse(cells: tuple[str, ...], *, as_words: bool = False) -> np.ndarray:
     stripped = ["" if cell.strip().lower() in MISSING_WORDS else cell.strip() for cell in cells]
-    for dtype, missing in ((np.int64, ""), (np.float64, "nan")):
+    for dtype, missing in () if as_words else ((np.int64, ""), (np.float64, "nan")):
         try:
             return np.array([cell or missing for cell in stripped], dtype=np.str_).astype(dtype)
         except (ValueError, OverflowError):

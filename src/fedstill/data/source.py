@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,23 @@ KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
+class InputColumn(NamedTuple):
+    """A column of a table that is learnt from, and the features it became."""
+
+    name: str
+    width: int  # features: 1 for a number, more for a vector or for words
+    words: tuple[str, ...] = ()  # one feature each, in this order; none for numbers
+
+
+class Unlabeled(NamedTuple):
+    """What the server may look at without labels: rows in the task's storage form, each with a name."""
+
+    x: Tensor  # (M, ...)
+    ids: tuple[str, ...]  # M different names: a file, a row of a table, a row of train or test
+    truth: Tensor | None = None  # (M,) labels, where somebody knows them; no method sees them
+    skipped: tuple[str, ...] = ()  # names of what could not be read
+
+
 class Source(NamedTuple):
     """A dataset before it is shared out: disjoint train and test rows of one shape."""
 
@@ -36,6 +53,12 @@ class Source(NamedTuple):
     keys: Mapping[str, np.ndarray] = MappingProxyType({})  # columns of the train rows to partition by: user, play, ...
     notes: tuple[str, ...] = ()  # what was decided on the way, for people
     origin: str = ""  # where it came from: equal origins hold the same samples
+    columns: tuple[InputColumn, ...] = ()  # of a table, in the order of its features; none for images and text
+    rows: Mapping[str, np.ndarray] = MappingProxyType(
+        {}
+    )  # of a split: row numbers in its file, or names; else 0, 1, ..
+    skipped: tuple[str, ...] = ()  # samples that could not be read; only of sources read without labels
+    central: Unlabeled | None = None  # what is neither the clients' nor the test set's (see splits.central_pool)
 
 
 @dataclass(frozen=True)
@@ -49,7 +72,8 @@ class Reading:
     held_out: float = 0.2  # share of the rows that become the test split where a source has none
     seed: int = 0  # of that choice
     labelled: bool = True  # False: all rows of all splits, labels not asked for
-    mixed_size: int | None = None  # like size, but only if the images are not alike
+    like: tuple[InputColumn, ...] = ()  # encode the columns of a table as another source's are
+    fit: tuple[int, int] | None = None  # images only, brought to this height and width
     window: int | None = None  # characters of text from which the next one is told
 
     def __post_init__(self) -> None:
@@ -71,6 +95,26 @@ def owners(source: Source, *columns: str) -> np.ndarray:
     if all(column.dtype.kind in "iu" for column in values):
         return _pairs(values)
     return np.array([" / ".join(map(str, row)) for row in zip(*values, strict=True)])
+
+
+def row_ids(source: Source, split: str) -> tuple[str, ...]:
+    """A name for each row of 'train' or 'test' that outlives every split: 'train/17' is row 17 of the train file."""
+    known = source.rows.get(split)
+    if known is not None and known.dtype.kind == "U":
+        return tuple(known.tolist())
+    count = len(source.train.y if split == "train" else source.test.y)
+    return tuple(f"{split}/{row}" for row in (range(count) if known is None else known.tolist()))
+
+
+def keep_rows(source: Source, split: str, rows: np.ndarray) -> Source:
+    """The source with only these rows of 'train' or 'test', in this order."""
+    dataset = source.train if split == "train" else source.test
+    index = torch.from_numpy(rows)
+    kept = replace(dataset, x=dataset.x[index], y=dataset.y[index])
+    names = {**source.rows, split: source.rows[split][rows] if split in source.rows else rows}
+    if split == "test":
+        return source._replace(test=kept, rows=names)
+    return source._replace(train=kept, rows=names, keys={key: values[rows] for key, values in source.keys.items()})
 
 
 def _pairs(columns: list[np.ndarray]) -> np.ndarray:

@@ -15,13 +15,13 @@ AUGMENTATIONS = ("crop", "cutout", "flip")
 PADDING = 4
 
 
-def check_augmentations(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    """Refuse unknown names, and images where there are none."""
+def check_augmentations(names: tuple[str, ...], shape: tuple[int, ...], key: str = "local.augment") -> None:
+    """Refuse unknown names, and images where there are none. `key`: where the names were set."""
     for name in names:
         if name not in AUGMENTATIONS:
-            raise FedstillError(f"local.augment: unknown augmentation '{name}'; {suggest(name, AUGMENTATIONS)}")
+            raise FedstillError(f"{key}: unknown augmentation '{name}'; {suggest(name, AUGMENTATIONS)}")
     if names and len(shape) != 3:
-        raise FedstillError(f"local.augment: {', '.join(names)} need images, but samples have shape {shape}; use []")
+        raise FedstillError(f"{key}: {', '.join(names)} need images, but samples have shape {shape}; leave it out")
 
 
 def _field(bits: Tensor, start: int, options: int) -> Tensor:

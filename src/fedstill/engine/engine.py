@@ -31,7 +31,7 @@ from fedstill.engine.after import finish_clients
 from fedstill.engine.augment import check_augmentations
 from fedstill.engine.batched import Batched
 from fedstill.engine.feed import Feed
-from fedstill.engine.forward import batch_statistics, forward, forward_many, forward_training
+from fedstill.engine.forward import ROWS_AT_ONCE, batch_statistics, forward, forward_many, forward_training
 from fedstill.engine.group import Inputs, client_at, columns_of, local_view, make_inputs
 from fedstill.engine.looped import Looped
 from fedstill.engine.plan import Plan, check_training, make_plan
@@ -103,6 +103,7 @@ class Engine:
     ) -> Weights:  # fmt: skip
         """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.types.Trainer."""
         check_training(training)
+        check_augmentations(training.augment, tuple(x.shape[1:]), "algorithm.augment")
         feed = self._feed_of(x)
         if feed.y.shape == y.shape and feed.y.dtype == y.dtype:
             feed.y.copy_(y)
@@ -120,6 +121,8 @@ class Engine:
             if watch is None:
                 return row_of(self._run(program, plan, inputs, places, sizes)[0], 0)
             assert isinstance(runner, Looped)
+            with program.autocast():
+                self._fill_cache(program, plan, inputs, places, sizes)
             return runner.run_alone(plan, inputs, lambda done, now: done % every == 0 and watch(done, now))
 
     def outputs(
@@ -128,7 +131,14 @@ class Engine:
     ) -> Output:  # fmt: skip
         """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
         feed = self._feed_of(x)
-        loop = self.model.unbatchable is not None or (self.device.type == "cpu" and self.model.convolutional)
+        # On a CPU stacking saves calls, not work: it pays for dense nets on sets of one piece (10 teachers, a 64-64-10
+        # MLP: 200 samples 0.6 ms instead of 1.0, 10,000 samples 23 instead of 25).
+        # On an H200, 10 models and 10,000 CIFAR-10 images: VGG8 148 ms in turn and 503 together, `cnn` 55 and 52.
+        if self.device.type == "cpu":
+            in_turn = self.model.convolutional or len(x) > ROWS_AT_ONCE["cpu"]
+        else:
+            in_turn = self.model.convolutional and not self.stacked
+        loop = self.model.unbatchable is not None or in_turn
         with float32_mode(self.precision):
             if batch is not None:
                 return forward_training(self.model, weights, feed, batch, seed, stacked=stacked, features=features)

@@ -89,7 +89,8 @@ def _learning_rates(training: Training, steps: np.ndarray, per_epoch: np.ndarray
         rates = rates * 0.5 * (1.0 + np.cos(np.pi * np.minimum(step / np.maximum(steps, 1)[None, :], 1.0)))
     if training.lr_schedule == "cyclic":
         done = (step % training.lr_cycle) / max(training.lr_cycle - 1, 1)
-        rates = rates * (1.0 + done * (training.lr_low / training.lr - 1.0))
+        lowest = training.lr_low / training.lr if training.lr else 1.0
+        rates = rates * (1.0 + done * (lowest - 1.0))
     return np.asarray(rates, np.float64)
 
 

@@ -30,7 +30,8 @@ def n_class(
     """Give each client `size` samples in equal shares from random distinct classes.
 
     An odd sample goes to the client's first class. Queues as in `bias`: clients may share samples, but no client
-    holds one twice. `size` defaults to n / clients.
+    holds one twice. `size` defaults to n / clients. With all classes on every client it is D2C-FL's IID split (60 of
+    each of ten classes at size 600), which may ask for more samples than there are, as `iid` cannot.
     """
     class_rows, size = _checked(labels, clients, size)
     classes = len(class_rows)

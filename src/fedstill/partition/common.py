@@ -91,6 +91,22 @@ def log_gamma_draws(rng: np.random.Generator, shape: np.ndarray | float, size: t
     return drawn
 
 
+def check_share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise FedstillError(f"partition.{name} = {value} is not allowed: use a share from 0 to below 1")
+
+
+def hold_out(parts: Parts, share: float) -> Parts:
+    """Leave out the last `share` of every client's rows, at least one of them, as its local test set that nobody uses.
+
+    A client with a single row keeps it.
+    """
+    if not share:
+        return parts
+    left = [max(1, len(part) - max(1, int(share * len(part) + 1e-9))) for part in parts]
+    return [part[:count] for part, count in zip(parts, left, strict=True)]
+
+
 def drop_small(parts: Parts, min_size: int) -> Parts:
     """The clients with at least `min_size` rows; an error when none is left."""
     kept = [part for part in parts if len(part) >= min_size]

@@ -11,8 +11,10 @@ from fedstill.partition.common import (
     check_clients,
     check_labels,
     check_positive,
+    check_share,
     deal_counts,
     drop_small,
+    hold_out,
     log_gamma_draws,
     rows_by_class,
     stream,
@@ -22,13 +24,16 @@ _SINKHORN_SWEEPS = 1000
 _MOST_REDRAWS = 1000
 
 
-def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min_size: int = 5) -> Parts:
+def mrtf(
+    labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min_size: int = 5, held_out: float = 0.0
+) -> Parts:
     """Dir(alpha) over classes on each client, columns scaled to 1, counts rounded (MrTF's code).
 
     p_k ~ Dir(alpha 1_K); share_kc = p_kc / sum_j p_jc; count_kc = round-half-even(share_kc n_c), consecutive
     slices in file order. Rounding loses samples or asks for too many (the last clients then get less); clients
-    with fewer than `min_size` samples are dropped, so fewer than `clients` may come back. The released code
-    also holds out 20% of each client as its test set; that is not a matter of the partition.
+    with fewer than `min_size` samples are dropped, so fewer than `clients` may come back. Of each client's rows a
+    random share `held_out`, at least one, is then left out: the released code keeps 20% as a local test set that
+    it never uses, and the paper's class counts are those of the other 80%.
 
     Reference: Li, Yang & Zhan, MrTF: Model Refinery for Transductive Federated Learning (released code).
     """
@@ -36,6 +41,7 @@ def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min
     check_clients(clients, samples=len(labels))
     check_positive("alpha", alpha)
     check_at_least("min_size", min_size, 0)
+    check_share("held_out", held_out)
     rng = stream(seed, "mrtf")
     class_rows = rows_by_class(labels)
     class_sizes = np.array([len(rows) for rows in class_rows])
@@ -43,7 +49,7 @@ def mrtf(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 1.0, min
     # Columns are normalised anyway; scaled by their maximum, none can underflow (the released code divides 0 by 0).
     draws = np.exp(log_draws - log_draws.max(axis=0))
     parts = deal_counts(class_rows, column_counts(draws, class_sizes))
-    return drop_small([rng.permutation(part) for part in parts], min_size)
+    return hold_out(drop_small([rng.permutation(part) for part in parts], min_size), held_out)
 
 
 def column_counts(draws: np.ndarray, class_sizes: np.ndarray) -> np.ndarray:

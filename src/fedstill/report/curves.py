@@ -54,7 +54,7 @@ def learning_curves(
     count = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
     note = f"; {count} seeds, band: one standard deviation" if seeds > 1 else ""
     _dress(axes, title + note, last, target)
-    _name_ends(axes, ends)
+    name_ends(axes, ends)
     figure.savefig(path)
     return path
 
@@ -80,15 +80,18 @@ def _dress(axes: Axes, title: str, last: int, target: float | None) -> None:
         )
 
 
-def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Names right of the lines' ends, moved apart where they would overlap; a thin line leads back to the end."""
+def name_ends(axes: Axes, ends: list[tuple[float, str, str]], *, gap: float = 0.052, form: str = ".1f") -> None:
+    """Names right of the lines' ends, moved apart where they would overlap; a thin line leads back to the end.
+
+    gap: least distance of two names, in heights of the axes.
+    """
     low, high = axes.get_ylim()
     ordered = sorted(ends)
     heights = [(value - low) / (high - low) for value, _, _ in ordered]
-    for height, place, (value, method, colour) in zip(heights, spread_apart(heights, 0.052), ordered, strict=True):
+    for height, place, (value, method, colour) in zip(heights, spread_apart(heights, gap), ordered, strict=True):
         axes.plot([1.0, 1.03], [height, place], color=colour, linewidth=0.8, transform=axes.transAxes, clip_on=False)
         axes.text(
-            1.04, place, f"{value:.1f}  {method}", color=colour, fontsize=9, va="center", transform=axes.transAxes
+            1.04, place, f"{value:{form}}  {method}", color=colour, fontsize=9, va="center", transform=axes.transAxes
         )
 
 

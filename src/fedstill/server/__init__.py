@@ -4,6 +4,7 @@ from fedstill.server.average import average, normalized_average
 from fedstill.server.control import dynamic_correction, update_control
 from fedstill.server.curvature import sum_curvature
 from fedstill.server.distill import distill
+from fedstill.server.migrate import migrate
 from fedstill.server.optim import adam, adaptive, sgd
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "average",
     "distill",
     "dynamic_correction",
+    "migrate",
     "normalized_average",
     "sgd",
     "sum_curvature",

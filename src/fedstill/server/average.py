@@ -13,7 +13,7 @@ from fedstill.core.tree import clone, rows
 from fedstill.core.types import Need, Params, Round, ServerStep, Stage, Tree, Uploads, Weights
 
 Weighting = Literal["size", "uniform"]
-BufferPolicy = Literal["average", "pooled", "reset", "local"]
+BufferPolicy = Literal["average", "pooled", "reset", "local", "last"]
 
 
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -61,11 +61,15 @@ def merge_buffers(round: Round, share: Tensor, policy: BufferPolicy) -> Params:
     pooled:  var = sum_k p_k (var_k + mean_k^2) - mean^2, the variance of the union of the clients' data.
     reset:   the initial statistics (mean 0, variance 1, count 0).
     local:   the server keeps the ones it sent; clients' statistics are not used.
+    last:    those of one client, the last of the cohort by its id (FedDF's released code); integer ones too.
     Other buffers are averaged, integer ones take the maximum.
     """
     if policy == "local":
         return clone(round.start.buffers)
     stacked = round.uploads.weights.buffers
+    if policy == "last":
+        ids = round.uploads.ids.to(share.device)
+        return clone(rows(stacked, int(torch.where(share > 0, ids, -1).argmax())))
     merged = weighted_sum(stacked, share)
     for name, leaf in merged.items():
         if policy == "reset" and name.endswith(("running_mean", "running_var", "num_batches_tracked")):
@@ -87,7 +91,8 @@ def average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average")
         params = weighted_sum(round.uploads.weights.params, share)
         return Weights(params, merge_buffers(round, share, buffers)), state
 
-    return ServerStep(apply, stage=Stage.AGGREGATE, name=f"average by {weighting}, buffers {buffers}")
+    needs = frozenset({Need.INDIVIDUAL_UPLOADS} if buffers == "last" else ())
+    return ServerStep(apply, needs=needs, stage=Stage.AGGREGATE, name=f"average by {weighting}, buffers {buffers}")
 
 
 def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average") -> ServerStep:
@@ -111,4 +116,5 @@ def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy =
         return candidate._replace(params={n: p + correction[n] for n, p in candidate.params.items()}), state
 
     name = f"normalized average by {weighting}, buffers {buffers}"
-    return replace(plain, apply=apply, needs=frozenset({Need.PLAIN_SGD}), name=name, instead_of=plain.name)
+    needs = plain.needs | {Need.PLAIN_SGD}
+    return replace(plain, apply=apply, needs=needs, name=name, instead_of=plain.name)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedstill.core.types import Need, Round, ServerStep, Targets, Tree, Weights
 from fedstill.server.pools import pool_targets
-from fedstill.server.student import Student, divergence, learner
+from fedstill.server.student import Student, divergence, learner, lesson
 from fedstill.server.teachers import Teachers, teacher_outputs, unlabeled_data, uploads_teach
 
-PoolStep = Callable[[Tensor], Tensor | Targets]  # logits (T, M, K) -> probabilities (M, K), or hard targets
+PoolStep = Callable[..., Tensor | Targets]  # logits (T, M, K) (, share=) -> probabilities (M, K), or hard targets
+
+
+@dataclass(frozen=True)
+class TeacherShares:
+    """How much each teacher counts, (T,) or (T, M), and what one must look at to know it."""
+
+    of: Callable[[Round], Tensor]
+    needs: frozenset[Need] = frozenset()
 
 
 def agreement(logits: Tensor, targets: Tensor) -> float:
@@ -40,10 +49,12 @@ def distill(
     *,
     teachers: Teachers = uploads_teach,
     pool: PoolStep = pool_targets,
+    shares: TeacherShares | None = None,
     teacher_batch: int | None = None,
 ) -> ServerStep:
     """Train the candidate towards what the teachers say together on the unlabeled data.
 
+    shares: handed to the pool; without them it weighs all teachers alike. teacher_batch: see `teacher_outputs`.
     Zero steps leave the candidate as it is. State: "targets", what was taught last.
     Reports: teacher_agreement, distill_loss_before, distill_loss_after.
     """
@@ -53,16 +64,17 @@ def distill(
         if student.idle:
             return candidate, state
         logits = teacher_outputs(round, teachers(candidate, round), batch=teacher_batch).logits
-        pooled = pool(logits)
+        pooled = pool(logits) if shares is None else pool(logits, share=shares.of(round))
         targets = pooled if isinstance(pooled, Targets) else everything(pooled)
         learnt = learn(candidate, targets, round)
+        taught = targets._replace(probabilities=lesson(student, targets))
         round.metrics["teacher_agreement"] = agreement(logits, targets.probabilities)
-        round.metrics["distill_loss_before"] = loss_of(candidate, targets, round, student.temperature)
-        round.metrics["distill_loss_after"] = loss_of(learnt, targets, round, student.temperature)
+        round.metrics["distill_loss_before"] = loss_of(candidate, taught, round, student.temperature)
+        round.metrics["distill_loss_after"] = loss_of(learnt, taught, round, student.temperature)
         round.models["aggregated"] = candidate
         return learnt, keep_targets(state, targets)
 
-    needs = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    needs = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | (shares.needs if shares else frozenset())
     if student.patience is not None:
         needs.add(Need.VALIDATION)
     return ServerStep(apply, needs=frozenset(needs), targets=targets_of)
@@ -70,6 +82,6 @@ def distill(
 
 def loss_of(weights: Weights, targets: Targets, round: Round, temperature: float = 1.0) -> float:
     """mean KL(targets || model) over the rows that are kept."""
-    logits = round.trainer.outputs(weights, unlabeled_data(round)).logits
+    logits = round.trainer.outputs(weights, unlabeled_data(round), features=False).logits
     each = divergence(targets.probabilities, logits, temperature)[targets.kept]
     return float(each.mean()) if len(each) else float("nan")

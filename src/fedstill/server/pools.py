@@ -51,8 +51,9 @@ def standardised(logits: Tensor, sharpness: float = 4.0) -> Tensor:
     """
     scores = full_precision(logits)
     spread = scores.flatten(1).std(dim=1).nan_to_num(0.0)
+    below_best = scores - scores.amax(dim=-1, keepdim=True)  # before the division, which would cost their last digits
     tiny = torch.finfo(scores.dtype).tiny ** 0.5
-    return torch.softmax(sharpness * scores / spread.clamp_min(tiny).reshape(-1, 1, 1), dim=-1)
+    return torch.softmax(sharpness * below_best / spread.clamp_min(tiny).reshape(-1, 1, 1), dim=-1)
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -60,12 +61,9 @@ def entropy(probabilities: Tensor) -> Tensor:
     return -torch.xlogy(probabilities, probabilities).sum(-1)
 
 
-def confident_share(probabilities: Tensor, prior: Tensor | None = None) -> Tensor:
-    """(T, M) a teacher's share for each sample: softmax over teachers of -entropy (+ ln prior_t)."""
-    scores = -entropy(probabilities)
-    if prior is not None:
-        scores = scores + prior.to(scores).log().unsqueeze(1)
-    return torch.softmax(scores, dim=0)
+def confident_share(probabilities: Tensor) -> Tensor:
+    """(T, M) a teacher's share for each sample: softmax over teachers of -entropy."""
+    return torch.softmax(-entropy(probabilities), dim=0)
 
 
 def maximum_rule(probabilities: Tensor, threshold: float) -> Targets:
@@ -74,20 +72,32 @@ def maximum_rule(probabilities: Tensor, threshold: float) -> Targets:
     Ties go to the first teacher and the lowest class.
     """
     sure, label = probabilities.max(dim=-1)  # (T, M)
+    return surest_label(label, sure, threshold, probabilities.shape[-1])
+
+
+def surest_label(label: Tensor, sure: Tensor, threshold: float, classes: int) -> Targets:
+    """The maximum rule on what is left of each teacher (T, M): the class it names and the probability of that."""
     best, who = sure.max(dim=0)
-    return hard_targets(label.gather(0, who.unsqueeze(0))[0], best >= threshold, probabilities.shape[-1], best)
+    return hard_targets(label.gather(0, who.unsqueeze(0))[0], best >= threshold, classes, best)
 
 
 def mean_rule(probabilities: Tensor, threshold: float) -> Targets:
-    """The class of the mean of the teachers' probabilities, kept where that is at least `threshold`."""
-    best, label = probabilities.mean(dim=0).max(dim=-1)
+    """The class of the mean of the teachers' probabilities, kept where that is at least `threshold`.
+
+    Whatever it keeps, the maximum rule keeps: rounding may not lift a mean above what it is the mean of.
+    """
+    best, label = torch.minimum(probabilities.mean(dim=0), probabilities.amax(dim=0)).max(dim=-1)
     return hard_targets(label, best >= threshold, probabilities.shape[-1], best)
 
 
 def hard_targets(label: Tensor, kept: Tensor, classes: int, confidence: Tensor | None = None) -> Targets:
-    """One-hot targets; with a confidence, the rest of the probability is spread over the other classes."""
+    """One-hot targets; with a confidence, the rest of the probability is spread over the other classes.
+
+    The label stays the most probable class, even where rounding would lift the others to it (an even guess).
+    """
     sure = torch.ones(len(label), device=label.device) if confidence is None else full_precision(confidence)
-    rest = (1.0 - sure) / max(classes - 1, 1)
+    below = torch.nextafter(sure, torch.zeros_like(sure))
+    rest = torch.minimum((1.0 - sure) / max(classes - 1, 1), below)
     spread = rest.unsqueeze(1).expand(-1, classes)
     return Targets(spread.scatter(1, label.unsqueeze(1), sure.unsqueeze(1)), kept)
 

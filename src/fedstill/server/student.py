@@ -66,6 +66,12 @@ class Student:
 Learn = Callable[[Weights, Targets, Round], Weights]
 
 
+def lesson(student: Student, targets: Targets) -> Tensor:
+    """(M, K) what the student is shown: the probabilities, or 1 for the most probable class."""
+    soft = targets.probabilities
+    return torch.zeros_like(soft).scatter(1, soft.argmax(1, keepdim=True), 1.0) if student.hard else soft
+
+
 def learner(student: Student) -> Learn:
     """(candidate, targets, round) -> the model that has learnt them; the objective is made once, for the engine."""
     objective = soft_target_loss(student.temperature, per_class=student.per_class)
@@ -74,9 +80,7 @@ def learner(student: Student) -> Learn:
         rows = None if bool(targets.kept.all()) else targets.kept.nonzero().flatten()
         if student.idle or (rows is not None and not len(rows)):
             return candidate
-        x, y = unlabeled_data(round), targets.probabilities
-        if student.hard:
-            y = torch.zeros_like(y).scatter(1, y.argmax(1, keepdim=True), 1.0)
+        x, y = unlabeled_data(round), lesson(student, targets)
         extra: dict[str, Any] = {} if rows is None else {"rows": rows}
         watcher = _watcher(student, round)
         if watcher is not None:
@@ -128,7 +132,7 @@ class EarlyStop:
         self.score, self.best_step = -1.0, 0
 
     def see(self, done: int, now: Weights) -> bool:
-        answer = self.round.trainer.outputs(now, self.x).logits.argmax(1)
+        answer = self.round.trainer.outputs(now, self.x, features=False).logits.argmax(1)
         score = float((answer == self.y).double().mean())
         if score > self.score:
             self.best, self.score, self.best_step = clone(now), score, done

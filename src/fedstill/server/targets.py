@@ -11,9 +11,8 @@ EMPTY = 1e-6  # a class with less mass than this has no centre
 
 
 def sharpen(probabilities: Tensor, temperature: float) -> Tensor:
-    """p_c^(1 / temperature), normalised: below 1 sharper, above 1 flatter, 1 as it is."""
-    logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-    return torch.softmax(logs / temperature, dim=-1)
+    """p_c^(1 / temperature), normalised: below 1 sharper, above 1 flatter, 1 as it is; 0 stays 0."""
+    return torch.softmax(probabilities.log() / temperature, dim=-1)
 
 
 def cluster_labels(probabilities: Tensor, features: Tensor, sharpness: float = 4.0) -> Tensor:

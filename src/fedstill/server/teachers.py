@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +67,10 @@ def dirichlet_samples(
 ) -> Weights:
     """`count` models sum_k g_k p_k w_k / sum_j g_j p_j with g ~ Dir(alpha 1); buffers are the candidate's."""
     share = shares(round.uploads, weighting)
-    generator = numpy_generator(seed_for(round.seed, "dirichlet"))
-    draws = torch.from_numpy(generator.standard_gamma(alpha, (count, len(share)))).to(share) * share
-    mix = draws / draws.sum(1, keepdim=True).clamp_min(torch.finfo(draws.dtype).tiny)
+    generator, shape = numpy_generator(seed_for(round.seed, "dirichlet")), (count, len(share))
+    # ln Gamma(alpha) = ln Gamma(alpha + 1) + ln U / alpha: a small alpha's own draws are all 0 in floating point
+    logs = np.log(generator.standard_gamma(alpha + 1.0, shape)) + np.log1p(-generator.random(shape)) / alpha
+    mix = torch.softmax(torch.from_numpy(logs).to(share) + share.log(), dim=1)
 
     def blend(stacked: Tensor) -> Tensor:
         blended: Tensor = torch.tensordot(mix.to(stacked), stacked, dims=1)

@@ -1,0 +1,74 @@
+"""Samples of another source in the form of the task's: pixels, columns and classes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Dataset
+from fedstill.data.datasets import load_as
+from fedstill.data.images import fit_images
+from fedstill.data.source import Reading, Source
+
+LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as pillow turns RGB to grey
+
+
+def load_like(
+    place: str, task: Source, *, key: str, labelled: bool, label: str | None = None, cache_dir: str | None = None
+) -> Source:
+    """Another source: images in the task's size, a table by its columns; `key` asked, and stands before complaints."""
+    reading = replace(reading_like(task, labelled=labelled), label=label)
+    if task.train.text:
+        raise FedstillError(f"{key}: '{place}' cannot be matched with a task that reads text; images and tables can")
+    try:
+        return load_as(place, reading, cache_dir=cache_dir)
+    except FedstillError as error:
+        raise FedstillError(re.sub(r"^data\.\w+:", f"{key}:", str(error))) from error
+
+
+def reading_like(task: Source, *, labelled: bool) -> Reading:
+    x, columns = task.train.x, task.columns
+    fit = (x.shape[2], x.shape[3]) if x.ndim == 4 else None
+    return Reading(inputs=tuple(column.name for column in columns), like=columns, fit=fit, labelled=labelled)
+
+
+def match_classes(data: Dataset, task: Source) -> Tensor | None:
+    """Labels by the task's numbers; None unless the classes have the same names, in whatever order."""
+    wanted = task.train.classes
+    if data.classes == wanted:
+        return data.y
+    if sorted(data.classes) != sorted(wanted):
+        return None
+    return torch.tensor([wanted.index(name) for name in data.classes])[data.y]
+
+
+def match_storage(x: Tensor, like: Tensor, *, where: str = "the unlabeled set", key: str = "data.unlabeled") -> Tensor:
+    """x recoloured (grey <-> RGB), cut to the proportions of `like` and resized to it (bilinear, antialiased)."""
+    if x.shape[1:] == like.shape[1:] and x.dtype == like.dtype:
+        return x
+    if x.ndim != like.ndim or (x.ndim != 4 and x.shape[1:] != like.shape[1:]):
+        raise FedstillError(
+            f"{key}: samples of {where} are {tuple(x.shape[1:])}, the task's {tuple(like.shape[1:])}; "
+            "only images can be brought to another shape"
+        )
+    if x.ndim != 4:
+        return x.to(like.dtype)
+    resized = fit_images(_recolour(x, like.shape[1]), like.shape[2], like.shape[3])
+    if like.dtype == x.dtype:
+        return resized
+    if x.dtype == torch.uint8:
+        return resized.to(like.dtype) / 255.0
+    return (resized * 255.0).round().clamp(0, 255).to(like.dtype)
+
+
+def _recolour(x: Tensor, channels: int) -> Tensor:
+    if x.shape[1] == channels:
+        return x
+    if x.shape[1] == 3 and channels == 1:
+        luma = torch.einsum("nchw,c->nhw", x.float(), torch.tensor(LUMA))[:, None]
+        return luma.round().to(torch.uint8) if x.dtype == torch.uint8 else luma
+    return x[:, :1].expand(-1, channels, -1, -1)

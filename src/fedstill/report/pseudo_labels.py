@@ -1,0 +1,175 @@
+"""What the server believes about its unlabeled data, round by round: how right, how much, of which classes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedstill.core.errors import FedstillError
+from fedstill.report.curves import COLOURS, Curve, band, name_ends
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[Mapping[str, Any]]  # History.rows of one run
+BESIDE = {"accuracy": "test set", "accuracy_aggregated": "test set, before refining"}
+MOST_BARS = 200  # classes times methods; beyond it lines
+MOST_NAMES = 30  # of classes
+TALL, LOW = 3.4, 2.2  # inches
+
+
+def has_pseudo_labels(rows: Rows) -> bool:
+    return any(row.get("pseudo_labels") is not None for row in rows)
+
+
+def pseudo_label_picture(
+    runs: Mapping[str, Sequence[Rows]], path: Path, *, title: str, classes: Sequence[str] = ()
+) -> Path:
+    """Accuracy of the pseudo-labels (where the truth is known), how many are kept, and their classes, into a PNG.
+
+    runs: the rows of every seed of a method, by its name; means over the seeds are drawn. One method alone is shown
+    beside its test accuracy, and its classes in every round; of several, the classes in the last (D2C-FL, Fig. 9).
+    """
+    named = {name: [rows for rows in seeds if has_pseudo_labels(rows)] for name, seeds in runs.items()}
+    runs = {name: seeds for name, seeds in named.items() if seeds}
+    if not runs:
+        raise FedstillError(f"cannot draw {path.name}: no run has pseudo-labels in its rows")
+    lines, several = _accuracies(runs), len(runs) > 1
+    told = title if several else f"{next(iter(runs))}, {title}"
+    figure, panels = _panels(told, [TALL, LOW, TALL] if any(map(_shared, lines.values())) else [LOW, TALL])
+    *above, kept, bottom = panels
+    last = max(int(rows[-1]["round"]) for seeds in runs.values() for rows in seeds)
+    for panel in above:
+        label = "pseudo-labels that are right (%)" if several else "accuracy (%)"
+        _draw_lines(panel, lines, label, last, height=TALL, scale=100.0)
+    counts = {name if several else "": _curves(seeds, "pseudo_labels") for name, seeds in runs.items()}
+    _draw_lines(kept, counts, "pseudo-labels kept", last, height=LOW, form=",.0f")
+    if several:
+        kept.set_xlabel("round")
+        _draw_last_round(bottom, runs, classes)
+    else:
+        _draw_every_round(figure, bottom, next(iter(runs.values())), classes, last)
+    figure.savefig(path)
+    return path
+
+
+def _panels(title: str, heights: list[float]) -> tuple[Figure, list[Axes]]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
+    figure = Figure(figsize=(8.0, sum(heights)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(len(heights), 1, height_ratios=heights))
+    panels[0].set_title(textwrap.fill(title, 90), loc="left", fontsize=11)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_axisbelow(True)
+    return figure, panels
+
+
+def _curves(seeds: Iterable[Rows], key: str) -> list[Curve]:
+    """(rounds, values) of every seed, where it has them."""
+    pairs = ([(int(row["round"]), float(row[key])) for row in rows if row.get(key) is not None] for rows in seeds)
+    return [([at for at, _ in one], [value for _, value in one]) for one in pairs]
+
+
+def _accuracies(runs: Mapping[str, Sequence[Rows]]) -> dict[str, list[Curve]]:
+    """Of the pseudo-labels of every method; one method alone has its accuracies on the test set beside it."""
+    found = {name: _curves(seeds, "pseudo_label_accuracy") for name, seeds in runs.items()}
+    if len(runs) == 1:
+        ((name, seeds),) = runs.items()
+        found = {"pseudo-labels": found[name], **{told: _curves(seeds, key) for key, told in BESIDE.items()}}
+    return found
+
+
+def _shared(curves: Sequence[Curve]) -> bool:
+    """Whether there is a round that all seeds have."""
+    return bool(set.intersection(*(set(rounds) for rounds, _ in curves)))
+
+
+def _draw_lines(
+    axes: Axes, lines: Mapping[str, Sequence[Curve]], label: str, last: int, *, height: float, scale: float = 1.0,
+    form: str = ".1f",
+) -> None:  # fmt: skip
+    ends = []
+    for place, (name, curves) in enumerate(lines.items()):
+        if not _shared(curves):
+            continue
+        rounds, mean, spread = band(curves)
+        colour, marker = COLOURS[place % len(COLOURS)], "o" if len(rounds) == 1 else None
+        axes.plot(rounds, scale * mean, color=colour, linewidth=1.8, marker=marker)
+        low, high = scale * (mean - spread), scale * (mean + spread)
+        axes.fill_between(rounds, low, high, color=colour, alpha=0.13, linewidth=0)
+        ends.append((scale * float(mean[-1]), name, colour))
+    axes.set_ylabel(label)
+    axes.set_xlim(0.5, last + 0.5)
+    axes.set_ylim(0, max(1.08 * axes.dataLim.y1, 1.0))
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    name_ends(axes, ends, gap=0.19 / height, form=form)
+
+
+def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
+    """Round -> (K,) pseudo-labels of each class, the mean over the seeds that have them."""
+    found: dict[int, list[Sequence[float]]] = {}
+    for rows in seeds:
+        for row in rows:
+            if row.get("pseudo_label_counts"):
+                found.setdefault(int(row["round"]), []).append(row["pseudo_label_counts"])
+    return {at: np.mean(np.array(counts, float), axis=0) for at, counts in found.items()}
+
+
+def _names(classes: Sequence[str], count: int) -> list[str]:
+    """A name for each class, or numbers where there are too many to read."""
+    named = len(classes) == count and count <= MOST_NAMES
+    return [textwrap.shorten(str(name), 16, placeholder="…") or str(name) for name in classes] if named else []
+
+
+def _draw_last_round(axes: Axes, runs: Mapping[str, Sequence[Rows]], classes: Sequence[str]) -> None:
+    """Pseudo-labels of each class in the last round, the methods side by side."""
+    bars = [counts[max(counts)] for counts in map(_counts, runs.values())]
+    count, width = max(len(heights) for heights in bars), 0.84 / len(bars)
+    for place, heights in enumerate(bars):
+        colour, at = COLOURS[place % len(COLOURS)], np.arange(len(heights))
+        if count * len(bars) <= MOST_BARS:
+            axes.bar(at - 0.42 + (place + 0.5) * width, heights, width, color=colour)
+        else:
+            axes.plot(at, heights, color=colour, linewidth=1.2)
+    axes.set_ylabel("pseudo-labels kept,\nlast round")
+    axes.set_xlim(-0.6, count - 0.4)
+    axes.set_ylim(0, max(1.05 * axes.dataLim.y1, 1.0))
+    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    names = _names(classes, count)
+    if names:
+        axes.set_xticks(range(count), labels=names, fontsize=8, rotation=30 if max(map(len, names)) > 4 else 0)
+    else:
+        axes.set_xticks(range(0, count, max(1, count // 10)))
+        axes.set_xlabel("class")
+
+
+def _draw_every_round(figure: Figure, axes: Axes, seeds: Sequence[Rows], classes: Sequence[str], last: int) -> None:
+    """Shares of the classes among the pseudo-labels, one column a round."""
+    columns = _counts(seeds)
+    count = max(len(column) for column in columns.values())
+    shares = np.full((count, last), np.nan)
+    for at, column in columns.items():
+        if column.sum() > 0:
+            shares[:, at - 1] = 100 * column / column.sum()
+    edges = np.arange(last + 1) + 0.5
+    mesh = axes.pcolormesh(edges, np.arange(count + 1) - 0.5, shares, cmap="Blues", vmin=0)
+    axes.set_ylim(count - 0.5, -0.5)
+    names = _names(classes, count)
+    if names:
+        axes.set_yticks(range(count), labels=names, fontsize=8)
+    axes.set_ylabel("class")
+    axes.set_xlabel("round")
+    bar = figure.colorbar(mesh, cax=axes.inset_axes((1.04, 0.0, 0.03, 1.0)))
+    bar.set_label("share of the pseudo-labels (%)", fontsize=9)
+    bar.ax.tick_params(length=0, labelsize=8)
+    bar.outline.set_visible(False)  # type: ignore[operator]

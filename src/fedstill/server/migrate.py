@@ -1,0 +1,126 @@
+"""What many clients know, moved into one labeled set: past global models label it, a student learns it (D2C-FL)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import clone, interpolate, leaves, tree_map
+from fedstill.core.types import Need, Round, ServerStep, Targets, Tree, Weights
+from fedstill.server.distill import keep_targets, targets_of
+from fedstill.server.pools import full_precision, mean_rule, surest_label
+from fedstill.server.student import Student, learner
+from fedstill.server.teachers import unlabeled_data
+
+Rule = Literal["max", "mean"]
+Restart = Literal["fresh", "fixed"]
+StudentStart = Literal["carried", "average"]
+ANSWERS = "past_answers"  # slot: what the last T teachers said about the unlabeled set, oldest first
+
+
+def migrate(
+    student: Student,
+    *,
+    mix_alpha: float = 0.2,
+    beta: float = 0.7,
+    past: int = 10,
+    threshold: float = 0.75,
+    rule: Rule = "max",
+    rollback: Restart = "fresh",
+    student_start: StudentStart = "carried",
+) -> ServerStep:
+    """The last `past` teachers label the unlabeled data, a student learns the labels and is mixed into the candidate.
+
+    The mix is the next teacher. Until so many are collected, and in a round in which no label is sure enough, the
+    candidate itself is the teacher. A teacher answers once, when it is made: M forwards a round instead of T M, and
+    T answers are kept instead of T models (see `answer_of`).
+
+    State: "student" as training left it, "past_answers", "targets"; with rollback "fixed" also "first".
+    Reports: kept_share; student_loss, the cross-entropy on the kept labels after training.
+    """
+    learn = learner(student)
+    restart = _restart(beta, rollback, student_start)
+
+    def init(weights: Weights) -> Tree:
+        first = {"first": clone(weights)} if rollback == "fixed" else {}
+        return {"student": clone(weights), ANSWERS: {}, "targets": {}, **first}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        answers, before, targets = state[ANSWERS], targets_of(state), None
+        learnt = teacher = candidate
+        if before is not None and collected(answers) >= past:
+            targets = pseudo_labels(answers, threshold, classes=before.probabilities.shape[1])
+            if bool(targets.kept.any()):
+                learnt = learn(restart(candidate, state, round), targets, round)
+                teacher = blend(candidate, learnt, mix_alpha, counts=candidate)
+                round.metrics["student_loss"] = label_loss(learnt, targets, round)
+            round.models.update(aggregated=candidate, student=learnt)
+        belief = full_precision(round.trainer.outputs(teacher, unlabeled_data(round), features=False).logits).softmax(1)
+        if targets is None:
+            targets = Targets(belief, torch.zeros(len(belief), dtype=torch.bool, device=belief.device))
+        round.metrics["kept_share"] = float(targets.kept.double().mean())
+        answers = append_answer(answers, answer_of(belief, rule), past)
+        return teacher, keep_targets({**state, "student": learnt, ANSWERS: answers}, targets)
+
+    return ServerStep(apply, init, needs=frozenset({Need.UNLABELED}), targets=targets_of)
+
+
+def answer_of(belief: Tensor, rule: Rule) -> Tree:
+    """All that `rule` will ever ask of a teacher that believes (M, K).
+
+    max: its class and the probability of that, M of each. mean: its probabilities, M K (T = 10, M = 32,000 and
+    K = 100 take 128 MB).
+    """
+    if rule == "mean":
+        return {"probabilities": belief}
+    sure, label = belief.max(dim=1)
+    return {"label": label, "sure": sure}
+
+
+def append_answer(answers: Tree, newest: Tree, past: int) -> Tree:
+    """First in, first out: at most `past` answers along the first dimension, the newest last."""
+    one = tree_map(lambda leaf: leaf.unsqueeze(0), newest)
+    return tree_map(lambda old, new: torch.cat([old, new])[-past:], answers, one) if answers else one
+
+
+def collected(answers: Tree) -> int:
+    return len(next(leaves(answers))) if answers else 0
+
+
+def pseudo_labels(answers: Tree, threshold: float, *, classes: int) -> Targets:
+    """One label for each sample from the answers of T teachers, kept where it is sure enough."""
+    if "probabilities" in answers:
+        return mean_rule(answers["probabilities"], threshold)
+    return surest_label(answers["label"], answers["sure"], threshold, classes)
+
+
+def blend(a: Weights, b: Weights, share: float, *, counts: Weights) -> Weights:
+    """share a + (1 - share) b, BatchNorm statistics too; integer buffers are those of `counts`. Exact at 0 and 1."""
+    mixed = interpolate(a, b, share)
+    buffers = {n: leaf if leaf.is_floating_point() else counts.buffers[n] for n, leaf in mixed.buffers.items()}
+    return mixed._replace(buffers=buffers)
+
+
+def _restart(beta: float, rollback: Restart, student_start: StudentStart) -> Callable[[Weights, Tree, Round], Weights]:
+    """Where the student starts: beta (what it was, or the candidate) + (1 - beta) (a model that knows nothing)."""
+
+    def restart(candidate: Weights, state: Tree, round: Round) -> Weights:
+        base = state["student"] if student_start == "carried" else candidate
+        if beta == 1.0:
+            return blend(base, base, beta, counts=candidate)
+        blank = state["first"] if rollback == "fixed" else round.model.init(seed_for(round.seed, "rollback"))
+        blank = tree_map(lambda leaf, like: leaf.to(like), blank, base)
+        return blend(base, blank, beta, counts=candidate)
+
+    return restart
+
+
+def label_loss(weights: Weights, targets: Targets, round: Round) -> float:
+    """Mean cross-entropy of a model with the labels that are kept."""
+    logits = round.trainer.outputs(weights, unlabeled_data(round), features=False).logits[targets.kept]
+    label = targets.probabilities.argmax(dim=1)[targets.kept]
+    return float(torch.nn.functional.cross_entropy(full_precision(logits), label))

@@ -1,0 +1,399 @@
+"""FedDF and FedBE in the forms of their papers, their code and the papers that compared with them.
+
+Numbers are those of the method cards (server.md): section 0.2, cards 3-5 and 8, the table of FedDF in the seeds.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from server_rounds import (
+    CLASSES,
+    clients_models,
+    federation,
+    furthest,
+    network,
+    points,
+    run,
+    same_bits,
+    served,
+    server_round,
+)
+
+from fedstill.algorithms import METHODS, build_algorithm, fedavg, fedbe, feddf
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
+from fedstill.core.tree import clone, rows, stack
+from fedstill.core.types import Dataset, Need, Training
+from fedstill.engine.plan import make_plan
+from fedstill.explain import explain
+from fedstill.models import build_model
+from fedstill.server.distill import targets_of
+from fedstill.server.student import Snapshots
+
+FORMS = [(name, preset) for name in ("feddf", "fedbe") for preset in ("correct", *METHODS[name].presets)]
+MANY = 10_000  # unlabeled samples, as in FedBE's experiments
+
+
+def asked(method, *, net="mlp", number=11, **how):
+    """What the student was trained with in one round of untrained clients."""
+    this = server_round(clients_models(network(net), 2), network(net), number=number, **how)
+    served(method, this)
+    (training,) = this.trainer.trainings
+    return training
+
+
+class Refused(Exception):
+    pass
+
+
+def asked_at_once(method, *, samples=20):
+    """The same without training: for forms of thousands of steps, and of images that these are not."""
+    this = server_round(
+        clients_models(network(), 2), network(), number=11, unlabeled=points(samples, "many")[0],
+        validation=federation().validation,
+    )  # fmt: skip
+    seen = []
+
+    def fit(objective, start, x, y, training, seed, **how):
+        seen.append(training)
+        raise Refused
+
+    this.trainer.fit = fit
+    with pytest.raises(Refused):
+        served(method, this)
+    return seen[0]
+
+
+ADAM = {"optimizer": "adam", "momentum": 0.0, "weight_decay": 0.0, "clip": None, "lr_epoch_decay": 1.0, "augment": ()}
+PUBLISHED = {
+    ("feddf", "correct"): {**ADAM, "lr": 1e-3, "lr_schedule": "cosine", "steps": 500, "batch_size": 128, "clip": 5.0},
+    ("feddf", "paper"): {**ADAM, "lr": 1e-3, "lr_schedule": "cosine", "steps": 10_000, "batch_size": 128, "clip": 5.0},
+    ("feddf", "released"): {
+        **ADAM, "lr": 1e-3, "lr_schedule": "cosine", "steps": 10_000, "batch_size": 64, "clip": 5.0,
+        "augment": ("crop", "flip"),
+    },
+    ("feddf", "mrtf"): {**ADAM, "lr": 3e-4, "lr_schedule": "constant", "steps": 500},
+    ("feddf", "mrtf_released"): {
+        **ADAM, "lr": 1e-3, "lr_schedule": "cosine", "steps": 500, "batch_size": 64, "clip": 100.0,
+        "weight_decay": 1e-6,
+    },
+    ("feddf", "fedaux"): {**ADAM, "lr": 5e-5, "lr_schedule": "constant", "steps": None, "epochs": 1, "batch_size": 128},
+    ("feddf", "fedaux_released"): {**ADAM, "lr": 5e-5, "lr_schedule": "constant", "steps": None, "epochs": 1},
+    ("feddf", "d2cfl"): {
+        **ADAM, "lr": 1e-3, "lr_schedule": "constant", "lr_epoch_decay": 0.95, "steps": None, "epochs": 5,
+        "batch_size": 128,
+    },
+    ("fedbe", "paper"): {
+        "optimizer": "sgd", "lr": 1e-3, "lr_schedule": "cyclic", "lr_low": 4e-4, "lr_cycle": 25, "momentum": 0.9,
+    },
+    ("fedbe", "released"): {
+        "optimizer": "sgd", "lr": 1e-3, "lr_schedule": "constant", "momentum": 0.9, "weight_decay": 1e-5,
+        "steps": None, "epochs": 20, "batch_size": 128,
+    },
+    ("fedbe", "d2cfl"): {
+        "optimizer": "adam", "lr": 1e-3, "lr_schedule": "constant", "lr_epoch_decay": 0.95, "weight_decay": 0.0,
+        "steps": None, "epochs": 5, "batch_size": 128, "clip": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "preset"), PUBLISHED)
+def test_the_student_is_trained_as_published(name, preset):
+    certain = {"threshold": 0.0} if preset == "d2cfl" else {}  # untrained clients are sure of nothing
+    training = dataclasses.asdict(asked_at_once(METHODS[name](preset=preset, **certain)))
+    wanted = PUBLISHED[name, preset]
+    assert {key: training[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("preset", "weighting", "buffers"),
+    [
+        ("paper", "uniform", "average"),
+        ("released", "uniform", "last"),
+        ("mrtf", "uniform", "average"),
+        ("mrtf_released", "uniform", "average"),
+        ("fedaux", "size", "average"),
+        ("fedaux_released", "uniform", "local"),
+        ("d2cfl", "size", "average"),
+    ],
+)
+def test_feddf_averages_as_each_of_them_does(preset, weighting, buffers):
+    assert feddf(preset=preset).server.steps[0].name == f"average by {weighting}, buffers {buffers}"
+
+
+@pytest.mark.parametrize(("name", "preset"), FORMS)
+def test_every_form_builds_by_name_and_is_explained(name, preset):
+    build_algorithm(name, {"preset": preset})
+    facts = explain(f"{name}(preset={preset}, epochs=1)")
+    shown = {option["name"]: option["default"] for option in facts["options"]}
+    assert METHODS[name].presets.get(preset, {}).items() <= shown.items()
+    assert {"average", "distill", "soft_belief", "hard_belief"} <= {part["part"] for part in facts["parts"]}
+
+
+@pytest.mark.parametrize(("name", "preset"), FORMS)
+def test_only_forms_that_look_at_a_validation_set_need_one(name, preset):
+    wanted = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    if (name, preset) in (("feddf", "paper"), ("feddf", "released")):
+        wanted.add(Need.VALIDATION)
+    assert needs_of(METHODS[name](preset=preset)) == wanted
+
+
+@pytest.mark.parametrize(
+    "options", [{"patience": 5}, *({"teacher_weighting": w} for w in ("validation", "drop_worst"))]
+)
+def test_a_run_without_the_validation_set_it_needs_is_refused_in_one_line(options):
+    bare = dataclasses.replace(federation(), validation=None)
+    with pytest.raises(FedstillError, match=r"needs a few labeled samples on the server .*data\.validation"):
+        run(feddf(steps=1, **options), federation=bare)
+    assert Need.VALIDATION not in needs_of(feddf(look_every=7))
+
+
+def rates(training: Training, samples: int) -> list[float]:
+    plan = make_plan(torch.arange(samples).numpy(), torch.tensor([samples]).numpy(), torch.zeros(1).long().numpy(),
+                     training=training, round=1, seed=0)  # fmt: skip
+    return plan.lr[:, 0].tolist()
+
+
+def test_feddfs_rate_has_hardly_fallen_after_a_thousand_of_its_ten_thousand_steps():
+    training = dataclasses.replace(asked_at_once(feddf(preset="paper")), batch_size=1)
+    assert rates(training, 20)[1000] == pytest.approx(9.755283e-4, abs=1e-10)
+
+
+def test_d2c_fls_rate_falls_by_a_twentieth_each_epoch_and_starts_anew_each_round():
+    for number_of_round in (11, 12):
+        method = feddf(preset="d2cfl", threshold=0.0)
+        training = asked(method, number=number_of_round)
+        assert rates(training, 20) == pytest.approx([1e-3, 9.5e-4, 9.025e-4, 8.57375e-4, 8.1450625e-4])
+
+
+def test_fedbes_rate_falls_to_its_low_end_in_every_cycle():
+    found = rates(asked_at_once(fedbe()), MANY)
+    assert len(found) == 20 * 79
+    for at in (0, 25, 1550):
+        assert found[at] == pytest.approx(1e-3)
+        assert found[at + 24] == pytest.approx(4e-4)
+
+
+def test_fedbes_released_schedule_averages_43_snapshots(monkeypatch):
+    counted = []
+    result = Snapshots.result
+
+    def counting(self, last):
+        counted.append(self.count)
+        return result(self, last)
+
+    monkeypatch.setattr(Snapshots, "result", counting)
+    model = build_model("mlp", input_shape=(4,), classes=CLASSES, hidden=(), init="torch")
+    this = server_round(clients_models(model, 2), model, unlabeled=points(MANY, "many")[0])
+    served(fedbe(preset="released", samples=1), this)
+    assert counted == [43]
+
+
+def test_mrtfs_code_teaches_softened_targets_and_fedbe_sharpened_ones():
+    models = clients_models(network(), 3)
+
+    def taught(method):
+        this = server_round(models, network(), number=11)
+        _, state = method.server.apply(this.start, method.server.init(this.start), this)
+        inner = state["1"].get("inner", state["1"])
+        return targets_of(inner).probabilities
+
+    plain = taught(feddf(steps=1))
+    soft = plain**0.75 / (plain**0.75).sum(1, keepdim=True)
+    assert furthest({"p": taught(feddf(preset="mrtf_released", steps=1))}, {"p": soft}) < 1e-12
+    mean = taught(fedbe(steps=1, sharpen=1.0, samples=0))
+    sharp = mean**2 / (mean**2).sum(1, keepdim=True)
+    assert furthest({"p": taught(fedbe(steps=1, samples=0))}, {"p": sharp}) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["feddf", "fedbe"])
+def test_a_student_of_hard_labels_is_measured_by_the_cross_entropy_with_them(name):
+    this = server_round(clients_models(network(), 3), network(), number=11)
+    method = METHODS[name](preset="d2cfl", threshold=0.0)
+    _, state = method.server.apply(this.start, method.server.init(this.start), this)
+    labels = targets_of(state["1"]).probabilities.argmax(1)
+    logits = this.trainer.outputs(served(fedavg(), this), this.unlabeled).logits
+    wanted = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert this.metrics["distill_loss_before"] == pytest.approx(wanted)
+    assert this.metrics["distill_loss_after"] < wanted
+
+
+@pytest.mark.parametrize(("name", "first"), [("feddf", 10), ("fedbe", 10)])
+def test_d2c_fls_baselines_are_fedavg_for_ten_rounds(name, first):
+    method = METHODS[name](preset="d2cfl", threshold=0.5, server_lr=0.02)
+    for rounds, equal in ((first, True), (first + 1, False)):
+        assert same_bits(run(method, rounds=rounds).weights, run(fedavg(), rounds=rounds).weights) == equal
+
+
+def test_without_feedback_clients_get_the_average_and_the_student_is_reported():
+    short = {"steps": 5, "batch_size": 8, "server_lr": 0.05}
+    method, sent = feddf(feedback=False, **short), []
+
+    def apply(candidate, state, round):
+        candidate, state = method.server.apply(candidate, state, round)
+        sent.append(clone(candidate))
+        return candidate, state
+
+    watched = dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
+    result = run(watched)
+    plain = [run(fedavg(weighting="uniform"), rounds=rounds).weights for rounds in (1, 2, 3)]
+    assert all(same_bits(found, wanted) for found, wanted in zip(sent, plain, strict=True))
+    assert furthest(result.weights, plain[-1]) > 1e-2
+    assert same_bits(run(method, rounds=1).weights, run(feddf(**short), rounds=1).weights)
+
+
+def test_teachers_in_train_mode_normalise_by_the_batch():
+    models = clients_models(network("norm"), 3)
+
+    def taught(**options):
+        this = server_round(models, network("norm"))
+        method = feddf(steps=1, **options)
+        _, state = method.server.apply(this.start, method.server.init(this.start), this)
+        return targets_of(state["1"]).probabilities
+
+    unlabeled = federation().unlabeled
+    plain = taught(teacher_mode="train", teacher_batch=10)
+    for at in (0, 10):
+        batch = unlabeled[at : at + 10].double()
+        said = torch.stack([network("norm").apply(one, batch, training=True)[0].logits for one in models])
+        torch.testing.assert_close(plain[at : at + 10], torch.softmax(said.mean(0), 1))
+    assert (plain - taught()).abs().max() > 1e-2
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.randint(0, 255, (count, 1, 8, 8), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+def on_images(method):
+    model = build_model("mlp", input_shape=(1, 8, 8), classes=CLASSES, hidden=(5,), init="torch")
+    train = Dataset("toy", images(6), torch.arange(6) % CLASSES, tuple("abc"))
+    return served(method, server_round(clients_models(model, 2), model, unlabeled=images(12), train=train))
+
+
+def test_augmentation_changes_the_students_batches_and_needs_images():
+    plain, flipped = (on_images(feddf(steps=4, augment=augment)) for augment in ("none", "flip"))
+    assert furthest(plain, flipped) > 1e-5
+    with pytest.raises(FedstillError, match=r"algorithm\.augment: crop, flip need images, but samples have shape"):
+        asked(feddf(preset="released", steps=4, patience=None))
+
+
+def teachers_of(method, models, seed=7):
+    """The models that answered for the method, in order."""
+    this, seen = dataclasses.replace(server_round(models, network(), number=11), seed=seed), []
+    outputs = this.trainer.outputs
+
+    def noted(weights, x, stacked=False, **how):
+        if stacked:
+            seen.append(clone(weights))
+        return outputs(weights, x, stacked, **how)
+
+    this.trainer.outputs = noted
+    served(method, this)
+    (found,) = seen
+    return found, this
+
+
+@pytest.mark.parametrize("sampling", ["gaussian", "dirichlet", "direction"])
+def test_the_average_ten_drawn_models_and_the_clients_teach_in_fedbe(sampling):
+    models = clients_models(network(), 4)
+    found, this = teachers_of(fedbe(steps=1, sampling=sampling), models)
+    assert len(found.params["head.bias"]) == 1 + 10 + 4
+    assert same_bits(rows(found, 0), served(fedavg(), this))
+    assert same_bits(rows(found, slice(11, 15)), stack(models))
+    drawn = rows(found, slice(1, 11))
+    assert len(drawn.params["head.bias"].unique(dim=0)) == 10
+
+
+def test_in_d2c_fls_fedbe_the_linear_combinations_alone_teach():
+    models = clients_models(network(), 4)
+    found, _ = teachers_of(fedbe(preset="d2cfl", threshold=0.0), models)
+    assert len(found.params["head.bias"]) == 10
+    span = torch.cat([leaf.flatten(1) for leaf in stack(models).params.values()], 1)
+    drawn = torch.cat([leaf.flatten(1) for leaf in found.params.values()], 1)
+    shares = torch.linalg.lstsq(span.T, drawn.T).solution.T
+    torch.testing.assert_close(shares @ span, drawn)
+    torch.testing.assert_close(shares.sum(1), torch.ones(10, dtype=torch.float64))
+    assert bool((shares >= -1e-9).all())
+
+
+def test_the_authors_code_draws_around_the_mean_direction_of_the_clients_moves():
+    """Not around the average: w + mean of ||w_k - w|| times mean of (w_k - w) / ||w_k - w||, tensor by tensor."""
+    models = clients_models(network(), 3)
+    found, this = teachers_of(fedbe(preset="released", steps=1, spread=1e-12), models)
+    sent = this.start.params  # the first client's too: it did not move
+    for name, drawn in rows(found, 1).params.items():
+        moves = [model.params[name] - sent[name] for model in models[1:]]
+        norms = [move.norm() for move in moves]
+        direction = sum(move / norm for move, norm in zip(moves, norms, strict=True)) / 3
+        centre = sent[name] + sum(norms) / 3 * direction
+        torch.testing.assert_close(drawn, centre)
+        assert (drawn - served(fedavg(), this).params[name]).abs().max() > 1e-3
+
+
+def test_a_dirichlet_of_large_alpha_draws_the_average():
+    method = fedbe(steps=1, sampling="dirichlet", alpha=1e12, with_clients=False)
+    found, this = teachers_of(method, clients_models(network(), 4))
+    average = served(fedavg(), this)
+    assert all(furthest(rows(found, one), average) < 1e-5 for one in range(11))
+
+
+@pytest.mark.parametrize("sampling", ["gaussian", "dirichlet", "direction"])
+def test_every_round_draws_other_models(sampling):
+    models = clients_models(network(), 3)
+    first, again, later = (teachers_of(fedbe(steps=1, sampling=sampling), models, seed)[0] for seed in (7, 7, 8))
+    assert same_bits(first, again)
+    assert not same_bits(rows(later, 1), rows(first, 1))
+
+
+def test_fedbe_takes_batchnorm_statistics_of_the_unlabeled_data():
+    models = clients_models(network("norm"), 3)
+    this = server_round(models, network("norm"))
+    student = served(fedbe(steps=3, batch_size=8), this)
+    before = this.unlabeled.double() @ student.params["body.0.weight"].T
+    torch.testing.assert_close(student.buffers["body.1.running_mean"], before.mean(0))
+    torch.testing.assert_close(student.buffers["body.1.running_var"], before.var(0))
+    other = served(fedbe(steps=3, batch_size=8, reestimate=False), this)
+    assert same_bits(other.params, student.params)
+    assert furthest(other.buffers, student.buffers) > 1e-3
+
+
+def test_the_released_scale_of_the_loss_divides_a_step_by_the_number_of_classes():
+    models = clients_models(network(), 3)
+    plain = {"steps": 1, "weight_decay": 0.0, "swa_after": None, "samples": 0}
+    this = server_round(models, network())
+    start = served(fedavg(), this)
+    whole, part = (served(fedbe(per_class=per_class, **plain), this) for per_class in (False, True))
+    for name, leaf in start.params.items():
+        torch.testing.assert_close(CLASSES * (part.params[name] - leaf), whole.params[name] - leaf)
+
+
+MISTAKES = [
+    ("feddf", {"preset": "mrtf_code"}, r"algorithm\.preset = 'mrtf_code' is unknown: did you mean 'mrtf"),
+    ("feddf", {"epochs": -1}, r"algorithm\.epochs = -1 is impossible"),
+    ("feddf", {"exponent": 0.0}, r"algorithm\.exponent = 0\.0 is impossible"),
+    ("feddf", {"patience": 0}, r"algorithm\.patience = 0 is impossible"),
+    ("feddf", {"look_every": 0}, r"algorithm\.look_every = 0 is impossible"),
+    ("feddf", {"warm_up": -1}, r"algorithm\.warm_up = -1 is impossible"),
+    ("feddf", {"threshold": -0.1}, r"algorithm\.threshold = -0\.1 is impossible"),
+    ("feddf", {"teacher_batch": 0}, r"algorithm\.teacher_batch = 0 is impossible"),
+    ("feddf", {"labels": "hard", "teacher_weighting": "size"}, r"algorithm\.teacher_weighting = 'size' has no use"),
+    ("feddf", {"augment": "crop"}, r"algorithm\.augment = 'crop' is unknown: did you mean 'crop_flip'"),
+    ("avglogit", {"temperature": 0.0}, r"algorithm\.temperature = 0\.0 is impossible"),
+    ("avgprob", {"server_lr": 0.0}, r"algorithm\.server_lr = 0\.0 is impossible"),
+    ("fedbe", {"samples": -1}, r"algorithm\.samples = -1 is impossible"),
+    ("fedbe", {"samples": 0, "with_average": False, "with_clients": False}, r"algorithm\.samples = 0 leaves nobody"),
+    ("fedbe", {"sampling": "normal"}, r"algorithm\.sampling = 'normal' is unknown"),
+    ("fedbe", {"alpha": 0.0}, r"algorithm\.alpha = 0\.0 is impossible"),
+    ("fedbe", {"sharpen": 0.0}, r"algorithm\.sharpen = 0\.0 is impossible"),
+    ("fedbe", {"server_lr": 1e-4}, r"algorithm\.lr_low = 0\.0004 is impossible: it must be at most server_lr"),
+    ("fedbe", {"cycle": 0}, r"algorithm\.cycle = 0 is impossible"),
+    ("fedbe", {"swa_after": -1}, r"algorithm\.swa_after = -1 is impossible"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "message"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_key(name, options, message):
+    with pytest.raises(FedstillError, match=message) as told:
+        build_algorithm(name, options)
+    assert "\n" not in str(told.value)

@@ -1,0 +1,325 @@
+"""A user's own unlabeled images or table: every sample once, under its own name, in the task's form."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, png, write_parquet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstill.data import Source, from_tensors, images, load, match_storage, read_unlabeled, split_unlabeled
+
+TABLE = "colour,size,weight,kind\n" + "".join(
+    f"{('red', 'blue', 'green')[i % 3]},{i},{i / 4},{'ab'[i % 2]}\n" for i in range(20)
+)
+
+
+@pytest.fixture
+def grey() -> Source:
+    """A task of grey pictures, 5 high and 4 wide, with the classes cat, dog, owl."""
+    x = pictures(30, channels=1)
+    return from_tensors(x, np.arange(30) % 3, classes=("cat", "dog", "owl"))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Source:
+    (tmp_path / "task.csv").write_text(TABLE)
+    return load(tmp_path / "task.csv", label="kind")
+
+
+def folder_of(root: Path, names: list[str], *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Grey pictures of the task's size under these paths; returns their pixels by name."""
+    root.mkdir(exist_ok=True)
+    written = dict(zip(names, pictures(len(names), channels=1, seed=seed), strict=True))
+    for name, pixels in written.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(png(pixels))
+    return written
+
+
+@HYPOTHESIS
+@given(names=st.sets(st.from_regex(r"\A([a-z]{1,2}/){0,2}[a-z0-9]{1,3}\.(png|PNG)\Z"), min_size=1, max_size=12))
+def test_every_file_comes_once_under_its_path_with_its_own_pixels(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str]
+) -> None:
+    task = from_tensors(pictures(6, channels=1), [0, 1, 0, 1, 0, 1])
+    root = tmp_path_factory.mktemp("mine")
+    written = folder_of(root, sorted(names))
+    found = read_unlabeled(str(root), task)
+    assert found.ids == tuple(sorted(names))
+    assert np.array_equal(found.x[:, 0], np.stack([written[name] for name in found.ids]))
+    assert found.truth is None
+    assert found.skipped == ()
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_comes(tmp_path: Path, grey: Source) -> None:
+    written = folder_of(tmp_path / "mine", ["b/2.png", "a.png", "b/1.png", "c.png"])
+    (tmp_path / "mine" / "b" / "1.png").write_bytes(b"no image")
+    whole = (tmp_path / "mine" / "c.png").read_bytes()
+    (tmp_path / "mine" / "c.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "mine" / "photo.heic").write_bytes(b"?")
+    (tmp_path / "mine" / "b" / "broken-link.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "mine" / ".hidden.png").write_bytes(b"?")
+    found = read_unlabeled(str(tmp_path / "mine"), grey)
+    assert found.ids == ("a.png", "b/2.png")
+    assert np.array_equal(found.x[:, 0], np.stack([written["a.png"], written["b/2.png"]]))
+    assert set(found.skipped) == {"b/1.png", "c.png", "b/broken-link.png", "photo.heic"}
+
+
+def test_a_folder_with_nothing_to_read_is_an_error(tmp_path: Path, grey: Source) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no parquet, CSV or image" in fails(read_unlabeled, str(tmp_path / "empty"), grey)
+    (tmp_path / "empty" / "a.png").write_bytes(b"?")
+    (tmp_path / "empty" / "b.png").write_bytes(b"")
+    told = fails(read_unlabeled, str(tmp_path / "empty"), grey)
+    assert told.startswith("data.unlabeled:")
+    assert "no readable image (2 tried)" in told
+    assert "data.unlabeled: no such file or folder" in fails(read_unlabeled, str(tmp_path / "none"), grey)
+
+
+def test_an_image_comes_out_the_same_whatever_lies_beside_it(tmp_path: Path, grey: Source) -> None:
+    wide, tall, small = np.zeros((10, 40), np.uint8), pictures(1, height=30, width=9)[0], pictures(1, channels=1)[0]
+    wide[:, 16:24] = 50  # 10 x 8 has the proportions of 5 x 4
+    (tmp_path / "all").mkdir()
+    for name, pixels in (("wide", wide), ("tall", tall), ("small", small)):
+        (tmp_path / name).mkdir()
+        for folder in (name, "all"):
+            (tmp_path / folder / f"{name}.png").write_bytes(png(pixels))
+    together = read_unlabeled(str(tmp_path / "all"), grey)
+    assert together.ids == ("small.png", "tall.png", "wide.png")
+    assert together.x.shape == (3, 1, 5, 4)
+    assert np.array_equal(together.x[0, 0], small)
+    assert (together.x[2] == 50).all()
+    for row, name in enumerate(("small", "tall", "wide")):
+        alone = read_unlabeled(str(tmp_path / name), grey)
+        assert torch.equal(alone.x[0], together.x[row])
+        one_file = read_unlabeled(str(tmp_path / name / f"{name}.png"), grey)
+        assert torch.equal(one_file.x[0], together.x[row])
+        assert one_file.ids == (f"{name}.png",)
+
+
+def test_links_are_followed_but_not_in_circles_and_hidden_folders_are_not_meant(tmp_path: Path, grey: Source) -> None:
+    folder_of(tmp_path / "elsewhere", ["x.png"])
+    folder_of(tmp_path / "mine", ["a/y.png", ".thumbs/z.png"])
+    (tmp_path / "mine" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "mine" / "a" / "up").symlink_to(tmp_path / "mine")
+    found = read_unlabeled(str(tmp_path / "mine"), grey)
+    assert found.ids == ("a/y.png", "linked/x.png")
+    assert found.skipped == ()
+
+
+def test_a_list_of_the_images_is_not_taken_for_the_data(tmp_path: Path, grey: Source) -> None:
+    folder_of(tmp_path / "mine", ["a.png", "b.png"])
+    (tmp_path / "mine" / "list.csv").write_text("file,note\na.png,good\nb.png,bad\n")
+    found = read_unlabeled(str(tmp_path / "mine"), grey)
+    assert found.ids == ("a.png", "b.png")
+    assert found.skipped == ("list.csv",)
+
+
+def test_a_folder_that_changed_is_read_again_and_another_is_not(
+    tmp_path: Path, grey: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = images._decode_one
+    monkeypatch.setattr(images, "_decode_one", lambda *args: (decoded.append(1), decode(*args))[1])
+    root = tmp_path / "mine"
+    folder_of(root, ["a.png", "b.png"])
+    (root / "b.png").write_bytes(b"?")
+
+    def read() -> tuple[tuple[str, ...], tuple[str, ...]]:
+        found = read_unlabeled(str(root), grey)
+        assert len(found.x) == len(found.ids)
+        return found.ids, found.skipped
+
+    assert read() == read() == (("a.png",), ("b.png",))
+    assert len(decoded) == 2
+    (root / "notes.txt").write_text("beside the images")
+    assert read() == (("a.png",), ("b.png", "notes.txt"))
+    assert len(decoded) == 2
+    folder_of(root, ["b.png"], seed=1)
+    assert read() == (("a.png", "b.png"), ("notes.txt",))
+    (root / "a.png").rename(root / "c.png")
+    assert read() == (("b.png", "c.png"), ("notes.txt",))
+    newer = pictures(1, channels=1, seed=2)[0]
+    (root / "c.png").write_bytes(png(newer))
+    os.utime(root / "c.png", ns=(5, 5))  # a clock may be coarse
+    assert np.array_equal(read_unlabeled(str(root), grey).x[1, 0], newer)
+    (root / "b.png").unlink()
+    assert read() == (("c.png",), ("notes.txt",))
+
+
+def test_images_in_parquet_are_named_by_their_id_or_their_row(tmp_path: Path, grey: Source) -> None:
+    pixels = pictures(4, channels=1)
+    blobs = [png(p) for p in pixels]
+    blobs[1] = b"broken"
+    write_parquet(tmp_path / "bare.parquet", {"picture": blobs})
+    bare = read_unlabeled(str(tmp_path / "bare.parquet"), grey)
+    assert bare.ids == ("0", "2", "3")
+    assert bare.skipped == ("1",)
+    assert np.array_equal(bare.x[:, 0], pixels[[0, 2, 3]])
+    write_parquet(tmp_path / "named.parquet", {"picture": blobs, "id": [10, 7, 9, 8]})
+    named = read_unlabeled(str(tmp_path / "named.parquet"), grey)
+    assert named.ids == ("8", "9", "10")  # numbers by size
+    assert named.skipped == ("7",)
+    assert np.array_equal(named.x[:, 0], pixels[[3, 2, 0]])
+
+
+def test_a_table_is_matched_by_the_names_of_the_columns(tmp_path: Path, table: Source) -> None:
+    new = tmp_path / "new.csv"
+    new.write_text("note,weight,colour,size\nfree text here,1.5,green,7\nand more,0.5,blue,3\n")
+    found = read_unlabeled(str(new), table)
+    assert [column.name for column in table.columns] == ["colour", "size", "weight"]
+    assert table.columns[0].words == ("blue", "green", "red")  # though only two of them are in the new file
+    assert found.x.tolist() == [[0.0, 1.0, 0.0, 7.0, 1.5], [1.0, 0.0, 0.0, 3.0, 0.5]]
+    assert found.x.dtype == table.train.x.dtype
+    assert found.ids == ("0", "1")
+    assert found.truth is None
+    everything = read_unlabeled(str(tmp_path / "task.csv"), table)  # what it learnt from, read as new data
+    rows = table.rows["train"].tolist()
+    assert torch.equal(everything.x[rows], table.train.x)
+    assert torch.equal(everything.x[table.rows["test"].tolist()], table.test.x)
+
+
+def test_rows_of_a_table_are_named_by_a_column_that_tells_them_apart(tmp_path: Path, table: Source) -> None:
+    body = "red,1,1,{}\nblue,2,2,{}\ngreen,3,3,{}\n"
+    for header, names, ids, order in (
+        ("ID", ("m", "k", "l"), ("k", "l", "m"), [2, 3, 1]),
+        ("name", ("9", "10", "2"), ("2", "9", "10"), [3, 1, 2]),
+        ("file", ("a", "a", "b"), ("0", "1", "2"), [1, 2, 3]),  # twice the same: row numbers
+        ("id", ("a", "", "b"), ("0", "1", "2"), [1, 2, 3]),  # one is missing
+    ):
+        file = tmp_path / f"{header}{names[0]}.csv"
+        file.write_text(f"colour,size,weight,{header}\n" + body.format(*names))
+        found = read_unlabeled(str(file), table)
+        assert found.ids == ids
+        assert found.x[:, 3].tolist() == order
+
+
+def test_words_that_look_like_numbers_in_the_new_file_stay_words(tmp_path: Path) -> None:
+    (tmp_path / "task.csv").write_text("code,y\n" + "01,a\n1,b\nx,a\n" * 5)
+    task = load(tmp_path / "task.csv", label="y")
+    (tmp_path / "new.csv").write_text("code\n1\n01\n")
+    assert task.columns[0].words == ("01", "1", "x")
+    assert read_unlabeled(str(tmp_path / "new.csv"), task).x.tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("size,weight\n1,2\n", "no column 'colour'"),
+        ("Colour,size,weight\nred,1,2\n", "did you mean 'Colour'?"),
+        ("colour,size,weight\nred,1,2\nviolet,1,2\n", "'violet' in row 2 (counted from 1)"),
+        ("colour,size,weight\nred,big,2\n", "column 'size' of new holds words ('big')"),
+        ("colour,size,weight\nred,,2\n", "has no value in row 1"),
+        ("colour,size,weight\n", "no rows"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_told_what_is_wrong(tmp_path: Path, table: Source, text: str, told: str) -> None:
+    (tmp_path / "new.csv").write_text(text)
+    message = fails(read_unlabeled, str(tmp_path / "new.csv"), table)
+    assert message.startswith("data.unlabeled:")
+    assert told in message
+
+
+def test_kinds_that_cannot_become_the_tasks_are_refused(tmp_path: Path, table: Source, grey: Source) -> None:
+    folder_of(tmp_path / "mine", ["a.png"])
+    assert "no column 'colour'" in fails(read_unlabeled, str(tmp_path / "mine"), table)
+    (tmp_path / "mine" / "a.png").unlink()
+    (tmp_path / "mine" / "t.csv").write_text("a,b\n1,x\n")
+    assert "holds no images" in fails(read_unlabeled, str(tmp_path / "mine"), grey)
+    (tmp_path / "plays.csv").write_text("text\n" + "to be or not to be that is the question\n" * 4)
+    text = load(tmp_path / "plays.csv", window=5)
+    assert "a task that reads text" in fails(read_unlabeled, str(tmp_path / "plays.csv"), text)
+
+
+def test_vectors_are_matched_by_name_and_length(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
+    task = from_tensors(x, np.arange(20) % 2)
+    np.savez(tmp_path / "new.npz", x=x[:4])
+    assert np.array_equal(read_unlabeled(str(tmp_path / "new.npz"), task).x, x[:4])
+    np.savez(tmp_path / "long.npz", x=np.zeros((4, 5)))
+    assert "(5,), the task's of (3,)" in fails(read_unlabeled, str(tmp_path / "long.npz"), task)
+
+
+def test_labels_are_the_truth_where_classes_have_the_same_names(tmp_path: Path, grey: Source) -> None:
+    image_folder(tmp_path / "same", {"owl": 2, "cat": 1, "dog": 1}, channels=1)
+    found = read_unlabeled(str(tmp_path / "same"), grey)
+    assert found.ids == ("cat/0.png", "dog/0.png", "owl/0.png", "owl/1.png")
+    assert found.truth.tolist() == [0, 1, 2, 2]
+    image_folder(tmp_path / "others", {"owl": 1, "cat": 1}, channels=1)  # some camera's folders
+    assert read_unlabeled(str(tmp_path / "others"), grey).truth is None
+    features = {"img": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["owl", "cat", "dog"]}}
+    blobs = [png(p) for p in pictures(3, channels=1)]
+    write_parquet(tmp_path / "turned.parquet", {"img": blobs, "label": [0, 2, 1]}, features)
+    assert read_unlabeled(str(tmp_path / "turned.parquet"), grey).truth.tolist() == [2, 1, 0]
+    write_parquet(tmp_path / "hidden.parquet", {"img": blobs, "label": [-1, -1, -1]}, features)
+    assert read_unlabeled(str(tmp_path / "hidden.parquet"), grey).truth is None
+
+
+def test_truth_and_names_stay_with_their_rows_when_a_part_is_drawn(tmp_path: Path, grey: Source) -> None:
+    image_folder(tmp_path / "same", {"owl": 9, "cat": 9, "dog": 9}, channels=1)
+    whole = read_unlabeled(str(tmp_path / "same"), grey)
+    _, part = split_unlabeled(grey, str(tmp_path / "same"), seed=0, limit=5)
+    assert len(part.x) == 5
+    for x, name, label in zip(part.x, part.ids, part.truth.tolist(), strict=True):
+        assert torch.equal(x, whole.x[whole.ids.index(name)])
+        assert name.startswith(grey.train.classes[label])
+
+
+def test_rows_are_named_as_in_the_file_they_came_from(tmp_path: Path, table: Source) -> None:
+    """A table without a test split is cut in two; both parts count the rows of the one file."""
+    lines = TABLE.splitlines()[1:]
+    _, tested = split_unlabeled(table, "test", seed=0)
+    _, held_out = split_unlabeled(table, 5, seed=0)
+    for part, split in ((tested, "test"), (held_out, "train")):
+        for x, name, label in zip(part.x, part.ids, part.truth, strict=True):
+            _, size, _, kind = lines[int(name.removeprefix(f"{split}/"))].split(",")
+            assert x[3] == float(size)
+            assert table.train.classes[label] == kind
+    again = load(tmp_path / "task.csv", label="kind")  # from the cache
+    assert split_unlabeled(again, "test", seed=0)[1].ids == tested.ids
+    assert again.columns == table.columns
+
+
+def test_rows_of_the_digits_are_named_as_scikit_learn_numbers_them() -> None:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    _, tested = split_unlabeled(load("digits"), "test", seed=0, limit=20)
+    for name, label in zip(tested.ids, tested.truth.tolist(), strict=True):
+        assert bunch.target[int(name.removeprefix("test/"))] == label
+
+
+def test_another_dataset_is_recoloured_and_resized(tmp_path: Path) -> None:
+    hub_folder(tmp_path / "pets")
+    colour, digits = load(tmp_path / "pets"), load("digits")
+    rest, found = split_unlabeled(digits, str(tmp_path / "pets"), seed=0)
+    assert rest is digits
+    assert found.x.shape == (9, 1, 8, 8)  # all rows: train and test
+    assert found.x.dtype == torch.uint8
+    assert found.ids == ("test/0", "test/1", *(f"train/{row}" for row in range(7)))
+    _, found = split_unlabeled(colour, "digits", seed=0, limit=100)
+    assert found.x.shape == (100, 3, 5, 4)
+    assert torch.equal(found.x[:, 0], found.x[:, 2])
+
+
+def test_the_clients_own_dataset_is_not_taken_as_another_one(tmp_path: Path) -> None:
+    assert "own dataset" in fails(split_unlabeled, load("digits"), "digits", seed=0)
+    hub_folder(tmp_path / "pets")
+    source = load(tmp_path / "pets")
+    assert "own dataset" in fails(split_unlabeled, source, f"{tmp_path}/../{tmp_path.name}/pets", seed=0)
+
+
+def test_colour_becomes_grey_by_luma_as_in_pillow() -> None:
+    from PIL import Image
+
+    pixels = pictures(20)
+    x = match_storage(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.zeros(1, 1, 5, 4, dtype=torch.uint8))
+    for got, image in zip(x, pixels, strict=True):
+        wanted = np.asarray(Image.fromarray(image).convert("L")).astype(int)
+        assert np.abs(got[0].numpy().astype(int) - wanted).max() <= 1

@@ -1,0 +1,251 @@
+"""D2C-FL in real runs: when it is FedAvg, what it keeps, what it trains with, and that it goes with other methods."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedstill.algorithms import d2cfl, fedavg
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.tree import flatten
+from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
+from fedstill.engine import engine as engine_module
+from fedstill.methods import build_method
+from fedstill.models import build_model, from_module
+from fedstill.rounds import federate
+
+CLASSES, FEATURES = 4, 6
+TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
+QUICK: dict[str, Any] = {"past": 2, "threshold": 0.5, "epochs": 2, "batch_size": 8, "server_lr": 0.02}
+WRITTEN = ", ".join(f"{key}={value}" for key, value in QUICK.items())
+either_engine = pytest.mark.parametrize("engine", ["batched", "looped"])
+either_rule = pytest.mark.parametrize("rule", ["max", "mean"])
+
+
+class NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def network(net: str):
+    if net == "norm":
+        return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
+    return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
+
+
+def samples(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = numpy_generator(seed_for(0, "d2cfl", use))
+    y = generator.integers(0, CLASSES, count)
+    x = generator.normal(size=(count, FEATURES)) + 2.0 * np.eye(CLASSES, FEATURES)[y]
+    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+
+
+def federation(clients: int = 6, size: int = 20) -> Federation:
+    """Neighbouring clients hold neighbouring classes."""
+    names = tuple("abcd")
+    train, test = (Dataset("toy", *samples(n, use), names) for n, use in ((clients * size, "train"), (40, "test")))
+    unlabeled, truth = samples(60, "unlabeled")
+    offsets = torch.arange(0, clients * size + 1, size)
+    return Federation(train, test, torch.argsort(train.y, stable=True), offsets, unlabeled, truth)
+
+
+class Seen(NamedTuple):
+    """What a run sent and believed after each round, and its result."""
+
+    sent: list[Weights]
+    states: list[dict]
+    kept: list[torch.Tensor]
+    result: Any
+
+
+def run(algorithm, *, net: str = "mlp", rounds: int = 5, engine: str = "batched", **how: Any) -> Seen:
+    seen = Seen([], [], [], None)
+
+    def watched(one):
+        def apply(candidate, state, round):
+            moved, state = one.server.apply(candidate, state, round)
+            seen.sent.append(moved)
+            seen.states.append(state)
+            targets = one.server.targets(state)
+            seen.kept.append(torch.zeros(60, dtype=torch.bool) if targets is None else targets.kept)
+            return moved, state
+
+        return dataclasses.replace(one, server=dataclasses.replace(one.server, apply=apply))
+
+    phases = (Phase(algorithm),) if not isinstance(algorithm, tuple) else algorithm
+    result = federate(
+        algorithm=[phase._replace(algorithm=watched(phase.algorithm)) for phase in phases],
+        model=network(net), federation=federation(), training=TRAINING, rounds=rounds, cohort=3, seed=4,
+        engine=engine, device="cpu", **how,
+    )  # fmt: skip
+    return seen._replace(result=result)
+
+
+def same_bits(found: Any, wanted: Any) -> bool:
+    found, wanted = flatten(found), flatten(wanted)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
+
+
+def distance(found: Weights, wanted: Weights) -> float:
+    return max(float((leaf - found.params[name]).abs().max()) for name, leaf in wanted.params.items())
+
+
+def rounds_like_fedavg(seen: Seen, net: str = "mlp", engine: str = "batched", **how: Any) -> list[bool]:
+    plain = run(fedavg(), net=net, engine=engine, rounds=len(seen.sent), **how)
+    return [same_bits(ours, theirs) for ours, theirs in zip(seen.sent, plain.sent, strict=True)]
+
+
+@either_engine
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.0, "rule": "mean", "threshold": 0.35},
+        {"beta": 1.0, "threshold": 0.0, "past": 1},
+        {"student_start": "average", "rollback": "fixed", "optimizer": "sgd"},
+    ],
+    ids=str,
+)
+def test_at_alpha_one_every_model_sent_is_fedavgs_to_the_last_bit(options, net, engine):
+    ours = run(d2cfl(**{**QUICK, **options, "mix_alpha": 1.0}), net=net, engine=engine)
+    assert all(rounds_like_fedavg(ours, net, engine))
+    assert bool(ours.kept[-1].any()), "a student that learns nothing could not shift a random stream"
+
+
+@either_engine
+@either_rule
+def test_above_one_no_label_is_sure_enough_and_it_is_fedavg(rule, engine):
+    ours = run(d2cfl(**{**QUICK, "rule": rule, "threshold": 1.001}), engine=engine)
+    assert all(rounds_like_fedavg(ours, engine=engine))
+    assert [row["pseudo_labels"] for row in ours.result.history.rows] == [0] * 5
+    assert same_bits(ours.states[-1]["1"]["student"], ours.sent[-1])
+
+
+@either_engine
+@pytest.mark.parametrize("past", [1, 3])
+def test_while_teachers_are_collected_it_is_fedavg_and_no_longer(past, engine):
+    ours = run(d2cfl(**{**QUICK, "past": past}), engine=engine)
+    assert rounds_like_fedavg(ours, engine=engine) == [r <= past for r in range(1, 6)]
+
+
+def test_what_the_mean_keeps_the_maximum_keeps_in_every_round():
+    """At alpha = 1 both rules have the same teachers."""
+    by_max, by_mean = (run(d2cfl(**{**QUICK, "rule": rule, "mix_alpha": 1.0}), rounds=8) for rule in ("max", "mean"))
+    pairs = list(zip(by_max.kept, by_mean.kept, strict=True))
+    assert not any(bool((mean & ~most).any()) for most, mean in pairs)
+    assert any(int(most.sum()) > int(mean.sum()) > 0 for most, mean in pairs)
+
+
+def test_the_students_learning_rate_starts_anew_every_round_and_falls_from_epoch_to_epoch(monkeypatch):
+    rates = []
+
+    def watched(*args, **how):
+        plan = make_plan(*args, **how)
+        if how["training"].optimizer == "adam":
+            rates.append(list(dict.fromkeys(plan.lr[:, 0].tolist())))
+        return plan
+
+    make_plan = engine_module.make_plan
+    monkeypatch.setattr(engine_module, "make_plan", watched)
+    run(d2cfl(past=2, threshold=0.35, batch_size=8), rounds=5)
+    assert len(rates) == 3
+    for one in rates:
+        assert one == pytest.approx([1e-3, 9.5e-4, 9.025e-4, 8.57375e-4, 8.1450625e-4], rel=1e-12)
+
+
+def test_the_optimiser_is_the_one_asked_for(monkeypatch):
+    asked = []
+
+    def watched(*args, **how):
+        asked.append(how["training"])
+        return make_plan(*args, **how)
+
+    make_plan = engine_module.make_plan
+    monkeypatch.setattr(engine_module, "make_plan", watched)
+    run(d2cfl(**{**QUICK, "optimizer": "sgd", "lr_epoch_decay": 1.0, "epochs": 3}), rounds=3)
+    student = asked[-1]
+    assert (student.optimizer, student.lr, student.lr_epoch_decay, student.epochs) == ("sgd", 0.02, 1.0, 3)
+    assert (student.momentum, student.batch_size) == (0.0, 8)
+
+
+@pytest.mark.parametrize("other", ["scaffold(weighting=size)", "fedlmd(weighting=size)", "fedprox(mu=0.5)", "fedavgm"])
+def test_it_runs_over_other_methods_alike_on_both_engines(other):
+    (both,), (alone,) = build_method(f"{other}+d2cfl({WRITTEN})"), build_method(other)
+    batched, looped = (run(both.algorithm, engine=engine) for engine in ("batched", "looped"))
+    assert distance(batched.sent[-1], looped.sent[-1]) < 1e-5
+    assert bool(batched.kept[-1].any())
+    plain = run(alone.algorithm)
+    assert [same_bits(a, b) for a, b in zip(batched.sent, plain.sent, strict=True)] == [True, True, False, False, False]
+    assert distance(batched.sent[-1], run(d2cfl(**QUICK)).sent[-1]) > 1e-3
+
+
+@either_rule
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4], ids=lambda cut: f"stopped after round {cut}")
+def test_a_run_resumed_while_teachers_are_collected_or_later_equals_an_uninterrupted_one(tmp_path, rule, net, cut):
+    method = d2cfl(**{**QUICK, "past": 3, "rule": rule, "rollback": "fixed" if cut % 2 else "fresh"})
+    how = {"net": net, "checkpoint_every": 1}
+    whole = run(method, rounds=6, run_dir=tmp_path / "whole", **how)
+    run(method, rounds=cut, run_dir=tmp_path / "cut", **how)
+    resumed = run(method, rounds=6, run_dir=tmp_path / "cut", resume=True, **how)
+    assert len(resumed.sent) == 6 - cut
+    assert same_bits(resumed.sent[-1], whole.sent[-1])
+    assert same_bits(resumed.states[-1], whole.states[-1])
+    timeless = [
+        [{k: v for k, v in row.items() if k != "seconds"} for row in one.result.history.rows]
+        for one in (whole, resumed)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@either_engine
+def test_after_a_switch_it_collects_its_own_teachers_before_it_labels(engine):
+    ours = run(build_method(f"fedavg until 3 then d2cfl({WRITTEN})"), rounds=7, engine=engine)
+    assert rounds_like_fedavg(ours, engine=engine) == [True] * 5 + [False] * 2
+    assert [len(state["1"]["past_answers"]["sure"]) for state in ours.states[3:]] == [1, 2, 2, 2]
+    assert [int(kept.sum()) for kept in ours.kept[:5]] == [0] * 5
+    assert all(bool(kept.any()) for kept in ours.kept[5:])
+
+
+def test_without_feedback_the_average_is_sent_and_the_teacher_reported():
+    ours, fed_back = run(d2cfl(**QUICK, feedback=False)), run(d2cfl(**QUICK))
+    assert all(rounds_like_fedavg(ours))
+    assert not same_bits(ours.result.weights, ours.sent[-1])
+    assert same_bits(fed_back.result.weights, fed_back.sent[-1])
+
+
+@either_rule
+def test_the_log_tells_how_many_labels_there_are_of_which_class_and_how_many_are_right(rule):
+    ours = run(d2cfl(**{**QUICK, "rule": rule}))
+    for row, kept, state in zip(ours.result.history.rows, ours.kept, ours.states, strict=True):
+        answer = state["1"]["targets"]["probabilities"].argmax(1)[kept]
+        assert row["pseudo_labels"] == int(kept.sum())
+        assert row["pseudo_label_counts"] == [int((answer == c).sum()) for c in range(CLASSES)]
+        assert row["server/kept_share"] == pytest.approx(row["pseudo_labels"] / 60)
+        labels = row["round"] > 2
+        assert (row["pseudo_labels"] > 0) == labels
+        assert ({"accuracy_student", "accuracy_aggregated", "server/student_loss"} <= row.keys()) == labels
+        if labels:
+            right = (answer == federation().unlabeled_truth[kept]).double().mean()
+            assert row["pseudo_label_accuracy"] == pytest.approx(right.item())
+        else:
+            assert row["pseudo_label_accuracy"] is None
+
+
+def test_what_a_warming_server_believes_is_what_its_model_says():
+    ours = run(d2cfl(**QUICK), rounds=1)
+    weights, model = ours.sent[0], network("mlp")
+    belief = torch.softmax(model.apply(weights, federation().unlabeled)[0].logits, 1)
+    torch.testing.assert_close(ours.result.targets.probabilities, belief)
+    assert not bool(ours.result.targets.kept.any())

@@ -1,0 +1,252 @@
+"""MrTF in real runs: when it is FedAvg, what it sends and reports, what it remembers, and what its paper claims."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedstill.algorithms import build_algorithm, fedavg, mrtf
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.tree import flatten
+from fedstill.core.types import Dataset, Federation, Training
+from fedstill.data import Unlabeled, load, make_federation
+from fedstill.methods import build_method
+from fedstill.models import build_model, from_module
+from fedstill.partition import PARTITIONS
+from fedstill.rounds import federate
+
+CLASSES, FEATURES = 4, 6
+TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
+QUICK: dict[str, Any] = {"steps": 6, "batch_size": 8, "server_lr": 0.01, "warm_up": 1}
+WRITTEN = ", ".join(f"{key}={value}" for key, value in QUICK.items())
+either_engine = pytest.mark.parametrize("engine", ["batched", "looped"])
+
+
+def samples(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = numpy_generator(seed_for(0, "mrtf", use))
+    y = generator.integers(0, CLASSES, count)
+    x = generator.normal(size=(count, FEATURES)) + 2.0 * np.eye(CLASSES, FEATURES)[y]
+    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+
+
+def federation() -> Federation:
+    """Neighbouring clients hold neighbouring classes; the server wants the test inputs labelled."""
+    sizes, names = (20, 5, 30, 12, 8, 25), tuple("abcd")
+    train, test = (Dataset("toy", *samples(n, use), names) for n, use in ((sum(sizes), "train"), (50, "test")))
+    offsets = torch.tensor([0, *np.cumsum(sizes)])
+    return Federation(train, test, torch.argsort(train.y, stable=True), offsets, test.x, test.y)
+
+
+def run(algorithm, **how):
+    settings = {
+        "model": build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
+        "federation": federation(), "training": TRAINING, "rounds": 4, "cohort": 3, "seed": 2, "engine": "batched",
+        "device": "cpu",
+    }  # fmt: skip
+    return federate(algorithm=algorithm, **{**settings, **how})
+
+
+def same_bits(ours, other) -> bool:
+    ours, other = flatten(ours), flatten(other)
+    return ours.keys() == other.keys() and all(torch.equal(ours[name], leaf) for name, leaf in other.items())
+
+
+def furthest(ours, other) -> float:
+    ours, other = flatten(ours), flatten(other)
+    return max(float((ours[name] - leaf).abs().max()) for name, leaf in other.items())
+
+
+def told(result, key: str) -> list:
+    return [row.get(key) for row in result.history.rows]
+
+
+@either_engine
+@pytest.mark.parametrize("weighting", ["uniform", "size"])
+@pytest.mark.parametrize("preset", ["correct", "released"])
+def test_without_steps_it_is_fedavg_of_the_same_weighting_bit_for_bit(engine, weighting, preset):
+    ours = run(mrtf(preset=preset, steps=0, weighting=weighting), engine=engine)
+    assert same_bits(ours.weights, run(fedavg(weighting=weighting), engine=engine).weights)
+    assert not same_bits(ours.weights, run(mrtf(preset=preset, **QUICK), engine=engine).weights)
+
+
+def test_without_feedback_clients_get_the_average_and_the_refined_model_is_reported():
+    ours, plain, fed = (
+        run(method) for method in (mrtf(feedback=False, **QUICK), fedavg(weighting="uniform"), mrtf(**QUICK))
+    )
+    assert told(ours, "train_loss") == told(plain, "train_loss")
+    assert told(ours, "accuracy_aggregated") == told(plain, "accuracy")
+    assert told(fed, "train_loss")[1:] != told(plain, "train_loss")[1:]
+    assert furthest(ours.weights, plain.weights) > 1e-3
+    data = federation()
+    model = build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
+    answer = model.apply(ours.weights, data.test.x)[0].logits.argmax(1)
+    assert float((answer == data.test.y).double().mean()) == told(ours, "accuracy")[-1]
+
+
+def test_rows_tell_how_many_pseudo_labels_are_right_and_what_the_average_alone_is_worth():
+    result, data = run(mrtf(**QUICK)), federation()
+    keys = {"pseudo_label_accuracy", "accuracy_aggregated", "server/u", "server/teacher_agreement"}
+    keys |= {"server/distill_loss_before", "server/distill_loss_after"}
+    assert all(keys <= row.keys() and row["pseudo_labels"] == 50 for row in result.history.rows)
+    right = (result.targets.probabilities.argmax(1) == data.unlabeled_truth).double().mean()
+    assert told(result, "pseudo_label_accuracy")[-1] == pytest.approx(float(right))
+    unknown = run(mrtf(**QUICK), federation=dataclasses.replace(data, unlabeled_truth=None))
+    assert told(unknown, "pseudo_label_accuracy") == [None] * 4
+    assert same_bits(unknown.weights, result.weights)
+
+
+def test_the_more_clients_have_learnt_the_more_the_global_models_count():
+    result = run(mrtf(**QUICK), rounds=8)
+    expected = [0.25 + 0.75 * loss / np.log(CLASSES) for loss in told(result, "train_loss")]
+    assert told(result, "server/u") == pytest.approx(expected)
+    assert told(result, "server/u")[-1] < told(result, "server/u")[0] - 0.1
+
+
+def test_paper_and_default_are_the_same_while_the_loss_is_below_that_of_a_guess():
+    assert same_bits(run(mrtf(preset="paper", **QUICK)).weights, run(mrtf(**QUICK)).weights)
+    bold = {"training": dataclasses.replace(TRAINING, lr=20.0), "rounds": 1}
+    printed, bounded = (run(mrtf(preset=preset, **QUICK), **bold) for preset in ("paper", "correct"))
+    assert told(printed, "server/u")[0] > 1.0 == told(bounded, "server/u")[0]
+    assert not same_bits(printed.weights, bounded.weights)
+    assert printed.audit == []  # its model is finite and was taken
+
+
+def test_what_is_set_by_name_counts_before_the_preset():
+    released = mrtf(preset="released", **QUICK)
+    assert told(run(released), "server/u")[0] == 1.0
+    again = mrtf(preset="released", **QUICK, loss_window=0)
+    assert told(run(again), "server/u")[0] < 1.0
+
+
+def test_the_released_preset_is_what_the_public_code_does():
+    """mrtf.py of lxcnju/MrTF, line by line; its squared distance of unit vectors times 4 is 8 (1 - cos)."""
+    short = {"steps": 6, "batch_size": 8}
+    spelled = mrtf(
+        sharpness=1.0, std_batch=640, mixture="prior", loss_window=5, refine_sharpness=8.0, warm_up=0, smooth=True,
+        server_lr=1e-3, weight_decay=1e-6, lr_schedule="cosine", clip=100.0, feedback=False, teacher_mode="train",
+        teacher_batch=640, weighting="uniform", **short,
+    )  # fmt: skip
+    ours, other = run(mrtf(preset="released", **short)), run(spelled)
+    assert same_bits(ours.weights, other.weights)
+    assert torch.equal(ours.targets.probabilities, other.targets.probabilities)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_every_second_round_the_rest_is_fedavg(feedback):
+    result = run(mrtf(every=2, feedback=feedback, **QUICK), rounds=5)
+    assert [value is not None for value in told(result, "server/u")] == [False, True, False, True, False]
+    assert [value is not None for value in told(result, "accuracy_aggregated")] == [False, True, False, True, False]
+    plain = run(fedavg(weighting="uniform"), rounds=5)
+    assert told(result, "accuracy")[0] == told(plain, "accuracy")[0]
+    assert same_bits(result.weights, plain.weights) != feedback
+
+
+def test_the_released_form_logs_losses_only_of_rounds_that_it_refines():
+    result = run(mrtf(preset="released", every=2, **QUICK), rounds=6)
+    losses, trust = told(result, "train_loss"), told(result, "server/u")
+    assert trust[1] == 1.0
+    assert trust[3] == pytest.approx(0.25 + 0.75 * losses[1] / np.log(CLASSES), rel=1e-5)
+    assert trust[5] == pytest.approx(0.25 + 0.75 * (losses[1] + losses[3]) / 2 / np.log(CLASSES), rel=1e-5)
+
+
+@either_engine
+def test_a_resumed_run_remembers_its_targets_and_losses(tmp_path, engine):
+    method, how = mrtf(preset="released", **QUICK), {"engine": engine, "checkpoint_every": 1}
+    whole = run(method, rounds=6, **how)
+    run(method, rounds=3, run_dir=tmp_path / "cut", **how)
+    resumed = run(mrtf(preset="released", **QUICK), rounds=6, run_dir=tmp_path / "cut", resume=True, **how)
+    assert same_bits(resumed.weights, whole.weights)
+    assert torch.equal(resumed.targets.probabilities, whole.targets.probabilities)
+    assert told(resumed, "server/u") == told(whole, "server/u")
+    forgetful = run(mrtf(preset="released", smooth=False, **QUICK), rounds=6, **how)
+    assert furthest(forgetful.targets.probabilities, whole.targets.probabilities) > 1e-3
+
+
+class NoisyNet(nn.Module):
+    """BatchNorm and dropout: a model that answers differently in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def test_teachers_in_train_mode_say_the_same_on_both_engines_and_not_what_they_say_in_eval_mode():
+    model = from_module(NoisyNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
+    for batch in (640, 49):  # at 49 the last batch is one row
+        method = mrtf(teacher_mode="train", teacher_batch=batch, **QUICK)
+        batched, looped = (run(method, model=model, engine=engine, rounds=2) for engine in ("batched", "looped"))
+        assert furthest(batched.targets.probabilities, looped.targets.probabilities) < 1e-5
+        calm = run(mrtf(**QUICK), model=model, rounds=1).targets.probabilities
+        assert furthest(run(method, model=model, rounds=1).targets.probabilities, calm) > 0.01
+
+
+@pytest.mark.parametrize("other", ["fedlmd", "scaffold", "update_noise(sigma=0.01)", "feddyn"])
+def test_it_runs_over_other_methods_on_both_engines(other):
+    (joined,), (alone,) = build_method(f"{other}+mrtf({WRITTEN})"), build_method(f"mrtf({WRITTEN})")
+    batched, looped = (run(joined.algorithm, engine=engine).weights for engine in ("batched", "looped"))
+    assert furthest(batched, looped) < 1e-5
+    assert furthest(batched, run(alone.algorithm).weights) > 1e-3
+    (plain,) = build_method(f"{other}+fedavg(weighting=uniform)")
+    assert furthest(batched, run(plain.algorithm).weights) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("floor", 1.5), ("warm_up", -1), ("sharpness", 0.0), ("refine_sharpness", -4.0), ("std_batch", -1), ("every", 0),
+     ("loss_window", -1), ("steps", -1), ("teacher_batch", 0), ("teacher_mode", "test"), ("mixture", "sum"),
+     ("preset", "papers")],
+)  # fmt: skip
+def test_an_impossible_option_is_one_line_that_names_it(option, value):
+    with pytest.raises(FedstillError, match=rf"algorithm\.{option} = ") as caught:
+        build_algorithm("mrtf", {option: value})
+    assert "\n" not in str(caught.value)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "mean logits": {"stabilise": False, "rectify": False, "refine": False},
+    "rectified": {"refine": False},
+    "all": {},
+}
+
+
+@cache
+def transductive(form: str, seed: int):
+    """Digits on 20 clients, Dir(0.1), 4 of them a round; the test digits are to be labelled. -> (labels, average)."""
+    source = load("digits")
+    parts = PARTITIONS["mrtf"](source.train.y.numpy(), 20, seed=seed, alpha=0.1)
+    wanted = Unlabeled(source.test.x, tuple(str(row) for row in range(len(source.test.x))), source.test.y)
+    result = run(
+        mrtf(steps=40, server_lr=1e-3, warm_up=2, **FORMS[form]), rounds=6, cohort=4, seed=seed,
+        model=build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(32,), init="torch"),
+        federation=make_federation(source, parts, unlabeled=wanted),
+        training=Training(batch_size=16, epochs=3, lr=0.05, momentum=0.9),
+    )  # fmt: skip
+    late = result.history.rows[2:]
+    return tuple(float(np.mean([row[key] for row in late])) for key in ("pseudo_label_accuracy", "accuracy"))
+
+
+def check_transduction(seed: int) -> None:
+    (mean_teacher, student), (rectified, _), (all_three, refined) = (transductive(form, seed) for form in FORMS)
+    assert mean_teacher + 0.05 < rectified < all_three - 0.05
+    assert refined > student + 0.1
+
+
+def test_rectified_and_refined_labels_are_better_than_the_mean_teachers():
+    check_transduction(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_so_they_are_in_other_federations(seed):
+    check_transduction(seed)

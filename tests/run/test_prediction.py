@@ -1,0 +1,352 @@
+"""Labels from a finished run: whose answer, on what, and which labels may judge how sure it is."""
+
+import dataclasses
+import logging
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import fedstill
+from fedstill import prediction
+from fedstill.core.errors import FedstillError
+from fedstill.experiment import build_federation, read_description
+
+ROUNDS = 3
+
+
+def experiment(**changes):
+    sections = {
+        "data": {"source": "digits", "unlabeled": "test"},
+        "algorithm": {"name": "feddf", "steps": 10},
+        **changes,
+    }
+    return fedstill.Experiment(
+        rounds=ROUNDS,
+        cohort=3,
+        checkpoint_every=1,
+        partition={"scheme": "lda", "clients": 6, "alpha": 0.5},
+        model={"name": "mlp", "hidden": [8], "init": "torch"},
+        local={"batch_size": 20, "lr": 0.1},
+        **sections,
+    )
+
+
+RUNS = {
+    "transductive": {},
+    "held-out": {"data": {"source": "digits", "unlabeled": 60}},
+    "no-targets": {"data": {"source": "digits", "unlabeled": 60}, "algorithm": "fedavg"},
+    "nothing": {"data": "digits", "algorithm": "fedavg"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs by name; nothing is written into them."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, changes in RUNS.items():
+        fedstill.run(experiment(**changes), run_dir=root / name, pictures=False)
+    yield {name: root / name for name in RUNS}
+    logging.getLogger("fedstill.run").handlers.clear()
+
+
+@pytest.fixture
+def copied(runs, tmp_path):
+    """A copy of a run that a test may damage."""
+    return lambda name: shutil.copytree(runs[name], tmp_path / name)
+
+
+def federation_of(folder):
+    return build_federation(read_description(folder))
+
+
+def scores_by_hand(folder, x):
+    """The saved perceptron in numpy: ((x / 255 - mean) / std) W1 + b1, ReLU, W2 + b2."""
+    data, saved = federation_of(folder).train, load_file(folder / "last" / "weights.safetensors")
+    (w1, b1), (w2, b2) = (
+        (saved[name].astype(np.float64), saved[name.replace("weight", "bias")].astype(np.float64))
+        for name in sorted(key for key in saved if key.endswith("weight"))
+    )
+    inputs = ((x.numpy() / 255.0 - data.mean[0]) / data.std[0]).reshape(len(x), -1)
+    return np.maximum(inputs @ w1.T + b1, 0) @ w2.T + b2
+
+
+def softmax(scores):
+    powers = np.exp(scores - scores.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)
+
+
+def with_federation(monkeypatch, **changes):
+    """predict sees a federation in which some fields are different."""
+
+    def build(*given):
+        federation = build_federation(*given)
+        return dataclasses.replace(federation, **{name: change(federation) for name, change in changes.items()})
+
+    monkeypatch.setattr(prediction, "build_federation", build)
+
+
+def test_the_model_answers_as_its_saved_weights_do_by_hand(runs):
+    found = fedstill.predict(runs["held-out"])
+    scores = scores_by_hand(runs["held-out"], federation_of(runs["held-out"]).unlabeled)
+    assert found.labels == tuple(str(answer) for answer in scores.argmax(1))
+    np.testing.assert_allclose(found.confidence_raw, softmax(scores).max(1), atol=2e-5)
+    calibrated = softmax(scores / found.calibration.temperature)
+    np.testing.assert_allclose(found.probabilities, calibrated, atol=5e-5)
+    np.testing.assert_allclose(found.confidence, calibrated.max(1), atol=5e-5)
+    assert len(found.ids) == len(set(found.ids)) == 60
+
+
+def test_targets_are_what_the_server_left_row_for_row(runs):
+    saved = load_file(runs["transductive"] / "targets.safetensors")
+    found = fedstill.predict(runs["transductive"], from_="targets")
+    np.testing.assert_allclose(found.probabilities, saved["probabilities"], atol=1e-6)
+    assert found.labels == tuple(str(answer) for answer in saved["probabilities"].argmax(1))
+    assert torch.equal(found.confidence, found.confidence_raw)
+    assert found.kept.tolist() == saved["kept"].tolist()
+    assert (found.source, found.round) == ("targets", ROUNDS)
+
+
+def test_rows_that_a_threshold_left_out_are_labeled_too_and_marked(copied):
+    folder = copied("transductive")
+    saved = load_file(folder / "targets.safetensors")
+    saved["kept"] = np.arange(len(saved["kept"])) % 3 == 0
+    save_file(saved, folder / "targets.safetensors")
+    found = fedstill.predict(folder, from_="targets", out=folder)
+    assert len(found.labels) == 359
+    assert "the server learnt from 120 of these rows" in found.why
+    assert found.summary()["kept"] == 120
+    assert [line.split(",")[4] for line in (folder / "predictions.csv").read_text().split()[1:4]] == [
+        "True", "False", "False",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run", "asked", "taken", "said"),
+    [
+        ("transductive", "auto", "model", "has learnt the server's targets"),
+        ("no-targets", "auto", "model", "fedavg left no targets"),
+        ("transductive", "model", "model", "as asked for"),
+        ("transductive", "targets", "targets", "as asked for"),
+    ],
+)
+def test_the_choice_is_told_in_one_sentence(runs, run, asked, taken, said):
+    found = fedstill.predict(runs[run], from_=asked)
+    assert found.source == taken
+    assert said in found.why
+    assert "\n" not in found.why
+
+
+@pytest.mark.parametrize(("changed", "taken"), [(35, "model"), (36, "targets")])
+def test_auto_takes_the_targets_where_the_model_has_not_learnt_them(copied, changed, taken):
+    folder = copied("transductive")
+    answers = scores_by_hand(folder, federation_of(folder).unlabeled).argmax(1)
+    answers[:changed] = (answers[:changed] + 1) % 10  # a tenth of 359 rows is 35.9
+    believed = np.full((359, 10), 0.01, np.float32) + 0.9 * np.eye(10, dtype=np.float32)[answers]
+    save_file({"probabilities": believed, "kept": np.ones(359, bool)}, folder / "targets.safetensors")
+    found = fedstill.predict(folder)
+    assert found.source == taken
+    assert ("10.0 % of the rows" if taken == "targets" else "90.3 % of the rows") in found.why
+    if taken == "targets":
+        assert found.labels == tuple(str(answer) for answer in answers)
+
+
+def test_rows_apart_from_the_test_set_are_calibrated_on_it(runs):
+    found = fedstill.predict(runs["held-out"])
+    test = federation_of(runs["held-out"]).test
+    scores = scores_by_hand(runs["held-out"], test.x)
+
+    def likelihood(temperature):
+        return np.log(softmax(scores / temperature)[np.arange(len(test.y)), test.y.numpy()]).mean()
+
+    best = found.calibration.temperature
+    assert likelihood(best) > max(likelihood(0.99 * best), likelihood(1.01 * best))
+    assert found.calibration.why == f"temperature {best:.3f}, fitted on the test set (359 rows)"
+
+
+def test_the_test_set_is_not_calibrated_on_its_own_labels(runs, monkeypatch):
+    honest = fedstill.predict(runs["transductive"])
+    assert honest.calibration.temperature is None
+    assert honest.calibration.why.startswith("not calibrated: the rows are the test set itself")
+    assert torch.equal(honest.confidence, honest.confidence_raw)
+    with_federation(
+        monkeypatch, test=lambda held: dataclasses.replace(held.test, y=held.test.y.flip(0)), unlabeled_truth=no_truth
+    )
+    other = fedstill.predict(runs["transductive"])
+    assert torch.equal(other.probabilities, honest.probabilities)
+
+
+def no_truth(held):
+    return None
+
+
+def test_a_validation_set_calibrates_the_test_set_too(runs, monkeypatch):
+    def taken(held):
+        return held.train.x[:200], held.train.y[:200]
+
+    with_federation(monkeypatch, validation=taken)
+    found = fedstill.predict(runs["transductive"])
+    x, y = taken(federation_of(runs["transductive"]))
+    scores = torch.from_numpy(scores_by_hand(runs["transductive"], x))
+    assert found.calibration.temperature == pytest.approx(fit_by_search(scores.numpy(), y.numpy()), rel=1e-3)
+    assert found.calibration.fitted_on == "the validation set"
+    assert found.calibration.rows == 200
+
+
+def fit_by_search(scores, y):
+    fine = np.geomspace(0.1, 10, 20001)
+    return fine[np.argmax([np.log(softmax(scores / t)[np.arange(len(y)), y]).mean() for t in fine])]
+
+
+def test_a_handful_of_labels_calibrates_nothing(runs, monkeypatch):
+    with_federation(monkeypatch, validation=lambda held: (held.train.x[:5], held.train.y[:5]))
+    assert "has 5 labeled rows" in fedstill.predict(runs["held-out"]).calibration.why
+
+
+def test_without_known_truth_the_curve_is_that_of_halves_that_did_not_choose_their_temperature(runs, monkeypatch):
+    with_federation(monkeypatch, unlabeled_truth=no_truth)
+    found = fedstill.predict(runs["held-out"])
+    assert found.measured.on == "the test set"
+    assert (found.measured.before.rows, found.measured.after.rows) == (359, 359)
+    test = federation_of(runs["held-out"]).test
+    right = scores_by_hand(runs["held-out"], test.x).argmax(1) == test.y.numpy()
+    assert found.measured.before.accuracy == found.measured.after.accuracy == pytest.approx(right.mean())
+
+
+def test_where_a_simulation_knows_the_truth_the_predicted_rows_are_measured(runs, monkeypatch):
+    truth = torch.arange(60) % 10
+    truth[50:] = -1  # not known
+    with_federation(monkeypatch, unlabeled_truth=lambda held: truth)
+    found = fedstill.predict(runs["held-out"])
+    right = [name == str(int(y)) for name, y in zip(found.labels[:50], truth, strict=False)]
+    assert found.measured.before.rows == 50
+    assert found.measured.before.accuracy == pytest.approx(np.mean(right))
+    assert found.measured.after.confidence == pytest.approx(float(found.confidence[:50].mean()), abs=1e-6)
+    assert found.measured.on.startswith("the predicted rows")
+    with_federation(monkeypatch, unlabeled_truth=lambda held: truth.flip(0))
+    assert torch.equal(fedstill.predict(runs["held-out"]).probabilities, found.probabilities), "it decides nothing"
+
+
+def test_targets_are_never_called_calibrated(runs, monkeypatch):
+    with_federation(monkeypatch, unlabeled_truth=lambda held: held.test.y)
+    found = fedstill.predict(runs["transductive"], from_="targets")
+    assert found.calibration.temperature is None
+    assert found.measured.after is None
+    assert found.measured.before.rows == 359
+    with_federation(monkeypatch, unlabeled_truth=no_truth)
+    assert fedstill.predict(runs["transductive"], from_="targets").measured is None
+
+
+def test_rows_without_names_are_numbered(runs, monkeypatch):
+    with_federation(monkeypatch, unlabeled_ids=lambda held: None)
+    assert fedstill.predict(runs["held-out"]).ids == tuple(str(row) for row in range(60))
+    with_federation(monkeypatch, unlabeled_ids=lambda held: tuple(f"x{row}" for row in range(60)))
+    assert fedstill.predict(runs["held-out"]).ids[-1] == "x59"
+
+
+def test_nothing_is_written_unless_a_folder_is_named(runs, tmp_path):
+    before = sorted(runs["held-out"].rglob("*"))
+    fedstill.predict(runs["held-out"])
+    assert sorted(runs["held-out"].rglob("*")) == before
+    fedstill.predict(runs["held-out"], out=tmp_path / "new" / "place")
+    assert {path.name for path in (tmp_path / "new" / "place").iterdir()} == {
+        "predictions.csv", "predictions.parquet", "predictions.json", "reliability.png",
+    }  # fmt: skip
+
+
+def test_an_old_curve_does_not_stay_beside_new_labels_that_have_none(copied, monkeypatch):
+    folder = copied("transductive")
+    with_federation(monkeypatch, unlabeled_truth=lambda held: held.test.y)
+    fedstill.predict(folder, out=folder)
+    assert (folder / "reliability.png").exists()
+    with_federation(monkeypatch, unlabeled_truth=no_truth)
+    fedstill.predict(folder, from_="targets", out=folder)
+    assert not (folder / "reliability.png").exists()
+
+
+@pytest.mark.parametrize(("package", "lost"), [("matplotlib", "reliability.png"), ("pyarrow", "predictions.parquet")])
+def test_a_missing_extra_costs_one_line_and_one_file(runs, tmp_path, monkeypatch, caplog, package, lost):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with caplog.at_level(logging.WARNING):
+        fedstill.predict(runs["held-out"], out=tmp_path)
+    assert [record.message.split(":")[0] for record in caplog.records] == [f"no {lost}"]
+    assert "pip install" in caplog.text
+    assert not (tmp_path / lost).exists()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_run_of_a_gpu_is_read_on_a_machine_without_one(copied, monkeypatch):
+    folder = copied("held-out")
+    there = fedstill.predict(folder)
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace('device = "auto"', 'device = "cuda"'))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.equal(fedstill.predict(folder).probabilities, there.probabilities)
+
+
+def test_a_run_that_stopped_early_says_which_model_answers(copied):
+    folder = copied("held-out")
+    (folder / "checkpoints" / "round-000003.zip").unlink()
+    (note,) = fedstill.predict(folder).notes
+    assert "round 2 of 3" in note
+    assert f"fedstill resume {folder}" in note
+
+
+def mistake(*words, **options):
+    with pytest.raises(FedstillError) as told:
+        fedstill.predict(*words, **options)
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+def test_a_run_without_a_model_is_to_be_resumed(copied):
+    folder = copied("held-out")
+    shutil.rmtree(folder / "last")
+    assert f"fedstill resume {folder}" in mistake(folder)
+
+
+def test_a_comparison_is_not_one_run(copied):
+    folder = copied("held-out")
+    shutil.copytree(folder, folder / "feddf" / "seed-0")
+    (folder / "results.json").write_text("{}")
+    assert "feddf/seed-0" in mistake(folder)
+
+
+def test_a_run_without_unlabeled_data_asks_for_some(runs):
+    told = mistake(runs["nothing"])
+    assert "data.unlabeled" in told
+    assert "INPUTS" in told
+
+
+def test_targets_that_are_not_there_are_missed(runs):
+    assert "fedavg forms none" in mistake(runs["no-targets"], from_="targets")
+    assert "own unlabeled set only" in mistake(runs["transductive"], "folder", from_="targets")
+
+
+def test_targets_of_other_rows_are_not_handed_out(copied):
+    folder = copied("transductive")
+    saved = load_file(folder / "targets.safetensors")
+    save_file({name: leaf[:-1] for name, leaf in saved.items()}, folder / "targets.safetensors")
+    assert "358 rows, the unlabeled set 359" in mistake(folder, from_="targets")
+    (folder / "targets.safetensors").write_bytes(b"no tensors")
+    assert "cannot be read" in mistake(folder, from_="targets")
+    assert len(fedstill.predict(folder).ids) == 359, "the model needs no targets"
+
+
+def test_weights_of_another_network_are_refused(copied):
+    folder = copied("held-out")
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace("hidden = [8]", "hidden = [9]"))
+    assert "does not fit mlp on digits" in mistake(folder)
+
+
+def test_words_that_mean_nothing_are_refused(runs, tmp_path):
+    assert "'model'" in mistake(runs["held-out"], from_="modle")
+    (tmp_path / "file").touch()
+    assert "is a file" in mistake(runs["held-out"], out=tmp_path / "file")
+    assert "holds no run" in mistake(tmp_path)

@@ -1,0 +1,133 @@
+"""One round of a server with the real engine, on models made by hand; and whole runs of a tiny federation."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from by_hand import uploads_of
+from torch import Tensor, nn
+
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.tree import flatten
+from fedstill.core.types import Algorithm, Dataset, Federation, Model, Round, Training, Weights
+from fedstill.engine import build_engine
+from fedstill.models import build_model, from_module
+from fedstill.rounds import federate
+
+CLASSES, FEATURES, CLIENTS, EACH = 3, 4, 5, 12
+LOCAL = Training(batch_size=6, epochs=2, lr=0.2, momentum=0.5)
+
+
+class NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU())
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def network(net: str = "mlp") -> Model:
+    if net == "mlp":
+        return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(6,), init="torch")
+    return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
+
+
+def points(count: int, use: str) -> tuple[Tensor, Tensor]:
+    generator = numpy_generator(seed_for(0, "server rounds", use))
+    y = generator.integers(0, CLASSES, count)
+    x = generator.normal(size=(count, FEATURES)) + 2.0 * np.eye(CLASSES, FEATURES)[y]
+    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+
+
+def federation() -> Federation:
+    """Five clients of twelve, sorted by class: the first knows nothing of the last class."""
+    names = tuple("abc")
+    x, y = points(CLIENTS * EACH, "train")
+    return Federation(
+        Dataset("toy", x, y, names), Dataset("toy", *points(40, "test"), names), torch.argsort(y, stable=True),
+        torch.arange(0, CLIENTS * EACH + 1, EACH), points(20, "unlabeled")[0], validation=points(15, "validation"),
+    )  # fmt: skip
+
+
+def run(algorithm: Algorithm, *, net: str = "mlp", rounds: int = 3, **how: Any):
+    settings = {
+        "algorithm": algorithm, "model": network(net), "federation": federation(), "training": LOCAL,
+        "rounds": rounds, "cohort": 4, "seed": 3, "engine": "batched", "device": "cpu",
+    }  # fmt: skip
+    return federate(**{**settings, **how})
+
+
+def same_bits(found: Any, wanted: Any) -> bool:
+    found, wanted = flatten(found), flatten(wanted)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def furthest(found: Any, wanted: Any) -> float:
+    found, wanted = flatten(found), flatten(wanted)
+    assert found.keys() == wanted.keys()
+    return max(float((found[name].double() - leaf.double()).abs().max()) for name, leaf in wanted.items())
+
+
+@dataclass
+class Watched:
+    """An engine that remembers what its students were trained with, and after which steps somebody looked."""
+
+    engine: Any
+    trainings: list[Training] = field(default_factory=list)
+    looks: list[int] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def fit(self, objective, start, x, y, training, seed, *, watch=None, **how):
+        self.trainings.append(training)
+
+        def noted(done: int, now: Weights) -> bool:
+            self.looks.append(done)
+            return watch(done, now)
+
+        return self.engine.fit(objective, start, x, y, training, seed, watch=None if watch is None else noted, **how)
+
+
+def server_round(
+    models: list[Weights], model: Model, *, unlabeled: Tensor | None = None, validation=None, sizes=None,
+    number: int = 1, precision: str = "float64", train: Dataset | None = None,
+) -> Round:  # fmt: skip
+    """A round in which these models came in, and the first of them was sent."""
+    data = federation() if train is None else dataclasses.replace(federation(), train=train)
+    engine = build_engine("looped", "cpu", model=model, federation=data, precision=precision)
+    return Round(
+        number=number, start=models[0], uploads=uploads_of(models, sizes or [1.0] * len(models)), model=model,
+        population=len(models), unlabeled=data.unlabeled if unlabeled is None else unlabeled, seed=7,
+        trainer=Watched(engine), validation=validation,
+    )  # fmt: skip
+
+
+def served(algorithm: Algorithm, this: Round) -> Weights:
+    """The model that the server makes of a round."""
+    state = algorithm.server.init(this.start)
+    return algorithm.server.apply(this.start, state, this)[0]
+
+
+def in_float64(weights: Weights) -> Weights:
+    def widened(tree):
+        return {name: leaf.double() if leaf.is_floating_point() else leaf for name, leaf in tree.items()}
+
+    return Weights(widened(weights.params), widened(weights.buffers))
+
+
+def clients_models(model: Model, count: int, *, only: str = "") -> list[Weights]:
+    """Random models; `only`: alike but for the parameters whose names start so."""
+    first = in_float64(model.init(0))
+
+    def mixed(seed: int) -> Weights:
+        other = in_float64(model.init(seed)).params
+        return first._replace(params={n: other[n] if n.startswith(only) else p for n, p in first.params.items()})
+
+    return [mixed(seed) for seed in range(1, count + 1)]
