@@ -66,7 +66,11 @@ def test_the_public_names_are_the_registry_and_its_builder():
         ("fedprox", {"mu": float("nan")}, r"algorithm\.mu = nan is impossible"),
         ("fedprox", {"mu": float("inf")}, r"algorithm\.mu = inf is impossible"),
         ("fedavg", {"weighting": "sizes"}, r"algorithm\.weighting = 'sizes' is unknown: did you mean 'size'"),
-        ("fedavg", {"buffers": 3}, r"algorithm\.buffers = 3 is unknown: choose one of: average, last, local, pooled, reset"),
+        (
+            "fedavg",
+            {"buffers": 3},
+            r"algorithm\.buffers = 3 is unknown: choose one of: average, last, local, pooled, reset",
+        ),
         ("scaffold", {"option": "III"}, r"algorithm\.option = 'III' is unknown"),
         ("scaffold", {"global_lr": 0}, r"algorithm\.global_lr = 0 is impossible"),
         (

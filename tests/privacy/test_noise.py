@@ -121,12 +121,14 @@ def test_in_float64_the_noise_is_the_one_of_float32():
 
 
 @pytest.mark.gpu
-def test_a_gpu_gets_the_noise_of_the_cpu():
-    uploads, start = wide_uploads(3, width=70)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_draws_noise_of_its_own_that_follows_client_and_seed_too():
+    uploads, start = wide_uploads(3)
     there = uploads._replace(weights=Weights({n: p.cuda() for n, p in uploads.weights.params.items()}, {}))
-    found = clip_and_noise(1.0)(there, start, 8).weights.params
-    wanted = clip_and_noise(1.0)(uploads, start, 8).weights.params
-    assert all(torch.equal(found[name].cpu(), wanted[name]) for name in wanted)
+    first, again, other = (clip_and_noise(1.0)(there, start, seed).weights.params["w"] for seed in (8, 8, 9))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert float((first.cpu() - uploads.weights.params["w"]).std()) == pytest.approx(1.0, rel=0.025)
 
 
 def test_a_move_beyond_the_bound_is_shortened_over_all_parameters_together():

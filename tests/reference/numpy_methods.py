@@ -109,6 +109,46 @@ def server_distillation(unlabeled, steps, server_lr, pool, temperature):
     return step
 
 
+def descent(student, unlabeled, target, steps, server_lr):
+    """The iterates of gradient descent on mean KL(target || student)."""
+    path = []
+    for _ in range(steps):
+        error = softmax(unlabeled @ student.T) - target
+        student = student - server_lr * error.T @ unlabeled / len(unlabeled)
+        path.append(student)
+    return path
+
+
+def server_hard_labels(unlabeled, steps, server_lr, rule, threshold):
+    """Cross-entropy with the class of the surest teacher, or of their mean, where that is sure enough."""
+
+    def step(W, averaged, models):
+        said = np.stack([softmax(unlabeled @ model.T) for model in models])
+        labels, kept = [], []
+        for x in range(len(unlabeled)):
+            opinion = said[:, x].mean(axis=0) if rule == "mean" else said[said[:, x].max(axis=1).argmax(), x]
+            labels.append(np.eye(len(W))[opinion.argmax()])
+            kept.append(opinion.max() >= threshold)
+        if not any(kept):
+            return averaged
+        return descent(averaged, unlabeled[kept], np.array(labels)[kept], steps, server_lr)[-1]
+
+    return step
+
+
+def server_ensemble(unlabeled, steps, server_lr, sharpen, after, every):
+    """FedBE without drawn models: average and clients teach, sharpened; the mean of snapshots after a step."""
+
+    def step(W, averaged, models):
+        said = sum(softmax(unlabeled @ model.T) for model in [averaged, *models]) / (1 + len(models))
+        target = said ** (1 / sharpen)
+        path = descent(averaged, unlabeled, target / target.sum(axis=1, keepdims=True), steps, server_lr)
+        snapshots = [path[s - 1] for s in range(1, steps + 1) if s > after and s % every == 0]
+        return sum(snapshots) / len(snapshots)
+
+    return step
+
+
 def scaffold(W, clients, cohorts, *, lr, momentum, option, global_lr, weighting="uniform", control_weighting=None):
     c, own = np.zeros_like(W), [np.zeros_like(W) for _ in clients]
     for cohort in cohorts:
