@@ -262,7 +262,7 @@ def test_doctor_text_puts_advice_under_its_check():
 
 def test_help_names_every_command_and_version_is_one_line():
     text = call("--help").stdout
-    assert all(command in text for command in ("run", "compare", "resume", "list", "explain", "doctor"))
+    assert all(command in text for command in ("run", "compare", "resume", "predict", "list", "explain", "doctor"))
     assert call().stdout == text
     assert call("--version").stdout.startswith("fedstill ")
 
