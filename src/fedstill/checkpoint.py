@@ -53,6 +53,7 @@ class RunState:
     history: dict[str, Any] = field(default_factory=dict)  # JSON: rows and audit
     best: Weights | None = None
     identity: dict[str, Any] = field(default_factory=dict)  # JSON: what must not differ when the run is resumed
+    targets_round: int = 0  # in which the server last formed targets
 
 
 def save_checkpoint(state: RunState, folder: Path, *, keep: int = KEEP) -> Path:
@@ -121,6 +122,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
         history=state["history"],
         best=tree["best"],
         identity=state["identity"],
+        targets_round=state.get("targets_round", 0),
     )
 
 
@@ -129,12 +131,14 @@ def save_weights(folder: Path, weights: Weights, *, durable: bool = True) -> Non
     save_tensors(folder / WEIGHTS_FILE, flatten(weights), durable=durable)
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], *, durable: bool = True) -> None:
+def save_tensors(
+    path: Path, tensors: dict[str, Tensor], *, durable: bool = True, metadata: dict[str, str] | None = None
+) -> None:
     """A safetensors file, replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{_TEMPORARY}{path.name}")
     with temporary.open("wb") as file:
-        file.write(_serialise(tensors))
+        file.write(_serialise(tensors, metadata))
         if durable:
             _sync(file)
     os.replace(temporary, path)
@@ -186,6 +190,7 @@ def _write_parts(state: RunState, archive: zipfile.ZipFile) -> None:
         "round": state.round,
         "history": state.history,
         "identity": state.identity,
+        "targets_round": state.targets_round,
         "shape": _take_shape(tree, tensors, ""),
         "client_shape": _write_clients(state.clients, write),
     }
@@ -262,10 +267,10 @@ def _escape(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _serialise(tensors: dict[str, Tensor]) -> bytes:
+def _serialise(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     # clone: safetensors refuses tensors that share memory, as a remembered model and the present one may
     plain = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in tensors.items()}
-    data: bytes = safetensors.torch.save(plain)
+    data: bytes = safetensors.torch.save(plain, metadata)
     return data
 
 

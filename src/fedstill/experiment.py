@@ -216,10 +216,15 @@ def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
 
 def write_description(experiment: Experiment, folder: Path) -> None:
     """config.toml (every default spelled out) and env.json; a resumed run keeps those of its start."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / CONFIG_FILE).exists():
-        write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
-        write_whole(folder / CONFIG_FILE, _anchored(experiment).resolved().to_toml())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / CONFIG_FILE).exists():
+            write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
+            write_whole(folder / CONFIG_FILE, _anchored(experiment).resolved().to_toml())
+    except OSError as error:
+        raise FedstillError(
+            f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
+        ) from error
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -234,7 +239,7 @@ def _anchored(experiment: Experiment) -> Experiment:
     data = experiment.data
     own = data.unlabeled in ("", "none", "test", "central")
     places = {"source": data.source, "unlabeled": None if own else data.unlabeled, "test": data.test}
-    here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if _is_local(place)}
+    here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
     method = anchored(experiment.algorithm.name)
     if method != experiment.algorithm.name:
         experiment = experiment.replace(algorithm={**experiment.algorithm.model_dump(), "name": method})
@@ -244,7 +249,8 @@ def _anchored(experiment: Experiment) -> Experiment:
     return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
 
 
-def _is_local(place: object) -> bool:
+def is_local(place: object) -> bool:
+    """A file or folder of this machine; the embedded sets come before folders of the same name."""
     return isinstance(place, str) and place not in ("digits", "fashion-mini") and Path(place).exists()
 
 

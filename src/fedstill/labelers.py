@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -21,14 +20,14 @@ from fedstill.calibrate import (
     log_scores,
     reliability,
 )
-from fedstill.checkpoint import load_weights
+from fedstill.checkpoint import list_checkpoints, load_weights
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation, Targets
 from fedstill.engine import build_engine
-from fedstill.experiment import build_network
+from fedstill.experiment import build_network, is_local
 from fedstill.expression import label
-from fedstill.resume import TARGETS_FILE
+from fedstill.resume import TARGETS_FILE, rows_digest
 
 ANSWERS = ("auto", "model", "targets")
 LEARNT = 0.9  # of the rows; above it at most a tenth of the labels, and so of the accuracy, hangs on the choice
@@ -44,6 +43,7 @@ class Samples(NamedTuple):
     what: str  # in words
     own: bool  # the run's unlabeled set
     skipped: tuple[str, ...] = ()
+    place: str = ""  # file, folder or dataset that they were read from; empty: rows of the run's own data
 
 
 @dataclass(frozen=True)
@@ -65,58 +65,103 @@ class Answer(NamedTuple):
     measured: Measured | None
     why: str = ""  # it was chosen
     kept: Tensor | None = None  # (M,) of targets: the rows that the server learnt from
+    round: int | None = None  # None when the folder does not tell
+
+
+class Saved(NamedTuple):
+    """Targets as a run left them."""
+
+    targets: Targets
+    round: int  # in which they were formed
+    model_sent: bool  # the model beside them is the one that the clients get, and not only reported
 
 
 def label_samples(folder: Path, experiment: Experiment, federation: Federation, samples: Samples, asked: str) -> Answer:
     """The answer that was asked for, or the better founded one, with a sentence that says why.
 
     "auto" takes the model, whose confidence can be calibrated, unless it names another class than the server's targets
-    for more than a tenth of the rows: then it has not learnt them, and they were the better labels in nearly all of our
-    runs (docs/predict.md).
+    for more than a tenth of the rows that it was taught: then it has not learnt them, and they were the better labels
+    in nearly all of our runs (docs/predict.md). Targets of another round, and those of a method that only reports its
+    refined model, are no match for it.
     """
-    method = label(experiment.algorithm.name)
-    targets = find_targets(folder, method, len(samples.x), asked) if samples.own and asked != "model" else None
-    if asked == "targets" and targets is not None:
-        return _targets_answer(targets, samples, "as asked for")
+    saved, problem = None, ""
+    if samples.own and asked != "model":
+        saved, problem = find_targets(folder, experiment, federation)
+    if asked == "targets":
+        if saved is None:
+            raise FedstillError(f"--from targets: {problem}; use --from model")
+        return _targets_answer(saved, samples, "as asked for")
     model = _model_answer(folder, experiment, federation, samples)
     if asked == "model":
         return model._replace(why="the run's last model, as asked for")
     if not samples.own:
         return model._replace(why="the run's last model: the server's targets cover the run's own unlabeled set only")
-    if targets is None:
-        return model._replace(why=f"the run's last model: {method} left no targets for these rows")
-    same = float((model.scores.argmax(dim=1) == targets.probabilities.argmax(dim=1)).double().mean())
+    problem = problem if saved is None else _no_match(saved, model)
+    if saved is None or problem:
+        return model._replace(why=f"the run's last model, without targets: {problem}")
+    kept, answers = saved.targets.kept, saved.targets.probabilities.argmax(dim=1)
+    same = float((model.scores.argmax(dim=1) == answers)[kept].double().mean())
+    rows = "the rows" if bool(kept.all()) else f"the {int(kept.sum())} rows that the server learnt from"
     if same < LEARNT:
-        other = f"it names another class for {100 * (1 - same):.1f} % of the rows"
-        return _targets_answer(targets, samples, f"the last model has not learnt them, {other}")
-    why = f"it has learnt the server's targets, with the same class for {100 * same:.1f} % of the rows"
+        other = f"it names another class for {100 * (1 - same):.1f} % of {rows}"
+        return _targets_answer(saved, samples, f"the last model has not learnt them, {other}")
+    why = f"it has learnt the server's targets, with the same class for {100 * same:.1f} % of {rows}"
     return model._replace(why=f"the run's last model: {why}")
 
 
-def find_targets(folder: Path, method: str, rows: int, asked: str) -> Targets | None:
-    """What the server's last step believed about its unlabeled data; None when that is not known and not asked for."""
+def last_round(folder: Path) -> int | None:
+    """Of the model in last/, which is written with every checkpoint."""
+    return next((number for number, _ in list_checkpoints(folder / "checkpoints")), None)
+
+
+def _no_match(saved: Saved, model: Answer) -> str:
+    """Why the targets cannot be better founded than the model; empty: they can."""
+    if model.round is not None and saved.round != model.round:
+        return f"they are of round {saved.round}, the model of round {model.round}"
+    if not saved.model_sent:
+        return "the model is refined by them and not sent to the clients, whose models form them"
+    return "" if bool(saved.targets.kept.any()) else f"the server learnt from none of them in round {saved.round}"
+
+
+def find_targets(folder: Path, experiment: Experiment, federation: Federation) -> tuple[Saved | None, str]:
+    """What the server last believed about its unlabeled data; or None and why that is not known."""
+    assert federation.unlabeled is not None
+    path = folder / TARGETS_FILE
     try:
-        return load_targets(folder / TARGETS_FILE, rows)
+        return load_targets(path, federation.unlabeled, federation.unlabeled_ids), ""
     except FileNotFoundError:
-        problem = f"'{folder}' holds none: {method} forms none, or the run has not ended (`fedstill resume {folder}`)"
-    except (safetensors.SafetensorError, TypeError) as error:
-        problem = f"{folder / TARGETS_FILE} cannot be read ({error})"
+        return None, _why_missing(folder, experiment)
     except ValueError as error:
-        problem = str(error)
-    if asked == "targets":
-        raise FedstillError(f"--from targets: {problem}; use --from model")
-    return None
+        return None, str(error)
+    except (safetensors.SafetensorError, TypeError, OSError) as error:
+        return None, f"{path} cannot be read ({error})"
 
 
-def load_targets(path: Path, rows: int) -> Targets:
-    targets = Targets(**safetensors.torch.load(path.read_bytes()))
-    count = len(targets.probabilities)
-    if count != rows:
-        raise ValueError(f"{path} has {count} rows, the unlabeled set {rows}: the data have changed since the run")
-    return targets
+def _why_missing(folder: Path, experiment: Experiment) -> str:
+    method, done, log = label(experiment.algorithm.name), last_round(folder), folder / "metrics.jsonl"
+    if log.is_file() and '"pseudo_labels"' in log.read_text(encoding="utf-8"):
+        return f"{TARGETS_FILE} is missing in '{folder}'"
+    if done is not None and done < experiment.rounds:
+        return f"{method} has formed none by round {done} of {experiment.rounds} (`fedstill resume {folder}`)"
+    return f"{method} forms none"
 
 
-def _targets_answer(targets: Targets, samples: Samples, why: str) -> Answer:
+def load_targets(path: Path, x: Tensor, ids: tuple[str, ...] | None) -> Saved:
+    """Targets for just these rows."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        targets, about = Targets(**{name: file.get_tensor(name) for name in file.keys()}), file.metadata() or {}  # noqa: SIM118
+    if "rows" not in about:
+        raise ValueError(f"{path} does not tell which rows it is about: it is of another version of fedstill")
+    changed, count = "the data have changed since the run", len(targets.probabilities)
+    if count != len(x):
+        raise ValueError(f"{path} has {count} rows, the unlabeled set {len(x)}: {changed}")
+    if about["rows"] != rows_digest(x, ids):
+        raise ValueError(f"{path} is about other rows than those of the unlabeled set: {changed}")
+    return Saved(targets, int(about["round"]), about["model_sent"] == "yes")
+
+
+def _targets_answer(saved: Saved, samples: Samples, why: str) -> Answer:
+    targets = saved.targets
     scores, kept = log_scores(targets.probabilities), int(targets.kept.sum())
     some = f"; the server learnt from {kept} of these rows (column kept)" if kept < len(targets.kept) else ""
     return Answer(
@@ -124,19 +169,19 @@ def _targets_answer(targets: Targets, samples: Samples, why: str) -> Answer:
         scores,
         Calibration(None, "not calibrated: there are targets for the predicted rows only, none for rows with labels"),
         _measure_known(scores, samples, None),
-        f"the server's targets of its last step: {why}{some}",
+        f"the server's targets of round {saved.round}: {why}{some}",
         targets.kept,
+        saved.round,
     )
 
 
 def _model_answer(folder: Path, experiment: Experiment, federation: Federation, samples: Samples) -> Answer:
     ask = model_scores(folder, experiment, federation)
-    scores = ask(samples.x)
+    scores, done = ask(samples.x), last_round(folder)
     labeled, where = calibration_set(experiment, federation, samples)
     if labeled is None:
-        return Answer(
-            "model", scores, Calibration(None, f"not calibrated: {where}"), _measure_known(scores, samples, None)
-        )
+        known_rows = _measure_known(scores, samples, None)
+        return Answer("model", scores, Calibration(None, f"not calibrated: {where}"), known_rows, round=done)
     known, y = ask(labeled[0]), labeled[1].cpu()
     calibration = calibrate(known, y, where)
     measured = _measure_known(scores, samples, calibration.temperature)
@@ -145,7 +190,7 @@ def _model_answer(folder: Path, experiment: Experiment, federation: Federation, 
         if calibration.temperature is not None:
             after = reliability(cross_fitted(known, y, seed=experiment.seed), y)
             measured = Measured(where, measured.before, after, "each half of it at the temperature of the other")
-    return Answer("model", scores, calibration, measured)
+    return Answer("model", scores, calibration, measured, round=done)
 
 
 def model_scores(folder: Path, experiment: Experiment, federation: Federation) -> Scores:
@@ -169,11 +214,22 @@ def calibration_set(
     experiment: Experiment, federation: Federation, samples: Samples
 ) -> tuple[tuple[Tensor, Tensor] | None, str]:
     """Labeled rows that are not what is predicted, and their name; or None and why there are none."""
-    if federation.validation is not None:
+    data, among = experiment.data, f"may be among the predicted ones, which are read from '{samples.place}' too"
+    if federation.validation is not None and not shares_rows(samples.place, data.source):
         return federation.validation, "the validation set"
-    if samples.own and experiment.data.unlabeled == "test":
+    if samples.own and data.unlabeled == "test":
         return None, "the rows are the test set itself, and the run has no validation set (data.validation = 0)"
+    if shares_rows(samples.place, data.source if data.test is None else data.test):
+        return None, f"the labeled rows {among}"
     return (federation.test.x, federation.test.y), "the test set"
+
+
+def shares_rows(place: str, other: str) -> bool:
+    """Whether two places may hold the same samples: they are one, or one lies in the other."""
+    if not place or not (is_local(place) and is_local(other)):
+        return bool(place) and place == other
+    first, second = Path(place).resolve(), Path(other).resolve()
+    return first.is_relative_to(second) or second.is_relative_to(first)
 
 
 def _measure_known(scores: Tensor, samples: Samples, temperature: float | None) -> Measured | None:

@@ -106,6 +106,7 @@ class State:
     history: History = field(default_factory=History)
     forgetting: Forgetting = field(default_factory=Forgetting)
     models: dict[str, Weights] = field(default_factory=dict)  # what the last server step left to be looked at
+    targets_round: int = 0  # in which the server last formed targets
 
 
 def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int) -> np.ndarray:
@@ -117,6 +118,7 @@ def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int) -> n
 def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[AuditRecord]]:
     """One round: the state moves on, or stays as it was and the records say why."""
     number, start = state.round, state.weights
+    state.models = {}
     ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number)
     algorithm = task.algorithm(number)
     if number > 1 and algorithm is not task.algorithm(number - 1):
@@ -203,9 +205,17 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
     finite = math.isfinite(total) or is_finite(kept)  # a sum may overflow where no term is Inf
     if finite:
+        targets = algorithm.server.targets(server)
+        if _formed(targets, algorithm.server.targets(state.server)):
+            state.targets_round = state.round
         state.weights, state.server, state.models = candidate, server, look.models
-        row.update(plain(look_at_targets(algorithm.server.targets(server), task.truth)))
+        row.update(plain(look_at_targets(targets, task.truth)))
     return finite, row
+
+
+def _formed(targets: Targets | None, before: Targets | None) -> bool:
+    """Whether they are new; a step that skips a round hands on the tensors that it had."""
+    return targets is not None and (before is None or targets.probabilities is not before.probabilities)
 
 
 def look_at_targets(targets: Targets | None, truth: Tensor | None) -> Row:

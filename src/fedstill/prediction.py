@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedstill.calibrate import Calibration, at_temperature
-from fedstill.checkpoint import WEIGHTS_FILE, list_checkpoints
+from fedstill.checkpoint import WEIGHTS_FILE
 from fedstill.comparison import RESULTS_FILE
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError, suggest
@@ -19,7 +19,7 @@ from fedstill.data import Source
 from fedstill.data.unlabeled import read_unlabeled
 from fedstill.experiment import build_federation, load_source, read_description
 from fedstill.expression import label
-from fedstill.labelers import ANSWERS, Answer, Measured, Samples, label_samples
+from fedstill.labelers import ANSWERS, Answer, Measured, Samples, label_samples, last_round
 from fedstill.report.prediction_files import write_predictions
 
 
@@ -38,7 +38,7 @@ class Predictions:
     why: str
     what: str  # the data that were labeled
     method: str
-    round: int | None  # of the model and the targets; None when the folder does not tell
+    round: int | None  # of the model, or of the targets; None when the folder does not tell
     skipped: tuple[str, ...]  # names of what could not be read
     notes: tuple[str, ...]
     calibration: Calibration
@@ -81,15 +81,17 @@ def predict(
     """Label the unlabeled set of a run, or new data, with what the run has learnt.
 
     inputs: a folder of images or a table; None is the run's own unlabeled set.
-    from_: "model" (the last model answers), "targets" (what the server's last step believed about the run's own
+    from_: "model" (the last model answers), "targets" (what the server last believed about the run's own
         unlabeled set), or "auto": the model, unless it has not learnt the targets.
     out: a folder for predictions.csv, .parquet, .json and reliability.png; None writes nothing.
     """
     _check_words(inputs, from_, out)
     folder = Path(run_dir)
     experiment = open_run(folder)
+    if out is not None:
+        _check_out(Path(out), inputs, experiment)
     source = load_source(experiment)
-    federation = build_federation(experiment, source)
+    federation = build_federation(experiment if inputs is None else _without_place(experiment), source)
     samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, source)
     answer = label_samples(folder, experiment, federation, samples, from_)
     found = _predictions(folder, experiment, federation, samples, answer)
@@ -107,6 +109,28 @@ def _check_words(inputs: str | Path | None, from_: str, out: str | Path | None) 
         raise FedstillError(f"INPUTS: no such file or folder: '{inputs}'")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise FedstillError(f"--out: '{out}' is a file: give a folder")
+
+
+def _check_out(out: Path, inputs: str | Path | None, experiment: Experiment) -> None:
+    """The files written must not be among the samples of the next call, or of the run's."""
+    places = {"INPUTS": inputs, "data.unlabeled": unlabeled_place(experiment)}
+    for what, place in places.items():
+        if place is not None and Path(place).is_dir() and out.resolve().is_relative_to(Path(place).resolve()):
+            raise FedstillError(f"--out: '{out}' lies in {what} '{place}': give a folder outside of the data")
+
+
+def unlabeled_place(experiment: Experiment) -> str | None:
+    """The file, folder or dataset that data.unlabeled names; None when it is a part of the run's own data."""
+    choice = str(experiment.data.unlabeled)
+    own = choice in ("", "none", "test", "central") or choice.lstrip("-").isdigit()
+    return None if own else choice
+
+
+def _without_place(experiment: Experiment) -> Experiment:
+    """New samples need no unlabeled set from elsewhere, which may be gone; a part of the run's own data stays out."""
+    if unlabeled_place(experiment) is None:
+        return experiment
+    return experiment.replace(data={**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None})
 
 
 def open_run(folder: Path) -> Experiment:
@@ -130,22 +154,30 @@ def own_samples(experiment: Experiment, federation: Federation) -> Samples:
         )
     ids = federation.unlabeled_ids or tuple(str(row) for row in range(len(federation.unlabeled)))
     what = f"the run's unlabeled set (data.unlabeled = {experiment.data.unlabeled!r})"
-    return Samples(federation.unlabeled, ids, federation.unlabeled_truth, what, own=True)
+    return Samples(
+        federation.unlabeled,
+        ids,
+        federation.unlabeled_truth,
+        what,
+        own=True,
+        skipped=federation.unlabeled_skipped,
+        place=unlabeled_place(experiment) or "",
+    )
 
 
 def new_samples(inputs: str | Path, source: Source) -> Samples:
     """A folder of images or a table, in the task's storage form."""
+    place = str(Path(inputs).resolve())  # never the embedded set that has the name of a folder
     try:
-        read = read_unlabeled(str(inputs), source)
+        read = read_unlabeled(place, source)
     except FedstillError as error:
         raise FedstillError(str(error).replace("data.unlabeled:", "INPUTS:", 1)) from error
-    return Samples(read.x, read.ids, read.truth, f"'{inputs}'", own=False, skipped=read.skipped)
+    return Samples(read.x, read.ids, read.truth, f"'{inputs}'", own=False, skipped=read.skipped, place=place)
 
 
 def _predictions(
     folder: Path, experiment: Experiment, federation: Federation, samples: Samples, answer: Answer
 ) -> Predictions:
-    done = next((number for number, _ in list_checkpoints(folder / "checkpoints")), None)
     probabilities = at_temperature(answer.scores, answer.calibration.temperature or 1.0).float()
     best = answer.scores.argmax(dim=1, keepdim=True)  # of float64: rounding makes no ties
     classes = federation.train.classes
@@ -161,9 +193,9 @@ def _predictions(
         why=answer.why,
         what=samples.what,
         method=label(experiment.algorithm.name),
-        round=done,
+        round=answer.round,
         skipped=samples.skipped,
-        notes=_notes(folder, experiment, done),
+        notes=_notes(folder, experiment, last_round(folder)),
         calibration=answer.calibration,
         measured=answer.measured,
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from fedstill.checkpoint import (
+    DIGEST_BYTES,
     RunState,
     list_checkpoints,
     load_newest,
@@ -40,6 +46,7 @@ class Plan:
     folder: Path | None
     target: float | None
     identity: dict[str, Any]
+    unlabeled: str = ""  # digest of the rows that targets are about
 
     def evaluates(self, number: int) -> bool:
         return number % self.evaluate_every == 0 or number == self.rounds
@@ -48,30 +55,49 @@ class Plan:
         return self.folder is not None and number % self.checkpoint_every == 0
 
 
-def save(plan: Plan, state: State, store: ClientStore, last: Weights) -> None:
-    """A checkpoint, and beside it the model that is reported (`last`) and the best one."""
+def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
+    """A checkpoint, and beside it the model that is reported (`last`), the best one, and the server's targets."""
     assert plan.folder is not None
     history = {"rows": state.history.rows, "audit": state.history.audit}
-    whole = RunState(state.round, state.weights, state.server, store.snapshot(), history, state.best, plan.identity)
+    whole = RunState(
+        state.round,
+        state.weights,
+        state.server,
+        store.snapshot(),
+        history,
+        state.best,
+        plan.identity,
+        state.targets_round,
+    )
     save_checkpoint(whole, plan.folder / "checkpoints")
     state.saved = state.round
-    _save_models(plan.folder, state, last, durable=False)  # the checkpoint above is the durable copy
+    _save_models(plan, state, last, targets, durable=False)  # the checkpoint above is the durable copy
 
 
-def _save_models(folder: Path, state: State, last: Weights, *, durable: bool) -> None:
-    save_weights(folder / "last", last, durable=durable)
+def _save_models(plan: Plan, state: State, last: Weights, targets: Targets | None, *, durable: bool) -> None:
+    assert plan.folder is not None
+    save_weights(plan.folder / "last", last, durable=durable)
     if state.best is not None:
-        save_weights(folder / "best", state.best, durable=durable)
+        save_weights(plan.folder / "best", state.best, durable=durable)
+    if targets is not None:
+        sent = "yes" if last is state.weights else "no"
+        about = {"round": str(state.targets_round), "rows": plan.unlabeled, "model_sent": sent}
+        save_tensors(plan.folder / TARGETS_FILE, targets._asdict(), durable=durable, metadata=about)
 
 
 def save_last(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
     if plan.folder is None:
         return
-    if targets is not None:
-        save_tensors(plan.folder / TARGETS_FILE, targets._asdict())
     if state.saved != state.round:
-        save(plan, state, store, last)
-    _save_models(plan.folder, state, last, durable=True)
+        save(plan, state, store, last, targets)
+    _save_models(plan, state, last, targets, durable=True)
+
+
+def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
+    """What tells one unlabeled set from another: its samples and their names, in their order."""
+    told = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} {json.dumps(ids)}".encode(), digest_size=DIGEST_BYTES)
+    told.update(np.ascontiguousarray(x.cpu().numpy()).data)
+    return told.hexdigest()
 
 
 def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> float:
@@ -92,6 +118,7 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> fl
     _check_same_run(plan, state, saved)
     state.round, state.weights, state.server, state.best = saved.round, saved.weights, saved.server, saved.best
     state.saved, state.history = saved.round, History(**saved.history)
+    state.targets_round = saved.targets_round
     state.best_accuracy = max((row["accuracy"] for row in state.history.evaluated), default=-math.inf)
     for row in state.history.evaluated:
         state.forgetting.see(row["class_accuracy"])

@@ -21,13 +21,13 @@ from fedstill.core.needs import check_needs, needs_of
 from fedstill.core.phases import phases_of, share_states
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import to_device, tree_map
-from fedstill.core.types import Algorithm, Federation, Model, Need, Phase, Seed, Training
+from fedstill.core.types import Algorithm, Federation, Model, Need, Phase, Seed, Targets, Training
 from fedstill.engine.store import BUDGET, ClientStore
 from fedstill.evaluate import label_counts, make_exam
 from fedstill.guard import AuditRecord, Guard
 from fedstill.history import Journal, Result, Row
 from fedstill.play import CohortTrainer, State, Tamper, Task, look_at, play_round, reported
-from fedstill.resume import Plan, log_to, restore, save, save_last
+from fedstill.resume import Plan, log_to, restore, rows_digest, save, save_last
 
 _ANY = "this method"
 _log = logging.getLogger("fedstill.run")
@@ -88,8 +88,7 @@ def _run(
         earlier = restore(plan, state, store, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
         _loop(task, plan, state, store, journal, callbacks)
-        last = reported(task, state)
-        targets = task.algorithm(max(state.round, 1)).server.targets(state.server)
+        last, targets = reported(task, state), _targets(task, state)
         save_last(plan, state, store, last, targets)
         best = state.best if state.best is not None else last
         seconds = earlier + time.perf_counter() - began
@@ -97,6 +96,10 @@ def _run(
         for callback in callbacks:
             callback.on_end(result)
     return result
+
+
+def _targets(task: Task, state: State) -> Targets | None:
+    return task.algorithm(max(state.round, 1)).server.targets(state.server)
 
 
 def cohort_size(cohort: int | float, population: int) -> int:
@@ -185,7 +188,17 @@ def _make_plan(
         "training": dataclasses.asdict(task.training),
     }
     folder = None if run_dir is None else Path(run_dir)
-    return Plan(method, rounds, evaluate_every, checkpoint_every, folder, target, json.loads(json.dumps(identity)))
+    rows, named = task.unlabeled, task.federation.unlabeled_ids
+    return Plan(
+        method,
+        rounds,
+        evaluate_every,
+        checkpoint_every,
+        folder,
+        target,
+        identity=json.loads(json.dumps(identity)),
+        unlabeled="" if folder is None or rows is None else rows_digest(rows, named),
+    )
 
 
 def _first_state(task: Task) -> State:
@@ -221,7 +234,7 @@ def _loop(
             journal.add(row, records)
         _tell(row, records)
         if plan.checkpoints(state.round):
-            save(plan, state, store, reported(task, state))
+            save(plan, state, store, reported(task, state), _targets(task, state))
 
 
 def _describe(task: Task, plan: Plan, state: State) -> RunInfo:

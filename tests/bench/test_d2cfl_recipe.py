@@ -10,6 +10,7 @@ from recipe_cases import PaperCase, parameters
 
 from fedstill.bench.results import cell_key
 from fedstill.bench.selection import with_data
+from fedstill.cli.bench import heading
 from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts
 
@@ -22,6 +23,11 @@ MAIN = tuple(f"cnn-cifar10-{split}" for split in SPLITS)
 def test_every_figure_is_there():
     assert tuple(D2C.recipe.presets) == ("correct",)
     assert tuple(D2C.recipe.tables["correct"]) == NAMES
+
+
+def test_a_figure_is_listed_by_the_name_that_the_command_takes():
+    named = [heading(table).split(":")[0] for table in D2C.recipe.tables["correct"].values()]
+    assert named == list(NAMES)
 
 
 def test_methods_of_a_column_differ_in_nothing_but_the_method():

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from fedstill.algorithms import build_algorithm
+from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
-from fedstill.core.types import Algorithm, Dataset, Federation, Model, Training
+from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Output, Training
 from fedstill.models import build_model, from_module
 from fedstill.rounds import federate
 
@@ -94,8 +95,15 @@ ROWS = (
     Row("d2cfl", {"past": 1, **LABELS}, {"mix_alpha": 1.0}),
     Row("d2cfl", {"past": 2, "rule": "mean", **LABELS}, {"mix_alpha": 1.0}),
     Row("d2cfl", {"past": 2, "student_start": "average", "rollback": "fixed", **LABELS}, {"threshold": 1.5}),
+    Row("d2cfl", {"past": 3, "warm_up": 1, "least": 2, **LABELS}, {"least": 14}),
     Row("d2cfl", {"past": 1, "optimizer": "sgd", "feedback": False, **LABELS}, {"mix_alpha": 1.0}),
 )
+
+
+def row_of(name: str) -> Row:
+    """The first row of a method: its defaults, or nearly."""
+    return next(row for row in ROWS if row.name == name)
+
 
 CLASSES, FEATURES, IMAGE = 4, 6, (1, 8, 8)
 SIZES = (1, 9, 4, 16, 5, 7, 12)  # a client of one sample, last batches of one, three and four
@@ -180,3 +188,31 @@ def relabelled(data: Federation, names: list[int]) -> Federation:
     train, test = (dataclasses.replace(part, y=new[part.y]) for part in (data.train, data.test))
     x, y = data.validation
     return dataclasses.replace(data, train=train, test=test, validation=(x, new[y]))
+
+
+def nan_features(model):
+    def apply(weights, x, **how):
+        output, buffers = model.apply(weights, x, **how)
+        return Output(output.logits, torch.full_like(output.features, float("nan"))), buffers
+
+    return dataclasses.replace(model, apply=apply)
+
+
+def broken_head(params, features):
+    raise AssertionError("called without Need.HEAD")
+
+
+def poisoned(algorithm):
+    """A network and a federation whose unlabeled data, features and head are useless unless they are declared."""
+    model, data, declared = network(), federation(), needs_of(algorithm)
+    if Need.UNLABELED not in declared:
+        data = dataclasses.replace(data, unlabeled=torch.full_like(data.unlabeled, float("nan")))
+    if Need.VALIDATION not in declared:
+        data = dataclasses.replace(
+            data, validation=(torch.full_like(data.validation[0], float("nan")), data.validation[1])
+        )
+    if Need.FEATURES not in declared:
+        model = nan_features(model)
+    if Need.HEAD not in declared:
+        model = dataclasses.replace(model, head=broken_head)
+    return {"model": model, "federation": data}

@@ -16,6 +16,12 @@ from fedstill.core.types import Phase
 from fedstill.methods import build_method
 
 ENGINES = ("batched", "looped")
+REFINED = "steps=5, batch_size=8, server_lr=3e-3"
+LABELS = "past=2, threshold=0.4, epochs=2, batch_size=4, server_lr=0.05"
+
+
+def without_clock(result):
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in result.history.rows]
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4).map(sorted))
@@ -47,12 +53,55 @@ def test_a_switch_before_the_first_or_after_the_last_round_is_no_switch(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("text", ["scaffold", "fedavgm", "scaffold+fedavgm", "feddyn"])
-def test_switching_to_the_same_method_changes_nothing(text, engine):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scaffold",
+        "fedavgm",
+        "scaffold+fedavgm",
+        "feddyn",
+        f"feddf({REFINED})",
+        f"feddf({REFINED}, feedback=false)",
+        f"mrtf({REFINED}, smooth=true, warm_up=1)",
+        f"mrtf({REFINED}, smooth=true, loss_window=3)",
+        f'mrtf({REFINED}, preset="released")',
+        f"mrtf({REFINED}, feedback=false, every=3)",
+        f"d2cfl({LABELS})",
+        f"d2cfl({LABELS}, feedback=false)",
+        f'd2cfl({LABELS}, rule="mean", rollback="fixed")',
+    ],
+)
+@pytest.mark.parametrize("until", [1, 3])
+def test_switching_to_the_same_method_changes_nothing(text, until, engine):
     """States of clients and server go over; learning rate and cohorts never knew of phases."""
     (whole,) = build_method(text)
-    found = run(build_method(f"{text} until 1 then {text}"), engine=engine).weights
-    assert same_bits(found, run(whole.algorithm, engine=engine).weights)
+    found, wanted = (
+        run(method, engine=engine, rounds=5)
+        for method in (build_method(f"{text} until {until} then {text}"), whole.algorithm)
+    )
+    assert same_bits(found.weights, wanted.weights)
+    assert without_clock(found) == without_clock(wanted)
+
+
+def test_a_server_that_labels_by_another_rule_collects_its_teachers_anew():
+    """What two rules remember of a teacher are two things: the label, and all probabilities."""
+    other = f'd2cfl({LABELS}, rule="mean")'
+    for first, second in ((f"d2cfl({LABELS})", other), (other, f"d2cfl({LABELS})")):
+        rows = run(build_method(f"{first} until 4 then {second}"), rounds=8).history.rows
+        assert [row["pseudo_labels"] > 0 for row in rows] == [False, False, True, True, False, False, True, True]
+
+
+def test_after_a_switch_to_fewer_teachers_only_the_newest_count():
+    """At alpha = 1 the teachers are FedAvg's models, whoever learns from them."""
+    many, few = (f'd2cfl({LABELS.replace("past=2", f"past={past}")}, mix_alpha=1.0, rule="mean")' for past in (3, 1))
+    found, wanted = (run(build_method(text), rounds=5).targets for text in (f"{many} until 4 then {few}", few))
+    assert torch.equal(found.probabilities, wanted.probabilities)
+
+
+def test_past_teachers_wait_while_another_method_runs():
+    text = f"d2cfl({LABELS}) until 2 then fedavg until 4 then d2cfl({LABELS})"
+    rows = run(build_method(text), rounds=5).history.rows
+    assert [row.get("pseudo_labels", 0) > 0 for row in rows] == [False, False, False, False, True]
 
 
 def test_a_client_keeps_its_control_through_a_phase_that_does_not_know_it():

@@ -223,7 +223,12 @@ def test_a_step_that_only_reports_sends_what_came_in_and_shows_what_it_made():
         assert moved is sent
     assert float(step.report(state).params["w"]) == 5.0
     assert int(step.report(state).buffers["count"]) == 3
-    assert int(state["inner"]["runs"]) == 2
+    assert int(state["runs"]) == 2
+
+
+def test_a_step_may_not_keep_a_reported_model_of_its_own_beside_the_one_that_is_reported():
+    with pytest.raises(FedstillError, match="both write the server state slot 'reported'"):
+        report_only(report_only(adding(1.0))).init(model_at(0.0))
 
 
 def test_a_step_that_only_reports_still_broadcasts_believes_and_needs():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_files import HYPOTHESIS, hub_folder, pictures, png, write_parquet
+from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, png, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -131,6 +132,26 @@ def test_other_source_files_are_decoded_again(tmp_path: Path, decodings: list[st
     shard.unlink()
     assert len(load(folder).train.y) == 4
     assert len(decodings) == 3
+
+
+def test_a_file_written_again_under_its_old_size_and_date_is_decoded_again(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("a,y\n" + "1,0\n2,1\n" * 5)
+    assert load(file).train.x.max() == 2
+    date = file.stat().st_mtime_ns
+    file.write_text("a,y\n" + "1,0\n7,1\n" * 5)
+    os.utime(file, ns=(date, date))
+    assert load(file).train.x.max() == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems take no such names")
+def test_a_file_whose_name_is_not_utf8_is_no_reason_to_fail(tmp_path: Path) -> None:
+    image_folder(tmp_path / "pets", {"cat": 5, "dog": 5})
+    (tmp_path / "pets" / "dog" / "0.png").rename(tmp_path / "pets" / "dog" / os.fsdecode(b"caf\xe9.png"))
+    assert same(load(tmp_path / "pets"), load(tmp_path / "pets"))
+    assert len(load(tmp_path / "pets").train.y) == 8
+    (tmp_path / "pets" / "dog").rename(tmp_path / "pets" / os.fsdecode(b"ch\xefen"))
+    assert r"folder 'ch\udcefen' is not UTF-8" in fails(load, tmp_path / "pets")
 
 
 def test_options_have_entries_of_their_own(tmp_path: Path, decodings: list[str]) -> None:

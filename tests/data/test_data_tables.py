@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import datetime
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from data_files import HYPOTHESIS, fails, write_parquet
@@ -182,6 +185,23 @@ def test_a_parquet_table_is_read_like_a_csv(tmp_path: Path) -> None:
     assert sorted([*row, name] for row, name in zip(x.tolist(), names, strict=True)) == sorted(
         [[1, 1, 0, 1, 2, "n"], [0, 0, 1, 1, 2, "y"], [1, 0, 1, 1, 2, "n"], [1, 1, 0, 1, 2, "y"]]
     )
+
+
+def test_a_table_without_rows_is_refused_in_one_line_and_an_empty_file_beside_others_is_not(tmp_path: Path) -> None:
+    full = pa.table({"a": range(8), "label": [0, 1] * 4})
+    pq.write_table(full[:0], tmp_path / "t.parquet")
+    assert "t has no rows" in fails(load, tmp_path / "t.parquet")
+    assert "t has no rows" in fails(load, tmp_path / "t.parquet", inputs=["a"], window=3)
+    days = pa.table({"day": [datetime.date(2024, 1, 1)]})
+    pq.write_table(days, tmp_path / "days.parquet")
+    assert "days has no column of numbers, words or images" in fails(load, tmp_path / "days.parquet")
+    (tmp_path / "set").mkdir()
+    for shard, part in enumerate((full[:5], full[:0], full[5:])):
+        pq.write_table(part, tmp_path / "set" / f"train-{shard:05d}-of-00003.parquet")
+    pq.write_table(full[:0], tmp_path / "set" / "test.parquet")
+    source = load(tmp_path / "set")
+    assert sorted(rows_of(source)[0].flatten().tolist()) == list(range(8))
+    assert any("has no labelled test split" in note for note in source.notes)
 
 
 @HYPOTHESIS

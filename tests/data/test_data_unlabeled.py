@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, pn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.data import Source, from_tensors, images, load, match_storage, read_unlabeled, split_unlabeled
+from fedstill.data import Source, from_tensors, images, load, read_unlabeled, split_unlabeled
 
 TABLE = "colour,size,weight,kind\n" + "".join(
     f"{('red', 'blue', 'green')[i % 3]},{i},{i / 4},{'ab'[i % 2]}\n" for i in range(20)
@@ -121,6 +122,45 @@ def test_a_list_of_the_images_is_not_taken_for_the_data(tmp_path: Path, grey: So
     assert found.skipped == ("list.csv",)
 
 
+def test_a_parquet_list_of_the_images_is_not_taken_for_the_data(tmp_path: Path, grey: Source) -> None:
+    written = folder_of(tmp_path / "mine", ["a.png", "b.png"])
+    write_parquet(tmp_path / "mine" / "list.parquet", {"file": ["a.png", "b.png"], "note": ["good", "bad"]})
+    write_parquet(tmp_path / "mine" / "thumbs" / "small.parquet", {"image": [png(written["a.png"])]})
+    found = read_unlabeled(str(tmp_path / "mine"), grey)
+    assert found.ids == ("a.png", "b.png")
+    assert np.array_equal(found.x[:, 0], np.stack([written["a.png"], written["b.png"]]))
+    assert found.skipped == ("list.parquet", "thumbs/small.parquet")
+    write_parquet(tmp_path / "mine" / "train-00000-of-00001.parquet", {"image": [png(written["b.png"])]})
+    found = read_unlabeled(str(tmp_path / "mine"), grey)  # a dataset, with pictures that show what is in it
+    assert np.array_equal(found.x[:, 0], [written["b.png"]])
+    assert found.skipped == ("a.png", "b.png")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other file systems take no such names")
+def test_a_name_that_is_not_utf8_is_left_out_and_shown_escaped(tmp_path: Path, grey: Source) -> None:
+    written = folder_of(tmp_path / "mine", ["a.png"])
+    latin = os.fsdecode("caf\u00e9.png".encode("latin-1"))
+    for name in (latin, f"{latin}.d/b.png"):
+        (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_bytes(png(written["a.png"]))
+    found = read_unlabeled(str(tmp_path / "mine"), grey)
+    assert found.ids == ("a.png",)
+    assert found.skipped == (r"'caf\udce9.png'", r"'caf\udce9.png.d/b.png'")
+    assert "is not UTF-8; rename it" in fails(read_unlabeled, str(tmp_path / "mine" / latin), grey)
+
+
+def test_a_number_is_rows_and_a_name_an_embedded_set_unless_written_as_a_path(
+    tmp_path: Path, grey: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("3", "digits"):
+        folder_of(tmp_path / folder, ["a.png"])
+        assert split_unlabeled(grey, f"./{folder}", seed=0)[1].ids == ("a.png",)
+        assert read_unlabeled(Path(folder), grey).ids == ("a.png",)
+    assert len(split_unlabeled(grey, "3", seed=0)[1].x) == 3
+    assert len(split_unlabeled(grey, "digits", seed=0)[1].x) == 1797
+
+
 def test_a_folder_that_changed_is_read_again_and_another_is_not(
     tmp_path: Path, grey: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,8 +230,8 @@ def test_rows_of_a_table_are_named_by_a_column_that_tells_them_apart(tmp_path: P
     for header, names, ids, order in (
         ("ID", ("m", "k", "l"), ("k", "l", "m"), [2, 3, 1]),
         ("name", ("9", "10", "2"), ("2", "9", "10"), [3, 1, 2]),
-        ("file", ("a", "a", "b"), ("0", "1", "2"), [1, 2, 3]),  # twice the same: row numbers
-        ("id", ("a", "", "b"), ("0", "1", "2"), [1, 2, 3]),  # one is missing
+        ("file", ("a", "a", "b"), ("row/0", "row/1", "row/2"), [1, 2, 3]),  # twice the same: row numbers
+        ("id", ("a", "", "b"), ("row/0", "row/1", "row/2"), [1, 2, 3]),  # one is missing
     ):
         file = tmp_path / f"{header}{names[0]}.csv"
         file.write_text(f"colour,size,weight,{header}\n" + body.format(*names))
@@ -251,7 +291,9 @@ def test_labels_are_the_truth_where_classes_have_the_same_names(tmp_path: Path, 
     found = read_unlabeled(str(tmp_path / "same"), grey)
     assert found.ids == ("cat/0.png", "dog/0.png", "owl/0.png", "owl/1.png")
     assert found.truth.tolist() == [0, 1, 2, 2]
-    image_folder(tmp_path / "others", {"owl": 1, "cat": 1}, channels=1)  # some camera's folders
+    image_folder(tmp_path / "some", {"owl": 1, "cat": 1}, channels=1)
+    assert read_unlabeled(str(tmp_path / "some"), grey).truth.tolist() == [0, 2]
+    image_folder(tmp_path / "others", {"owl": 1, "camera 1": 1}, channels=1)
     assert read_unlabeled(str(tmp_path / "others"), grey).truth is None
     features = {"img": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["owl", "cat", "dog"]}}
     blobs = [png(p) for p in pictures(3, channels=1)]
@@ -259,6 +301,24 @@ def test_labels_are_the_truth_where_classes_have_the_same_names(tmp_path: Path, 
     assert read_unlabeled(str(tmp_path / "turned.parquet"), grey).truth.tolist() == [2, 1, 0]
     write_parquet(tmp_path / "hidden.parquet", {"img": blobs, "label": [-1, -1, -1]}, features)
     assert read_unlabeled(str(tmp_path / "hidden.parquet"), grey).truth is None
+
+
+def test_the_tasks_own_label_column_is_the_truth_wherever_it_is_there(tmp_path: Path, table: Source) -> None:
+    new = tmp_path / "new.csv"
+    new.write_text("colour,size,weight,kind,label\nred,1,1,b,low\nred,2,2,a,high\n")  # 'label' is another's
+    assert read_unlabeled(str(new), table).truth.tolist() == [1, 0]
+    new.write_text("colour,size,weight,kind\nred,1,1,b\nred,2,2,b\n")  # some of the classes
+    assert read_unlabeled(str(new), table).truth.tolist() == [1, 1]
+    new.write_text("colour,size,weight,kind\nred,1,1,b\nred,2,2,c\n")
+    assert read_unlabeled(str(new), table).truth is None
+    new.write_text("colour,size,weight,class\nred,1,1,b\n")  # called like one, and holding the classes
+    assert read_unlabeled(str(new), table).truth.tolist() == [1]
+
+
+def test_a_class_called_unlabeled_is_not_the_truth_of_samples_without_labels(tmp_path: Path) -> None:
+    task = from_tensors(pictures(6, channels=1), np.arange(6) % 2, classes=("unlabeled", "labeled"))
+    folder_of(tmp_path / "mine", ["a.png", "b.png"])
+    assert read_unlabeled(str(tmp_path / "mine"), task).truth is None
 
 
 def test_truth_and_names_stay_with_their_rows_when_a_part_is_drawn(tmp_path: Path, grey: Source) -> None:
@@ -313,13 +373,3 @@ def test_the_clients_own_dataset_is_not_taken_as_another_one(tmp_path: Path) -> 
     hub_folder(tmp_path / "pets")
     source = load(tmp_path / "pets")
     assert "own dataset" in fails(split_unlabeled, source, f"{tmp_path}/../{tmp_path.name}/pets", seed=0)
-
-
-def test_colour_becomes_grey_by_luma_as_in_pillow() -> None:
-    from PIL import Image
-
-    pixels = pictures(20)
-    x = match_storage(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), torch.zeros(1, 1, 5, 4, dtype=torch.uint8))
-    for got, image in zip(x, pixels, strict=True):
-        wanted = np.asarray(Image.fromarray(image).convert("L")).astype(int)
-        assert np.abs(got[0].numpy().astype(int) - wanted).max() <= 1

@@ -215,6 +215,20 @@ def test_a_watcher_may_stop_and_the_result_is_what_it_saw_then(name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
+def test_the_weights_that_a_watcher_sees_are_one_tree_of_views(name):
+    engine, seen = engine_for(name, "norm"), []
+
+    def watch(done, now):
+        seen.append(now)
+        return False
+
+    x, y = dataset(COUNT, images=False).x, soft_targets()
+    engine.fit(soft_target_loss(), network("norm").init(0), x, y, PLAIN, 5, watch=watch)
+    assert len(seen) == 7
+    assert all(now is seen[0] for now in seen)
+
+
+@pytest.mark.parametrize("name", ENGINES)
 def test_a_watcher_looks_as_often_as_it_asks_to(name):
     assert list(watched_fit(name, "mlp", PLAIN, every=3)[1]) == [3, 6]
     assert list(watched_fit(name, "mlp", PLAIN, every=8)[1]) == []

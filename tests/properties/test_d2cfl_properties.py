@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedstill.algorithms import d2cfl, fedavg
+from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
@@ -139,6 +140,45 @@ def test_while_teachers_are_collected_it_is_fedavg_and_no_longer(past, engine):
     assert rounds_like_fedavg(ours, engine=engine) == [r <= past for r in range(1, 6)]
 
 
+@either_engine
+def test_labels_begin_when_the_warm_up_is_over_and_there_is_a_teacher(engine):
+    for warm_up, first in ((0, 2), (1, 2), (2, 3), (4, 5)):
+        ours = run(d2cfl(**{**QUICK, "past": 3, "warm_up": warm_up}), engine=engine)
+        assert [bool(kept.any()) for kept in ours.kept] == [r >= first for r in range(1, 6)]
+        assert rounds_like_fedavg(ours, engine=engine) == [r < first for r in range(1, 6)]
+        assert [len(state["1"]["past_labels"]["sure"]) for state in ours.states] == [1, 2, 3, 3, 3]
+
+
+def test_a_warm_up_as_long_as_there_are_teachers_is_the_default():
+    ours, default = run(d2cfl(**QUICK, warm_up=2)), run(d2cfl(**QUICK))
+    assert all(same_bits(a, b) for a, b in zip(ours.sent, default.sent, strict=True))
+
+
+def test_with_fewer_labels_than_the_least_number_a_round_is_fedavgs_and_learns_none():
+    """At alpha = 1 the labels do not depend on what is learnt from them."""
+    counts = [int(kept.sum()) for kept in run(d2cfl(**QUICK, mix_alpha=1.0)).kept]
+    least = sorted(set(counts))[-2] + 1
+    assert 0 < least <= max(counts)
+    held = run(d2cfl(**QUICK, mix_alpha=1.0, least=least))
+    assert [int(kept.sum()) for kept in held.kept] == [count if count >= least else 0 for count in counts]
+    learnt = ["server/student_loss" in row for row in held.result.history.rows]
+    assert learnt == [count >= least for count in counts]
+    for count, state, sent in zip(counts, held.states, held.sent, strict=True):
+        assert same_bits(state["1"]["student"], sent) == (count < least)
+
+
+def test_no_round_is_fedavgs_for_having_just_enough_labels():
+    first = int(run(d2cfl(**QUICK)).kept[2].sum())
+    assert rounds_like_fedavg(run(d2cfl(**QUICK, least=first), rounds=3)) == [True, True, False]
+    assert rounds_like_fedavg(run(d2cfl(**QUICK, least=first + 1), rounds=3)) == [True, True, True]
+
+
+@pytest.mark.parametrize(("option", "value"), [("least", 0), ("least", -1), ("warm_up", -1)])
+def test_impossible_warm_ups_and_numbers_of_labels_are_refused(option, value):
+    with pytest.raises(FedstillError, match=f"algorithm.{option} = {value}"):
+        d2cfl(**{option: value})
+
+
 def test_what_the_mean_keeps_the_maximum_keeps_in_every_round():
     """At alpha = 1 both rules have the same teachers."""
     by_max, by_mean = (run(d2cfl(**{**QUICK, "rule": rule, "mix_alpha": 1.0}), rounds=8) for rule in ("max", "mean"))
@@ -213,7 +253,7 @@ def test_a_run_resumed_while_teachers_are_collected_or_later_equals_an_uninterru
 def test_after_a_switch_it_collects_its_own_teachers_before_it_labels(engine):
     ours = run(build_method(f"fedavg until 3 then d2cfl({WRITTEN})"), rounds=7, engine=engine)
     assert rounds_like_fedavg(ours, engine=engine) == [True] * 5 + [False] * 2
-    assert [len(state["1"]["past_answers"]["sure"]) for state in ours.states[3:]] == [1, 2, 2, 2]
+    assert [len(state["1"]["past_labels"]["sure"]) for state in ours.states[3:]] == [1, 2, 2, 2]
     assert [int(kept.sum()) for kept in ours.kept[:5]] == [0] * 5
     assert all(bool(kept.any()) for kept in ours.kept[5:])
 

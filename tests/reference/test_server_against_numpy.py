@@ -13,7 +13,6 @@ from hypothesis.extra.numpy import arrays
 
 from fedstill.core.types import Weights
 from fedstill.server.pools import (
-    certainty_of_training,
     confident_share,
     maximum_rule,
     mean_rule,
@@ -21,7 +20,7 @@ from fedstill.server.pools import (
     pool_targets,
     standardised,
 )
-from fedstill.server.rectify import rectified
+from fedstill.server.rectify import rectified, trust_in_clients
 from fedstill.server.targets import cluster_labels, sharpen
 from fedstill.server.teachers import direction_samples, dirichlet_samples, gaussian_samples
 
@@ -76,7 +75,7 @@ def test_standardised_teachers_and_their_shares_equal_their_equations(logits, sh
 @given(ensembles(least=3, most=6), st.floats(0, 6))
 def test_the_rectified_target_equals_its_equation(logits, loss):
     q = standardised(torch.from_numpy(logits))
-    u = certainty_of_training(loss, logits.shape[-1])
+    u = trust_in_clients(loss, logits.shape[-1])
     found = rectified(q[:-2], q[-2:], u)
     *uploads, sent, average = logits.tolist()
     close(found, reference.rectified(uploads, sent, average, loss))

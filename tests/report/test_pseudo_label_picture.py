@@ -148,3 +148,16 @@ def test_a_run_folder_gets_the_picture_where_the_method_makes_pseudo_labels(tmp_
     fedstill.run(experiment, run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "curves.png").exists()
     assert (tmp_path / "run" / "pseudo_labels.png").exists() == there
+
+
+@pytest.mark.parametrize("last", [1, 3, 4, 40])
+def test_rounds_are_whole_numbers(drawn, last):
+    rows = [row(number, [3, 1], 0.5, accuracy=0.5) for number in range(1, last + 1)]
+    for runs in ({"d2cfl": [rows]}, {"d2cfl": [rows], "feddf": [rows]}):
+        figure = drawn(runs)
+        panels = [axes for axes in figure.axes if axes.get_xlim() == (0.5, last + 0.5)]
+        assert len(panels) == (3 if len(runs) == 1 else 2)
+        for axes in panels:
+            ticks = [tick for tick in axes.get_xticks() if 0.5 <= tick <= last + 0.5]
+            assert ticks
+            assert all(tick == round(tick) for tick in ticks)

@@ -73,6 +73,32 @@ def test_models_that_a_step_leaves_are_looked_at_by_name():
     assert [row["accuracy_ruined"] for row in both.history.rows] == [row["accuracy"] for row in ruined.history.rows]
 
 
+def leaving() -> ServerStep:
+    """A step that leaves a model to be looked at."""
+
+    def apply(candidate, state, round):
+        round.models["ruined"] = negated(candidate)
+        return candidate, state
+
+    return chain(average(), ServerStep(apply))
+
+
+def refuse_all_in_round_three(round, client, message):
+    if round == 3:
+        raise RuntimeError("lost")
+    return message
+
+
+def test_a_round_that_moved_nothing_shows_no_model_of_the_round_before_also_after_a_resume(tmp_path):
+    how = {"tamper": refuse_all_in_round_three, "checkpoint_every": 1}
+    whole = run(leaving(), run_dir=tmp_path / "whole", **how)
+    assert [row["accepted"] for row in whole.history.rows] == [5, 5, 0, 5]
+    assert ["accuracy_ruined" in row for row in whole.history.rows] == [True, True, False, True]
+    run(leaving(), rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(leaving(), run_dir=tmp_path / "cut", resume=True, **how)
+    assert without_clock(resumed.history.rows) == without_clock(whole.history.rows)
+
+
 def test_what_the_server_believes_is_counted_by_class_and_held_against_the_truth():
     belief = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.4, 0.3, 0.3], [0.0, 0.2, 0.8]])
     targets = Targets(belief, torch.tensor([True, True, False, True]))

@@ -335,7 +335,7 @@ def test_the_algorithm_as_printed_gives_the_same_models_labels_and_ensemble(rule
         counts.append(len(kept))
         all_teachers.append(teacher)  # the ensemble is that of rounds r - T + 1 .. r
         wanted = [softmax_of(one, UNLABELED.numpy()) for one in all_teachers[max(0, r - past) :]]
-        answers = state["past_answers"]
+        answers = state["past_probabilities" if rule == "mean" else "past_labels"]
         found = answers["probabilities"] if rule == "mean" else answers["sure"]
         np.testing.assert_allclose(found, wanted if rule == "mean" else np.max(wanted, 2), rtol=1e-9)
         if rule == "max":

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from fedstill.server.pools import (
-    certainty_of_training,
     confident_share,
     entropy,
     hard_targets,
@@ -204,19 +203,6 @@ def test_shares_sum_to_one_favour_the_surest_and_are_even_between_equally_sure_t
     torch.testing.assert_close(entropy(probabilities).gather(0, share.argmax(0, keepdim=True))[0], surest)
     turned = torch.stack([probabilities[0], probabilities[0].flip(-1)])  # the same entropy, other classes
     torch.testing.assert_close(mix(turned, confident_share(turned)), turned.mean(0))  # AvgProb
-
-
-@pytest.mark.parametrize(("loss", "u"), [(math.log(10), 1.0), (0.0, 0.25), (1.0, 0.5757209), (5.0, 1.0)])
-def test_what_the_clients_count_follows_their_loss(loss, u):
-    assert certainty_of_training(loss, 10) == pytest.approx(u, abs=1e-7)
-    assert certainty_of_training(torch.tensor(loss), 10) == pytest.approx(u, abs=1e-6)
-
-
-def test_half_the_loss_of_a_guess_is_half_way_and_a_broken_loss_stays_in_bounds():
-    assert certainty_of_training(0.5 * math.log(10), 10) == pytest.approx(0.625)
-    assert certainty_of_training(0.5 * math.log(10), 10, floor=0.0) == pytest.approx(0.5)
-    for broken in (-3.0, math.inf, math.nan):
-        assert 0.25 <= certainty_of_training(broken, 10) <= 1.0
 
 
 BOTH = [[[0.8, 0.1, 0.1], [0.4, 0.35, 0.25]], [[0.1, 0.85, 0.05], [0.5, 0.3, 0.2]]]  # samples A and B

@@ -146,7 +146,15 @@ def test_rectified_rows_sum_to_one_and_those_of_the_released_mixture_say_how_sur
 )
 def test_trust_in_clients_follows_their_loss_and_is_clipped_only_when_bounded(loss, bounded, unbounded):
     assert trust_in_clients(loss, 10) == pytest.approx(bounded, abs=1e-4)
+    assert trust_in_clients(torch.tensor(loss), 10) == pytest.approx(bounded, abs=1e-4)
     assert trust_in_clients(loss, 10, bounded=False) == pytest.approx(unbounded, abs=1e-4)
+
+
+def test_half_the_loss_of_a_guess_is_half_way_and_a_broken_loss_stays_in_bounds():
+    assert trust_in_clients(0.5 * math.log(10), 10) == pytest.approx(0.625)
+    assert trust_in_clients(0.5 * math.log(10), 10, floor=0.0) == pytest.approx(0.5)
+    for broken in (-3.0, math.inf, math.nan):
+        assert 0.25 <= trust_in_clients(broken, 10) <= 1.0
 
 
 def test_the_spread_of_a_teacher_is_taken_over_all_rows_or_batch_by_batch():

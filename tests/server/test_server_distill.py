@@ -8,13 +8,12 @@ from by_hand import blobs, linear, linear_model, number, round_of, uploads_of
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.tree import clone, flatten, unflatten
+from fedstill.core.tree import clone, flatten, stack, unflatten
 from fedstill.core.types import Need, Targets, Training
 from fedstill.server import average, distill
 from fedstill.server.distill import TeacherShares, agreement, everything, keep_targets, loss_of, targets_of
 from fedstill.server.pools import maximum_rule, pool_targets
 from fedstill.server.student import Student
-from fedstill.server.teachers import globals_teach_too
 
 TRAINING = Training(steps=5, lr=0.5)
 
@@ -126,9 +125,9 @@ def test_teachers_weigh_what_their_shares_say():
 def test_other_teachers_than_the_uploads_may_answer():
     _, this, logits = three_linear_models()
     candidate = linear(3, 4, seed=8)
-    _, state = distill(Student(TRAINING), teachers=globals_teach_too).apply(candidate, {}, this)
-    more = torch.stack([*logits, logits[0], this.unlabeled @ candidate.params["weight"].T])
-    torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(more.mean(0), -1))
+    _, state = distill(Student(TRAINING), teachers=lambda w, round: stack([round.start, w])).apply(candidate, {}, this)
+    both = torch.stack([logits[0], this.unlabeled @ candidate.params["weight"].T])
+    torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(both.mean(0), -1))
 
 
 def hard_pool(logits, threshold):

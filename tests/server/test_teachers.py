@@ -16,7 +16,6 @@ from fedstill.server.teachers import (
     direction_samples,
     dirichlet_samples,
     gaussian_samples,
-    globals_teach_too,
     teacher_outputs,
     uploads_teach,
 )
@@ -39,14 +38,6 @@ PAIR = [at(1.0, 2.0), at(3.0, 2.0)]
 def test_the_uploads_teach():
     round = this_round(PAIR, [1, 1])
     assert uploads_teach(at(9.0, 9.0), round) is round.uploads.weights
-
-
-def test_the_sent_model_and_the_candidate_teach_after_the_uploads():
-    start, candidate = at(7.0, 7.0, mean=1.0), at(9.0, 9.0, mean=2.0)
-    stacked = globals_teach_too(candidate, this_round(PAIR, [1, 1], start))
-    assert stacked.params["w"].tolist() == [[1, 2], [3, 2], [7, 7], [9, 9]]
-    assert stacked.buffers["mean"].flatten().tolist() == [0, 0, 1, 2]
-    assert stacked.buffers["count"].dtype == torch.int64
 
 
 def test_every_teacher_answers_on_every_sample():
@@ -216,3 +207,38 @@ def test_samples_are_in_the_precision_of_the_models(sampler):
     models = [Weights({"w": torch.tensor([v, 1.0])}, {}) for v in (1.0, 2.0)]
     round = this_round(models, [1, 1], start=Weights({"w": torch.zeros(2)}, {}))
     assert sampler(models[0], round, count=2).params["w"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("sampler", [gaussian_samples, direction_samples])
+@pytest.mark.parametrize(
+    ("dtype", "drawn_in"),
+    [(torch.float32, torch.float32), (torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
+)
+def test_noise_is_drawn_where_the_models_are_and_in_float32_unless_they_are_float64(
+    monkeypatch, sampler, dtype, drawn_in
+):
+    asked, randn = [], torch.randn
+
+    def listening(*shape, **how):
+        asked.append((how["dtype"], how["device"], how["generator"].device))
+        return randn(*shape, **how)
+
+    monkeypatch.setattr(torch, "randn", listening)
+    models = [Weights({"w": torch.tensor([v, 1.0], dtype=dtype)}, {}) for v in (1.0, 2.0)]
+    round = this_round(models, [1, 1], start=Weights({"w": torch.zeros(2, dtype=dtype)}, {}))
+    assert sampler(models[0], round, count=2).params["w"].dtype == dtype
+    assert asked == [(drawn_in, torch.device("cpu"), torch.device("cpu"))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("sampler", [gaussian_samples, direction_samples])
+def test_a_gpu_draws_samples_of_its_own_that_follow_the_rounds_seed(sampler):
+    models = [Weights({"w": torch.linspace(0, v, 20_000, device="cuda")}, {}) for v in (1.0, 2.0)]
+    first = this_round(models, [1, 1], start=Weights({"w": torch.zeros(20_000, device="cuda")}, {}))
+    one, same, another = (
+        sampler(models[0], round, count=2).params["w"] for round in (first, first, replace(first, seed=first.seed + 1))
+    )
+    assert one.is_cuda
+    assert torch.equal(one, same)
+    assert not torch.equal(one, another)

@@ -18,7 +18,9 @@ def d2cfl(
     mix_alpha: float = 0.2,
     beta: float = 0.7,
     past: int = 10,
+    warm_up: int | None = None,
     threshold: float = 0.75,
+    least: int = 1,
     rule: Rule = "max",
     epochs: int = 5,
     server_lr: float = 1e-3,
@@ -38,13 +40,15 @@ def d2cfl(
         afterwards:      y(x) = the class that the surest of the last T teachers names, kept where it is >= tau sure
                          w_stu <- Adam on mean cross-entropy with y from beta w_stu + (1 - beta) w_new
                          teacher w'_g = alpha w_g + (1 - alpha) w_stu
-        w'_g is sent to the clients and takes the place of the oldest teacher; no label kept: w_stu = w'_g = w_g
+        w'_g is sent to the clients and takes the place of the oldest teacher; too few labels: w_stu = w'_g = w_g
 
     Args:
         mix_alpha: share of the average in what is sent (alpha, rollback of the teacher); 1 is FedAvg bit for bit.
         beta: share of the last student in its next start (beta, rollback of the student); 1 is no rollback.
         past: number of teachers (T), and of rounds of plain averaging in which they are collected.
+        warm_up: rounds of the run without labels, where they are not to be as many as `past`; one teacher is enough.
         threshold: probability from which a label is kept (tau); above 1 is FedAvg.
+        least: number of labels below which a round is FedAvg's and none of them is learnt.
         rule: "max", the surest teacher decides; "mean", the mean of the teachers' probabilities does.
         epochs: passes of the student over the kept samples each round.
         server_lr: the student's learning rate at the start of every round.
@@ -72,12 +76,14 @@ def d2cfl(
     for key, value in (("past", past), ("epochs", epochs), ("server_lr", server_lr), ("batch_size", batch_size)):
         positive(key, value)
     positive("lr_epoch_decay", lr_epoch_decay)
+    positive("least", least)
+    not_negative("warm_up", warm_up or 0)
     training = Training(
         epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=server_lr, lr_epoch_decay=lr_epoch_decay
     )
     step = migrate(
-        Student(training, hard=True), mix_alpha=mix_alpha, beta=beta, past=past, threshold=threshold, rule=rule,
-        rollback=rollback, student_start=student_start,
+        Student(training, hard=True), mix_alpha=mix_alpha, beta=beta, past=past, warm_up=warm_up, threshold=threshold,
+        least=least, rule=rule, rollback=rollback, student_start=student_start,
     )  # fmt: skip
     return Algorithm(
         cross_entropy(), chain(average(weighting, buffers=buffers), step if feedback else report_only(step))

@@ -241,12 +241,12 @@ def _show(work: Work, in_json: bool) -> None:
 
 
 def heading(table: Table) -> str:
-    """Table 3: title; a figure is called what it is.
+    """Table 3: title; a figure by the name that --table takes.
 
     >>> heading(Table("3", "Accuracy", ())), heading(Table("figure-8", "The switch", ()))
-    ('table 3: Accuracy', 'figure 8: The switch')
+    ('table 3: Accuracy', 'figure-8: The switch')
     """
-    name = f"table {table.name}" if table.name.isdecimal() else table.name.replace("-", " ")
+    name = f"table {table.name}" if table.name.isdecimal() else table.name
     return f"{name}: {table.title}"
 
 

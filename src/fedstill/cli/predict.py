@@ -10,6 +10,7 @@ import typer
 
 from fedstill.cli.shared import print_json, tell
 from fedstill.prediction import Predictions, predict
+from fedstill.report.prediction_files import FILES
 
 NAMED = 10  # files that could not be read, by name; all of them are in predictions.json
 SHOWN_CLASSES = 10
@@ -39,8 +40,7 @@ def predictions_text(found: Predictions, folder: Path) -> str:
     lines = [f"{len(found.ids)} rows labeled: {found.what}"]
     for name, text in rows:
         lines += textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<18} ", subsequent_indent=" " * 21)
-    made = ("predictions.csv", "predictions.parquet", "predictions.json", "reliability.png")
-    lines.append(f"Everything is in {folder}: {', '.join(name for name in made if (folder / name).exists())}.")
+    lines.append(f"Everything is in {folder}: {', '.join(name for name in FILES if (folder / name).exists())}.")
     return "\n".join(lines)
 
 

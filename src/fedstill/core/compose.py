@@ -136,15 +136,19 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
 def report_only(step: ServerStep) -> ServerStep:
     """Run `step` for the sake of its model: that one is looked at and reported, and not sent to the clients.
 
-    State: "reported" beside the step's own under "inner"; before the first round there is none.
+    State: "reported" beside the step's own slots, so that each of them is found again when methods follow each other;
+    before the first round there is none.
     """
 
+    def own(state: Tree) -> Tree:
+        return {slot: value for slot, value in state.items() if slot != "reported"}
+
     def init(weights: Weights) -> Tree:
-        return {"inner": step.init(weights), "reported": {}}
+        return _merge("server state", [step.init(weights), {"reported": {}}])
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        moved, inner = step.apply(candidate, state.get("inner", {}), round)
-        return candidate, {"inner": inner, "reported": moved}
+        moved, after = step.apply(candidate, own(state), round)
+        return candidate, {**after, "reported": moved}
 
     def report(state: Tree) -> Weights | None:
         return state.get("reported") or None
@@ -153,9 +157,9 @@ def report_only(step: ServerStep) -> ServerStep:
         step,
         apply=apply,
         init=init,
-        broadcast=lambda state: step.broadcast(state.get("inner", {})),
+        broadcast=lambda state: step.broadcast(own(state)),
         report=report,
-        targets=lambda state: step.targets(state.get("inner", {})),
+        targets=lambda state: step.targets(own(state)),
         name="",
         instead_of="",
         steps=(),
@@ -165,7 +169,8 @@ def report_only(step: ServerStep) -> ServerStep:
 def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerStep:
     """Build `step` anew each round from the last `size` global models, newest last (FIFO).
 
-    Before `size` rounds have passed the list is shorter. The state of the built step is kept under "inner".
+    Before `size` rounds have passed the list is shorter. The state of the built step is kept under "inner". Objectives
+    and learners are to be made outside of `step`: the engine keeps a program for each objective it has seen.
     """
 
     def as_tree(weights: Weights) -> Tree:

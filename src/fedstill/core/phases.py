@@ -84,7 +84,8 @@ def keep_waiting(old: Tree, new: Tree) -> Tree:
 
 
 def _take(known: Tree, slot: str, fresh: Tree) -> Tree:
-    same = slot in known and (not fresh or _form(known[slot]) == _form(fresh))  # empty: what its first rounds fill
+    filled_later = isinstance(fresh, dict) and not fresh
+    same = slot in known and (filled_later or _form(known[slot]) == _form(fresh))
     kept: Tree = known.pop(slot) if same else fresh
     return kept
 

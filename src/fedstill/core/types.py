@@ -321,6 +321,7 @@ class Federation:
     unlabeled: Tensor | None = None  # (M, ...) same storage form as train.x
     unlabeled_truth: Tensor | None = None  # (M,) labels that only a simulation knows; no method sees them
     unlabeled_ids: tuple[str, ...] | None = None  # a name for each unlabeled row: file, or row of a table
+    unlabeled_skipped: tuple[str, ...] = ()  # names of what could not be read of them
     validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
     partition: str = ""  # how it was split, for people
 

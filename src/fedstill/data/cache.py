@@ -24,7 +24,7 @@ import torch
 from fedstill.core.types import Dataset
 from fedstill.data.source import InputColumn, Reading, Source
 
-FORMAT = 2  # raise it when what is stored, or how sources are decoded, changes
+FORMAT = 3  # raise it when what is stored, or how sources are decoded, changes
 ENTRY = "entry.json"
 
 
@@ -34,11 +34,12 @@ def default_cache_dir() -> Path:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Changes when a file is added, removed, renamed, resized or written again."""
+    """Changes when a file is added, removed, renamed, resized or written again, even under its old date."""
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        facts = f"\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\n"
+        digest.update(os.fsencode(file) + facts.encode())  # a name need not be UTF-8
     return digest.hexdigest()
 
 
@@ -90,6 +91,7 @@ def write_entry(folder: Path, source: Source, stamp: str) -> None:
         "columns": source.columns,
         "notes": source.notes,
         "skipped": source.skipped,
+        "label": source.label,
         "origin": source.origin,
         "arrays": stored,
     }
@@ -128,6 +130,7 @@ def read_entry(folder: Path, stamp: str) -> Source | None:
         columns=tuple(InputColumn(name, width, tuple(words)) for name, width, words in entry["columns"]),
         rows={split: arrays[f"rows_{split}"] for split in entry["rows"]},
         skipped=tuple(entry["skipped"]),
+        label=entry["label"],
     )
 
 

@@ -97,7 +97,7 @@ def _known_words(column: np.ndarray, like: InputColumn, where: str) -> np.ndarra
     codes = np.searchsorted(known, values).clip(max=len(known) - 1)
     strange = np.flatnonzero(known[codes] != values)
     if len(strange):
-        told = f"'{values[strange[0]]}' in {_rows(strange)}"
+        told = f"'{values[strange[0]]}' in {row_numbers(strange)}"
         raise FedstillError(
             f"data.inputs: column '{like.name}' of {where} holds {told}, a word that is not among the task's: "
             + ", ".join(like.words[:20])
@@ -126,7 +126,7 @@ def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
         return numbers
     infinite = np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1))
     if len(infinite):
-        raise FedstillError(f"data.source: column '{name}' of {where} is not finite in {_rows(infinite)}")
+        raise FedstillError(f"data.source: column '{name}' of {where} is not finite in {row_numbers(infinite)}")
     return numbers
 
 
@@ -136,12 +136,13 @@ def complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
     if column.dtype.kind == "f":
         missing = np.isnan(column).reshape(len(column), -1).any(1)
     if missing.any():
-        told = _rows(np.flatnonzero(missing))
+        told = row_numbers(np.flatnonzero(missing))
         raise FedstillError(f"data.source: column '{name}' of {where} has no value in {told}; fill or drop them")
     return column
 
 
-def _rows(index: np.ndarray) -> str:
+def row_numbers(index: np.ndarray) -> str:
+    """Some rows for people, who count from 1."""
     shown = ", ".join(str(row + 1) for row in index[:5])
     more = f" and {len(index) - 5} more" if len(index) > 5 else ""
     return f"row {shown}{more} (counted from 1)"

@@ -20,7 +20,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.data.cache import cached, fingerprint
 from fedstill.data.columns import storage_form
 from fedstill.data.frames import Frame, assemble
-from fedstill.data.readers import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
+from fedstill.data.readers import files_of, frames_from_hf, frames_from_hub, is_text, read_csv, read_files
 from fedstill.data.source import Reading, Source, first_line, stratified_holdout
 from fedstill.data.text import text_source
 
@@ -126,13 +126,15 @@ def load_as(
 
     def download() -> Source:
         name = text.partition(":")[0].rpartition("/")[2]
-        return _source_of(frames_from_hub(text, list(EMBEDDED)), reading, name=name, origin=f"hub:{text}")
+        return _source_of(frames_from_hub(text, list(EMBEDDED), reading), reading, name=name, origin=f"hub:{text}")
 
     return cached(download, origin=f"hub:{text}", reading=reading, stamp="hub", cache_dir=folder, refresh=refresh)
 
 
 def _load_files(root: Path, reading: Reading, cache_dir: Path | None, refresh: bool) -> Source:
     files = files_of(root, reading)
+    if not is_text(root.name):  # it becomes the dataset's, and that of its only row
+        raise FedstillError(f"data.source: the name {root.name!r} is not UTF-8; rename it")
 
     def read() -> Source:
         contents = read_files(files, root, reading)
@@ -180,7 +182,7 @@ def from_hf(
 ) -> Source:
     """A Hugging Face Dataset or DatasetDict, with Image, ClassLabel, number, vector or string columns."""
     reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, seed=seed)
-    return assemble(frames_from_hf(dataset), reading, name=name, origin="")
+    return assemble(frames_from_hf(dataset, reading), reading, name=name, origin="")
 
 
 def from_tensors(

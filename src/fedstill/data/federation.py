@@ -52,6 +52,7 @@ def make_federation(
         unlabeled=None if unlabeled is None else unlabeled.x,
         unlabeled_truth=None if unlabeled is None else unlabeled.truth,
         unlabeled_ids=None if unlabeled is None else unlabeled.ids,
+        unlabeled_skipped=() if unlabeled is None else unlabeled.skipped,
         validation=validation,
         partition=partition,
     )

@@ -11,7 +11,16 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
-from fedstill.data.columns import Column, complete, encode_labels, finite, join, storage_form, table_column
+from fedstill.data.columns import (
+    Column,
+    complete,
+    encode_labels,
+    finite,
+    join,
+    row_numbers,
+    storage_form,
+    table_column,
+)
 from fedstill.data.images import decode_readable, fit_images
 from fedstill.data.source import InputColumn, Reading, Source, as_tensor, statistics, stratified_holdout
 
@@ -45,14 +54,24 @@ class Encoded(NamedTuple):
     inputs: Inputs
     y: list[np.ndarray]
     classes: tuple[str, ...]
+    label: str
+
+
+class RowNames(NamedTuple):
+    """What the rows of all splits are called."""
+
+    names: list[str]
+    order: np.ndarray  # rows in the order of their names
+    notes: tuple[str, ...] = ()  # id columns that could not be used, and why
 
 
 def assemble(
     frames: Mapping[str, Frame], reading: Reading, *, name: str, origin: str, notes: Iterable[str] = ()
 ) -> Source:
     """Turn the splits of a source into train and test, which never share a row."""
+    frames, notes = with_rows(frames, name), tuple(notes)
     if not reading.labelled:
-        return _without_labels(frames, reading, name=name, origin=origin, notes=tuple(notes))
+        return _without_labels(frames, reading, name=name, origin=origin, notes=notes)
     train_name, test_name, said = choose_splits(frames)
     train = frames[train_name]
     label = find_label(train, reading, name)
@@ -63,9 +82,31 @@ def assemble(
         said = (*said, f"split '{test_name}' has no labels and is left out")
     inputs = find_inputs(train, reading, label, name)
     y, classes = encode_labels([frame.columns[label] for frame in used], train.names.get(label), label, name)
-    encoded = Encoded(encode_inputs(used, inputs, reading, name), y, classes)
+    encoded = Encoded(encode_inputs(used, inputs, reading, name), y, classes, label)
     keys = find_keys(train, reading, label=label, inputs=inputs, name=name)
+    said = (*said, *_learnt_ids(train, inputs, reading, name))
     return _to_source(encoded, keys, reading, name=name, origin=origin, notes=(*notes, *said))
+
+
+def with_rows(frames: Mapping[str, Frame], where: str) -> dict[str, Frame]:
+    """The splits that hold something."""
+    found = {split: frame for split, frame in frames.items() if frame.rows}
+    if not found:
+        some = any(frame.columns for frame in frames.values())
+        raise FedstillError(f"data.source: {where} has no {'rows' if some else 'column of numbers, words or images'}")
+    return found
+
+
+def _learnt_ids(frame: Frame, inputs: list[str], reading: Reading, where: str) -> tuple[str, ...]:
+    """A note on each input that nobody asked for and that looks like the name of its row."""
+    found = []
+    for name in inputs:
+        column = frame.columns[name]
+        if is_id(name, reading) and _is_plain(column) and len(set(np.asarray(column).tolist())) == frame.rows > 1:
+            found.append(
+                f"learnt from column '{name}', which differs in every row of {where}: leave it out with data.inputs"
+            )
+    return tuple(found)
 
 
 def _to_source(
@@ -82,7 +123,8 @@ def _to_source(
     train, test = (
         Dataset(name, as_tensor(x[i]), as_tensor(y[i]), encoded.classes, mean=mean, std=std) for i in range(2)
     )
-    return Source(train, test, keys, notes, origin, columns=encoded.inputs.columns, rows=rows)
+    columns = encoded.inputs.columns
+    return Source(train, test, keys, notes, origin, columns=columns, rows=rows, label=encoded.label)
 
 
 def _without_labels(
@@ -96,8 +138,8 @@ def _without_labels(
     label = _label_if_any(splits[0], reading)
     inputs = find_inputs(splits[0], reading, label, name)
     encoded = encode_inputs(splits, inputs, reading, name)
-    names, order = name_rows(frames, used={*inputs, label})
-    y, classes = _labels_if_any(splits, label, name)
+    names, order, said = name_rows(frames, reading, used={*inputs, label})
+    y, classes, label = _labels_if_any(splits, label, name)
     lost = np.zeros(len(names), bool)
     lost[list(encoded.unreadable)] = True
     where = np.cumsum(~lost) - 1  # of a row among those that were read
@@ -108,51 +150,95 @@ def _without_labels(
     )
     skipped = tuple(names[row] for row in order[lost[order]])
     ids = np.array([names[row] for row in kept], np.str_)
-    return Source(train, test, {}, notes, origin, columns=encoded.columns, rows={"train": ids}, skipped=skipped)
+    return Source(
+        train,
+        test,
+        {},
+        (*notes, *said),
+        origin,
+        columns=encoded.columns,
+        rows={"train": ids},
+        skipped=skipped,
+        label=label or "",
+    )
 
 
-def name_rows(frames: Mapping[str, Frame], *, used: Collection[str | None]) -> tuple[list[str], np.ndarray]:
-    """(name of each row, rows in the order of their names): an id column that tells rows apart, else their number."""
-    splits = list(frames.values())
-    for name in sorted(splits[0].columns, key=_id_rank):
-        columns = [frame.columns.get(name) for frame in splits]
-        if _id_rank(name) == len(ID_NAMES) or name in used or not all(map(_can_name, columns)):
-            continue
-        values: np.ndarray = np.concatenate(columns)  # type: ignore[arg-type]
-        ids = [str(value) for value in values.tolist()]
-        if len(set(ids)) == len(ids) and "" not in ids:
-            return ids, np.argsort(values, kind="stable") if values.dtype != object else np.argsort(np.array(ids))
-    alone = len(frames) == 1
-    numbers = [str(row) if alone else f"{split}/{row}" for split, frame in frames.items() for row in range(frame.rows)]
-    return numbers, np.arange(len(numbers))
+def is_id(name: str, reading: Reading) -> bool:
+    """A column that may name its rows: called so, and not told to be something else."""
+    return name.lower() in ID_NAMES and name not in (*reading.inputs, reading.label)
 
 
-def _id_rank(name: str) -> int:
-    return ID_NAMES.index(name.lower()) if name.lower() in ID_NAMES else len(ID_NAMES)
+def name_rows(frames: Mapping[str, Frame], reading: Reading, *, used: Collection[str | None]) -> RowNames:
+    """By the best id column that tells all rows apart, as it is written; else by number.
+
+    Numbers are plain where there is no id column. Where there is one that will not do they are 'row/17', which nobody
+    takes for an id.
+    """
+    told: list[str] = []
+    candidates = [name for name in next(iter(frames.values())).columns if is_id(name, reading) and name not in used]
+    for name in sorted(candidates, key=lambda name: ID_NAMES.index(name.lower())):
+        ids = _texts([frame.columns.get(name) for frame in frames.values()])
+        fault = _fault(ids)
+        if not fault:
+            return RowNames(ids, _order(ids), tuple(f"{why}; column '{name}' does" for why in told))
+        told.append(f"column '{name}' cannot name the rows: {fault}")
+    alone, prefix = len(frames) == 1, "row/" if told else ""
+    starts = {split: prefix if alone else f"{split}/" for split in frames}
+    names = [f"{starts[split]}{row}" for split, frame in frames.items() for row in range(frame.rows)]
+    notes = tuple(f"{why}; they are called {names[0]} and so on" for why in told)
+    return RowNames(names, np.arange(len(names)), notes)
 
 
-def _can_name(column: Column | None) -> bool:
-    return isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "iuO"
+def _texts(columns: Sequence[Column | None]) -> list[str]:
+    """Ids as they are; [] where a split has none, or something else than words and whole numbers."""
+    if not all(isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype.kind in "iuO" for c in columns):
+        return []
+    return [str(value) for column in columns for value in np.asarray(column).tolist()]
+
+
+def _fault(ids: list[str]) -> str:
+    """Why these are no names of rows; '' if they are."""
+    if not ids:
+        return "it does not hold words or whole numbers in every split"
+    empty = [row for row, name in enumerate(ids) if not name.strip()]
+    if empty:
+        return f"it has no value in {row_numbers(np.array(empty))}"
+    first: dict[str, int] = {}
+    for row, name in enumerate(ids):
+        if first.setdefault(name, row) != row:
+            return f"'{name}' is in {row_numbers(np.array([first[name], row]))}"
+    return ""
+
+
+def _order(ids: list[str]) -> np.ndarray:
+    """Rows in the order of their names; whole numbers by size, whatever their length."""
+    if all(name.isascii() and name.isdigit() for name in ids):
+        return np.array(sorted(range(len(ids)), key=lambda row: (len(ids[row]), ids[row])))
+    return np.array(sorted(range(len(ids)), key=ids.__getitem__))
 
 
 def _label_if_any(frame: Frame, reading: Reading) -> str | None:
-    """A column that says it is the label; the only column of a table is not taken for one."""
+    """The task's label column, else one that says it is the label; the only column of a table is not taken for one."""
+    if reading.label in frame.columns and reading.label not in reading.inputs:
+        return reading.label
     called_so = [name for name in frame.columns if name.lower() in LABEL_NAMES]
     found = [name for name in list(frame.names) or called_so if name not in reading.inputs]
     return found[0] if len(found) == 1 else None
 
 
-def _labels_if_any(frames: list[Frame], label: str | None, where: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels of all rows, or zeros of the class 'unlabeled' where a split has none or they make no sense."""
+def _labels_if_any(
+    frames: list[Frame], label: str | None, where: str
+) -> tuple[np.ndarray, tuple[str, ...], str | None]:
+    """(labels of all rows, classes, column), or zeros of no column where a split has none or they make no sense."""
     if label is not None and all(_has_labels(frame, label) for frame in frames):
         try:
             y, classes = encode_labels(
                 [frame.columns[label] for frame in frames], frames[0].names.get(label), label, where
             )
-            return np.concatenate(y), classes
+            return np.concatenate(y), classes, label
         except FedstillError:
             pass  # a column that is called so and holds something else
-    return np.zeros(sum(frame.rows for frame in frames), np.int64), ("unlabeled",)
+    return np.zeros(sum(frame.rows for frame in frames), np.int64), ("unlabeled",), None
 
 
 def split_role(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as pillow turns RGB to grey
 
 
 def load_like(
-    place: str, task: Source, *, key: str, labelled: bool, label: str | None = None, cache_dir: str | None = None
+    place: str | Path, task: Source, *, key: str, labelled: bool, label: str | None = None, cache_dir: str | None = None
 ) -> Source:
     """Another source: images in the task's size, a table by its columns; `key` asked, and stands before complaints."""
     reading = replace(reading_like(task, labelled=labelled), label=label)
@@ -36,12 +37,15 @@ def reading_like(task: Source, *, labelled: bool) -> Reading:
     return Reading(inputs=tuple(column.name for column in columns), like=columns, fit=fit, labelled=labelled)
 
 
-def match_classes(data: Dataset, task: Source) -> Tensor | None:
-    """Labels by the task's numbers; None unless the classes have the same names, in whatever order."""
+def match_classes(data: Dataset, task: Source, *, some: bool = False) -> Tensor | None:
+    """Labels by the task's numbers; None unless the classes have the same names, in whatever order.
+
+    some: it is enough that every class is one of the task's.
+    """
     wanted = task.train.classes
     if data.classes == wanted:
         return data.y
-    if sorted(data.classes) != sorted(wanted):
+    if not (set(data.classes) <= set(wanted) if some else sorted(data.classes) == sorted(wanted)):
         return None
     return torch.tensor([wanted.index(name) for name in data.classes])[data.y]
 
@@ -57,12 +61,24 @@ def match_storage(x: Tensor, like: Tensor, *, where: str = "the unlabeled set", 
         )
     if x.ndim != 4:
         return x.to(like.dtype)
+    if x.dtype != like.dtype:
+        _check_scale(like if x.dtype == torch.uint8 else x, where if like.dtype == torch.uint8 else "the task", key)
     resized = fit_images(_recolour(x, like.shape[1]), like.shape[2], like.shape[3])
     if like.dtype == x.dtype:
         return resized
     if x.dtype == torch.uint8:
         return resized.to(like.dtype) / 255.0
     return (resized * 255.0).round().clamp(0, 255).to(like.dtype)
+
+
+def _check_scale(x: Tensor, of: str, key: str) -> None:
+    """Numbers beside bytes: only 0 to 1 is known to mean 0 to 255."""
+    low, high = (value.item() for value in torch.aminmax(x))
+    if low < 0.0 or high > 1.0:
+        raise FedstillError(
+            f"{key}: pixels of {of} are floats from {low:g} to {high:g}, the others are bytes; "
+            "scale them to [0, 1] or give bytes (uint8)"
+        )
 
 
 def _recolour(x: Tensor, channels: int) -> Tensor:

@@ -6,15 +6,18 @@ import csv
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data.columns import Column
-from fedstill.data.frames import Frame, split_role
+from fedstill.data.frames import Frame, is_id, split_role
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, first_line, require_extra
 
@@ -42,14 +45,12 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> Contents:
         return Contents(_image_folder(files, root.parent if root.is_file() else root, labelled=reading.labelled))
     if suffix == ".npz":
         return Contents(_read_npz(files[0], labelled=reading.labelled))
-    words = {column.name for column in reading.like if column.words}
     if root.is_file():
-        return Contents({"train": _read_one(root, words)})
+        return Contents({"train": _read_one(root, reading)})
     shards: dict[str, list[Path]] = {}
     notes = []
     for file in files:
-        found = SHARD.fullmatch(file.stem)
-        shards.setdefault(found["split"] if found else file.stem, []).append(file)
+        shards.setdefault(_split_of(file), []).append(file)
     for split, parts in shards.items():
         found = SHARD.fullmatch(parts[0].stem)
         if found and len(parts) < int(found["parts"]):
@@ -57,14 +58,20 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> Contents:
     if not any(split_role(split) for split in shards):  # plain names: parts of one set
         shards = {"train": files}
     return Contents(
-        {split: _stack([_read_one(file, words) for file in parts]) for split, parts in shards.items()}, tuple(notes)
+        {split: _stack([_read_one(file, reading) for file in parts]) for split, parts in shards.items()}, tuple(notes)
     )
+
+
+def _split_of(file: Path) -> str:
+    found = SHARD.fullmatch(file.stem)
+    return found["split"] if found else file.stem
 
 
 def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
     """The data files of a source on disk, sorted: one file, a folder's tables (or its only sub-folder's), or images.
 
-    Where only images are wanted (`reading.fit`), a CSV file beside them describes them; it is not the data.
+    Where only images are wanted (`reading.fit`), a table beside them describes them; it is not the data, unless it is
+    a parquet file called train, test or the like. Without labels, files are named: a name that is no text will not do.
     """
     reading = reading or Reading()
     known = {".parquet", ".npz", *CSV_SUFFIXES, *(IMAGE_SUFFIXES if not reading.labelled else ())}
@@ -78,7 +85,10 @@ def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
     sub_folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
     for suffixes in tables:
         for folders in ([root], sub_folders):
-            holding = [files for folder in folders if (files := _with_suffix(_files_in(folder), suffixes))]
+            tables_of = (_with_suffix(_files_in(folder), suffixes) for folder in folders)
+            if images:
+                tables_of = ([file for file in files if split_role(_split_of(file))] for files in tables_of)
+            holding = [files for files in tables_of if files]
             if len(holding) == 1:
                 return holding[0]
             if holding:
@@ -86,7 +96,7 @@ def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
                 raise FedstillError(f"data.source: '{root}' holds several datasets ({told}); name one of these folders")
     found = _with_suffix(files_below(root), IMAGE_SUFFIXES) if images is None else images
     if not reading.labelled:
-        found = [file for file in found if file.is_file()]  # a broken link is one of those that cannot be read
+        found = [file for file in found if file.is_file() and is_text(str(file.relative_to(root)))]  # or a broken link
     if not found:
         raise FedstillError(f"data.source: '{root}' holds no parquet, CSV or image files")
     return found
@@ -100,6 +110,16 @@ def files_below(root: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(here / name)]
         found += [here / name for name in names if not name.startswith(".")]
     return sorted(found)
+
+
+def printable(path: Path) -> str:
+    """The path; escaped, where its bytes are no UTF-8 and it could not be printed."""
+    return path.as_posix() if is_text(path.as_posix()) else repr(path.as_posix())
+
+
+def is_text(name: str) -> bool:
+    """False for names of files that are no UTF-8, whose bytes Python marks by surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _leads_back(folder: Path) -> bool:
@@ -147,17 +167,23 @@ def _class_folders(files: list[Path], root: Path) -> tuple[dict[str, list[int]],
         raise FedstillError(
             f"data.source: '{flat[0]}' is in no class folder; put images in a folder named as their class"
         )
+    unprintable = next((part for part in parts if not is_text(part[level])), None)
+    if unprintable:
+        raise FedstillError(f"data.source: the name of folder {unprintable[level]!r} is not UTF-8; rename it")
     splits: dict[str, list[int]] = {}
     for row, part in enumerate(parts):
         splits.setdefault(part[0] if level else "train", []).append(row)
     return splits, [part[level] for part in parts]
 
 
-def _read_one(file: Path, words: Collection[str] = ()) -> Frame:
-    return read_csv(file, words=words) if file.suffix.lower() in CSV_SUFFIXES else _read_parquet(file)
+def _read_one(file: Path, reading: Reading) -> Frame:
+    if file.suffix.lower() in CSV_SUFFIXES:
+        return read_csv(file, reading=reading)
+    return _read_parquet(file, reading)
 
 
 def _stack(frames: list[Frame]) -> Frame:
+    frames = [frame for frame in frames if frame.rows] or frames[:1]
     if len(frames) == 1:
         return frames[0]
     columns: dict[str, Column] = {}
@@ -193,8 +219,11 @@ def _plain_array(array: np.ndarray, name: str) -> np.ndarray:
     return flat.astype(object) if flat.dtype.kind == "U" else flat
 
 
-def read_csv(file: Path, *, delimiter: str | None = None, words: Collection[str] = ()) -> Frame:
-    """A table with a header line; a column is integers, else numbers, else words (the columns `words` at once)."""
+def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
+    """A table with a header line; a column is integers, else numbers, else words.
+
+    Columns of words in the task (`reading.like`) are words at once; ids of rows without labels are left as written.
+    """
     try:
         with file.open(newline="", encoding="utf-8-sig") as text:
             first = text.readline()
@@ -215,7 +244,18 @@ def read_csv(file: Path, *, delimiter: str | None = None, words: Collection[str]
     if not cells:
         raise FedstillError(f"data.source: '{file}' has a header and no rows")
     columns = dict(zip(header, zip(*cells, strict=True), strict=True))
-    return Frame({name: _parse(column, as_words=name in words) for name, column in columns.items()})
+    reading = reading or Reading()
+    words = {column.name for column in reading.like if column.words}
+    return Frame(
+        {
+            name: _words(list(column)) if _as_text(name, reading) else _parse(column, as_words=name in words)
+            for name, column in columns.items()
+        }
+    )
+
+
+def _as_text(name: str, reading: Reading) -> bool:
+    return not reading.labelled and is_id(name, reading)
 
 
 def _check_header(header: list[str], file: Path) -> None:
@@ -241,39 +281,51 @@ def _words(words: list[str]) -> np.ndarray:
     return array
 
 
-def _read_parquet(file: Path) -> Frame:
+def _read_parquet(file: Path, reading: Reading) -> Frame:
     parquet, arrow = require_extra("pyarrow.parquet"), require_extra("pyarrow")
     try:
         table = parquet.read_table(file)
     except (OSError, arrow.ArrowException) as error:
         raise FedstillError(f"data.source: '{file}' is not readable parquet ({first_line(error)})") from error
     metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    return frame_from_arrow(table, metadata.get("info", {}).get("features", {}))
+    return frame_from_arrow(table, metadata.get("info", {}).get("features", {}), reading)
 
 
-def frames_from_hf(dataset: Any) -> dict[str, Frame]:
+def frames_from_hf(dataset: Any, reading: Reading) -> dict[str, Frame]:
     """A Hugging Face Dataset, or a DatasetDict (any mapping from split to Dataset)."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     frames = {}
     for split, rows in splits.items():
         if not hasattr(rows, "with_format") or not hasattr(rows, "__len__"):
             raise FedstillError(f"data.source: expected a datasets.Dataset or DatasetDict, got {type(rows).__name__}")
-        frames[str(split)] = frame_from_arrow(rows.with_format("arrow")[:], rows.features.to_dict())
+        frames[str(split)] = frame_from_arrow(rows.with_format("arrow")[:], rows.features.to_dict(), reading)
     return frames
 
 
-def frame_from_arrow(table: Any, features: Mapping[str, Any]) -> Frame:
+def frame_from_arrow(table: Any, features: Mapping[str, Any], reading: Reading) -> Frame:
     """Columns of an Arrow table; `features` is the Hugging Face description of it, {} if there is none."""
     columns: dict[str, Column] = {}
     names: dict[str, tuple[str, ...]] = {}
     for name in table.column_names:
-        column = _arrow_column(table[name])
+        ids = _arrow_ids(table[name]) if _as_text(name, reading) else None
+        column = _arrow_column(table[name]) if ids is None else ids
         if column is not None:
             columns[name] = column
         described = features.get(name, {})
         if isinstance(described, dict) and described.get("_type") == "ClassLabel" and described.get("names"):
             names[name] = tuple(described["names"])
     return Frame(columns, names)
+
+
+def _arrow_ids(column: Any) -> np.ndarray | None:
+    """Ids as text, "" where one is missing; None for what names nothing (images, vectors, fractions)."""
+    types = require_extra("pyarrow").types
+    if types.is_nested(column.type) or types.is_binary(column.type) or types.is_large_binary(column.type):
+        return None
+    values = column.to_pylist()
+    if not all(value is None or isinstance(value, str | int | Decimal | date | UUID) for value in values):
+        return None
+    return _words(["" if value is None else str(value) for value in values])
 
 
 def _arrow_column(column: Any) -> Column | None:
@@ -318,7 +370,7 @@ def _blob(image: Mapping[str, Any] | None) -> bytes | Path:
     return Path(image["path"]) if image and image.get("path") else b""
 
 
-def frames_from_hub(identifier: str, known: list[str]) -> dict[str, Frame]:
+def frames_from_hub(identifier: str, known: list[str], reading: Reading) -> dict[str, Frame]:
     """Download 'owner/name' (or 'owner/name:configuration') with Hugging Face datasets; any failure is one line."""
     datasets, hub = require_extra("datasets"), require_extra("huggingface_hub")
     repository, _, configuration = identifier.partition(":")
@@ -335,4 +387,4 @@ def frames_from_hub(identifier: str, known: list[str]) -> dict[str, Frame]:
             f"data.source: '{identifier}' is neither an embedded set nor a file or folder here, "
             f"and the Hugging Face hub did not give it ({first_line(error)}); {suggest(identifier, known)}"
         ) from error
-    return frames_from_hf(loaded)
+    return frames_from_hf(loaded, reading)

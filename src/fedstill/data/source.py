@@ -43,6 +43,7 @@ class Unlabeled(NamedTuple):
     ids: tuple[str, ...]  # M different names: a file, a row of a table, a row of train or test
     truth: Tensor | None = None  # (M,) labels, where somebody knows them; no method sees them
     skipped: tuple[str, ...] = ()  # names of what could not be read
+    notes: tuple[str, ...] = ()  # what was decided while reading, for people
 
 
 class Source(NamedTuple):
@@ -59,6 +60,7 @@ class Source(NamedTuple):
     )  # of a split: row numbers in its file, or names; else 0, 1, ..
     skipped: tuple[str, ...] = ()  # samples that could not be read; only of sources read without labels
     central: Unlabeled | None = None  # what is neither the clients' nor the test set's (see splits.central_pool)
+    label: str = ""  # column of the labels; none where there are no labels
 
 
 @dataclass(frozen=True)

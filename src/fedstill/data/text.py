@@ -10,7 +10,7 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
-from fedstill.data.frames import Frame, choose_splits, find_keys
+from fedstill.data.frames import Frame, choose_splits, find_keys, with_rows
 from fedstill.data.source import Reading, Source, as_tensor
 
 # LEAF's 80 characters in its order (models/utils/language_utils.py); id 80 is any other character.
@@ -72,6 +72,7 @@ def text_source(
     Keys come as numbers, in the order of their values: a name for each of four million windows would take a gigabyte.
     """
     assert reading.window is not None
+    frames = with_rows(frames, name)
     train_name, test_name, said = choose_splits(frames)
     column = _find_text(frames[train_name], reading, name)
     texts, owners, keys = _texts(frames[train_name], column, reading, name)

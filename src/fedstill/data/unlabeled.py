@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.matching import load_like, match_classes, match_storage, reading_like
-from fedstill.data.readers import files_below, files_of
+from fedstill.data.readers import files_below, files_of, printable
 from fedstill.data.source import Source, Unlabeled, keep_rows, row_ids
 
 __all__ = ["Unlabeled", "read_unlabeled", "split_unlabeled"]
+
+_log = logging.getLogger("fedstill.run")
 
 
 def split_unlabeled(
@@ -24,7 +27,8 @@ def split_unlabeled(
 
     choice: 'none'; 'test' (transductive: the test inputs); 'central' (what data.client_rows leaves to the server); a
     number of train rows, taken away from the clients before they are shared out; or another source, all of whose
-    inputs are brought to the task's form. limit keeps a random part of that size.
+    inputs are brought to the task's form. limit keeps a random part of that size. Digits are always a number: a folder
+    called 2024 is './2024'.
     """
     if isinstance(choice, str) and choice.lstrip("-").isdigit():
         choice = int(choice)
@@ -42,25 +46,29 @@ def split_unlabeled(
     return rest, found if limit is None or limit >= len(found.x) else _some(found, limit, seed)
 
 
-def read_unlabeled(place: str, source: Source, *, cache_dir: str | None = None) -> Unlabeled:
+def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None = None) -> Unlabeled:
     """A folder of images (in any folders, of any size) or a table, in the storage form of the task's `source`.
 
     A table's columns are found by the names of the task's. Images that cannot be read, and files of other kinds
     beside them, are named in `skipped`; every other file or row comes once, in the order of the names: its path below
-    the folder, the table's id column, or its row number. Labels that are there count as truth if the classes have the
-    same names as the task's.
+    the folder, the table's id column as it is written, or its row number. Labels that are there count as truth if all
+    classes have names of the task's. A Path is never the name of an embedded set.
     """
     return _as_unlabeled(place, _load(place, source, cache_dir), source)
 
 
-def _load(place: str, source: Source, cache_dir: str | None) -> Source:
-    other = load_like(place, source, key="data.unlabeled", labelled=False, cache_dir=cache_dir)
+def _load(place: str | Path, source: Source, cache_dir: str | None) -> Source:
+    label = source.label or None
+    other = load_like(place, source, key="data.unlabeled", labelled=False, label=label, cache_dir=cache_dir)
     return other._replace(skipped=(*other.skipped, *_other_files(other.origin, source)))
 
 
-def _as_unlabeled(place: str, other: Source, source: Source) -> Unlabeled:
+def _as_unlabeled(place: str | Path, other: Source, source: Source) -> Unlabeled:
     x = match_storage(other.train.x, source.train.x, where=f"'{place}'")
-    return Unlabeled(x, row_ids(other, "train"), match_classes(other.train, source), other.skipped)
+    for note in other.notes:
+        _log.warning("'%s': %s", place, note)
+    truth = match_classes(other.train, source, some=True) if other.label else None
+    return Unlabeled(x, row_ids(other, "train"), truth, other.skipped, other.notes)
 
 
 def _of_another(place: str, source: Source, cache_dir: str | None) -> Unlabeled:
@@ -73,14 +81,19 @@ def _of_another(place: str, source: Source, cache_dir: str | None) -> Unlabeled:
 
 
 def _other_files(origin: str, source: Source) -> tuple[str, ...]:
-    """Files in a folder of images that are none by their name; not cached, for the images alone decide the cache."""
+    """What is left out of a folder of images: files that are none by their name, or whose name is no text.
+
+    Not cached, for the images alone decide the cache. Where a parquet file holds the images, only images are named.
+    """
     root = Path(origin)
     if not root.is_absolute() or not root.is_dir():
         return ()
-    taken = files_of(root, reading_like(source, labelled=False))
+    reading = reading_like(source, labelled=False)
+    taken = files_of(root, reading)
+    beside = set(files_below(root)) - set(taken)
     if taken[0].suffix.lower() not in IMAGE_SUFFIXES:
-        return ()
-    return tuple(sorted(file.relative_to(root).as_posix() for file in set(files_below(root)) - set(taken)))
+        beside = {file for file in beside if reading.fit and file.suffix.lower() in IMAGE_SUFFIXES}
+    return tuple(sorted(printable(file.relative_to(root)) for file in beside))
 
 
 def _central(source: Source) -> Unlabeled:

@@ -34,8 +34,9 @@ class Looped:
         results.fill(self.program.start)
         stack, steps = self._steps_of_one(plan, inputs, results)
         stack.reset(self.program.start)
+        now = rows(Weights(stack.params, stack.buffers), 0)  # views: every step writes into them
         for done, _ in enumerate(steps, 1):
-            if watch(done, rows(Weights(stack.params, stack.buffers), 0)):
+            if watch(done, now):
                 break
         if len(plan.index):
             results.take(stack, slice(0, 1), slice(0, 1))

@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from fedstill.report.reliability import reliability_picture
 if TYPE_CHECKING:
     from fedstill.prediction import Predictions
 
+FILES = ("predictions.csv", "predictions.parquet", "predictions.json", "reliability.png")
 ROWS_AT_ONCE = 4096
 _log = logging.getLogger("fedstill.run")
 
@@ -39,6 +41,17 @@ def columns_of(predictions: Predictions) -> dict[str, Any]:
 
 def write_predictions(predictions: Predictions, folder: Path, *, title: str) -> list[Path]:
     """All files that can be written here; what an extra is missing for costs one line. Older ones are replaced."""
+    try:
+        return _write_all(predictions, folder, title)
+    except OSError as error:
+        for name in FILES:
+            with suppress(OSError):
+                _temporary(folder / name).unlink(missing_ok=True)
+        at = f"'{error.filename2 or error.filename or folder}'"
+        raise FedstillError(f"--out: cannot write {at} ({error.strerror or error}): give another folder") from error
+
+
+def _write_all(predictions: Predictions, folder: Path, title: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     columns, written = columns_of(predictions), [folder / "predictions.csv"]
     _write_csv(columns, written[0])

@@ -110,9 +110,16 @@ def _draw_lines(
         ends.append((scale * float(mean[-1]), name, colour))
     axes.set_ylabel(label)
     axes.set_xlim(0.5, last + 0.5)
+    _whole_rounds(axes)
     axes.set_ylim(0, max(1.08 * axes.dataLim.y1, 1.0))
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     name_ends(axes, ends, gap=0.19 / height, form=form)
+
+
+def _whole_rounds(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
@@ -169,6 +176,7 @@ def _draw_every_round(figure: Figure, axes: Axes, seeds: Sequence[Rows], classes
         axes.set_yticks(range(count), labels=names, fontsize=8)
     axes.set_ylabel("class")
     axes.set_xlabel("round")
+    _whole_rounds(axes)
     bar = figure.colorbar(mesh, cax=axes.inset_axes((1.04, 0.0, 0.03, 1.0)))
     bar.set_label("share of the pseudo-labels (%)", fontsize=9)
     bar.ax.tick_params(length=0, labelsize=8)

@@ -40,6 +40,11 @@ def targets_of(state: Tree) -> Targets | None:
     return None if not kept else Targets(kept["probabilities"], kept["kept"])
 
 
+def no_targets(_: Weights) -> Tree:
+    """The first state of a step that keeps its targets: they come with its first round."""
+    return {"targets": {}}
+
+
 def keep_targets(state: Tree, targets: Targets) -> Tree:
     return {**state, "targets": targets._asdict()}
 
@@ -77,7 +82,7 @@ def distill(
     needs = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | (shares.needs if shares else frozenset())
     if student.patience is not None:
         needs.add(Need.VALIDATION)
-    return ServerStep(apply, needs=frozenset(needs), targets=targets_of)
+    return ServerStep(apply, no_targets, needs=frozenset(needs), targets=targets_of)
 
 
 def loss_of(weights: Weights, targets: Targets, round: Round, temperature: float = 1.0) -> float:

@@ -19,7 +19,8 @@ from fedstill.server.teachers import unlabeled_data
 Rule = Literal["max", "mean"]
 Restart = Literal["fresh", "fixed"]
 StudentStart = Literal["carried", "average"]
-ANSWERS = "past_answers"  # slot: what the last T teachers said about the unlabeled set, oldest first
+# slots: what the last T teachers said about the unlabeled set, oldest first; each rule asks for something else
+ANSWERS: dict[Rule, str] = {"max": "past_labels", "mean": "past_probabilities"}
 
 
 def migrate(
@@ -28,32 +29,36 @@ def migrate(
     mix_alpha: float = 0.2,
     beta: float = 0.7,
     past: int = 10,
+    warm_up: int | None = None,
     threshold: float = 0.75,
+    least: int = 1,
     rule: Rule = "max",
     rollback: Restart = "fresh",
     student_start: StudentStart = "carried",
 ) -> ServerStep:
     """The last `past` teachers label the unlabeled data, a student learns the labels and is mixed into the candidate.
 
-    The mix is the next teacher. Until so many are collected, and in a round in which no label is sure enough, the
-    candidate itself is the teacher. A teacher answers once, when it is made: M forwards a round instead of T M, and
-    T answers are kept instead of T models (see `answer_of`).
+    The mix is the next teacher. Until so many are collected (or `warm_up` rounds are over and there is one), and in a
+    round in which fewer than `least` labels are sure enough, the candidate itself is the teacher. A teacher answers
+    once, when it is made: M forwards a round instead of T M, and T answers are kept instead of T models (see
+    `answer_of`).
 
-    State: "student" as training left it, "past_answers", "targets"; with rollback "fixed" also "first".
+    State: "student" as training left it, "past_labels" or "past_probabilities" (by `rule`), "targets"; with rollback
+    "fixed" also "first".
     Reports: kept_share; student_loss, the cross-entropy on the kept labels after training.
     """
-    learn = learner(student)
+    learn, slot = learner(student), ANSWERS[rule]
     restart = _restart(beta, rollback, student_start)
 
     def init(weights: Weights) -> Tree:
         first = {"first": clone(weights)} if rollback == "fixed" else {}
-        return {"student": clone(weights), ANSWERS: {}, "targets": {}, **first}
+        return {"student": clone(weights), slot: {}, "targets": {}, **first}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        answers, before, targets = state[ANSWERS], targets_of(state), None
+        answers, before, targets = newest(state[slot], past), targets_of(state), None
         learnt = teacher = candidate
-        if before is not None and collected(answers) >= past:
-            targets = pseudo_labels(answers, threshold, classes=before.probabilities.shape[1])
+        if before is not None and may_label(collected(answers), past, warm_up, round):
+            targets = pseudo_labels(answers, threshold, classes=before.probabilities.shape[1], least=least)
             if bool(targets.kept.any()):
                 learnt = learn(restart(candidate, state, round), targets, round)
                 teacher = blend(candidate, learnt, mix_alpha, counts=candidate)
@@ -64,7 +69,7 @@ def migrate(
             targets = Targets(belief, torch.zeros(len(belief), dtype=torch.bool, device=belief.device))
         round.metrics["kept_share"] = float(targets.kept.double().mean())
         answers = append_answer(answers, answer_of(belief, rule), past)
-        return teacher, keep_targets({**state, "student": learnt, ANSWERS: answers}, targets)
+        return teacher, keep_targets({**state, "student": learnt, slot: answers}, targets)
 
     return ServerStep(apply, init, needs=frozenset({Need.UNLABELED}), targets=targets_of)
 
@@ -81,21 +86,31 @@ def answer_of(belief: Tensor, rule: Rule) -> Tree:
     return {"label": label, "sure": sure}
 
 
-def append_answer(answers: Tree, newest: Tree, past: int) -> Tree:
+def append_answer(answers: Tree, latest: Tree, past: int) -> Tree:
     """First in, first out: at most `past` answers along the first dimension, the newest last."""
-    one = tree_map(lambda leaf: leaf.unsqueeze(0), newest)
-    return tree_map(lambda old, new: torch.cat([old, new])[-past:], answers, one) if answers else one
+    one = tree_map(lambda leaf: leaf.unsqueeze(0), latest)
+    return newest(tree_map(lambda old, new: torch.cat([old, new]), answers, one), past) if answers else one
+
+
+def newest(answers: Tree, past: int) -> Tree:
+    return tree_map(lambda leaf: leaf[-past:], answers)
 
 
 def collected(answers: Tree) -> int:
     return len(next(leaves(answers))) if answers else 0
 
 
-def pseudo_labels(answers: Tree, threshold: float, *, classes: int) -> Targets:
-    """One label for each sample from the answers of T teachers, kept where it is sure enough."""
+def may_label(teachers: int, past: int, warm_up: int | None, round: Round) -> bool:
+    return teachers >= past if warm_up is None else round.number > warm_up and teachers > 0
+
+
+def pseudo_labels(answers: Tree, threshold: float, *, classes: int, least: int = 1) -> Targets:
+    """One label for each sample from the answers of T teachers, kept where it is sure enough; none if below `least`."""
     if "probabilities" in answers:
-        return mean_rule(answers["probabilities"], threshold)
-    return surest_label(answers["label"], answers["sure"], threshold, classes)
+        targets = mean_rule(answers["probabilities"], threshold)
+    else:
+        targets = surest_label(answers["label"], answers["sure"], threshold, classes)
+    return targets._replace(kept=targets.kept & (targets.kept.sum() >= least))
 
 
 def blend(a: Weights, b: Weights, share: float, *, counts: Weights) -> Weights:

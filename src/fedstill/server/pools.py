@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -100,9 +99,3 @@ def hard_targets(label: Tensor, kept: Tensor, classes: int, confidence: Tensor |
     rest = torch.minimum((1.0 - sure) / max(classes - 1, 1), below)
     spread = rest.unsqueeze(1).expand(-1, classes)
     return Targets(spread.scatter(1, label.unsqueeze(1), sure.unsqueeze(1)), kept)
-
-
-def certainty_of_training(loss: Tensor | float, classes: int, floor: float = 0.25) -> float:
-    """u = floor + (1 - floor) loss / ln K, clipped to [floor, 1]: how much the clients' models count (MrTF, u_t)."""
-    share = float(loss) / math.log(classes)
-    return min(1.0, max(floor, floor + (1.0 - floor) * share))

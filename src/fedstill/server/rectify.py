@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core.types import Need, Output, Round, ServerStep, Targets, Tree, Weights
-from fedstill.server.distill import agreement, everything, keep_targets, loss_of, targets_of
+from fedstill.server.distill import agreement, everything, keep_targets, loss_of, no_targets, targets_of
 from fedstill.server.pools import (
-    certainty_of_training,
     confident_share,
     entropy,
     full_precision,
@@ -56,9 +55,8 @@ def trust_in_clients(loss: Tensor | float, classes: int, *, floor: float = 0.25,
 
     bounded: clipped to [floor, 1]; without it u passes 1 where the loss passes ln K, as the paper prints it.
     """
-    if bounded:
-        return certainty_of_training(loss, classes, floor)
-    return floor + (1.0 - floor) * (float(loss) / math.log(classes))
+    u = floor + (1.0 - floor) * (float(loss) / math.log(classes))
+    return min(1.0, max(floor, u)) if bounded else u
 
 
 def stable(logits: Tensor, form: Refinery) -> Tensor:
@@ -147,12 +145,12 @@ def rectified_distillation(student: Student, form: Refinery) -> ServerStep:
     learn, window = learner(student), form.loss_window
 
     def init(weights: Weights) -> Tree:
-        device = next(iter(weights.params.values())).device
-        log = {
-            "losses": torch.zeros(window, device=device),
-            "logged": torch.zeros((), dtype=torch.int64, device=device),
-        }
-        return log if window else {}
+        state = no_targets(weights)
+        if window:
+            device = next(iter(weights.params.values())).device
+            state["losses"] = torch.zeros(window, device=device)
+            state["logged"] = torch.zeros((), dtype=torch.int64, device=device)
+        return state
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         if student.idle:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
-from fedstill.core.tree import concatenate, stack
 from fedstill.core.types import Need, Output, Params, Round, Weights
 from fedstill.server.average import Weighting, shares
 
@@ -38,15 +37,11 @@ def uploads_teach(candidate: Weights, round: Round) -> Weights:
     return round.uploads.weights
 
 
-def globals_teach_too(candidate: Weights, round: Round) -> Weights:
-    """The uploaded models, then the model that was sent, then the candidate."""
-    return concatenate([round.uploads.weights, stack([round.start, candidate])])
-
-
 def _noise(like: Tensor, count: int, seed: int) -> Tensor:
-    """(count, ...) of N(0, 1): the same on every device."""
-    draws = torch.randn(count, *like.shape, generator=torch_generator(seed), dtype=torch.float64)
-    return draws.to(like)
+    """(count, ...) of N(0, 1), drawn where the models are: a GPU draws other numbers than a CPU."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    generator = torch_generator(seed, like.device)
+    return torch.randn(count, *like.shape, generator=generator, device=like.device, dtype=dtype).to(like)
 
 
 def gaussian_samples(candidate: Weights, round: Round, *, count: int, weighting: Weighting = "size") -> Weights:
