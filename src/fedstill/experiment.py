@@ -33,6 +33,7 @@ from fedstill.data import (
     split_unlabeled,
     with_test_of,
 )
+from fedstill.data.datasets import is_embedded
 from fedstill.data.kept_parts import kept_parts
 from fedstill.engine import choose_device
 from fedstill.environment import environment
@@ -237,7 +238,8 @@ def write_whole(path: Path, text: str) -> None:
 def _anchored(experiment: Experiment) -> Experiment:
     """Files and folders by their full path, so that a run can be resumed from anywhere."""
     data = experiment.data
-    own = data.unlabeled in ("", "none", "test", "central")
+    unlabeled = str(data.unlabeled)
+    own = unlabeled in ("", "none", "test", "central") or unlabeled.lstrip("-").isdigit()
     places = {"source": data.source, "unlabeled": None if own else data.unlabeled, "test": data.test}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
     method = anchored(experiment.algorithm.name)
@@ -251,7 +253,7 @@ def _anchored(experiment: Experiment) -> Experiment:
 
 def is_local(place: object) -> bool:
     """A file or folder of this machine; the embedded sets come before folders of the same name."""
-    return isinstance(place, str) and place not in ("digits", "fashion-mini") and Path(place).exists()
+    return isinstance(place, str) and not is_embedded(place) and Path(place).exists()
 
 
 def _check_same(experiment: Experiment, folder: Path) -> None:

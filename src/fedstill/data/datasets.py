@@ -82,6 +82,15 @@ EMBEDDED: dict[str, tuple[Callable[[Reading], Source], Listing]] = {
 }
 
 
+def _embedded_name(source: str) -> str:
+    return source.lower().replace("_", "-")
+
+
+def is_embedded(source: str) -> bool:
+    """Whether a source is a set that ships with the package; it comes before a folder of that name."""
+    return _embedded_name(source) in EMBEDDED
+
+
 def load(
     source: str | Path,
     *,
@@ -110,9 +119,8 @@ def load_as(
 ) -> Source:
     """`load` with the options as one value."""
     text, folder = str(source), None if cache_dir is None else Path(cache_dir).expanduser()
-    embedded = text.lower().replace("_", "-")
-    if isinstance(source, str) and embedded in EMBEDDED:
-        return EMBEDDED[embedded][0](reading)
+    if isinstance(source, str) and is_embedded(source):
+        return EMBEDDED[_embedded_name(source)][0](reading)
     if not text.strip():
         raise FedstillError("data.source is empty; see: fedstill list datasets")
     try:

@@ -39,6 +39,7 @@ from fedstill.engine.probe import chunk_budget, probe
 from fedstill.engine.program import Program, float32_mode
 
 FEEDS = 4  # sets beside the train set that stay on the device
+SMALL_NET = 50_000  # parameters up to which a call costs more than the work in it, on a CPU
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
@@ -131,20 +132,25 @@ class Engine:
     ) -> Output:  # fmt: skip
         """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
         feed = self._feed_of(x)
-        # On a CPU stacking saves calls, not work: it pays for dense nets on sets of one piece (10 teachers, a 64-64-10
-        # MLP: 200 samples 0.6 ms instead of 1.0, 10,000 samples 23 instead of 25).
-        # On an H200, 10 models and 10,000 CIFAR-10 images: VGG8 148 ms in turn and 503 together, `cnn` 55 and 52.
-        if self.device.type == "cpu":
-            in_turn = self.model.convolutional or len(x) > ROWS_AT_ONCE["cpu"]
-        else:
-            in_turn = self.model.convolutional and not self.stacked
-        loop = self.model.unbatchable is not None or in_turn
         with float32_mode(self.precision):
             if batch is not None:
                 return forward_training(self.model, weights, feed, batch, seed, stacked=stacked, features=features)
             if stacked:
+                loop = self.model.unbatchable is not None or self._in_turn(weights, len(x))
                 return forward_many(self.model, weights, feed, loop=loop, features=features)
             return forward(self.model, weights, feed, features=features)
+
+    def _in_turn(self, teachers: Weights, samples: int) -> bool:
+        """Whether models answer faster one after another than under vmap.
+
+        On a CPU stacking saves calls, not work: it pays for small dense nets on sets of one piece (10 teachers, a
+        64-64-10 MLP: 200 samples 0.6 ms instead of 1.0; an MLP on CIFAR-10: 33 instead of 27).
+        On an H200, 10 models and 10,000 CIFAR-10 images: VGG8 148 ms in turn and 503 together, `cnn` 55 and 52.
+        """
+        if self.device.type != "cpu":
+            return self.model.convolutional and not self.stacked
+        weight = sum(leaf[0].numel() for leaf in teachers.params.values())
+        return self.model.convolutional or samples > ROWS_AT_ONCE["cpu"] or weight > SMALL_NET
 
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
         with float32_mode(self.precision):
