@@ -315,3 +315,10 @@ def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
     assert "'fedavg until 3 then fedprox' switches after round 3, the run has 3" in line
     assert told("fedavg until 2 then fedprox") == []
     assert told("fedavg") == []
+
+
+def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
+    words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "algorithm.name=mrtf(steps=1)")
+    told = call("run", *words, "--out", "labels here").stdout
+    assert "fedstill predict 'labels here'" in told
+    assert "fedstill predict" not in call("run", "small.toml", "--out", "none").stdout

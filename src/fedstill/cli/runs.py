@@ -145,6 +145,8 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     if result.audit:
         lines.append(f"  turned away    {len(result.audit)} entries in {result.run_dir}/audit.jsonl")
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
+    if result.targets is not None:
+        lines.append(f"Labels for the unlabeled set: fedstill predict {shlex.quote(str(result.run_dir))}")
     method = write(experiment.algorithm.name, experiment.algorithm.options)
     other = "scaffold" if method == "fedavg" else "fedavg"
     lines.append(f"Next: {_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3")
