@@ -25,8 +25,9 @@ from typing import IO, Any
 
 import numpy as np
 import safetensors
-import safetensors.torch
 import torch
+from safetensors.torch import load as read_tensors
+from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
@@ -105,7 +106,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
         with zipfile.ZipFile(path) as archive:
             names = _verify(archive)
             state = json.loads(archive.read("state.json"))
-            tensors = safetensors.torch.load(archive.read("state.safetensors"))
+            tensors = read_tensors(archive.read("state.safetensors"))
     except MemoryError:
         raise
     except Exception as error:  # a damaged file can make zipfile raise nearly anything
@@ -150,7 +151,7 @@ def load_weights(folder: Path, device: torch.device | str = "cpu") -> Weights:
     """The model that `save_weights` wrote; `folder` is best/ or last/ of a run, or the file itself."""
     path = folder / WEIGHTS_FILE if folder.is_dir() else folder
     try:
-        flat = safetensors.torch.load(path.read_bytes())
+        flat = read_tensors(path.read_bytes())
     except FileNotFoundError:
         raise FedstillError(f"no model at {path}: give the best/ or last/ folder of a finished run") from None
     except safetensors.SafetensorError as error:
@@ -216,7 +217,7 @@ def _write_clients(clients: Iterable[tuple[np.ndarray, Tree]], write: Callable[[
 def _read_clients(path: Path, parts: list[str], shape: Any) -> Iterator[tuple[np.ndarray, Tree]]:
     with zipfile.ZipFile(path) as archive:
         for name in parts:
-            tree = _fill_shape(shape, safetensors.torch.load(archive.read(name)))
+            tree = _fill_shape(shape, read_tensors(archive.read(name)))
             yield tree["ids"].numpy(), tree["states"]
 
 
@@ -270,7 +271,7 @@ def _escape(key: str) -> str:
 def _serialise(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     # clone: safetensors refuses tensors that share memory, as a remembered model and the present one may
     plain = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in tensors.items()}
-    data: bytes = safetensors.torch.save(plain, metadata)
+    data: bytes = tensor_bytes(plain, metadata)
     return data
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from bench_cases import run_of, small
 
+from fedstill.algorithms import METHODS
 from fedstill.bench.results import add_run, cell_key, merge, read_runs, write_runs
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -118,3 +119,13 @@ def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path, text):
     with pytest.raises(FedstillError, match=r"results\.json"):
         add_run(file, "tiny", run_of(small(), [1.0]))
     assert file.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["feddf(preset='mrtf')", 'feddf(preset="mrtf")+fedprox(mu=0.1)'])
+def test_a_preset_that_changes_is_another_cell_and_cells_without_presets_keep_their_keys(monkeypatch, text):
+    named = Experiment(algorithm=text.replace("'", '"'))
+    plain = Experiment(algorithm="feddf")
+    before = cell_key(named), cell_key(plain)
+    monkeypatch.setitem(METHODS["feddf"].presets, "mrtf", {"server_lr": 0.5})
+    assert cell_key(named) != before[0]
+    assert cell_key(plain) == before[1]

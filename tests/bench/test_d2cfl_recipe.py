@@ -192,6 +192,8 @@ def test_data_that_are_not_there_are_named(tmp_path):
 
 
 def test_every_documented_run_is_still_that_of_its_cell():
+    if not D2C.runs():
+        pytest.skip("nothing has been run yet")
     keys = {cell_key(cell.experiment) for cell in D2C.all_cells()}
     assert {run["key"] for run in D2C.runs()} <= keys
 

@@ -220,6 +220,8 @@ def test_data_that_are_not_there_are_named(tmp_path):
 
 
 def test_every_documented_run_is_still_that_of_its_cell():
+    if not MRTF.runs():
+        pytest.skip("nothing has been run yet")
     keys = {cell_key(cell.experiment) for cell in MRTF.all_cells()}
     assert {run["key"] for run in MRTF.runs()} <= keys
 

@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
+from pictures import assert_no_label_is_clipped
 
 from fedstill.core.errors import FedstillError
 from fedstill.report import partition_picture as module
@@ -45,13 +46,7 @@ def test_no_label_is_clipped(drawn: Callable[..., Figure], clients: int, classes
     counts = np.random.default_rng(0).integers(0, 200_000, (clients, classes))
     names = [f"a class with the name {c}" for c in range(classes)]
     figure = drawn(counts, title=TITLE, classes=names)
-    texts = figure.findobj(lambda item: hasattr(item, "get_text") and item.get_visible() and item.get_text())
-    assert len(texts) >= 10
-    for box in [text.get_window_extent() for text in texts]:
-        assert box.x0 >= 0
-        assert box.y0 >= 0
-        assert box.x1 <= figure.bbox.width
-        assert box.y1 <= figure.bbox.height
+    assert_no_label_is_clipped(figure, at_least=10)
 
 
 def test_areas_are_proportional_to_counts_and_colours_to_shares(drawn: Callable[..., Figure]) -> None:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
+from pictures import assert_no_label_is_clipped
 
 from fedstill.report.divergence_picture import Level, View, divergence_picture
 
@@ -81,10 +82,4 @@ def test_a_hundred_classes_have_no_legend(drawn):
 
 def test_no_label_is_clipped(drawn):
     figure = drawn(views_of(8), np.arange(30) % 10, classes=[f"class {c}" for c in range(10)])
-    texts = figure.findobj(lambda item: hasattr(item, "get_text") and item.get_visible() and item.get_text())
-    assert len(texts) >= 20
-    for box in [text.get_window_extent() for text in texts]:
-        assert box.x0 >= 0
-        assert box.y0 >= 0
-        assert box.x1 <= figure.bbox.width
-        assert box.y1 <= figure.bbox.height
+    assert_no_label_is_clipped(figure, at_least=20)

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from pictures import assert_no_label_is_clipped
 
 import fedstill
 from fedstill.core.errors import FedstillError
@@ -123,13 +124,7 @@ def test_no_label_is_clipped(drawn, methods, classes):
     rows = [row(number, count, 0.5, accuracy=0.5) for number, count in enumerate(counts, 1)]
     runs = {f"a method with the options {number}": [rows] for number in range(methods)}
     figure = drawn(runs, title="a rather long title of an experiment " * 3, classes=["a class's name"] * classes)
-    texts = figure.findobj(lambda item: hasattr(item, "get_text") and item.get_visible() and item.get_text())
-    assert len(texts) >= 10
-    for box in [text.get_window_extent() for text in texts]:
-        assert box.x0 >= 0
-        assert box.y0 >= 0
-        assert box.x1 <= figure.bbox.width
-        assert box.y1 <= figure.bbox.height
+    assert_no_label_is_clipped(figure, at_least=10)
 
 
 def test_rows_without_pseudo_labels_are_refused_in_one_line(tmp_path):

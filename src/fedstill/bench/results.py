@@ -16,10 +16,11 @@ from fedstill.bench.places import holding
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.experiment import write_whole
+from fedstill.options import find
 
-# What changes neither the data, nor the method, nor (but for rounding) the numbers.
 # What a round logs beside its accuracy and a record keeps: name -> times this (shares become percent).
 BESIDE = {"accuracy_aggregated": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
+# What changes neither the data, nor the method, nor (but for rounding) the numbers.
 NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
 
 
@@ -53,10 +54,23 @@ def cell_key(experiment: Experiment) -> str:
     """Ten letters for all that decides a cell's numbers; the same cell in two tables is the same run.
 
     Values equal to a section's default are left out, so that new keys do not change old names, and so is where the
-    data lie.
+    data lie. A preset counts by what it sets: when that changes, old runs are no longer this cell's.
     """
-    text = portable(experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL))
+    table = experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL)
+    text = portable({**table, **_presets(experiment)})
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _presets(experiment: Experiment) -> dict[str, Any]:
+    """What the presets that a cell's methods name set at present; nothing where none is named."""
+    section = experiment.algorithm
+    found: dict[str, Any] = {}
+    for part in (part for stretch in expression.parse(section.name) for part in stretch.parts):
+        preset = {**part.options, **section.options}.get("preset")
+        forms = getattr(find("algorithm", part.name), "presets", {})
+        if preset in forms:
+            found[part.name] = dict(forms[preset])
+    return {"presets": found} if found else {}
 
 
 def portable(table: dict[str, Any]) -> str:
