@@ -1,4 +1,4 @@
-"""Put the outcome of the quick start into the documentation: its table and its two pictures, made smaller.
+"""Put the outcome of the quick start into the documentation: its table and two of its pictures, made smaller.
 
     make run
     python tools/show_quick_start.py runs/quickstart/<utc>-<hash>

@@ -66,7 +66,7 @@ def compare(
     out: Out = None,
     format_: AsFormat = Format.text,
 ) -> None:
-    """Run several methods with several seeds on the same data: one table, two pictures."""
+    """Run several methods with several seeds on the same data: one table, and pictures."""
     experiment = read_experiment(file, set_ or [])
     from fedstill.cli.runs import compare_command
 
