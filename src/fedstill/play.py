@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.asking import Asked
+from fedstill.core.errors import FedstillError
 from fedstill.core.message import encode, select, template_of
 from fedstill.core.needs import needs_of
 from fedstill.core.phases import algorithm_at, carry_over, keep_waiting
@@ -19,10 +22,12 @@ from fedstill.core.tree import byte_size, clone, leaves, rows
 from fedstill.core.types import (
     Algorithm,
     Federation,
+    Keeper,
     Model,
     Need,
     Objective,
     Phase,
+    Preparation,
     Round,
     Seed,
     Targets,
@@ -31,6 +36,7 @@ from fedstill.core.types import (
     Tree,
     Uploads,
     Weights,
+    no_preparation,
 )
 from fedstill.engine.store import ClientStore
 from fedstill.evaluate import Exam, Forgetting, accuracy, evaluate
@@ -88,6 +94,8 @@ class Task:
     unlabeled: Tensor | None  # only with Need.UNLABELED
     validation: tuple[Tensor, Tensor] | None = None  # only with Need.VALIDATION
     truth: Tensor | None = None  # (M,) labels of the unlabeled set, for looking at what the server believes
+    tell: Callable[[str, float], None] = lambda what, share: None  # progress of what is prepared
+    keeper: Keeper | None = None
 
     def algorithm(self, round: int) -> Algorithm:
         return algorithm_at(self.phases, round)
@@ -117,12 +125,11 @@ def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int) -> n
 
 def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[AuditRecord]]:
     """One round: the state moves on, or stays as it was and the records say why."""
-    number, start = state.round, state.weights
+    number, algorithm = state.round, task.algorithm(state.round)
     state.models = {}
+    noted, found = _begin(task, state)
+    start = state.weights
     ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number)
-    algorithm = task.algorithm(number)
-    if number > 1 and algorithm is not task.algorithm(number - 1):
-        state.server = carry_over(state.server, algorithm.server.init(start))
     received = algorithm.server.broadcast(state.server)
     trained = task.engine.train(
         algorithm.objective,
@@ -143,8 +150,9 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
         "bytes_up": _bytes_up(uploads),
         "bytes_down": len(ids) * (byte_size(start) + byte_size(received)),
     }
+    row.update(noted)
     admitted = _admit(task, uploads, start, number)
-    records = admitted.records
+    records = [*found, *admitted.records]
     if admitted.uploads is not None:
         row["accepted"] = len(admitted.kept)
         moved, metrics = _serve(task, state, admitted.uploads)
@@ -155,6 +163,44 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
             reason = "the server's model holds NaN or Inf; the round keeps the old model"
             records = [*records, {"round": number, "client": None, "reason": reason}]
     return row, records
+
+
+def _begin(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
+    """In the first round of a method: what it takes over from the one before, and what it prepares."""
+    algorithm, number = task.algorithm(state.round), state.round
+    if number > 1 and algorithm is task.algorithm(number - 1):
+        return {}, []
+    if number > 1:
+        state.server = carry_over(state.server, algorithm.server.init(state.weights))
+    return prepare(task, state)
+
+
+def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
+    """What a method does once, before its first round; the state takes its result only if it is finite."""
+    algorithm, began = task.algorithm(state.round), time.perf_counter()
+    if algorithm.server.prepare is no_preparation:
+        return {}, []
+    asked = Asked(task.federation, task.clients, task.engine.device, state.round)
+    look = Preparation(
+        round=state.round,
+        model=task.model,
+        population=task.federation.population,
+        unlabeled=task.unlabeled if Need.UNLABELED in needs_of(algorithm) else None,
+        seed=seed_for(task.seed, "prepare", state.round),
+        trainer=task.engine,
+        ask=asked.ask,
+        keeper=task.keeper,
+        tell=task.tell,
+    )
+    candidate, server = algorithm.server.prepare(state.weights, state.server, look)
+    if not is_finite((candidate, server)):
+        raise FedstillError(
+            f"round {state.round}: what the method prepared holds NaN or Inf: use a lower learning rate"
+        )
+    state.weights, state.server = candidate, keep_waiting(state.server, server)
+    facts = {f"prepare/{name}": value for name, value in look.metrics.items()}
+    spent = {"bytes_prepared": asked.bytes_up, "seconds_prepared": time.perf_counter() - began}
+    return plain({**facts, **spent}), asked.records
 
 
 def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, number: int) -> Uploads:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fedstill.core.needs import check_needs, needs_of
 from fedstill.core.phases import phases_of, share_states
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import to_device, tree_map
-from fedstill.core.types import Algorithm, Federation, Model, Need, Phase, Seed, Targets, Training
+from fedstill.core.types import Algorithm, Federation, Keeper, Model, Need, Phase, Seed, Targets, Training
 from fedstill.engine.store import BUDGET, ClientStore
 from fedstill.evaluate import label_counts, make_exam
 from fedstill.guard import AuditRecord, Guard
@@ -55,6 +55,7 @@ def federate(
     tamper: Tamper | None = None,
     engine_options: Mapping[str, Any] | None = None,
     state_budget: int = BUDGET,
+    keeper: Keeper | None = None,
 ) -> Result:
     """Train one model over `rounds` rounds.
 
@@ -63,6 +64,7 @@ def federate(
     resume: go on from the newest checkpoint of `run_dir` that verifies; the result equals an uninterrupted run.
     tamper: sends every upload through its wire form and this function (fault injection).
     state_budget: bytes of client states kept in memory; beyond it they live in a sparse file.
+    keeper: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
     """
     began = time.perf_counter()
     phases = phases_of(algorithm)
@@ -71,8 +73,18 @@ def federate(
     if isinstance(engine, str):
         engine = _build_engine(engine, device, model, federation, engine_options or {})
     task = _make_task(phases, model, federation, training, engine, seed, guard or Guard(), tamper, cohort)
+    task = dataclasses.replace(task, keeper=keeper, tell=_teller(callbacks))
     plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target)
     return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
+
+
+def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
+    def tell(what: str, share: float) -> None:
+        _log.info("%s", what)
+        for callback in callbacks:
+            callback.on_prepare(what, share)
+
+    return tell
 
 
 def _run(

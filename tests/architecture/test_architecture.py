@@ -11,7 +11,7 @@ import pytest
 from source_files import SOURCE, calls, files, imported_at_once, imports, keywords, unit_of
 
 LEAVES = ("local", "server", "privacy", "engine", "models", "data", "partition")  # import core only
-RUN = ("callbacks", "checkpoint", "evaluate", "guard", "history", "play", "resume", "rounds")
+RUN = ("asking", "callbacks", "checkpoint", "evaluate", "guard", "history", "play", "resume", "rounds")
 MAY_IMPORT = {
     "core": set(),
     **{unit: {"core"} for unit in LEAVES},

@@ -16,12 +16,14 @@ from fedstill.core.types import (
     Model,
     Objective,
     Output,
+    Preparation,
     Round,
     ServerStep,
     Targets,
     Tree,
     Weights,
     no_finish,
+    no_preparation,
 )
 
 T = TypeVar("T")
@@ -83,6 +85,12 @@ def chain(*steps: ServerStep) -> ServerStep:
             candidate, after[str(i)] = step.apply(candidate, state.get(str(i), {}), round)
         return candidate, after
 
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        after: Tree = {}
+        for i, step in enumerate(steps):
+            candidate, after[str(i)] = step.prepare(candidate, state.get(str(i), {}), preparation)
+        return candidate, {**state, **after}
+
     def broadcast(state: Tree) -> Tree:
         return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
 
@@ -103,6 +111,7 @@ def chain(*steps: ServerStep) -> ServerStep:
         steps=tuple(part for step in steps for part in step.steps or (step,)),
         report=report,
         targets=targets,
+        prepare=prepare if any(step.prepare is not no_preparation for step in steps) else no_preparation,
     )
 
 
@@ -150,12 +159,17 @@ def report_only(step: ServerStep) -> ServerStep:
         moved, after = step.apply(candidate, own(state), round)
         return candidate, {**after, "reported": moved}
 
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        candidate, after = step.prepare(candidate, own(state), preparation)
+        return candidate, {**state, **after}
+
     def report(state: Tree) -> Weights | None:
         return state.get("reported") or None
 
     return replace(
         step,
         apply=apply,
+        prepare=prepare if step.prepare is not no_preparation else no_preparation,
         init=init,
         broadcast=lambda state: step.broadcast(own(state)),
         report=report,
@@ -192,6 +206,10 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
     def broadcast(state: Tree) -> Tree:
         return step([]).broadcast(state.get("inner", {}))
 
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        candidate, inner = empty.prepare(candidate, state.get("inner", {}), preparation)
+        return candidate, {**state, "inner": inner}
+
     empty = step([])
     return ServerStep(
         apply,
@@ -200,6 +218,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
         empty.needs,
         report=lambda state: empty.report(state.get("inner", {})),
         targets=lambda state: empty.targets(state.get("inner", {})),
+        prepare=prepare if empty.prepare is not no_preparation else no_preparation,
     )
 
 

@@ -34,7 +34,8 @@ def join(methods: Named) -> Algorithm:
     objective = combine(risk, *(term.with_risk(risk) if term.with_risk else term for term in terms))
     kept = [step for stage in (Stage.KEEP, Stage.REFINE) for step in _steps_at(stage, methods)]
     server = chain(_aggregate(methods), *_move(methods), *kept)
-    return Algorithm(objective, server, _in_turn([one.transmit for one in methods.values()]))
+    releases = tuple(release for one in methods.values() for release in one.releases)
+    return Algorithm(objective, server, _in_turn([one.transmit for one in methods.values()]), releases)
 
 
 def _terms(objective: Objective) -> tuple[Objective, ...]:

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from fedstill.core.data import Dataset as Dataset
+from fedstill.core.data import Federation as Federation
+from fedstill.core.release import Release as Release
+
 Params = dict[str, Tensor]  # flat names as in nn.Module.named_parameters()
 Tree = dict[str, Any]  # nested dicts with tensors at the leaves: states, slots, uploads
 Seed = int  # 64 bits; see core/seeds.py
@@ -86,6 +90,16 @@ class Model:
     batch_statistics: bool = False  # BatchNorm that uses the batch in training
     dropout: bool = False
     unbatchable: str | None = None  # why vmap cannot run it, in one sentence
+    groups: Groups | None = None  # it stands for several architectures: see core/groups.py
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Clients with different architectures: the prototypes by name, who runs which, and what is reported."""
+
+    models: Mapping[str, Model]
+    member: tuple[str, ...]  # (N,) the prototype of each client
+    report: str = "ensemble"  # the mean of the prototypes' logits, or the name of one prototype
 
 
 class Local(NamedTuple):
@@ -209,6 +223,10 @@ class Trainer(Protocol):
         """Buffers with BatchNorm's statistics taken anew over all of x: the mean over batches, by their rows."""
         ...
 
+    def lend(self, model: Model) -> Trainer:
+        """The same device, precision and data forms for another model (pre-training adds a projection head)."""
+        ...
+
 
 class Targets(NamedTuple):
     """What the server believes about its unlabeled data, and the rows it learns from."""
@@ -232,6 +250,51 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
     models: dict[str, Weights] = field(default_factory=dict)  # ... and leave models whose accuracy is of interest
     validation: tuple[Tensor, Tensor] | None = None  # labeled (x, y); None unless Need.VALIDATION is declared
+    groups: Mapping[str, Round] = field(default_factory=dict)  # several architectures: the round of each, by name
+
+
+class ClientData(NamedTuple):
+    """What one client shows to a function that runs on it before the first round. It does not leave the client."""
+
+    id: int
+    x: Tensor  # (n, ...) in storage form
+    y: Tensor  # (n,)
+
+
+class Answers(NamedTuple):
+    """What left the clients that were asked: stacked in the order of `ids`; those that failed are not among them."""
+
+    ids: Tensor  # (A,) int64
+    values: Tree
+
+
+class Keeper(Protocol):
+    """Results that are expensive and the same for many runs, kept on disk by what they follow from."""
+
+    def load(self, identity: Mapping[str, Any]) -> Tree | None: ...
+
+    def save(self, identity: Mapping[str, Any], tree: Tree) -> None: ...
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """All that a server step may look at, and ask, before its method's first round."""
+
+    round: int  # the first round: 1, or later where the method follows another one
+    model: Model
+    population: int
+    unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
+    seed: Seed
+    trainer: Trainer
+    ask: Callable[[Callable[[ClientData], Tree]], Answers]  # run a function on every client that holds data
+    keeper: Keeper | None = None
+    tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
+    metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
+    groups: Mapping[str, Preparation] = field(default_factory=dict)
+
+
+def no_preparation(candidate: Weights, state: Tree, _: Preparation) -> tuple[Weights, Tree]:
+    return candidate, state
 
 
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
@@ -265,6 +328,8 @@ class ServerStep:
     steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
     report: Callable[[Tree], Weights | None] = nobody  # the model that is looked at, where it is not the one sent
     targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
+    # once, before the method's first round: the model that is sent then, and the step's state
+    prepare: Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]] = no_preparation
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]
@@ -281,6 +346,7 @@ class Algorithm:
     objective: Objective
     server: ServerStep
     transmit: Transmit = unchanged
+    releases: tuple[Release, ...] = ()
 
 
 class Phase(NamedTuple):
@@ -288,43 +354,3 @@ class Phase(NamedTuple):
 
     algorithm: Algorithm
     until: int | None = None  # the last round of the phase
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Samples in storage form: images uint8 (n, channels, height, width), text uint8 or int64 ids (n, length),
-    anything else float32.
-
-    The engine turns them into model input: (x / 255 if uint8 - mean) / std, per channel (or feature); ids as int64.
-    """
-
-    name: str
-    x: Tensor
-    y: Tensor  # (n,) int64
-    classes: tuple[str, ...]
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
-
-    @property
-    def text(self) -> bool:
-        return self.x.ndim == 2 and not self.x.is_floating_point()
-
-
-@dataclass(frozen=True)
-class Federation:
-    """Who holds what: client k owns train rows indices[offsets[k]:offsets[k + 1]]."""
-
-    train: Dataset
-    test: Dataset
-    indices: Tensor  # (sum of sizes,) int64 rows of train
-    offsets: Tensor  # (N + 1,) int64
-    unlabeled: Tensor | None = None  # (M, ...) same storage form as train.x
-    unlabeled_truth: Tensor | None = None  # (M,) labels that only a simulation knows; no method sees them
-    unlabeled_ids: tuple[str, ...] | None = None  # a name for each unlabeled row: file, or row of a table
-    unlabeled_skipped: tuple[str, ...] = ()  # names of what could not be read of them
-    validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
-    partition: str = ""  # how it was split, for people
-
-    @property
-    def population(self) -> int:
-        return len(self.offsets) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -155,6 +156,12 @@ class Engine:
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
         with float32_mode(self.precision):
             return batch_statistics(self.model, weights, self._feed_of(x), batch)
+
+    def lend(self, model: Model) -> Engine:
+        """An engine for another model of the same data; it keeps nothing in common that either could change."""
+        other = copy.copy(self)
+        other.model, other.programs, other.feeds = model, {}, {}
+        return other
 
     def _run(
         self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray

@@ -1,0 +1,47 @@
+"""What is learnt from, and who holds it: types only. `core.types` hands them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples in storage form: images uint8 (n, channels, height, width), text uint8 or int64 ids (n, length),
+    anything else float32.
+
+    The engine turns them into model input: (x / 255 if uint8 - mean) / std, per channel (or feature); ids as int64.
+    """
+
+    name: str
+    x: Tensor
+    y: Tensor  # (n,) int64
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    @property
+    def text(self) -> bool:
+        return self.x.ndim == 2 and not self.x.is_floating_point()
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who holds what: client k owns train rows indices[offsets[k]:offsets[k + 1]]."""
+
+    train: Dataset
+    test: Dataset
+    indices: Tensor  # (sum of sizes,) int64 rows of train
+    offsets: Tensor  # (N + 1,) int64
+    unlabeled: Tensor | None = None  # (M, ...) same storage form as train.x
+    unlabeled_truth: Tensor | None = None  # (M,) labels that only a simulation knows; no method sees them
+    unlabeled_ids: tuple[str, ...] | None = None  # a name for each unlabeled row: file, or row of a table
+    unlabeled_skipped: tuple[str, ...] = ()  # names of what could not be read of them
+    validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
+    partition: str = ""  # how it was split, for people
+
+    @property
+    def population(self) -> int:
+        return len(self.offsets) - 1

@@ -1,0 +1,21 @@
+"""What a method says about its privacy: types only. `core.types` hands them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Release:
+    """Something about private data that leaves clients with noise on it: what a privacy accountant composes.
+
+    Neighbouring federations differ in one sample of one client, or in all that one client holds (`unit`).
+    """
+
+    what: str  # for people: "certainty scores", "model updates"
+    unit: Literal["sample", "client"]
+    multiplier: float | None  # standard deviation of the Gaussian noise / L2 sensitivity; None: no claim, see `why`
+    when: Literal["once", "round"]
+    against: Literal["server", "public"]  # noise before the server looks, or only before anybody else does
+    why: str = ""  # why there is no claim, or what it rests on

@@ -1,0 +1,141 @@
+"""Before the first round: what a method may ask, what it changes, and when it happens."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedstill.asking import Asked
+from fedstill.callbacks import Callback
+from fedstill.core.compose import after, chain, remember, report_only, rollback
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import leaves, tree_map
+from fedstill.core.types import Algorithm, Phase, ServerStep, Training, Weights
+from fedstill.local.terms import cross_entropy
+from fedstill.rounds import federate
+from fedstill.server.average import average
+from fedstill.trial import trial_federation, trial_model
+
+
+def counts_samples(candidate, state, preparation):
+    """Ask every client how many samples it holds."""
+    answers = preparation.ask(lambda data: {"size": torch.tensor(float(len(data.x)))})
+    preparation.metrics["samples"] = float(answers.values["size"].sum())
+    preparation.tell("counted", 1.0)
+    return candidate, {"sizes": answers.values["size"], "ids": answers.ids}
+
+
+def zeros(candidate, state, preparation):
+    return tree_map(torch.zeros_like, candidate), state
+
+
+SIZES = ServerStep(init=lambda _: {"sizes": {}, "ids": {}}, prepare=counts_samples)
+FROM_ZERO = ServerStep(prepare=zeros)
+
+
+def method(*steps):
+    return Algorithm(cross_entropy(), chain(average(), *steps))
+
+
+def run(algorithm, **options):
+    settings = {"rounds": 2, "cohort": 2, "training": Training(batch_size=8, lr=0.1)} | options
+    return federate(algorithm=algorithm, model=trial_model(), federation=trial_federation(), **settings)
+
+
+def same(first: Weights, second: Weights) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(second), strict=True))
+
+
+def test_every_client_that_holds_data_is_asked_once_and_what_it_costs_is_noted_in_the_first_round():
+    result = run(method(SIZES))
+    first, second = result.history.rows
+    assert first["prepare/samples"] == 4 * 24  # trial_federation: 4 clients of 24
+    assert first["bytes_prepared"] == 4 * 4  # a float from each
+    assert first["seconds_prepared"] >= 0
+    assert not any(key.startswith("prepare/") for key in second)
+
+
+def test_a_step_that_prepares_nothing_changes_no_bit_of_a_run():
+    assert same(run(method()).weights, run(method(SIZES)).weights)
+
+
+def test_the_first_cohort_starts_from_the_prepared_model():
+    result = run(method(FROM_ZERO), rounds=1)
+    fresh = run(method(), rounds=1)
+    assert not same(result.weights, fresh.weights)
+    # all-zero weights of a ReLU net: only the last bias has a gradient
+    moved = [name for name, leaf in result.weights.params.items() if bool(leaf.any())]
+    assert moved == ["head.bias"]
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [after(1, SIZES), report_only(SIZES), rollback(SIZES, 0.5), remember(lambda _: SIZES, 2), chain(SIZES)],
+    ids=["after", "report_only", "rollback", "remember", "chain"],
+)
+def test_wrapped_steps_are_prepared_too(wrapped):
+    assert run(method(wrapped)).history.rows[0]["prepare/samples"] == 96
+
+
+def test_a_method_that_follows_another_is_prepared_when_its_turn_comes():
+    rows = run((Phase(method(), until=1), Phase(method(SIZES))), rounds=3).history.rows
+    assert ["prepare/samples" in row for row in rows] == [False, True, False]
+
+
+def test_a_resumed_run_is_not_prepared_again_and_ends_with_the_same_bits(tmp_path):
+    whole = run(method(FROM_ZERO), rounds=3)
+    run(method(FROM_ZERO), rounds=1, run_dir=tmp_path, checkpoint_every=1)
+    resumed = run(method(FROM_ZERO), rounds=3, run_dir=tmp_path, checkpoint_every=1, resume=True)
+    assert same(whole.weights, resumed.weights)
+
+
+def test_a_watcher_hears_how_far_it_is():
+    heard = []
+
+    class Listener(Callback):
+        def on_prepare(self, what, share):
+            heard.append((what, share))
+
+    run(method(SIZES), callbacks=[Listener()])
+    assert heard == [("counted", 1.0)]
+
+
+def test_a_preparation_that_ends_in_nan_is_refused_in_words():
+    spoilt = ServerStep(prepare=lambda weights, state, _: (tree_map(lambda leaf: leaf * float("nan"), weights), state))
+    with pytest.raises(FedstillError, match="NaN or Inf"):
+        run(method(spoilt))
+
+
+def asked():
+    federation = trial_federation()
+    return Asked(federation, np.arange(4), torch.device("cpu"), 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda data: 1 / 0, "ZeroDivisionError"),
+        (lambda data: {"a": torch.tensor(float("inf"))}, "NaN or Inf"),
+        (lambda data: {"a": torch.zeros(2)}, "another form"),
+    ],
+)
+def test_a_client_that_fails_is_left_out_and_recorded(fault, reason):
+    asking = asked()
+    answers = asking.ask(lambda data: fault(data) if data.id == 2 else {"a": torch.tensor(float(data.id))})
+    assert answers.ids.tolist() == [0, 1, 3]
+    assert answers.values["a"].tolist() == [0.0, 1.0, 3.0]
+    (record,) = asking.records
+    assert record["client"] == 2
+    assert reason in record["reason"]
+
+
+def test_a_client_is_shown_its_own_rows_and_no_others():
+    asking, federation = asked(), trial_federation()
+    answers = asking.ask(lambda data: {"total": data.x.double().sum()})
+    for client in range(4):
+        rows = federation.indices[federation.offsets[client] : federation.offsets[client + 1]]
+        assert answers.values["total"][client] == federation.train.x[rows].double().sum()
+
+
+def test_nobody_left_is_an_error_that_says_where_to_look():
+    with pytest.raises(FedstillError, match="audit"):
+        asked().ask(lambda data: 1 / 0)
