@@ -43,9 +43,9 @@ def title(method: str) -> str:
     return title_and_summary(method)[0]
 
 
-def models(count: int) -> str:
-    """Bytes in models: of the trial network, whose step counts and the like weigh nothing beside it."""
-    share = round(count / byte_size(trial_model().init(0)), 1)
+def models(count: int, one: int) -> str:
+    """Bytes in models of `one` byte each: of the trial network, beside which step counts and the like weigh nothing."""
+    share = round(count / one, 1)
     return "nothing" if share == 0 else "1 model" if share == 1 else f"{share:g} models"
 
 
@@ -54,7 +54,8 @@ def cost(method: str) -> dict[str, str]:
     """Traffic and memory measured in one tiny round, work read off the objective."""
     algorithm = build_algorithm(method)
     row = trial_run(algorithm).history.rows[0]
-    weights = trial_model().init(0)
+    weights = trial_model(text=Need.TOKENS in needs_of(algorithm)).init(0)
+    one = byte_size(weights)
     frozen = len(algorithm.objective.frozen)
     step = "one forward and backward pass"
     if frozen:
@@ -62,10 +63,10 @@ def cost(method: str) -> dict[str, str]:
     if algorithm.objective.measure is not None:
         step += "; after training one more pass over the local data"
     return {
-        "sent to a client": models(row["bytes_down"] // row["cohort"]),
-        "sent by a client": models(row["bytes_up"] // row["cohort"]),
-        "kept by a client between rounds": models(byte_size(algorithm.objective.init(weights))),
-        "kept by the server beside the model": models(byte_size(algorithm.server.init(weights))),
+        "sent to a client": models(row["bytes_down"] // row["cohort"], one),
+        "sent by a client": models(row["bytes_up"] // row["cohort"], one),
+        "kept by a client between rounds": models(byte_size(algorithm.objective.init(weights)), one),
+        "kept by the server beside the model": models(byte_size(algorithm.server.init(weights)), one),
         "a client's step": step,
     }
 

@@ -51,12 +51,13 @@ if TYPE_CHECKING:
         load,
         make_federation,
         split_unlabeled,
+        tokenise,
     )
     from fedstill.experiment import build_federation, resume_run, run
     from fedstill.guard import Guard
     from fedstill.history import History, Result
     from fedstill.methods import build_method
-    from fedstill.models import build_model, from_module
+    from fedstill.models import build_model, from_module, mixed_model
     from fedstill.prediction import Predictions, predict
     from fedstill.rounds import federate
 
@@ -74,13 +75,13 @@ _HOMES = {
         "Uploads Weights"
     ),
     "fedstill.data": (
-        "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled"
+        "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled tokenise"
     ),
     "fedstill.experiment": "build_federation resume_run run",
     "fedstill.guard": "Guard",
     "fedstill.history": "History Result",
     "fedstill.methods": "build_method",
-    "fedstill.models": "build_model from_module",
+    "fedstill.models": "build_model from_module mixed_model",
     "fedstill.prediction": "Predictions predict",
     "fedstill.rounds": "federate",
 }
@@ -129,6 +130,7 @@ __all__ = [
     "from_tensors",
     "load",
     "make_federation",
+    "mixed_model",
     "predict",
     "remember",
     "resume_run",
@@ -136,6 +138,7 @@ __all__ = [
     "run",
     "seed_for",
     "split_unlabeled",
+    "tokenise",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -25,10 +25,10 @@ class Asked:
         self.records: list[AuditRecord] = []
         self.bytes_up = 0
 
-    def ask(self, question: Callable[[ClientData], Tree]) -> Answers:
-        """The answers of all clients, stacked in the order of their ids."""
+    def ask(self, question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None) -> Answers:
+        """The answers of all clients (`among` some ids), stacked in the order of their ids."""
         good: dict[int, Tree] = {}
-        for client in self.clients.tolist():
+        for client in (one for one in self.clients.tolist() if among is None or one in among):
             answer = self._answer(question, client, next(iter(good.values()), None))
             if isinstance(answer, str):
                 self.records.append({"round": self.round, "client": client, "reason": f"preparation: {answer}"})

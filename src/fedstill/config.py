@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from fedstill import expression, options, toml_io
+from fedstill import expression, options, prototypes, toml_io
 from fedstill.config_errors import one_line
 from fedstill.core.errors import FedstillError
 
@@ -54,6 +54,9 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
     keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
     size: int | None = Field(default=None, ge=1, examples=[32])
     window: int | None = Field(default=None, ge=1, examples=[80])
+    tokens: int | None = Field(default=None, ge=3, examples=[64])
+    vocabulary: int = Field(default=8192, ge=1)  # at most so many different tokens, where no tokenizer is given
+    tokenizer: str | None = Field(default=None, min_length=1, examples=["tokenizer.json"])
 
     @model_validator(mode="after")
     def _one_test_set(self) -> Self:
@@ -61,6 +64,13 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
             raise FedstillError("data.unlabeled = 'central' is what data.client_rows leaves: set it, e.g. 20000")
         if self.test is not None and self.client_rows is not None:
             raise FedstillError("data.test and data.client_rows both say what the test set is: remove one of them")
+        if self.tokens is not None and self.window is not None:
+            raise FedstillError(
+                "data.window and data.tokens both say how text is read: keep data.window for the next character, "
+                "data.tokens for the class of a text"
+            )
+        if self.tokenizer is not None and self.tokens is None:
+            raise FedstillError("data.tokenizer needs the length of a text: set data.tokens, e.g. 64")
         return self
 
 
@@ -128,6 +138,8 @@ class LocalSection(BaseModel, **_RULES, extra="forbid"):
     augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field(
         default=(), strict=False, examples=[["crop", "flip"]]
     )
+    part: Literal["all", "head"] = "all"
+    keep_optimizer: bool = False
 
     def to_training(self) -> Training:
         from fedstill.core.types import Training  # imports torch: a typing mistake should be told before that
@@ -155,6 +167,18 @@ class GuardSection(BaseModel, **_RULES, extra="forbid"):
     extra_bound: float | None = Field(default=None, gt=0, examples=[100.0])
 
 
+class PrivacySection(BaseModel, **_RULES, extra="forbid"):
+    """What a run may tell about its clients: a budget, and how label counts are sent where a method needs them."""
+
+    epsilon: float | None = Field(default=None, gt=0, examples=[8.0])
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    unit: Literal["client", "sample"] = "client"
+    against: Literal["public", "server"] = "public"
+    partial: bool = False
+    label_counts: Literal["exact", "dp", "none"] = "exact"
+    label_epsilon: float = Field(default=1.0, gt=0)
+
+
 class CompareSection(BaseModel, **_RULES, extra="forbid"):
     """What `compare` takes when the command line does not say."""
 
@@ -168,8 +192,10 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     name: str = Field(default="experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     rounds: int = Field(default=100, ge=1)
     cohort: int | float = Field(default=10, gt=0)
+    sampling: Literal["fixed", "poisson"] = "fixed"
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
+    evaluate_batch: int | None = Field(default=None, ge=1, examples=[100])
     checkpoint_every: int = Field(default=10, ge=1)
     target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
@@ -182,6 +208,7 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     algorithm: Annotated[AlgorithmSection, _section("name")] = AlgorithmSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
     guard: GuardSection = GuardSection()
+    privacy: PrivacySection = PrivacySection()
     compare: CompareSection = CompareSection()
 
     @model_validator(mode="wrap")
@@ -271,6 +298,8 @@ def _check_own_keys(experiment: Experiment) -> None:
     for kind in ("partition", "model"):
         section = _own_sections(experiment)[kind]
         options.check(kind, _name(section), section.options)
+    if experiment.model.name == prototypes.MIXED:
+        prototypes.check_mixture(experiment.model.options)
     from fedstill.methods import build_method  # loads torch; last, so that other mistakes are told before that
 
     build_method(experiment.algorithm.name, experiment.algorithm.options)

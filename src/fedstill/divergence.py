@@ -93,6 +93,8 @@ def measure_divergence(
     if training.steps is None:
         raise FedstillError("a probe compares models after equally many steps: give Training(steps=50)")
     built = build_engine(engine, device, model=model, federation=federation)
+    if not isinstance(built, Engine):
+        raise FedstillError(f"{model.name}: divergence is measured for one network at a time")
     risk = cross_entropy() if objective is None else objective
     start = _start(built, risk, federation, training, pretrain, seed)
     ids = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation, Trainer, Weights
 
 BINS = 15
@@ -22,6 +23,7 @@ class Exam:
     y: Tensor  # (n,)
     class_sizes: Tensor  # (K,) float64, test samples of each class
     shares: Tensor  # (clients, K) float32, rows sum to 1 over the classes that are tested
+    batch: int | None = None  # answered in train mode, so many questions at a time; None: in eval mode
 
 
 def label_counts(federation: Federation) -> Tensor:
@@ -45,6 +47,13 @@ def make_exam(federation: Federation, device: torch.device | str, counts: Tensor
     return Exam(federation.test.x.to(device), y, class_sizes.to(device), shares.to(device))
 
 
+def answered_in_train_mode(exam: Exam, batch: int | None) -> Exam:
+    """The same questions, `batch` of them at a time, so that BatchNorm goes by them; None: in eval mode."""
+    if batch is not None and batch < 1:
+        raise FedstillError(f"evaluate_batch = {batch}: use at least 1, or leave it out")
+    return replace(exam, batch=batch)
+
+
 def evaluate(weights: Weights, exam: Exam, trainer: Trainer) -> dict[str, Any]:
     """One look at the global model on the global test set; one host sync.
 
@@ -54,7 +63,7 @@ def evaluate(weights: Weights, exam: Exam, trainer: Trainer) -> dict[str, Any]:
     training labels. It is exact when samples of a class are alike everywhere (label skew) and says nothing
     about feature skew.
     """
-    logits = trainer.outputs(weights, exam.x).logits.float()
+    logits = _answers(weights, exam, trainer).float()
     confidence, answer = logits.softmax(dim=1).max(dim=1)
     correct = (answer == exam.y).double()
     hits = torch.zeros_like(exam.class_sizes).index_add_(0, exam.y, correct)
@@ -76,7 +85,13 @@ def evaluate(weights: Weights, exam: Exam, trainer: Trainer) -> dict[str, Any]:
 
 def accuracy(weights: Weights, exam: Exam, trainer: Trainer) -> float:
     """Of a model that is only of passing interest."""
-    return float((trainer.outputs(weights, exam.x).logits.argmax(dim=1) == exam.y).double().mean())
+    return float((_answers(weights, exam, trainer).argmax(dim=1) == exam.y).double().mean())
+
+
+def _answers(weights: Weights, exam: Exam, trainer: Trainer) -> Tensor:
+    if exam.batch is None:
+        return trainer.outputs(weights, exam.x).logits
+    return trainer.outputs(weights, exam.x, batch=exam.batch).logits
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:

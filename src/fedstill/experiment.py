@@ -31,6 +31,7 @@ from fedstill.data import (
     make_federation,
     owners,
     split_unlabeled,
+    tokenise,
     with_test_of,
 )
 from fedstill.data.datasets import is_embedded
@@ -41,24 +42,39 @@ from fedstill.evaluate import label_counts
 from fedstill.expression import anchored, label
 from fedstill.guard import Guard
 from fedstill.history import Result
+from fedstill.kept_results import KeptResults
 from fedstill.methods import build_method
-from fedstill.models import READS_TEXT, build_model
+from fedstill.models import READS_TEXT, build_model, mixed_model, model_options
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
+from fedstill.privacy.budget import Privacy
+from fedstill.prototypes import ENSEMBLE, MIXED, prototypes_of
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.rounds import federate
 from fedstill.trackers import build_trackers
 
 CONFIG_FILE = "config.toml"
+TOKENIZER_FILE = "tokenizer.json"
 _log = logging.getLogger("fedstill.run")
 
 
 def load_source(experiment: Experiment) -> Source:
-    """The experiment's data; it does not depend on the seed, so that seeds share one test set."""
+    """The experiment's data; it does not depend on the seed, so that seeds share one test set.
+
+    Texts are not tokens yet: whose texts a tokenizer may learn from depends on the seed (see build_federation).
+    """
     data = experiment.data
     keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
-    source = load(data.source, label=data.label, inputs=data.inputs, keys=keys, size=data.size, window=data.window)
+    source = load(
+        data.source,
+        label=data.label,
+        inputs=data.inputs,
+        keys=keys,
+        size=data.size,
+        window=data.window,
+        text=data.tokens is not None,
+    )
     if data.test is not None:
         source = with_test_of(source, data.test, label=data.label)
     if data.client_rows is not None:
@@ -72,6 +88,9 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     data, partition, seed = experiment.data, experiment.partition, experiment.seed
     source, unlabeled = split_unlabeled(source, data.unlabeled, seed=seed, limit=data.unlabeled_limit)
     _tell_skipped(unlabeled)
+    if data.tokens is not None:
+        how: dict[str, Any] = {"vocabulary": data.vocabulary, "tokenizer": data.tokenizer}
+        source, unlabeled = tokenise(source, unlabeled, length=data.tokens, **how)
     source, validation = hold_validation(source, data.validation, seed=seed)
     options = partition.options
     if columns := _owner_columns(experiment):
@@ -109,9 +128,28 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
 
 def build_network(experiment: Experiment, federation: Federation) -> Model:
     section = experiment.model
-    shape = tuple(federation.train.x.shape[1:])
-    _check_reads(section.name, federation)
-    return build_model(section.name, input_shape=shape, classes=len(federation.train.classes), **section.options)
+    if section.name != MIXED:
+        return _network(section.name, section.options, federation)
+    parts = prototypes_of(section.options["prototypes"])
+    networks = {name: _network(part.name, part.options, federation) for name, part in parts.items()}
+    return mixed_model(networks, federation.population, section.options.get("report", ENSEMBLE))
+
+
+def _network(name: str, own: dict[str, Any], federation: Federation) -> Model:
+    _check_reads(name, federation)
+    shape, options = tuple(federation.train.x.shape[1:]), own | _vocabulary(name, federation)
+    return build_model(name, input_shape=shape, classes=len(federation.train.classes), **options)
+
+
+def _vocabulary(name: str, federation: Federation) -> dict[str, int]:
+    """How many ids a network must know, where it asks: the tokenizer's, or as many as can follow a character."""
+    tokenizer = federation.train.tokenizer
+    size = len(federation.train.classes) if tokenizer is None else tokenizer.size
+    return {"vocabulary": size} if _reads_tokens(name) else {}
+
+
+def _reads_tokens(name: str) -> bool:
+    return "vocabulary" in model_options(name)
 
 
 def _check_reads(name: str, federation: Federation) -> None:
@@ -119,7 +157,11 @@ def _check_reads(name: str, federation: Federation) -> None:
     if federation.train.text and name not in READS_TEXT:
         raise FedstillError(f"model.name = '{name}' cannot read text: use {' or '.join(map(repr, sorted(READS_TEXT)))}")
     if name in READS_TEXT and not federation.train.text:
-        raise FedstillError(f"model.name = '{name}' reads text, {federation.train.name} holds numbers: set data.window")
+        cure = "data.tokens" if _reads_tokens(name) else "data.window"
+        raise FedstillError(f"model.name = '{name}' reads text, {federation.train.name} holds numbers: set {cure}")
+    if federation.train.tokenizer is not None and not _reads_tokens(name):
+        told = " or ".join(repr(other) for other in sorted(READS_TEXT) if _reads_tokens(other))
+        raise FedstillError(f"model.name = '{name}' reads characters, not tokens: use {told}, or data.window")
 
 
 def check_ready(experiment: Experiment, federation: Federation) -> None:
@@ -151,6 +193,7 @@ def run(
         if resume and (folder / CONFIG_FILE).exists():
             _check_same(experiment, folder)
         write_description(experiment, folder)
+        _keep_tokenizer(federation, folder)
     trackers = build_trackers(experiment, folder)
     with _threads(experiment.engine.threads):
         result = federate(
@@ -159,6 +202,7 @@ def run(
             callbacks=[*callbacks, *trackers],
             method=label(experiment.algorithm.name),
             resume=resume,
+            keeper=KeptResults(),
         )
     if folder is not None and pictures:
         draw_pictures(experiment, federation, {result.method: [result]}, folder)
@@ -175,11 +219,14 @@ def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "training": experiment.local.to_training(),
         "rounds": experiment.rounds,
         "cohort": experiment.cohort_size(federation.population),
+        "sampling": experiment.sampling,
+        "privacy": Privacy(**experiment.privacy.model_dump()),
         "seed": experiment.seed,
         "engine": engine.name,
         "device": engine.device,
         "checkpoint_every": experiment.checkpoint_every,
         "evaluate_every": experiment.evaluate_every,
+        "evaluate_batch": experiment.evaluate_batch,
         "guard": Guard(**experiment.guard.model_dump()),
         "target": experiment.target,
         "engine_options": {"chunk": engine.chunk, "precision": engine.precision, "graphs": engine.graphs},
@@ -228,6 +275,19 @@ def write_description(experiment: Experiment, folder: Path) -> None:
         ) from error
 
 
+def _keep_tokenizer(federation: Federation, folder: Path) -> None:
+    """tokenizer.json, so that other texts can be read as the run's were, whatever becomes of the data."""
+    if federation.train.tokenizer is None:
+        return
+    path, file = folder / TOKENIZER_FILE, federation.train.tokenizer.file
+    if path.exists() and path.read_text(encoding="utf-8") != file:
+        raise FedstillError(
+            f"'{path}' is not the tokenizer that this data gives now: the data have changed since the run began, "
+            "start a new one"
+        )
+    write_whole(path, file)
+
+
 def write_whole(path: Path, text: str) -> None:
     """All of the text or nothing, whenever the process ends."""
     temporary = path.with_name(f".{path.name}.new")
@@ -241,6 +301,7 @@ def _anchored(experiment: Experiment) -> Experiment:
     unlabeled = str(data.unlabeled)
     own = unlabeled in ("", "none", "test", "central") or unlabeled.lstrip("-").isdigit()
     places = {"source": data.source, "unlabeled": None if own else data.unlabeled, "test": data.test}
+    places["tokenizer"] = data.tokenizer
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
     method = anchored(experiment.algorithm.name)
     if method != experiment.algorithm.name:

@@ -6,16 +6,33 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
-from fedstill.core.types import Algorithm, Need, Round, Tree, Uploads, Weights, unchanged
+from fedstill.core.types import (
+    Algorithm,
+    Answers,
+    ClientData,
+    Need,
+    Phase,
+    Preparation,
+    Round,
+    ServerStep,
+    Tree,
+    Uploads,
+    Weights,
+    no_preparation,
+    unchanged,
+)
 from fedstill.expression import parse, write
 from fedstill.methods import build_method, find_method
+from fedstill.privacy.budget import Privacy
+from fedstill.privacy.statement import statement
+from fedstill.promises import stretches_of
 from fedstill.trial import trial_model, trial_run
 
 _SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
@@ -26,6 +43,7 @@ _HOMES = {
     "fedstill.core.compose": "server",
 }
 _GLUE = {"combine", "chain"}
+Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
 
 
 def explain(name: str) -> dict[str, Any]:
@@ -44,6 +62,7 @@ def explain(name: str) -> dict[str, Any]:
         "parts": [_part(part) for part in parts_of(factory)],
         "needs": sorted(need.value for need in needs_of(algorithm)),
         **traffic(algorithm),
+        "privacy": privacy_of([Phase(algorithm)]),
         "differs_from_the_paper": sections["Differs from the paper"],
         "reference": sections["Reference"],
     }
@@ -63,6 +82,7 @@ def _explain_several(text: str, parts: dict[str, str]) -> dict[str, Any]:
         "parts": _union(facts["parts"] for facts in each.values()),
         "needs": sorted({need.value for algorithm in algorithms for need in needs_of(algorithm)}),
         **{key: _union(flow[key] for flow in flows) for key in flows[0]},
+        "privacy": privacy_of(build_method(text)),
         "differs_from_the_paper": " ".join(f"{n}: {facts['differs_from_the_paper']}" for n, facts in each.items()),
         "reference": " ".join(facts["reference"] for facts in each.values()),
     }
@@ -132,14 +152,20 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
         seen.append(round.uploads)
         return algorithm.server.apply(candidate, state, round)
 
-    trial_run(dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply)))
-    weights = trial_model().init(0)
+    told, prepare = _overhearing(algorithm.server)
+    trial_run(
+        dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply, prepare=prepare))
+    )
+    weights = trial_model(text=Need.TOKENS in needs_of(algorithm)).init(0)
     model = byte_size(weights)
     uploads, cohort = seen[0], len(seen[0].ids)
     leaves = ["the trained model", "its number of samples and of steps, and its mean training loss"]
     if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
         leaves.append("how many samples of each class it holds")
     leaves += _slots(uploads.extra, model, cohort)
+    for answers in told:
+        slots = _slots(answers.values, model, len(answers.ids))
+        leaves += [f"once, before the first round, {slot}" for slot in slots]
     if algorithm.transmit is not unchanged:
         leaves.append(f"(changed on the way: {first_line(algorithm.transmit) or 'see the method'})")
     return {
@@ -150,6 +176,32 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
             *_slots(algorithm.server.broadcast(algorithm.server.init(weights)), model, 1),
         ],
     }
+
+
+def _overhearing(server: ServerStep) -> tuple[list[Answers], Prepare]:
+    """What clients are going to answer before the first round, and the preparation that asks them."""
+    told: list[Answers] = []
+    if server.prepare is no_preparation:
+        return told, no_preparation
+
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        def ask(question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None) -> Answers:
+            told.append(preparation.ask(question, among=among))
+            return told[-1]
+
+        return server.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
+
+    return told, prepare
+
+
+def privacy_of(phases: Sequence[Phase]) -> list[str]:
+    """What is claimed after the first round of the last method, every client taking part; empty where nothing is."""
+    if not any(phase.algorithm.releases for phase in phases):
+        return []
+    played = 1 + max((phase.until or 0 for phase in phases), default=0)
+    stretches = stretches_of(phases, trial_model().init(0), Privacy())(played)
+    after = f"after {played} round{'s' if played > 1 else ''}, everybody in each:"
+    return [after, *statement(stretches, Privacy().delta).text().split("\n")]
 
 
 def _slots(tree: Tree, model: int, copies: int) -> list[str]:

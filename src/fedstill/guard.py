@@ -135,6 +135,8 @@ def is_finite(tree: Any) -> bool:
 
 
 def _receive(message: bytes | Mapping[str, Any] | Exception, template: Uploads, *, client: int, round: int) -> Uploads:
+    if isinstance(message, FedstillError):  # it was opened before, and found wrong
+        raise message
     if isinstance(message, Exception):
         raise FedstillError(f"client raised {type(message).__name__}: {' '.join(str(message).split())[:200]}")
     if isinstance(message, Mapping):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedstill.core.types import Targets, Weights
 from fedstill.guard import AuditRecord
+from fedstill.privacy.statement import PrivacyStatement
 
 Row = dict[str, Any]  # one round; `pandas.DataFrame(history.rows)` is a table
 
@@ -65,6 +66,8 @@ class Result:
     run_dir: Path | None = None
     target: float | None = None
     targets: Targets | None = None  # what the server believes about its unlabeled data, if the method forms a belief
+    reported: str = ""  # of several architectures: which model the accuracy is of, and which one predicts
+    privacy: PrivacyStatement | None = None  # where a part of the run speaks of it
 
     @property
     def audit(self) -> list[AuditRecord]:
@@ -80,8 +83,12 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         last, best = self.history.last, self.history.best
+        reported = {"reported": self.reported} if self.reported else {}
+        private = {} if self.privacy is None else {"privacy": self.privacy.text()}
         return {
             "method": self.method,
+            **reported,
+            **private,
             "rounds": len(self.history.rows),
             "accuracy_last": last["accuracy"] if last else None,
             "accuracy_best": best["accuracy"] if best else None,

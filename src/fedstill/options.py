@@ -18,7 +18,7 @@ _NAME_KEY = {"partition": "partition.scheme", "model": "model.name", "algorithm"
 _COLUMNS = {("natural", "keys"): str | list[str]}  # a file names the columns, the function takes their values
 _FILLED_IN = {
     "partition": frozenset({"labels", "clients", "seed"}),
-    "model": frozenset({"input_shape", "classes"}),
+    "model": frozenset({"input_shape", "classes", "vocabulary"}),  # the data decide
     "algorithm": frozenset[str](),
 }
 
@@ -31,8 +31,9 @@ def registry(kind: str) -> Mapping[str, Callable[..., Any]]:
         return PARTITIONS
     if kind == "model":
         from fedstill.models import MODELS
+        from fedstill.prototypes import MIXED, mixed
 
-        return MODELS
+        return {**MODELS, MIXED: mixed}
     from fedstill.algorithms import METHODS
 
     return METHODS

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from fedstill.asking import Asked
 from fedstill.core.errors import FedstillError
-from fedstill.core.message import encode, select, template_of
+from fedstill.core.groups import bytes_received, bytes_sent, only, own_upload, whole_upload
+from fedstill.core.heads import head_names, head_of
+from fedstill.core.message import as_tree, decode, encode, on_meta, select, template_of
 from fedstill.core.needs import needs_of
-from fedstill.core.phases import algorithm_at, carry_over, keep_waiting
+from fedstill.core.per_group import carry_over_of, keep_waiting_of
+from fedstill.core.phases import algorithm_at
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.tree import byte_size, clone, leaves, rows
+from fedstill.core.tree import byte_size, clone, leaves, rows, tree_map
 from fedstill.core.types import (
     Algorithm,
     Federation,
@@ -42,8 +45,10 @@ from fedstill.engine.store import ClientStore
 from fedstill.evaluate import Exam, Forgetting, accuracy, evaluate
 from fedstill.guard import Admitted, AuditRecord, Guard, admit, admit_messages, is_finite
 from fedstill.history import History, Row, plain
+from fedstill.privacy.budget import Privacy
 
 Tamper = Callable[[int, int, bytes], bytes]  # (round, client, message) -> message; may raise
+Sampling = Literal["fixed", "poisson"]  # a cohort of one size, or each client by its own coin
 
 
 class Trained(Protocol):
@@ -96,6 +101,8 @@ class Task:
     truth: Tensor | None = None  # (M,) labels of the unlabeled set, for looking at what the server believes
     tell: Callable[[str, float], None] = lambda what, share: None  # progress of what is prepared
     keeper: Keeper | None = None
+    sampling: Sampling = "fixed"
+    privacy: Privacy = field(default_factory=Privacy)
 
     def algorithm(self, round: int) -> Algorithm:
         return algorithm_at(self.phases, round)
@@ -117,8 +124,14 @@ class State:
     targets_round: int = 0  # in which the server last formed targets
 
 
-def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int) -> np.ndarray:
-    """Ids of one round's cohort, ascending; a function of seed and round only, so all methods see the same."""
+def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int, sampling: Sampling = "fixed") -> np.ndarray:
+    """Ids of one round's cohort, ascending; a function of seed and round only, so all methods see the same.
+
+    poisson: each client takes part with probability count / clients, whoever else does; there may be none.
+    """
+    if sampling == "poisson":
+        coins = seed_for(seed, "poisson cohort", round, clients.astype(np.uint64)).astype(np.float64) / 2.0**64
+        return np.sort(clients[coins < count / len(clients)])
     generator = numpy_generator(seed_for(seed, "cohort", round))
     return np.sort(clients[generator.choice(len(clients), size=count, replace=False, shuffle=False)])
 
@@ -129,7 +142,9 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     state.models = {}
     noted, found = _begin(task, state)
     start = state.weights
-    ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number)
+    ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)
+    if not len(ids):
+        return _without_cohort(task, state, noted, found)
     received = algorithm.server.broadcast(state.server)
     trained = task.engine.train(
         algorithm.objective,
@@ -142,15 +157,8 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
         seed=task.seed,
     )
     uploads = _transmit(task, trained.uploads, start, ids, number)
-    row: Row = {
-        "round": number,
-        "cohort": len(ids),
-        "accepted": 0,
-        "train_loss": None,
-        "bytes_up": _bytes_up(uploads),
-        "bytes_down": len(ids) * (byte_size(start) + byte_size(received)),
-    }
-    row.update(noted)
+    down = _bytes_down(task, start, received, ids)
+    row = _first_facts(number, len(ids), noted, up=_bytes_up(task, uploads), down=down)
     admitted = _admit(task, uploads, start, number)
     records = [*found, *admitted.records]
     if admitted.uploads is not None:
@@ -165,13 +173,34 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     return row, records
 
 
+def _first_facts(number: int, cohort: int, noted: Row, *, up: int = 0, down: int = 0) -> Row:
+    facts = {"round": number, "cohort": cohort, "accepted": 0, "train_loss": None, "bytes_up": up, "bytes_down": down}
+    return {**facts, **noted}
+
+
+def _without_cohort(task: Task, state: State, noted: Row, found: list[AuditRecord]) -> tuple[Row, list[AuditRecord]]:
+    """Nobody was drawn: the model stays. A trusted party adds its noise all the same, so that nobody can tell."""
+    row = _first_facts(state.round, 0, noted)
+    reason = "nobody was drawn; the round keeps the old model"
+    if task.algorithm(state.round).seal is not None:
+        row.update(_serve(task, state, _no_uploads(state.weights))[1])
+        reason = "nobody was drawn; the model moves by noise alone"
+    return row, [*found, {"round": state.round, "client": None, "reason": reason}]
+
+
+def _no_uploads(start: Weights) -> Uploads:
+    weights = tree_map(lambda leaf: leaf.new_empty((0, *leaf.shape)), start)
+    none = torch.zeros(0, device=next(leaves(start)).device)
+    return Uploads(weights, none.double(), none, none, none, {}, None, torch.zeros(0, dtype=torch.int64))
+
+
 def _begin(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
     """In the first round of a method: what it takes over from the one before, and what it prepares."""
     algorithm, number = task.algorithm(state.round), state.round
     if number > 1 and algorithm is task.algorithm(number - 1):
         return {}, []
     if number > 1:
-        state.server = carry_over(state.server, algorithm.server.init(state.weights))
+        state.server = carry_over_of(state.server, algorithm.server.init(state.weights), task.model.groups)
     return prepare(task, state)
 
 
@@ -191,16 +220,27 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
         ask=asked.ask,
         keeper=task.keeper,
         tell=task.tell,
+        inputs={"mean": list(task.federation.train.mean), "std": list(task.federation.train.std)},
+        labeled=_labeled(task),
     )
     candidate, server = algorithm.server.prepare(state.weights, state.server, look)
+    if task.privacy.epsilon is not None and asked.bytes_up and all(one.when == "round" for one in algorithm.releases):
+        raise FedstillError("privacy.epsilon cannot be kept: this method asks clients something that has no noise")
     if not is_finite((candidate, server)):
         raise FedstillError(
             f"round {state.round}: what the method prepared holds NaN or Inf: use a lower learning rate"
         )
-    state.weights, state.server = candidate, keep_waiting(state.server, server)
+    state.weights, state.server = candidate, keep_waiting_of(state.server, server, task.model.groups)
     facts = {f"prepare/{name}": value for name, value in look.metrics.items()}
     spent = {"bytes_prepared": asked.bytes_up, "seconds_prepared": time.perf_counter() - began}
     return plain({**facts, **spent}), asked.records
+
+
+def _labeled(task: Task) -> tuple[Tensor, Tensor]:
+    """Samples whose labels the simulation knows: the unlabeled set's, else the test set's."""
+    if task.unlabeled is None or task.truth is None:
+        return task.exam.x, task.exam.y
+    return task.unlabeled, task.truth
 
 
 def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, number: int) -> Uploads:
@@ -212,9 +252,21 @@ def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, num
     return algorithm.transmit(uploads, start, seed_for(task.seed, "transmit", number))
 
 
-def _bytes_up(uploads: Uploads) -> int:
-    sent = (uploads.weights, uploads.extra, uploads.size, uploads.steps, uploads.travel, uploads.loss)
+def _bytes_up(task: Task, uploads: Uploads) -> int:
+    """What clients have to send: of the model only what they train; the rest is as the server sent it."""
+    weights = uploads.weights
+    if task.training.part == "head":
+        weights = head_of(weights, head_names(task.model))
+    if task.model.groups is not None:
+        return bytes_sent(uploads._replace(weights=weights), task.model.groups)
+    sent = (weights, uploads.extra, uploads.size, uploads.steps, uploads.travel, uploads.loss)
     return byte_size(sent) + (0 if uploads.label_counts is None else byte_size(uploads.label_counts))
+
+
+def _bytes_down(task: Task, start: Weights, received: Tree, ids: np.ndarray) -> int:
+    if task.model.groups is not None:
+        return bytes_received(start, received, ids.tolist(), task.model.groups)
+    return len(ids) * (byte_size(start) + byte_size(received))
 
 
 def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitted:
@@ -223,19 +275,34 @@ def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitte
     messages: dict[int, bytes | Mapping[str, Any] | Exception] = {}
     for position, client in enumerate(uploads.ids.tolist()):
         try:
-            messages[client] = task.tamper(number, client, encode(select(uploads, position), round=number))
+            messages[client] = _message(task, uploads, start, position, number)
         except Exception as error:  # whatever a client's call ends with is that client's fault alone
             messages[client] = error
     return admit_messages(messages, template_of(uploads), start, task.guard, round=number)
 
 
+def _message(task: Task, uploads: Uploads, start: Weights, position: int, number: int) -> bytes | Mapping[str, Any]:
+    """What one client sends, in its wire form; of several architectures its own, opened and put among the others."""
+    assert task.tamper is not None
+    client, groups = int(uploads.ids[position]), task.model.groups
+    if groups is None:
+        return task.tamper(number, client, encode(select(uploads, position), round=number))
+    own = own_upload(uploads, position, groups)
+    data = task.tamper(number, client, encode(own, round=number))
+    opened = decode(data, on_meta(own), client=client, round=number)
+    return as_tree(whole_upload(opened, groups.member[client], start, uploads))
+
+
 def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     """The server's step; the state takes its result only if model and server state are finite."""
     algorithm = task.algorithm(state.round)
+    seen = uploads
+    if algorithm.seal is not None:
+        seen = algorithm.seal(uploads, state.weights, seed_for(task.seed, "seal", state.round), task.cohort)
     look = Round(
         number=state.round,
         start=state.weights,
-        uploads=uploads,
+        uploads=seen,
         model=task.model,
         population=task.federation.population,
         unlabeled=task.unlabeled if Need.UNLABELED in needs_of(algorithm) else None,
@@ -244,7 +311,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         validation=task.validation if Need.VALIDATION in needs_of(algorithm) else None,
     )
     candidate, server = algorithm.server.apply(state.weights, state.server, look)
-    server = keep_waiting(state.server, server)
+    server = keep_waiting_of(state.server, server, task.model.groups)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
@@ -297,7 +364,10 @@ def look_at(task: Task, state: State, row: Row) -> None:
     weights = reported(task, state)
     row.update(plain(evaluate(weights, task.exam, task.engine)))
     row["forgetting"] = state.forgetting.see(row["class_accuracy"])
-    for name, other in state.models.items():
+    others = dict(state.models)
+    if task.model.groups is not None:
+        others |= {prototype: only(weights, prototype) for prototype in task.model.groups.models}
+    for name, other in others.items():
         row[f"accuracy_{name}"] = accuracy(other, task.exam, task.engine)
     if row["accuracy"] > state.best_accuracy:
         state.best, state.best_accuracy = clone(weights), row["accuracy"]

@@ -17,7 +17,7 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Federation
 from fedstill.data import Source
 from fedstill.data.unlabeled import read_unlabeled
-from fedstill.experiment import build_federation, load_source, read_description
+from fedstill.experiment import TOKENIZER_FILE, build_federation, load_source, read_description
 from fedstill.expression import label
 from fedstill.labelers import ANSWERS, Answer, Measured, Samples, label_samples, last_round
 from fedstill.report.prediction_files import write_predictions
@@ -87,12 +87,13 @@ def predict(
     """
     _check_words(inputs, from_, out)
     folder = Path(run_dir)
-    experiment = open_run(folder)
+    experiment = with_own_tokenizer(open_run(folder), folder)
     if out is not None:
         _check_out(Path(out), inputs, experiment)
     source = load_source(experiment)
     federation = build_federation(experiment if inputs is None else _without_place(experiment), source)
-    samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, source)
+    task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
+    samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, task)
     answer = label_samples(folder, experiment, federation, samples, from_)
     found = _predictions(folder, experiment, federation, samples, answer)
     if out is not None:
@@ -145,6 +146,14 @@ def open_run(folder: Path) -> Experiment:
     return experiment
 
 
+def with_own_tokenizer(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with the tokenizer that its run has kept: another training might find other tokens."""
+    path = folder / TOKENIZER_FILE
+    if experiment.data.tokens is None or not path.is_file():
+        return experiment
+    return experiment.replace(data={**experiment.data.model_dump(), "tokenizer": str(path)})
+
+
 def own_samples(experiment: Experiment, federation: Federation) -> Samples:
     """The run's unlabeled set; rows without names get their number."""
     if federation.unlabeled is None:
@@ -166,7 +175,7 @@ def own_samples(experiment: Experiment, federation: Federation) -> Samples:
 
 
 def new_samples(inputs: str | Path, source: Source) -> Samples:
-    """A folder of images or a table, in the task's storage form."""
+    """A folder of images, a table or texts, in the task's storage form."""
     place = str(Path(inputs).resolve())  # never the embedded set that has the name of a folder
     try:
         read = read_unlabeled(place, source)

@@ -32,6 +32,7 @@ from fedstill.history import History
 from fedstill.play import State
 
 TARGETS_FILE = "targets.safetensors"  # what the server believes about its unlabeled data: probabilities, kept
+_BEFORE = {"sampling": "fixed"}  # what runs were before it was written down
 _log = logging.getLogger("fedstill.run")
 
 
@@ -129,7 +130,7 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> fl
 
 def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
     for key, now in plan.identity.items():
-        then = saved.identity.get(key)
+        then = saved.identity.get(key, _BEFORE.get(key))
         if then != now:
             raise FedstillError(
                 f"cannot resume {plan.folder}: {key} was {then} and is {now} now; use the same or another run_dir"

@@ -17,16 +17,22 @@ from torch import Tensor
 
 from fedstill.callbacks import Callback, RunInfo
 from fedstill.core.errors import FedstillError
+from fedstill.core.groups import check_groups, reported_name
+from fedstill.core.heads import heads_only
 from fedstill.core.needs import check_needs, needs_of
-from fedstill.core.phases import phases_of, share_states
+from fedstill.core.per_group import as_it_is, grouped, share_states_of
+from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Algorithm, Federation, Keeper, Model, Need, Phase, Seed, Targets, Training
 from fedstill.engine.store import BUDGET, ClientStore
-from fedstill.evaluate import label_counts, make_exam
+from fedstill.evaluate import answered_in_train_mode, label_counts, make_exam
 from fedstill.guard import AuditRecord, Guard
 from fedstill.history import Journal, Result, Row
-from fedstill.play import CohortTrainer, State, Tamper, Task, look_at, play_round, reported
+from fedstill.kept_optimizer import keep_optimizers
+from fedstill.play import CohortTrainer, Sampling, State, Tamper, Task, look_at, play_round, reported
+from fedstill.privacy.budget import Privacy
+from fedstill.promises import make_promise, write_statement
 from fedstill.resume import Plan, log_to, restore, rows_digest, save, save_last
 
 _ANY = "this method"
@@ -48,6 +54,7 @@ def federate(
     callbacks: Sequence[Callback] = (),
     checkpoint_every: int = 10,
     evaluate_every: int = 1,
+    evaluate_batch: int | None = None,
     guard: Guard | None = None,
     target: float | None = None,
     method: str = "",
@@ -56,26 +63,45 @@ def federate(
     engine_options: Mapping[str, Any] | None = None,
     state_budget: int = BUDGET,
     keeper: Keeper | None = None,
+    sampling: Sampling = "fixed",
+    privacy: Privacy | None = None,
 ) -> Result:
     """Train one model over `rounds` rounds.
 
     algorithm: a method, or several in turn: (Phase(first, until=50), Phase(second)).
     cohort: clients a round, a number (int) or a share below 1 of the population.
     resume: go on from the newest checkpoint of `run_dir` that verifies; the result equals an uninterrupted run.
+    evaluate_batch: evaluate in train mode, so many test rows at a time (BatchNorm by the batch); None: in eval mode.
     tamper: sends every upload through its wire form and this function (fault injection).
     state_budget: bytes of client states kept in memory; beyond it they live in a sparse file.
     keeper: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
+    sampling: "fixed" draws cohorts of one size; with "poisson" each client takes part by its own coin.
+    privacy: a budget, before which the run ends, and what may be sent for it; None: no limit.
     """
     began = time.perf_counter()
-    phases = phases_of(algorithm)
-    for phase in phases:
-        check_needs(phase.algorithm, model=model, federation=federation, training=training, method=method or _ANY)
+    phases = _suited(phases_of(algorithm), model, federation, training, method or _ANY)
     if isinstance(engine, str):
         engine = _build_engine(engine, device, model, federation, engine_options or {})
     task = _make_task(phases, model, federation, training, engine, seed, guard or Guard(), tamper, cohort)
-    task = dataclasses.replace(task, keeper=keeper, tell=_teller(callbacks))
+    task = dataclasses.replace(task, exam=answered_in_train_mode(task.exam, evaluate_batch))
+    own: dict[str, Any] = {"sampling": sampling, "privacy": privacy or Privacy(), "keeper": keeper}
+    task = dataclasses.replace(task, tell=_teller(callbacks), **own)
     plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target)
     return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
+
+
+def _suited(
+    phases: tuple[Phase, ...], model: Model, federation: Federation, training: Training, method: str
+) -> tuple[Phase, ...]:
+    """The methods as this model and training take them: for heads alone, for each of several architectures."""
+    for phase in phases:
+        check_needs(phase.algorithm, model=model, federation=federation, training=training, method=method)
+    phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
+    suit = heads_only if training.part == "head" else as_it_is
+    if model.groups is not None:
+        check_groups(model.groups, federation)
+        return grouped(phases, model.groups, suit)
+    return tuple(phase._replace(algorithm=suit(phase.algorithm, model)) for phase in phases)
 
 
 def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
@@ -91,7 +117,9 @@ def _run(
     task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int, began: float
 ) -> Result:
     state, population = _first_state(task), task.federation.population
-    template, phases = share_states(task.phases, state.weights)
+    task, promise = make_promise(task, state.weights, plan.rounds)
+    plan = dataclasses.replace(plan, rounds=promise.rounds)
+    template, phases = share_states_of(task.phases, state.weights, task.model.groups)
     task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
         stack.enter_context(log_to(plan.folder))
@@ -99,12 +127,16 @@ def _run(
         stack.enter_context(store)
         earlier = restore(plan, state, store, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
-        _loop(task, plan, state, store, journal, callbacks)
+        _loop(task, plan, state, store, journal, callbacks, cut=promise.cut)
         last, targets = reported(task, state), _targets(task, state)
         save_last(plan, state, store, last, targets)
         best = state.best if state.best is not None else last
         seconds = earlier + time.perf_counter() - began
         result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, targets)
+        result = dataclasses.replace(result, privacy=promise.statement(state.history, state.round))
+        write_statement(result.privacy, plan.folder)
+        if task.model.groups is not None:
+            result = dataclasses.replace(result, reported=reported_name(task.model.groups))
         for callback in callbacks:
             callback.on_end(result)
     return result
@@ -197,6 +229,7 @@ def _make_plan(
         "seed": task.seed,
         "population": task.federation.population,
         "cohort": task.cohort,
+        "sampling": task.sampling,
         "training": dataclasses.asdict(task.training),
     }
     folder = None if run_dir is None else Path(run_dir)
@@ -227,9 +260,13 @@ def _loop(
     store: ClientStore,
     journal: Journal | None,
     callbacks: Sequence[Callback],
+    *,
+    cut: str = "",
 ) -> None:
     info = _describe(task, plan, state)
     answers = [callback.on_start(info) for callback in callbacks]
+    if cut:
+        task.tell(cut, 1.0)
     while state.round < plan.rounds and not any(answers):
         began = time.perf_counter()
         state.round += 1

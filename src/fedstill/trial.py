@@ -6,9 +6,11 @@ import dataclasses
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.types import Algorithm, Federation, Model, Training
+from fedstill.core.types import Algorithm, Federation, Model, Need, Training
 from fedstill.data import federation_from_tensors
 from fedstill.history import Result
 from fedstill.models import build_model
@@ -18,8 +20,10 @@ CLASSES = 3
 SHAPE = (1, 8, 8)
 
 
-def trial_federation(clients: int = 4, samples: int = 24) -> Federation:
-    """Noisy images whose brightness tells the class; client k misses class k mod 3."""
+def trial_federation(clients: int = 4, samples: int = 24, *, text: bool = False) -> Federation:
+    """Noisy images whose brightness tells the class, or texts by their words; client k misses class k mod 3."""
+    if text:
+        return _as_texts(trial_federation(clients, samples))
     generator = numpy_generator(seed_for(0, "trial"))
 
     def draw(count: int, missing: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +46,25 @@ def trial_federation(clients: int = 4, samples: int = 24) -> Federation:
     return dataclasses.replace(federation, validation=(torch.from_numpy(x), torch.from_numpy(y)))
 
 
-def trial_model() -> Model:
+def _as_texts(images: Federation) -> Federation:
+    """The first row of each image as ids of words, behind a mark."""
+
+    def read(x: Tensor) -> Tensor:
+        words = 5 + x[:, 0, 0].long() // 16
+        words[:, 0] = 2
+        return words
+
+    train, test = (dataclasses.replace(part, x=read(part.x)) for part in (images.train, images.test))
+    assert images.unlabeled is not None
+    assert images.validation is not None
+    validation = read(images.validation[0]), images.validation[1]
+    return dataclasses.replace(images, train=train, test=test, unlabeled=read(images.unlabeled), validation=validation)
+
+
+def trial_model(*, text: bool = False) -> Model:
+    if text:
+        small = {"layers": 1, "hidden": 8, "heads": 2, "inner": 8, "positions": SHAPE[2]}
+        return build_model("bert", input_shape=SHAPE[2:], classes=CLASSES, vocabulary=21, **small)
     return build_model("mlp", input_shape=SHAPE, classes=CLASSES, hidden=(16,))
 
 
@@ -53,10 +75,11 @@ def trial_run(
     engine: str = "looped",
     device: str = "cpu",
 ) -> Result:
+    text = Need.TOKENS in needs_of(algorithm)
     return federate(
         algorithm=algorithm,
-        model=trial_model(),
-        federation=trial_federation(),
+        model=trial_model(text=text),
+        federation=trial_federation(text=text),
         training=Training(batch_size=8, lr=0.05),
         rounds=rounds,
         cohort=3,

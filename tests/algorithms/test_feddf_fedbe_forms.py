@@ -59,7 +59,7 @@ def asked_at_once(method, *, samples=20):
         seen.append(training)
         raise Refused
 
-    this.trainer.fit = fit
+    this.trainer.fit = this.trainer.proceed = fit
     with pytest.raises(Refused):
         served(method, this)
     return seen[0]
@@ -79,7 +79,9 @@ PUBLISHED = {
         "weight_decay": 1e-6,
     },
     ("feddf", "fedaux"): {**ADAM, "lr": 5e-5, "lr_schedule": "constant", "steps": None, "epochs": 1, "batch_size": 128},
-    ("feddf", "fedaux_released"): {**ADAM, "lr": 5e-5, "lr_schedule": "constant", "steps": None, "epochs": 1},
+    ("feddf", "fedaux_released"): {
+        **ADAM, "lr": 5e-5, "lr_schedule": "constant", "steps": None, "epochs": 1, "keep_optimizer": True,
+    },
     ("feddf", "d2cfl"): {
         **ADAM, "lr": 1e-3, "lr_schedule": "constant", "lr_epoch_decay": 0.95, "steps": None, "epochs": 5,
         "batch_size": 128,
@@ -104,6 +106,7 @@ def test_the_student_is_trained_as_published(name, preset):
     training = dataclasses.asdict(asked_at_once(METHODS[name](preset=preset, **certain)))
     wanted = PUBLISHED[name, preset]
     assert {key: training[key] for key in wanted} == wanted
+    assert training["keep_optimizer"] == (preset == "fedaux_released")  # section 0.2: only FedAUX's code
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_every_form_builds_by_name_and_is_explained(name, preset):
 
 @pytest.mark.parametrize(("name", "preset"), FORMS)
 def test_only_forms_that_look_at_a_validation_set_need_one(name, preset):
-    wanted = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    wanted = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | ({Need.ONE_ARCHITECTURE} if name == "fedbe" else set())
     if (name, preset) in (("feddf", "paper"), ("feddf", "released")):
         wanted.add(Need.VALIDATION)
     assert needs_of(METHODS[name](preset=preset)) == wanted

@@ -11,7 +11,19 @@ import pytest
 from source_files import SOURCE, calls, files, imported_at_once, imports, keywords, unit_of
 
 LEAVES = ("local", "server", "privacy", "engine", "models", "data", "partition")  # import core only
-RUN = ("asking", "callbacks", "checkpoint", "evaluate", "guard", "history", "play", "resume", "rounds")
+RUN = (
+    "asking",
+    "callbacks",
+    "checkpoint",
+    "evaluate",
+    "guard",
+    "history",
+    "kept_optimizer",
+    "play",
+    "promises",
+    "resume",
+    "rounds",
+)
 MAY_IMPORT = {
     "core": set(),
     **{unit: {"core"} for unit in LEAVES},
@@ -32,7 +44,7 @@ IN_PLACE_DRAWS = {
     "log_normal_",
 }
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BRINGS = {"scikit-learn": ("sklearn",), "pydantic": ("pydantic", "pydantic_core")}
+BRINGS = {"scikit-learn": ("sklearn", "scipy"), "pydantic": ("pydantic", "pydantic_core")}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 40
 
 

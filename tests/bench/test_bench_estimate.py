@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from bench_cases import run_of, small
 
-from fedstill.bench import plan
+from fedstill.bench import plan, worker
 from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first, step_cost
 from fedstill.bench.folders import device_name
 from fedstill.bench.form import Cell
@@ -49,6 +49,41 @@ def test_the_probed_method_s_own_cost_is_taken_out():
     some = orders("fedntd", "fedavg")
     known = estimate(some, some, [], Prober(first=5.0, later=4.0), jobs=1)
     assert [known.of(order) for order in some] == pytest.approx([5 + 10 * 4, 5 + 10 * 3])
+
+
+class Preparing(Prober):
+    """Pre-trains before it answers."""
+
+    def do(self, kind, orders, hear):
+        for epoch in (1, 2):
+            hear({"kind": "prepare", "number": 0, "what": f"simclr: epoch {epoch}/2"})
+        super().do(kind, orders, hear)
+
+
+def test_what_a_probe_prepares_is_told_now_and_then_and_is_no_failure():
+    lines, some = [], orders("fedavg")
+    known = estimate(some, some, [], Preparing(), jobs=1, tell=lines.append)
+    assert lines == ["measuring a few rounds of 1 setting ...", "fedavg digits, simclr: epoch 1/2"]
+    assert (known.failures, known.of(some[0])) == ((), 5 + 10 * 2)
+
+
+def test_a_probe_leaves_out_what_the_method_prepares_and_says_what_it_is(tmp_path, monkeypatch):
+    """Pre-training is done once for many runs, and the probe has done it."""
+    experiment = small(
+        algorithm="simclr(epochs=2, batch_size=32, neighbours=0)", data={"source": "digits", "unlabeled": 400},
+        model={"name": "mlp", "hidden": [8]}, rounds=1, cohort=1, engine={"device": "cpu"},
+    )  # fmt: skip
+    heard = []
+    prepared = worker.Clock(heard.append)
+    prepared.on_start(None)
+    prepared.on_prepare("simclr: epoch 1/2", 0.5)
+    prepared.on_round({"round": 1, "seconds_prepared": 100.0})
+    assert prepared.seconds[0] == pytest.approx(-100.0, abs=1.0)
+    assert heard == [{"kind": "prepare", "what": "simclr: epoch 1/2"}]
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+    found = worker.Workshop().probe(experiment, heard.append)
+    assert found.first > 0
+    assert heard[1]["what"].startswith("simclr: epoch 1/2, loss ")
 
 
 def test_other_data_splits_and_networks_are_probed_apart_and_by_all_workers_at_once():

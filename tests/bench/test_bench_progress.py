@@ -82,6 +82,20 @@ def test_a_terminal_gets_one_bar_and_a_line_a_run(now, capsys):
     assert shown.out == ""
 
 
+def test_what_a_method_prepares_is_shown_where_rounds_are(now, capsys):
+    told = {"kind": "prepare", "number": 0, "what": "simclr: epoch 3/100, loss 5.9000"}
+    with BenchProgress(ORDERS, KNOWN, terminal=True) as progress:
+        progress.hear(told)
+        assert progress.screen._bar.tasks[0].fields["label"] == "fedavg digits seed 0, simclr: epoch 3/100, loss 5.9000"
+        assert progress.done == 0
+    capsys.readouterr()
+    with BenchProgress(ORDERS, KNOWN, terminal=False) as progress:
+        progress.hear(told)
+        now[0] = 61.0
+        progress.hear(told)
+    assert capsys.readouterr().err == "0/2 runs  fedavg digits seed 0, simclr: epoch 3/100, loss 5.9000\n"
+
+
 def test_runs_that_take_no_time_at_all_are_counted_too(now):
     nothing = Estimate({(order.key, 0): 0.0 for order in ORDERS})
     with BenchProgress(ORDERS, nothing, terminal=False) as progress:

@@ -86,3 +86,51 @@ def test_a_terminal_gets_one_bar_with_round_accuracy_speed_and_time_left(capsys)
 )
 def test_durations_are_for_people(seconds, told):
     assert duration(seconds) == told
+
+
+def test_what_is_prepared_is_told_in_about_ten_lines_with_its_own_time_left(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Progress("", runs=1, rounds=10, terminal=False) as progress:
+        progress.label = "fedavg+simclr"
+        progress.on_start(info())
+        for epoch in range(1, 101):
+            now[0] += 0.1
+            progress.on_prepare(f"simclr: epoch {epoch}/100", epoch / 100)
+        now[0] += 1.0
+        progress.on_round({"round": 1, "accuracy": 0.5})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "fedavg+simclr  simclr: epoch 1/100"
+    assert 10 <= len(lines) - 1 <= 12
+    assert lines[5] == "fedavg+simclr  simclr: epoch 50/100  5 s left"
+    assert lines[-1] == "fedavg+simclr  round 1/10  50.0 %  1.0 rounds/s  9 s left"  # 10 s before it do not count
+
+
+def test_a_slow_preparation_breaks_the_silence_and_every_run_says_what_it_prepares(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    with Progress("", runs=2, rounds=1, terminal=False) as progress:
+        for run in range(2):
+            progress.label = f"simclr seed {run}"
+            progress.on_start(info())
+            progress.on_prepare("simclr: epoch 1/1000", 0.001)
+            now[0] += module.QUIET_SECONDS + 1
+            progress.on_prepare("simclr: epoch 2/1000", 0.002)
+            progress.on_prepare("scores: client 1/2", 0.0)  # something else begins
+            progress.on_end(None)
+    lines = [line.split("  ")[2] for line in capsys.readouterr().err.splitlines() if "round" not in line]
+    assert lines == ["simclr: epoch 1/1000", "simclr: epoch 2/1000", "scores: client 1/2"] * 2
+
+
+def test_on_a_terminal_the_bar_shows_what_is_prepared_then_the_rounds(capsys):
+    with Progress("", runs=1, rounds=4, terminal=True) as progress:
+        progress.label = "fedavg+simclr"
+        progress.on_start(info())
+        progress.on_prepare("simclr: epoch 3/12", 0.25)
+        task = progress.screen._bar.tasks[0]
+        assert (task.completed, task.total) == (0.25, 1.0)
+        assert task.fields["round"] == "simclr: epoch 3/12"
+        progress.on_round({"round": 1, "accuracy": 0.25})
+        task = progress.screen._bar.tasks[0]
+        assert (task.completed, task.total) == (1, 4)
+        assert task.fields["round"] == "round 1/4"

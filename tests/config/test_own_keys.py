@@ -62,7 +62,7 @@ def test_wrong_keys_are_one_line_with_a_cure(registered, given, line):
 def test_defaults_of_everything_registered_pass_their_own_check(kind):
     for name in options.registry(kind):
         required = {
-            key: "column"
+            key: ["column"]
             for key, parameter in options.parameters(kind, name).items()
             if parameter.default is inspect.Parameter.empty
         }

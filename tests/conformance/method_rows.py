@@ -29,6 +29,7 @@ class Row:
     sends: int = 0  # slots of the model's size that a client sends besides its model
     receives: int = 0  # ... and receives besides the model
     noise_by_place: bool = False  # draws a number for each weight: renamed classes get other draws
+    net: str = "mlp"  # the network and data that it can run with: see `network`
 
     @property
     def id(self) -> str:
@@ -42,9 +43,13 @@ REFINED = {"steps": 5, "batch_size": 8, "server_lr": 3e-3}  # a short refinement
 
 HARD = {"epochs": 2, "batch_size": 8, "threshold": 0.4, "warm_up": 0}  # FedDF and FedBE as D2C-FL ran them
 
+PLAIN = {"weighting": "size", "buffers": "average"}
+
 VALIDATED = {"patience": 2, "look_every": 2, "teacher_weighting": "validation"}
 
 LABELS = {"threshold": 0.4, "epochs": 2, "batch_size": 4, "server_lr": 0.05}  # D2C-FL: some are kept in three rounds
+
+VIEWS = {"batch_size": 8, "projection": 4, "hidden": 8}  # SimCLR, small
 
 ROWS = (
     Row("fedavg", {}, {}),
@@ -77,12 +82,25 @@ ROWS = (
     Row("fedrs", {"rule": "proportional"}, {"alpha": 1.0}, own_first_step=True),
     Row("update_noise", {}, {"sigma": 0.0}, noise_by_place=True),
     Row("update_noise", {"sigma": 0.0, "clip": 0.1}, {"clip": None}),
+    Row("dp_fedavg", {"clip": 100.0, "noise_multiplier": 1e-4}, noise_by_place=True),
+    Row("dp_fedavg", {"trust": "nobody", "clip": 100.0, "noise_multiplier": 1e-3}, noise_by_place=True),
+    Row("simclr", {"epochs": 2, **VIEWS}, {"epochs": 0}, net="pictures"),
+    Row("simclr", {"epochs": 1, "pretrain_seed": 3, **VIEWS}, {"epochs": 0}, net="pictures"),
+    Row("masked_lm", {"epochs": 2, "share": 0.3, "batch_size": 8}, {"epochs": 0}, net="text"),
+    Row("next_token", {"epochs": 2, "batch_size": 8, "pretrain_seed": 3}, {"epochs": 0}, net="text"),
     Row("avglogit", {"steps": 5, "batch_size": 8}, {"steps": 0}),
     Row("avgprob", {"steps": 5, "batch_size": 8}, {"steps": 0}),
     Row("feddf", {"steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
     Row("feddf", {**VALIDATED, "steps": 6, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
     Row("feddf", {"preset": "mrtf_released", "steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
     Row("feddf", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
+    Row("feddf", {"steps": 5, "batch_size": 8, "distill_share": 0.8}, {"steps": 0, "weighting": "size"}),
+    Row("feddf", {**REFINED, "preset": "fedaux_released", "epochs": None}, {"steps": 0, **PLAIN}),
+    Row("feddf", {"steps": 5, "batch_size": 8, "part": "head", "weighting": "size"}, {"steps": 0}),
+    Row("fedaux", {"steps": 5, "batch_size": 8}, {"steps": 0}),
+    Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, {"steps": 0}),
+    Row("fedaux", {**REFINED, "score": "odds", "intercept": True, "gamma": "both", "feedback": False}, {"steps": 0}),
+    Row("fedaux", {**REFINED, "scorer": "one_class_svm", "teacher_mode": "train"}, {"steps": 0}),
     Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "cycle": 2}, {"epochs": 0}, noise_by_place=True),
     Row("fedbe", {"preset": "released", "epochs": 4, "batch_size": 8, "server_lr": 0.3}, noise_by_place=True),
     Row("fedbe", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
@@ -106,6 +124,7 @@ def row_of(name: str) -> Row:
 
 
 CLASSES, FEATURES, IMAGE = 4, 6, (1, 8, 8)
+TOKENS, IDS = 6, 20  # of a text, and different ones: 5 are marks
 SIZES = (1, 9, 4, 16, 5, 7, 12)  # a client of one sample, last batches of one, three and four
 UNLABELED = 13
 TRAINING = Training(batch_size=4, epochs=2, lr=0.15, momentum=0.5, weight_decay=1e-3)
@@ -125,6 +144,11 @@ class NormNet(nn.Module):
 def network(net: str = "mlp") -> Model:
     if net == "mlp":
         return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
+    if net == "pictures":
+        return build_model("mlp", input_shape=IMAGE, classes=CLASSES, hidden=(8,), init="torch")
+    if net == "text":
+        small = {"positions": TOKENS, "layers": 1, "hidden": 8, "heads": 2, "inner": 8}
+        return build_model("bert", input_shape=(TOKENS,), classes=CLASSES, vocabulary=IDS, **small)
     if net == "cnn":
         return build_model("cnn", input_shape=IMAGE, classes=CLASSES)
     return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
@@ -140,16 +164,31 @@ def samples(count: int, *, images: bool, use: str) -> tuple[torch.Tensor, torch.
     return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
 
 
+def texts(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[CLS], words that mostly belong to the class, [SEP], padding."""
+    generator = numpy_generator(seed_for(0, "conformance", "text", use))
+    y = generator.integers(0, CLASSES, count)
+    x = 5 + 3 * y[:, None] + generator.integers(0, 6, (count, TOKENS)) % (IDS - 5)
+    x[:, 0], x[:, -1], x[: count // 2, -2] = 2, 3, 3
+    x[: count // 2, -1] = 0
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
 def federation(net: str = "mlp", sizes: tuple[int, ...] = SIZES) -> Federation:
     """Neighbouring clients hold neighbouring classes."""
-    images, names = net == "cnn", tuple("abcd")
-    x, y = samples(sum(sizes), images=images, use="train")
+    images, names = net in ("cnn", "pictures"), tuple("abcd")
+
+    def pick(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = texts(count, use) if net == "text" else samples(count, images=images, use=use)
+        return (x / 512.0 if net == "pictures" else x), y
+
+    x, y = pick(sum(sizes), "train")
     train = Dataset("toy", x, y, names)
-    test = Dataset("toy", *samples(20, images=images, use="test"), names)
+    test = Dataset("toy", *pick(20, "test"), names)
     indices = torch.argsort(y, stable=True)
     offsets = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int64)
-    unlabeled, _ = samples(UNLABELED, images=images, use="unlabeled")
-    return Federation(train, test, indices, offsets, unlabeled, validation=samples(11, images=images, use="validation"))
+    unlabeled, _ = pick(UNLABELED, "unlabeled")
+    return Federation(train, test, indices, offsets, unlabeled, validation=pick(11, "validation"))
 
 
 def run(algorithm: Algorithm, *, net: str = "mlp", **how: Any):
@@ -159,6 +198,11 @@ def run(algorithm: Algorithm, *, net: str = "mlp", **how: Any):
         "rounds": ROUNDS, "cohort": COHORT, "seed": 5, "engine": "batched", "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})
+
+
+def run_row(row: Row, changes: dict[str, Any] | None = None, **how: Any):
+    """A run of a row's method on the data that it is made for."""
+    return run(row.build(**(changes or {})), **{"net": row.net, **how})
 
 
 def distance(found: Any, wanted: Any) -> float:
@@ -202,15 +246,18 @@ def broken_head(params, features):
     raise AssertionError("called without Need.HEAD")
 
 
-def poisoned(algorithm):
+def spoiled(x: torch.Tensor) -> torch.Tensor:
+    """NaN, or ids that no network has."""
+    return torch.full_like(x, float("nan") if x.is_floating_point() else 10**6)
+
+
+def poisoned(algorithm, net: str = "mlp"):
     """A network and a federation whose unlabeled data, features and head are useless unless they are declared."""
-    model, data, declared = network(), federation(), needs_of(algorithm)
+    model, data, declared = network(net), federation(net), needs_of(algorithm)
     if Need.UNLABELED not in declared:
-        data = dataclasses.replace(data, unlabeled=torch.full_like(data.unlabeled, float("nan")))
+        data = dataclasses.replace(data, unlabeled=spoiled(data.unlabeled))
     if Need.VALIDATION not in declared:
-        data = dataclasses.replace(
-            data, validation=(torch.full_like(data.validation[0], float("nan")), data.validation[1])
-        )
+        data = dataclasses.replace(data, validation=(spoiled(data.validation[0]), data.validation[1]))
     if Need.FEATURES not in declared:
         model = nan_features(model)
     if Need.HEAD not in declared:

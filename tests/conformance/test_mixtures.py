@@ -48,9 +48,9 @@ def drawn() -> list[str]:
     So are those that refine the model twice: refinements run in the order given, and that order matters.
     """
     generator = numpy_generator(seed_for(0, "mixtures"))
-    found: list[str] = []
+    rows_of_tables, found = [row for row in ROWS if row.net == "mlp"], list[str]()
     while len(found) < DRAWN:
-        parts = [ROWS[i] for i in generator.choice(len(ROWS), size=3, replace=False)]
+        parts = [rows_of_tables[i] for i in generator.choice(len(rows_of_tables), size=3, replace=False)]
         text = "+".join(write(part.name, part.options) for part in parts)
         try:
             steps = build_method(text)[0].algorithm.server.steps

@@ -7,7 +7,7 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.needs import CURES, check_needs, needs_of, unmet_needs
 from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Objective, ServerStep, Training
 
-CAN_BE_UNMET = {Need.UNLABELED, Need.VALIDATION, Need.FEATURES, Need.HEAD, Need.PLAIN_SGD}
+CAN_BE_UNMET = {Need.UNLABELED, Need.VALIDATION, Need.FEATURES, Need.HEAD, Need.TOKENS, Need.PLAIN_SGD}
 
 
 def method(*needs: Need, server: tuple[Need, ...] = ()) -> Algorithm:
@@ -18,9 +18,10 @@ def method(*needs: Need, server: tuple[Need, ...] = ()) -> Algorithm:
 def setting(*, rich: bool) -> dict:
     data = Dataset("none", torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), ("a", "b"))
     unlabeled = torch.zeros(4, 3) if rich else None
+    part = (lambda params, x: x) if rich else None
     validation = (torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)) if rich else None
     return {
-        "model": Model("m", init=None, apply=None, head=(lambda p, f: f) if rich else None, has_features=rich),
+        "model": Model("m", init=None, apply=None, head=part, has_features=rich, tokens=part),
         "federation": Federation(data, data, torch.arange(2), torch.tensor([0, 2]), unlabeled, validation=validation),
         "training": Training(optimizer="sgd" if rich else "adam"),
     }

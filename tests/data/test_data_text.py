@@ -167,7 +167,8 @@ def test_some_roles_train_and_a_part_of_all_roles_windows_is_tested_on_as_in_mrt
 def test_networks_for_text_and_for_numbers_are_not_confused(tmp_path):
     path = plays(tmp_path, [("p", "r", "abcdefgh" * 10)])
     mlp = experiment(path, cohort=1, model="mlp")
-    assert "model.name = 'mlp' cannot read text: use 'char_lstm'" in fails(check_ready, mlp, build_federation(mlp))
+    told = "model.name = 'mlp' cannot read text: use 'bert' or 'char_lstm'"
+    assert told in fails(check_ready, mlp, build_federation(mlp))
     table = tmp_path / "table.csv"
     table.write_text("a,b,label\n" + "\n".join(f"{i},{i * i},{i % 2}" for i in range(20)), encoding="utf-8")
     numbers = experiment(table, cohort=1, data={"source": str(table)}, partition={"scheme": "iid", "clients": 1})

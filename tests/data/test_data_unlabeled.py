@@ -274,7 +274,7 @@ def test_kinds_that_cannot_become_the_tasks_are_refused(tmp_path: Path, table: S
     assert "holds no images" in fails(read_unlabeled, str(tmp_path / "mine"), grey)
     (tmp_path / "plays.csv").write_text("text\n" + "to be or not to be that is the question\n" * 4)
     text = load(tmp_path / "plays.csv", window=5)
-    assert "a task that reads text" in fails(read_unlabeled, str(tmp_path / "plays.csv"), text)
+    assert "a task that reads characters" in fails(read_unlabeled, str(tmp_path / "plays.csv"), text)
 
 
 def test_vectors_are_matched_by_name_and_length(tmp_path: Path) -> None:

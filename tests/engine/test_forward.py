@@ -111,6 +111,29 @@ def test_stacked_outputs_are_each_models_own(name, net):
         assert_close({"z": together.logits[row]}, {"z": engine.outputs(weights, x).logits})
 
 
+@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_outputs_of_some_rows_are_those_rows_of_all_outputs(monkeypatch, name, net, stacked):
+    monkeypatch.setattr(forward_module, "STACKED_ROWS_AT_ONCE", 6)
+    engine = engine_for(name, net)
+    x, chosen = dataset(9, images=reads_images(net), seed=4).x, torch.tensor([8, 0, 3, 3, 5])
+    models = [engine.model.init(seed) for seed in range(3)]
+    weights = stack(models) if stacked else models[0]
+    whole, some = (engine.outputs(weights, x, stacked, rows=rows) for rows in (None, chosen))
+    assert_close({"z": some.logits}, {"z": whole.logits[..., chosen, :]})
+    assert_close({"f": some.features}, {"f": whole.features[..., chosen, :]})
+
+
+def test_in_train_mode_a_batch_is_made_of_the_rows_that_are_asked_for():
+    engine = engine_for("looped", "norm")
+    x, chosen = dataset(9, images=False, seed=4).x, torch.tensor([8, 0, 3, 5])
+    weights = engine.model.init(0)
+    some = engine.outputs(weights, x, batch=4, rows=chosen).logits
+    assert_close({"z": some}, {"z": engine.outputs(weights, x[chosen], batch=4).logits})
+    assert not torch.allclose(some, engine.outputs(weights, x, batch=4).logits[chosen], atol=1e-3)
+
+
 def test_outputs_carry_no_gradient_and_a_set_is_moved_once():
     engine = engine_for("batched")
     x, weights = dataset(9, images=False).x, engine.model.init(0)

@@ -47,6 +47,7 @@ TRAININGS = {
     "adamw-cosine": Training(batch_size=4, epochs=2, lr=1e-3, optimizer="adamw", lr_schedule="cosine", clip=0.5),
     "epoch-decay": Training(batch_size=4, epochs=2, lr=0.02, lr_epoch_decay=0.5, clip=0.5),
     "steps": Training(batch_size=4, steps=7, lr=0.02),
+    "head": Training(batch_size=4, epochs=2, lr=0.02, momentum=0.9, part="head"),
 }
 ROUNDS = [[3, 2], [0, 4, 9, 1], list(range(10)), [7, 8], [9, 4, 6, 5, 3]]  # wider, longer, and back again
 

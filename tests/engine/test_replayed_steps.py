@@ -10,13 +10,15 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from engine_cases import assert_close, dataset, federation, in_dtype, network, reads_images, train
+from engine_cases import assert_close, assert_same_bits, dataset, federation, in_dtype, network, reads_images, train
 
 from fedstill.core.compose import combine, weighted_mean
+from fedstill.core.tree import clone, rows, stack, tree_map
 from fedstill.core.types import Objective, Training, Weights
 from fedstill.engine import Engine, graph
 from fedstill.engine.graph import CapturedGroup, ladder
 from fedstill.engine.looped import _balance
+from fedstill.engine.optim import first_memory
 from fedstill.engine.plan import make_plan
 from fedstill.engine.program import Program
 from fedstill.engine.stack import View
@@ -30,6 +32,7 @@ TRAININGS = {
     "momentum": Training(batch_size=4, epochs=2, lr=0.02, momentum=0.9, lr_decay=0.9),
     "adam-cosine": Training(batch_size=4, epochs=2, lr=1e-3, optimizer="adam", lr_schedule="cosine", clip=0.5),
     "steps": Training(batch_size=4, steps=3, lr=0.02),
+    "head": Training(batch_size=4, epochs=2, lr=0.02, momentum=0.9, part="head"),
 }
 
 
@@ -209,3 +212,45 @@ def test_steps_captured_for_another_kind_of_targets_are_dropped():
         kept.append(program)
     assert kept[0] is kept[1]
     assert len({id(program) for program in kept[1:]}) == 3
+
+
+@either
+def test_heads_on_augmented_images_are_replayed(stacked):
+    training = Training(batch_size=4, epochs=1, lr=0.02, part="head", augment=("flip",))
+    compare("convnorm", training, stacked=stacked, cohorts=COHORTS[:2])
+
+
+def test_the_head_that_a_replayed_student_learns_is_its_own_after_the_next_call():
+    """The extractor that is handed out must not be the static copy that the next call overwrites."""
+    engine, objective = engine_of("norm", stacked=True, graphs=True), soft_target_loss()
+    x, y = dataset(20, images=False).x, torch.softmax(torch.arange(80.0).reshape(20, 4).sin(), 1)
+    training = Training(steps=3, batch_size=4, lr=0.1, part="head")
+    first = engine.fit(objective, network("norm").init(0), x, y, training, 5)
+    before = clone(first)
+    engine.fit(objective, network("norm").init(1), x, y, training, 5)
+    assert_same_bits(first, before)
+    ids = [2, 3]
+    cross = cross_entropy()
+    sent = train(engine, TRAININGS["head"], objective=cross, start=network("norm").init(0), ids=ids).uploads.weights
+    before = clone(sent)
+    train(engine, TRAININGS["head"], objective=cross, start=network("norm").init(1), ids=ids)
+    assert_same_bits(sent, before)
+
+
+def test_kept_optimisers_go_on_in_lanes():
+    """Five rounds in which clients come and go, each with the moments and the count that it left with."""
+    training = Training(batch_size=4, epochs=2, lr=1e-3, optimizer="adam", keep_optimizer=True)
+    memories = {}
+    for graphs in (True, False):
+        engine, objective = engine_of("mlp", stacked=True, graphs=graphs), cross_entropy()
+        memory = stack([first_memory(training, engine.model.init(0).params)] * len(SIZES))
+        for number, ids in enumerate(COHORTS, 1):
+            states = {"optimizer": rows(memory, torch.tensor(ids))}
+            how = {"objective": objective, "start": engine.model.init(number), "ids": ids, "round": number}
+            new = train(engine, training, states=states, **how).states["optimizer"]
+            places = torch.tensor(ids)
+            memory = tree_map(lambda old, now, at=places: old.index_copy(0, at, now), memory, new)
+        memories[graphs] = memory
+    assert_close(memories[True], memories[False])
+    taken = [sum(2 * -(-SIZES[k] // 4) for ids in COHORTS for k in ids if k == client) for client in range(len(SIZES))]
+    assert memories[True]["count"].tolist() == taken

@@ -189,7 +189,7 @@ def test_results_come_back_in_the_order_of_the_cohort():
         results.stacked.params["bias"][row] = float(row)
         results.loss[row] = 10.0 * row
     order = [2, 0, 3, 1]  # the longest client was the cohort's third
-    weights, loss = results.ordered(order)
+    weights, loss, _ = results.ordered(order)
     for column, place in enumerate(order):
         assert float(weights.params["bias"][place, 0]) == column
         assert float(loss[place]) == 10.0 * column

@@ -13,10 +13,10 @@ from fedstill.models import MODELS, READS_TEXT, build_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_captured_step_of_several_clients_gives_the_gradients_of_the_cpu(name):
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in MODELS), ("bert", {"dropout": 0.1})])
+def test_a_captured_step_of_several_clients_gives_the_gradients_of_the_cpu(name, options):
     shape = (12,) if name in READS_TEXT else (3, 32, 32)
-    model = build_model(name, input_shape=shape, classes=10)
+    model = build_model(name, input_shape=shape, classes=10, **options)
     both = stack([model.init(1), model.init(2)])
     cpu = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, both)
     x = torch.randn(2, 4, *shape, generator=torch_generator(0), dtype=torch.float64)

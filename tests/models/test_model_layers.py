@@ -46,6 +46,13 @@ def assert_same(a: list[Tensor], b: list[Tensor], tolerance: float = 1e-10) -> N
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
+def test_on_a_cpu_channels_that_lie_last_stay_last_so_that_no_convolution_copies_them_back():
+    native, ours = norm_pair(nn.BatchNorm2d)
+    x = draw(6, 3, 2, 4).contiguous(memory_format=torch.channels_last)
+    assert ours(x).is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(ours(x), native(x.contiguous()))
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize(
     "options",
@@ -214,6 +221,14 @@ def test_dropout_in_eval_mode_is_the_identity():
 def test_training_with_dropout_and_no_seed_is_an_error_that_says_what_to_pass():
     with pytest.raises(FedstillError, match="needs a seed"):
         dropout(nn.Dropout(0.5), draw(2, 2), None)
+
+
+def test_a_call_can_draw_any_number_of_masks_and_no_two_are_alike():
+    """The counter of the draws wraps at 64 bits, as the seeds do."""
+    layers = convert(nn.ModuleList(nn.Dropout(0.5) for _ in range(40)), Context(Step(seed=torch.tensor(3))))
+    masks = torch.stack([layer(torch.ones(200)) > 0 for layer in layers]).double() - 0.5
+    alike = (masks @ masks.T) / 50  # 1: the same mask; else about N(0, 1 / 200)
+    assert alike.fill_diagonal_(0.0).abs().max() < 5 / math.sqrt(200)
 
 
 def test_clients_have_different_masks_under_vmap_and_each_is_the_one_of_its_own_call():

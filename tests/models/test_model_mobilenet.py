@@ -73,6 +73,22 @@ def test_the_stages_are_those_of_the_paper_with_an_expansion_of_six_after_the_fi
     assert ratios == [1] + [6] * 16
 
 
+def test_at_half_width_the_layers_are_those_of_fedaux():
+    """Card 10: (t, c, n, s) of its stages, a stem of 32 that is not halved, 640 features."""
+    net = network((3, 32, 32), width=0.5)
+    card = [(1, 8, 1, 1), (6, 12, 2, 1), (6, 16, 3, 2), (6, 32, 4, 2), (6, 48, 3, 1), (6, 80, 3, 2), (6, 160, 1, 1)]
+    wanted = [(t, c, s if i == 0 else 1) for t, c, n, s in card for i in range(n)]
+    found = [
+        (block.depthwise[0].groups // block.expand[0].in_channels, block.project[0].out_channels, *set(strides))
+        for block in blocks(net)
+        if (strides := block.depthwise[0].stride)
+    ]
+    assert found == wanted
+    stem, last = net.encoder[0][0], net.encoder[-4][0]
+    assert (stem.out_channels, stem.kernel_size, stem.stride) == (32, (3, 3), (1, 1))
+    assert (last.in_channels, last.out_channels, last.kernel_size) == (160, 640, (1, 1))
+
+
 @pytest.mark.parametrize(("side", "left"), [(32, 4), (28, 4), (64, 8), (8, 1)])
 def test_maps_shrink_eightfold(side, left):
     net = network((3, side, side))

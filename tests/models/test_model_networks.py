@@ -12,7 +12,7 @@ from fedstill.core.types import Model, Weights
 from fedstill.models import MODELS, READS_TEXT, build_model, model_options
 
 CIFAR, MNIST, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
-IMAGE_NETS = [name for name in MODELS if name not in READS_TEXT]  # the others: test_model_recurrent.py
+IMAGE_NETS = [name for name in MODELS if name not in READS_TEXT]  # others: test_model_recurrent, _transformer
 
 # Parameter counts of the method cards: (name, input, classes, options, parameters, features)
 COUNTS = [
@@ -46,6 +46,10 @@ COUNTS = [
     ("mobilenet_v2", CIFAR, 100, {"width": 0.5}, 604_178 + 90 * 641, 640),
     ("mobilenet_v2", MNIST, 10, {}, 2_296_922 - 2 * 9 * 32, 1280),  # two colours less in the stem
     ("mobilenet_v2", (3, 64, 64), 200, {"width": 0.5}, 604_178 + 190 * 641, 640),
+    ("shufflenet", CIFAR, 10, {}, 887_582, 800),
+    ("shufflenet", CIFAR, 100, {}, 887_582 + 90 * 801, 800),
+    ("shufflenet", MNIST, 10, {}, 887_582 - 2 * 24, 800),  # two colours less in the stem
+    ("shufflenet", (3, 64, 64), 10, {}, 887_582, 800),
     # with MOON's projection d -> d -> p: d^2 + d + (d + 1) p more, and a head of p instead of d
     ("lenet5", CIFAR, 10, {"projection": 256}, 62_006 + 84**2 + 84 + 85 * 256 + (256 - 84) * 10, 256),  # MOON's own
     ("cnn", CIFAR, 10, {"projection": 256}, 2_156_490 + 512**2 + 512 + 513 * 256 + (256 - 512) * 10, 256),
@@ -58,10 +62,11 @@ COUNTS = [
         *("mobilenet_v2", CIFAR, 10, {"width": 0.5, "projection": 256}),
         *(604_178 + 640**2 + 640 + 641 * 256 + (256 - 640) * 10, 256),
     ),
+    ("shufflenet", CIFAR, 10, {"projection": 256}, 887_582 + 800**2 + 800 + 801 * 256 + (256 - 800) * 10, 256),
 ]
 
-# Channels that a norm layer follows, by hand: stem, two a block (MobileNetV2: two of the expanded width and the block's
-# own), one a changed shortcut
+# Channels that a norm layer follows, by hand: stem, two a block (MobileNetV2, ShuffleNet: two of the hidden width and
+# what the block adds), one a changed shortcut
 NORMED = {
     "vgg8": 64 + 128 + 256 + 512 + 512,
     "resnet8": 16 + 2 * (16 + 32 + 64) + 32 + 64,
@@ -75,9 +80,15 @@ NORMED = {
             *(2 * 960 + 320 + 320, 1280),
         )
     ),
+    "shufflenet": sum(
+        (
+            *(24, 2 * 44 + 176, 3 * (2 * 50 + 200)),
+            *(2 * 50 + 200, 7 * (2 * 100 + 400), 2 * 100 + 400, 3 * (2 * 200 + 800)),
+        )
+    ),
 }
 # At 8x8 MobileNetV2's last BatchNorms read one value a row: gradients of 25,000, and a rounding error of 1e-6 in them.
-SMALLEST = {"vgg8": CIFAR, "lenet5": (3, 16, 16), "lenet": (3, 16, 16), "mobilenet_v2": (3, 16, 16)}
+SMALLEST = {"vgg8": CIFAR} | dict.fromkeys(("lenet5", "lenet", "mobilenet_v2", "shufflenet"), (3, 16, 16))
 
 
 def small(name: str, **options: object) -> Model:
@@ -150,6 +161,7 @@ def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tenso
         ("resnet8", {"norm": "group"}, True),
         ("resnet8", {"norm": "none"}, True),
         ("mobilenet_v2", {"width": 0.5, "norm": "group"}, True),
+        ("shufflenet", {"norm": "none"}, True),
         ("lenet5", {"projection": 6}, True),
         ("fecnn", {"form": "released"}, True),
     ],
@@ -175,7 +187,7 @@ def test_many_clients_at_once_equal_one_after_the_other(name, options, training)
         torch.testing.assert_close(buffers[key], expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["vgg8", "resnet8", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["vgg8", "resnet8", "mobilenet_v2", "shufflenet"])
 @pytest.mark.parametrize("garbage", [float("nan"), 1e9])
 def test_padding_changes_no_output_gradient_or_buffer(name, garbage):
     model = small(name)
@@ -259,7 +271,7 @@ def test_without_a_projection_the_layers_draw_their_weights_one_after_the_other_
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(params.values(), drawn, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cnn", "lenet5", "resnet8_wide", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["cnn", "lenet5", "resnet8_wide", "mobilenet_v2", "shufflenet"])
 def test_a_projection_leaves_the_first_weights_before_it_as_they_are(name):
     """Of networks that PyTorch initialises; others draw a second time, over all layers in order."""
     plain, projected = (small(name, **options).init(3).params for options in ({}, {"projection": 6}))
@@ -308,6 +320,9 @@ def test_mistakes_are_told_in_one_line_with_the_nearest_word():
     assert "model.hidden" in message("mlp", hidden=[0])
     assert "model.dropout" in message("vgg8", dropout=1.5)
     assert "did you mean 'mobilenet_v2'" in message("mobilenetv2")
+    assert "did you mean 'shufflenet'" in message("shuflenet")
+    assert "needs images" in message("shufflenet", input_shape=(64,))
+    assert "must divide the 24 channels" in message("shufflenet", norm="group", groups=5)
     for width in (0.3, 0, -1, True, float("nan"), "half"):
         assert f"model.width = {width} must be a multiple of 0.125 above 0" in message("mobilenet_v2", width=width)
     assert "must divide the 3 channels" in message("mobilenet_v2", width=0.125, norm="group")

@@ -181,6 +181,16 @@ def test_many_clients_at_once_equal_one_after_the_other_whatever_the_padding():
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_the_state_of_each_character_is_the_feature_of_the_text_that_ends_there():
+    model, x = small(), torch.tensor([[1, 2, 3, 4, 5, 6], [0, 0, 4, 1, 6, 2]])
+    weights = model.init(0)
+    states = model.tokens(weights, x)
+    assert states.shape == (2, 6, 5)
+    for length in (1, 4, 6):
+        features = model.apply(weights, x[:, :length])[0].features
+        torch.testing.assert_close(states[:, length - 1], features, rtol=1e-6, atol=1e-6)
+
+
 def test_the_start_is_a_function_of_the_seed_and_the_head_starts_as_in_mrtf():
     model = build_model("char_lstm", input_shape=(6,), classes=81)
     first, again, other = (model.init(seed).params for seed in (7, 7, 8))

@@ -133,6 +133,9 @@ CASES = [
 ELSEWHERE = {  # slow versions that need more than a softmax regression: a hidden layer, a memory, a distribution
     "mrtf": ("numpy_target", "server/test_rectify.py"),
     "d2cfl": ("naive_rounds", "server/test_migrate.py"),
+    "masked_lm": ("test_masked_prediction_by_hand", "server/test_language.py"),
+    "next_token": ("test_next_token_prediction_by_hand", "server/test_language.py"),
+    "simclr": ("numpy_nt_xent", "server/test_contrastive.py"),
     "update_noise": ("test_the_average_of_m_clients_has_noise_of_sigma_over_root_m", "privacy/test_noise.py"),
 }
 

@@ -128,6 +128,12 @@ def test_a_client_that_fails_is_left_out_and_recorded(fault, reason):
     assert reason in record["reason"]
 
 
+def test_some_clients_can_be_asked_alone():
+    heard = []
+    answers = asked().ask(lambda data: heard.append(data.id) or {"a": torch.zeros(1)}, among={3, 1, 99})
+    assert heard == answers.ids.tolist() == [1, 3]
+
+
 def test_a_client_is_shown_its_own_rows_and_no_others():
     asking, federation = asked(), trial_federation()
     answers = asking.ask(lambda data: {"total": data.x.double().sum()})

@@ -68,7 +68,7 @@ def test_teachers_are_examined_on_the_validation_set():
     right = [(answer == y).double().mean().item() for answer in (known, other)]
     assert 1.2 / CLASSES < min(right) < max(right) < 1.0
     exam = dataclasses.replace(this, validation=(x, y))
-    assert teacher_shares("validation").of(exam).tolist() == pytest.approx([one / sum(right) for one in right])
+    assert teacher_shares("validation").of(exam, {}).tolist() == pytest.approx([one / sum(right) for one in right])
     assert exam.metrics["teachers_kept"] == 2
 
 
@@ -79,8 +79,8 @@ def test_a_teacher_that_is_no_better_than_a_guess_is_dropped():
     known, other = (this.trainer.outputs(model, x).logits.argmax(1) for model in (first, second))
     differ = known != other
     exam = dataclasses.replace(this, validation=(x[differ], known[differ]))
-    assert teacher_shares("drop_worst").of(exam).tolist() == [1.0, 0.0]
-    assert teacher_shares("validation").of(exam).tolist() == [1.0, 0.0]
+    assert teacher_shares("drop_worst").of(exam, {}).tolist() == [1.0, 0.0]
+    assert teacher_shares("validation").of(exam, {}).tolist() == [1.0, 0.0]
     assert exam.metrics["teachers_kept"] == 1
 
 

@@ -235,7 +235,7 @@ def test_statistics_are_mixed_like_weights_and_counts_are_those_of_the_average()
 
 
 def test_only_unlabeled_data_are_needed_so_secure_aggregation_is_possible():
-    assert migrate(STUDENT).needs == {Need.UNLABELED}
+    assert migrate(STUDENT).needs == {Need.UNLABELED, Need.ONE_ARCHITECTURE}
 
 
 class EpochDescent(DescentTrainer):

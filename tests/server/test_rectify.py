@@ -344,6 +344,6 @@ def test_as_printed_a_loss_beyond_that_of_a_guess_makes_the_global_models_count_
 
 
 def test_it_declares_what_it_looks_at():
-    known = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
+    known = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
     assert rectified_distillation(STUDENT, Refinery()).needs == {*known, Need.FEATURES}
     assert rectified_distillation(STUDENT, Refinery(refine=False)).needs == known

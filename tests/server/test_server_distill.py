@@ -88,7 +88,7 @@ def test_distillation_declares_what_it_looks_at():
     plain = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
     assert distill(Student(TRAINING)).needs == plain
     assert distill(Student(TRAINING, patience=100)).needs == plain | {Need.VALIDATION}
-    shares = TeacherShares(lambda round: torch.ones(1), frozenset({Need.LABEL_COUNTS_UPLOADED}))
+    shares = TeacherShares(lambda round, state: torch.ones(1), frozenset({Need.LABEL_COUNTS_UPLOADED}))
     assert distill(Student(TRAINING), shares=shares).needs == plain | {Need.LABEL_COUNTS_UPLOADED}
 
 
@@ -117,7 +117,7 @@ def test_the_model_before_distillation_is_left_to_be_looked_at():
 
 def test_teachers_weigh_what_their_shares_say():
     models, this, logits = three_linear_models()
-    shares = TeacherShares(lambda round: number([0.0, 1.0, 0.0]) * round.number)
+    shares = TeacherShares(lambda round, state: number([0.0, 1.0, 0.0]) * round.number)
     _, state = distill(Student(TRAINING), shares=shares).apply(models[0], {}, this)
     torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(logits[1], -1))
 

@@ -12,8 +12,19 @@ from by_hand import uploads_of
 from torch import Tensor, nn
 
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.tree import flatten
-from fedstill.core.types import Algorithm, Dataset, Federation, Model, Round, Training, Weights
+from fedstill.core.tree import flatten, stack
+from fedstill.core.types import (
+    Algorithm,
+    Answers,
+    ClientData,
+    Dataset,
+    Federation,
+    Model,
+    Preparation,
+    Round,
+    Training,
+    Weights,
+)
 from fedstill.engine import build_engine
 from fedstill.models import build_model, from_module
 from fedstill.rounds import federate
@@ -109,9 +120,20 @@ def server_round(
     )  # fmt: skip
 
 
+def preparation_of(this: Round, clients: dict[int, Tensor] | None = None) -> Preparation:
+    """What comes before such a round; `clients` hold these samples."""
+
+    def ask(question, among=None):
+        each = {k: question(ClientData(k, x, torch.zeros(len(x)).long())) for k, x in (clients or {}).items()}
+        return Answers(torch.tensor(list(each)), stack(list(each.values())))
+
+    return Preparation(1, this.model, this.population, this.unlabeled, this.seed, this.trainer, ask)
+
+
 def served(algorithm: Algorithm, this: Round) -> Weights:
     """The model that the server makes of a round."""
     state = algorithm.server.init(this.start)
+    _, state = algorithm.server.prepare(this.start, state, preparation_of(this))
     return algorithm.server.apply(this.start, state, this)[0]
 
 

@@ -8,6 +8,8 @@ from typing import Any, get_type_hints
 
 from fedstill.algorithms.avglogit import avglogit, avgprob
 from fedstill.algorithms.d2cfl import d2cfl
+from fedstill.algorithms.dp_fedavg import dp_fedavg
+from fedstill.algorithms.fedaux import fedaux
 from fedstill.algorithms.fedavg import fedavg
 from fedstill.algorithms.fedbe import fedbe
 from fedstill.algorithms.fedcurv import fedcurv
@@ -22,10 +24,12 @@ from fedstill.algorithms.fedprox import fedprox
 from fedstill.algorithms.fedrs import fedrs
 from fedstill.algorithms.kd import kd
 from fedstill.algorithms.label_smoothing import label_smoothing
+from fedstill.algorithms.language import masked_lm, next_token
 from fedstill.algorithms.moon import moon
 from fedstill.algorithms.mrtf import mrtf
 from fedstill.algorithms.options import check_type
 from fedstill.algorithms.scaffold import scaffold
+from fedstill.algorithms.simclr import simclr
 from fedstill.algorithms.update_noise import update_noise
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Algorithm
@@ -54,10 +58,15 @@ METHODS: dict[str, Callable[..., Algorithm]] = {
     "avglogit": avglogit,
     "avgprob": avgprob,
     "feddf": feddf,
+    "fedaux": fedaux,
     "fedbe": fedbe,
     "mrtf": mrtf,
     "d2cfl": d2cfl,
     "update_noise": update_noise,
+    "dp_fedavg": dp_fedavg,
+    "simclr": simclr,
+    "masked_lm": masked_lm,
+    "next_token": next_token,
 }
 
 
@@ -84,8 +93,10 @@ __all__ = [
     "avgprob",
     "build_algorithm",
     "d2cfl",
+    "dp_fedavg",
     "fedadagrad",
     "fedadam",
+    "fedaux",
     "fedavg",
     "fedavgm",
     "fedbe",
@@ -104,8 +115,11 @@ __all__ = [
     "fedyogi",
     "kd",
     "label_smoothing",
+    "masked_lm",
     "moon",
     "mrtf",
+    "next_token",
     "scaffold",
+    "simclr",
     "update_noise",
 ]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from fedstill.algorithms.options import not_negative, positive, presets, temperature_of
-from fedstill.algorithms.server_student import belief_of, check_student, placed
+from fedstill.algorithms.server_student import Part, belief_of, check_student, placed
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import concatenate, stack
@@ -47,7 +47,7 @@ def fedbe(
     optimizer: Literal["sgd", "adam"] = "sgd", server_lr: float = 1e-3, momentum: float = 0.9,
     lr_schedule: Literal["cyclic", "constant"] = "cyclic", lr_low: float = 4e-4, cycle: int = 25,
     lr_epoch_decay: float = 1.0, weight_decay: float = 1e-5, per_class: bool = False,
-    swa_after: int | None = 0, reestimate: bool = True, warm_up: int = 0,
+    swa_after: int | None = 0, reestimate: bool = True, part: Part = "all", warm_up: int = 0,
     weighting: Weighting = "size", buffers: BufferPolicy = "average",
 ) -> Algorithm:  # fmt: skip
     """FedBE: models drawn from a distribution over the clients' teach the average, beside it and the clients.
@@ -84,7 +84,8 @@ def fedbe(
         per_class: the loss is the mean over samples and classes, 1 / K of the usual.
         swa_after: snapshots are averaged from this step on; None switches it off (in TOML: a large number), and
             without any snapshot the result is the last model.
-        reestimate: BatchNorm statistics are taken anew on the unlabeled set at the end.
+        reestimate: BatchNorm statistics are taken anew on the unlabeled set at the end (not with part = "head").
+        part: what the student trains: "all", or "head", the last layer (linear evaluation, with local.part = "head").
         warm_up: first rounds without distillation.
         weighting: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform"), of the average and of mu, v, g.
         buffers: BatchNorm statistics of the average and of drawn models: "average", "pooled", "reset", "local" or
@@ -101,7 +102,7 @@ def fedbe(
     training = Training(
         steps=steps, epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=server_lr, momentum=momentum,
         lr_schedule=lr_schedule, lr_low=lr_low, lr_cycle=cycle, lr_epoch_decay=lr_epoch_decay,
-        weight_decay=weight_decay,
+        weight_decay=weight_decay, part=part,
     )  # fmt: skip
     student = Student(
         training, per_class=per_class, hard=labels == "hard", average_after=swa_after, average_every=cycle,

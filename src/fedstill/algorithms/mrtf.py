@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fedstill.algorithms.options import not_negative, positive, presets, share, temperature_of
-from fedstill.algorithms.server_student import check_student
+from fedstill.algorithms.server_student import Part, check_student
 from fedstill.core.compose import chain, report_only
 from fedstill.core.compose import every as every_so_often
 from fedstill.core.types import Algorithm, ServerStep, Training
@@ -34,31 +34,15 @@ RELEASED = {
 @presets(paper={"bounded": False}, released=RELEASED)
 def mrtf(
     *,
-    stabilise: bool = True,
-    rectify: bool = True,
-    refine: bool = True,
-    sharpness: float = 4.0,
-    refine_sharpness: float = 4.0,
-    floor: float = 0.25,
-    bounded: bool = True,
-    warm_up: int = 5,
-    steps: int = 500,
-    server_lr: float = 3e-4,
-    lr_schedule: Literal["constant", "cosine"] = "constant",
-    batch_size: int = 64,
-    clip: float | None = None,
-    weight_decay: float = 0.0,
-    feedback: bool = True,
-    every: int = 1,
-    teacher_mode: TeacherMode = "eval",
-    teacher_batch: int = 640,
-    std_batch: int = 0,
-    mixture: Mixture = "rectified",
-    loss_window: int = 0,
-    smooth: bool = False,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "average",
-) -> Algorithm:
+    stabilise: bool = True, rectify: bool = True, refine: bool = True,
+    sharpness: float = 4.0, refine_sharpness: float = 4.0, floor: float = 0.25, bounded: bool = True, warm_up: int = 5,
+    steps: int = 500, server_lr: float = 3e-4, lr_schedule: Literal["constant", "cosine"] = "constant",
+    batch_size: int = 64, clip: float | None = None, weight_decay: float = 0.0, part: Part = "all",
+    feedback: bool = True, every: int = 1,
+    teacher_mode: TeacherMode = "eval", teacher_batch: int = 640, std_batch: int = 0,
+    mixture: Mixture = "rectified", loss_window: int = 0, smooth: bool = False,
+    weighting: Weighting = "uniform", buffers: BufferPolicy = "average",
+) -> Algorithm:  # fmt: skip
     """MrTF: the averaged model is refined on the very data that the server wants labelled.
 
         teachers:  q_a(x) = softmax(sharpness z_a(x) / std_a),  a in S, the sent model w and the average w_0
@@ -85,6 +69,7 @@ def mrtf(
         batch_size: unlabeled samples in a step.
         clip: bound of the gradient norm; None switches it off (in TOML: a large number).
         weight_decay: of the student.
+        part: what the student trains: "all", or "head", the last layer (linear evaluation, with local.part = "head").
         feedback: the refined model is sent to the clients; false: it is reported, and clients get the average.
         every: refine in rounds `every`, 2 `every`, ... only; in the others the average is all.
         teacher_mode: "eval", or "train": clients' models answer with BatchNorm by the batch and live dropout.
@@ -112,7 +97,7 @@ def mrtf(
     )  # fmt: skip
     student = Student(Training(
         steps=steps, optimizer="adam", lr=server_lr, lr_schedule=lr_schedule, clip=clip, batch_size=batch_size,
-        weight_decay=weight_decay,
+        weight_decay=weight_decay, part=part,
     ))  # fmt: skip
     _check(form, student, every)
     refinement = _placed(rectified_distillation(student, form), every, feedback)

@@ -14,6 +14,7 @@ from fedstill.server.migrate import Rule
 from fedstill.server.pools import Pool
 from fedstill.server.student import Student
 
+Part = Literal["all", "head"]
 Augment = Literal["none", "flip", "crop_flip"]
 AUGMENTATIONS: dict[Augment, tuple[str, ...]] = {"none": (), "flip": ("flip",), "crop_flip": ("crop", "flip")}
 
@@ -34,6 +35,8 @@ def check_student(student: Student) -> None:
     if student.patience is not None:
         positive("patience", student.patience)
     positive("look_every", student.look_every)
+    if training.keep_optimizer and (student.patience is not None or student.average_after is not None):
+        raise FedstillError("algorithm.keep_optimizer has no use with patience or snapshots: set one of them back")
     positive("cycle", student.average_every)
     not_negative("swa_after", student.average_after or 0)
     not_negative("lr_low", training.lr_low)

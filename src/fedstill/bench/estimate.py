@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,9 @@ from fedstill.config import Experiment
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need, Phase
 from fedstill.methods import build_method
+from fedstill.report.table import counted
 
+QUIET_SECONDS = 20.0  # between two lines about what a method prepares
 FROZEN_COST = 1 / 3  # of a step: forward alone, where the step is forward and twice as much backward
 
 
@@ -132,8 +136,13 @@ def _probe(
     no_data: dict[str, str] = {}
     left = Counter(name for name, _ in copies)
 
+    told = _Sometimes(tell)
+
     def hear(message: Message) -> None:
         name, order = copies[message["number"]]
+        if message["kind"] == "prepare":
+            told(f"{order.row} {order.column}, {message['what']}")
+            return
         if message["kind"] == "done":
             answers.setdefault(name, []).append(Probe(*message["answer"]))
         elif message.get("no_data"):
@@ -152,6 +161,18 @@ def _probe(
         for name, probes in answers.items()
     }
     return means, tuple(failures), no_data
+
+
+class _Sometimes:
+    """Passes a line on if the last one was a while ago."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell, self._said = tell, -math.inf
+
+    def __call__(self, line: str) -> None:
+        if (now := time.perf_counter()) - self._said > QUIET_SECONDS:
+            self._said = now
+            self._tell(line)
 
 
 def _from_probe(order: Order, probed: Order, probe: Probe | None) -> float | None:
@@ -180,14 +201,6 @@ def estimate_line(orders: Sequence[Order], known: Estimate, *, jobs: int, device
 
 def _at_once(jobs: int) -> str:
     return "one at a time" if jobs == 1 else f"with {jobs} at a time"
-
-
-def counted(number: int, thing: str) -> str:
-    """
-    >>> counted(1, "run"), counted(2, "run")
-    ('1 run', '2 runs')
-    """
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def roughly(seconds: float) -> str:

@@ -35,7 +35,10 @@ SPLITS_KEPT = 8
 
 
 class Probe(NamedTuple):
-    """Seconds of the first round, with all that is prepared in it, and of a later one."""
+    """Seconds of the first round, with all that the engine prepares in it, and of a later one.
+
+    What the method prepares before it is left out: pre-training is done once for many runs, and now it is done.
+    """
 
     first: float
     later: float
@@ -103,16 +106,16 @@ class Workshop:
         send({**outcome, "number": number})
 
     def _answer(self, task: Message, send: Send) -> Any:
-        def tell(done: int) -> None:
+        def tell(message: Message) -> None:
             try:
-                send({"kind": "round", "number": task["number"], "round": done})
+                send({**message, "number": task["number"]})
             except Exception as error:
                 raise Unheard(error) from error
 
         order = Order.from_json(task["order"])
-        return list(self.probe(order.experiment)) if task["kind"] == "probe" else self.perform(order, tell)
+        return list(self.probe(order.experiment, tell)) if task["kind"] == "probe" else self.perform(order, tell)
 
-    def perform(self, order: Order, tell: Callable[[int], None]) -> Run:
+    def perform(self, order: Order, tell: Send) -> Run:
         """Run the order in its folder, or go on with it there."""
         experiment = begun_as(order)
         federation = self.federation(order.experiment)
@@ -130,9 +133,9 @@ class Workshop:
         tidy(order.folder)
         return make_run(order, result.history.rows, result.seconds, made)
 
-    def probe(self, experiment: Experiment) -> Probe:
-        """A few rounds that leave nothing behind, to see how long they take."""
-        clock = Clock()
+    def probe(self, experiment: Experiment, tell: Send) -> Probe:
+        """A few rounds that leave nothing behind but a pre-trained extractor, to see how long they take."""
+        clock = Clock(tell)
         short = experiment.replace(rounds=min(PROBE_ROUNDS, experiment.rounds), track=())
         run(short, callbacks=[clock], federation=self.federation(experiment))
         later = clock.seconds[1:]
@@ -159,30 +162,37 @@ def _told(error: Exception, folder: Path) -> str:
 
 
 class Ticker(Callback):
-    """Tells how many rounds are done, not too often."""
+    """Tells how many rounds are done, or what a method prepares before the first, not too often."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, tell: Send) -> None:
         self._tell, self._told = tell, 0.0
 
     def on_start(self, info: RunInfo) -> bool | None:
-        self._tell(len(info.past))
+        self._tell({"kind": "round", "round": len(info.past)})
         return None
 
+    def on_prepare(self, what: str, share: float) -> None:
+        self._now_and_then({"kind": "prepare", "what": what})
+
     def on_round(self, row: Row) -> bool | None:
-        now = time.perf_counter()
-        if now - self._told > QUIET:
-            self._told = now
-            self._tell(int(row["round"]))
+        self._now_and_then({"kind": "round", "round": int(row["round"])})
         return None
 
     def on_end(self, result: Result) -> None:
         return None
 
+    def _now_and_then(self, message: Message) -> None:
+        now = time.perf_counter()
+        if now - self._told > QUIET:
+            self._told = now
+            self._tell(message)
 
-class Clock(Callback):
+
+class Clock(Ticker):
     """Seconds a round; stops a probe that takes long."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Send) -> None:
+        super().__init__(tell)
         self.seconds: list[float] = []
         self._began = 0.0
 
@@ -192,12 +202,9 @@ class Clock(Callback):
 
     def on_round(self, row: Row) -> bool | None:
         now = time.perf_counter()
-        self.seconds.append(now - self._began)
+        self.seconds.append(now - self._began - row.get("seconds_prepared", 0.0))
         self._began = now
         return sum(self.seconds) > PROBE_SECONDS
-
-    def on_end(self, result: Result) -> None:
-        return None
 
 
 def serve(pipe: Connection, at_once: int, threads: int) -> None:

@@ -98,6 +98,8 @@ def explain_text(facts: dict[str, Any]) -> str:
         ("Sent to a client", "sent_to_a_client"),
     ):
         lines += [title, *(f"  {item}" for item in facts[key] or ["nothing beyond models and sizes"])]
+    if facts["privacy"]:
+        lines += ["Privacy", *(line for told in facts["privacy"] for line in _wrap(told))]
     for title, key in (("Differs from the paper", "differs_from_the_paper"), ("Reference", "reference")):
         lines += [title, *_wrap(facts[key])] if facts[key] else []
     return "\n".join(lines)

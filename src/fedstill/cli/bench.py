@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from fedstill.bench.estimate import Estimate, counted, estimate, estimate_line, longest_first, silent
+from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first, silent
 from fedstill.bench.form import Expected, Recipe, Table
 from fedstill.bench.load import find_paper, find_preset, find_table, load_expected, load_recipe
 from fedstill.bench.order import Order
@@ -28,6 +28,7 @@ from fedstill.bench.worker import Message
 from fedstill.cli.bench_progress import BenchProgress
 from fedstill.cli.shared import print_json, tell
 from fedstill.core.errors import FedstillError
+from fedstill.report.table import counted
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,10 @@ class BenchProgress:
         if message["kind"] == "round":
             self._share[number] = message["round"] / order.experiment.rounds
             self._before.setdefault(number, self._share[number])
-            self.screen.show(self, order, message["round"])
+            self.screen.show(self, order, f"round {message['round']}/{order.experiment.rounds}")
+            return
+        if message["kind"] == "prepare":
+            self.screen.show(self, order, message["what"])
             return
         self._share[number] = 1.0
         self.finished += 1
@@ -86,7 +89,7 @@ class BenchProgress:
 class Screen(Protocol):
     """Where progress is shown."""
 
-    def show(self, progress: BenchProgress, order: Order, round: int) -> None: ...
+    def show(self, progress: BenchProgress, order: Order, doing: str) -> None: ...
 
     def say(self, progress: BenchProgress, line: str) -> None: ...
 
@@ -100,8 +103,8 @@ class Bar:
         self._bar: Any = None
         self._task: Any = None
 
-    def show(self, progress: BenchProgress, order: Order, round: int) -> None:
-        self._update(progress, f"{order.label}, round {round}/{order.experiment.rounds}")
+    def show(self, progress: BenchProgress, order: Order, doing: str) -> None:
+        self._update(progress, f"{order.label}, {doing}")
 
     def say(self, progress: BenchProgress, line: str) -> None:
         self._update(progress, "")
@@ -134,9 +137,9 @@ class Lines:
     def __init__(self) -> None:
         self._said = time.perf_counter()
 
-    def show(self, progress: BenchProgress, order: Order, round: int) -> None:
+    def show(self, progress: BenchProgress, order: Order, doing: str) -> None:
         if time.perf_counter() - self._said > QUIET_SECONDS:
-            self.say(progress, f"{order.label}, round {round}/{order.experiment.rounds}")
+            self.say(progress, f"{order.label}, {doing}")
 
     def say(self, progress: BenchProgress, line: str) -> None:
         self._said = time.perf_counter()

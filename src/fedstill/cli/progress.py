@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -21,7 +22,8 @@ class Progress(Callback):
         self.title, self.runs, self.rounds = title, runs, rounds
         self.finished = self.done = self.resumed = self.round = 0
         self.label, self.accuracy = "", ""
-        self.began = time.perf_counter()
+        self.preparing: Preparing | None = None
+        self.began = self.heard = time.perf_counter()
         on_terminal = sys.stderr.isatty() if terminal is None else terminal
         self.screen: Screen = Bar() if on_terminal else Lines()
 
@@ -29,12 +31,22 @@ class Progress(Callback):
         if self.title:  # not before: a mistake that is found on the way here is one line
             print(self.title, file=sys.stderr, flush=True)
             self.title, self.began = "", time.perf_counter()
-        self.round = len(info.past)
+        self.round, self.heard = len(info.past), time.perf_counter()
         self.resumed, self.done = self.resumed + self.round, self.done + self.round
         self.screen.show(self)
         return None
 
+    def on_prepare(self, what: str, share: float) -> None:
+        now = time.perf_counter()
+        self.began, self.heard = self.began + now - self.heard, now  # it does not count as slow rounds
+        if self.preparing is None or share < self.preparing.share:
+            self.preparing = Preparing(what, share, share, now, now)
+        else:
+            self.preparing = replace(self.preparing, what=what, share=share, now=now)
+        self.screen.show(self)
+
     def on_round(self, row: Row) -> bool | None:
+        self.preparing, self.heard = None, time.perf_counter()
         self.round, self.done = int(row["round"]), self.done + 1
         if row.get("accuracy") is not None:
             self.accuracy = f"{100 * row['accuracy']:.1f} %"
@@ -42,7 +54,7 @@ class Progress(Callback):
         return None
 
     def on_end(self, result: Result) -> None:
-        self.finished += 1
+        self.finished, self.preparing = self.finished + 1, None
         self.done = self.finished * self.rounds  # a run that stopped early owes nothing
         self.screen.show(self)
 
@@ -60,6 +72,22 @@ class Progress(Callback):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.screen.close()
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """What a method does before its first round: a line, the share that is done, and when which share was."""
+
+    what: str
+    share: float
+    first_share: float
+    since: float
+    now: float
+
+    @property
+    def left(self) -> str:
+        done = self.share - self.first_share
+        return f"{duration((1.0 - self.share) * (self.now - self.since) / done)} left" if done > 0 else ""
 
 
 class Screen(Protocol):
@@ -80,8 +108,14 @@ class Bar:
     def show(self, progress: Progress) -> None:
         if self._bar is None:
             self._open(progress)
+        preparing = progress.preparing
+        if preparing is not None:
+            words = {"round": preparing.what, "accuracy": "", "rate": "", "left": preparing.left}
+            self._bar.update(self._task, total=1.0, completed=preparing.share, description=progress.label, **words)
+            return
         self._bar.update(
             self._task,
+            total=progress.runs * progress.rounds,
             completed=progress.done,
             description=progress.label,
             round=f"round {progress.round}/{progress.rounds}",
@@ -112,19 +146,33 @@ class Lines:
 
     def __init__(self) -> None:
         self._tenth = 0
+        self._prepared = (-1, "")
         self._said = time.perf_counter()
 
     def show(self, progress: Progress) -> None:
+        if progress.preparing is not None:
+            self._show_preparing(progress, progress.preparing)
+            return
         total = progress.runs * progress.rounds
         tenth = LINES_A_RUN * progress.done // total
         waited = time.perf_counter() - self._said > QUIET_SECONDS
         if progress.done == progress.resumed or (tenth == self._tenth and not waited):
             return
         self._tenth, self._said = tenth, time.perf_counter()
+        words = [f"round {progress.round}/{progress.rounds}", progress.accuracy]
+        self._say(progress, *words, f"{progress.rate:.1f} rounds/s", progress.left)
+
+    def _show_preparing(self, progress: Progress, preparing: Preparing) -> None:
+        """A line each tenth of it, and one when something else begins."""
+        mark = int(LINES_A_RUN * preparing.share), f"{progress.finished} {preparing.what.partition(':')[0]}"
+        if mark == self._prepared and time.perf_counter() - self._said <= QUIET_SECONDS:
+            return
+        self._prepared, self._said = mark, time.perf_counter()
+        self._say(progress, preparing.what, preparing.left)
+
+    def _say(self, progress: Progress, *words: str) -> None:
         runs = f"run {min(progress.finished + 1, progress.runs)}/{progress.runs}  " if progress.runs > 1 else ""
-        words = [f"{runs}{progress.label}", f"round {progress.round}/{progress.rounds}", progress.accuracy]
-        words += [f"{progress.rate:.1f} rounds/s", progress.left]
-        print("  ".join(word for word in words if word), file=sys.stderr, flush=True)
+        print("  ".join(word for word in (f"{runs}{progress.label}", *words) if word), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass

@@ -27,7 +27,7 @@ from fedstill.experiment import (
 )
 from fedstill.expression import label, parse, split_methods, write
 from fedstill.history import Result
-from fedstill.report.table import human_bytes, plain_table, rich_table
+from fedstill.report.table import counted, human_bytes, plain_table, rich_table
 from fedstill.settings import parse_method
 
 
@@ -103,7 +103,8 @@ def resume_command(run_dir: Path, *, as_json: bool) -> None:
 def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Comparison:
     methods, seeds = experiment.compare.methods, experiment.compare.seeds
     source = load_source(experiment)
-    title = "\n".join([f"{len(methods)} methods, {seeds} seeds: {describe(experiment)}", *source.notes])
+    counts = f"{counted(len(methods), 'method')}, {counted(seeds, 'seed')}"
+    title = "\n".join([f"{counts}: {describe(experiment)}", *source.notes])
     with _resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
 
         def watch(method: str, seed: int) -> Sequence[Callback]:
@@ -126,22 +127,27 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 def describe(experiment: Experiment) -> str:
     split = describe_partition(experiment)
-    return f"{experiment.model.name} on {experiment.data.source}, {split}, {experiment.rounds} rounds"
+    return f"{experiment.model.name} on {experiment.data.source}, {split}, {counted(experiment.rounds, 'round')}"
 
 
 def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     """What a person wants to know after a run, and what to try next."""
     last, best = result.history.last or {}, result.history.best or {}
     lines = [
-        f"{result.method}: {len(result.history.rows)} rounds in {result.seconds:.1f} s",
+        f"{result.method}: {counted(len(result.history.rows), 'round')} in {result.seconds:.1f} s",
         f"  last accuracy  {100 * last['accuracy']:.2f} %",
         f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']})",
         f"  sent           {human_bytes(result.history.total('bytes_up'))} up, "
         f"{human_bytes(result.history.total('bytes_down'))} down",
     ]
+    if result.reported:
+        lines.append(f"  reported       {result.reported}")
     if experiment.target is not None:
         reached = result.rounds_to_target
         lines.append(f"  target         {'not reached' if reached is None else f'reached in round {reached}'}")
+    if result.privacy is not None:
+        told = result.privacy.text().split("\n")
+        lines += [f"  {'' if i else 'privacy':<14} {line}" for i, line in enumerate(told)]
     if result.audit:
         lines.append(f"  turned away    {len(result.audit)} entries in {result.run_dir}/audit.jsonl")
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")

@@ -8,9 +8,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Tokenizer:
+    """How a text becomes ids; id 0 fills what is shorter."""
+
+    file: str  # what a tokenizer.json of the tokenizers package holds
+    length: int  # ids of one text
+    size: int  # different ids
+
+
+@dataclass(frozen=True)
 class Dataset:
-    """Samples in storage form: images uint8 (n, channels, height, width), text uint8 or int64 ids (n, length),
-    anything else float32.
+    """Samples in storage form: images uint8 (n, channels, height, width), text as integer ids (n, length), anything
+    else float32.
 
     The engine turns them into model input: (x / 255 if uint8 - mean) / std, per channel (or feature); ids as int64.
     """
@@ -21,6 +30,7 @@ class Dataset:
     classes: tuple[str, ...]
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
+    tokenizer: Tokenizer | None = None  # of text whose ids are tokens; characters have none
 
     @property
     def text(self) -> bool:

@@ -9,7 +9,18 @@ import torch
 from fedstill.core.compose import chain, combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.types import Algorithm, Objective, Seed, ServerStep, Stage, Transmit, Uploads, Weights, unchanged
+from fedstill.core.types import (
+    Algorithm,
+    Objective,
+    Seal,
+    Seed,
+    ServerStep,
+    Stage,
+    Transmit,
+    Uploads,
+    Weights,
+    unchanged,
+)
 
 Named = Mapping[str, Algorithm]
 PLAIN_RISK = "cross_entropy"
@@ -35,7 +46,8 @@ def join(methods: Named) -> Algorithm:
     kept = [step for stage in (Stage.KEEP, Stage.REFINE) for step in _steps_at(stage, methods)]
     server = chain(_aggregate(methods), *_move(methods), *kept)
     releases = tuple(release for one in methods.values() for release in one.releases)
-    return Algorithm(objective, server, _in_turn([one.transmit for one in methods.values()]), releases)
+    transmit = _in_turn([one.transmit for one in methods.values()])
+    return Algorithm(objective, server, transmit, releases, _seal(methods))
 
 
 def _terms(objective: Objective) -> tuple[Objective, ...]:
@@ -86,6 +98,13 @@ def _move(methods: Named) -> list[ServerStep]:
     if len(movers) > 1:
         raise FedstillError(f"{' and '.join(movers)} both decide the server's step: use one of them")
     return [step for steps in movers.values() for step in steps]
+
+
+def _seal(methods: Named) -> Seal | None:
+    sealed = {name: one.seal for name, one in methods.items() if one.seal is not None}
+    if len(sealed) > 1:
+        raise FedstillError(f"{' and '.join(sealed)} both stand between clients and server: use one of them")
+    return next(iter(sealed.values()), None)
 
 
 def _check_slots(methods: Named) -> None:

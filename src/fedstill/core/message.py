@@ -77,11 +77,14 @@ def select(uploads: Uploads, index: Any) -> Uploads:
 
 def template_of(uploads: Uploads) -> Uploads:
     """What one upload of this cohort must look like: names, shapes and dtypes, no storage."""
+    return from_tree(
+        tree_map(lambda leaf: torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta"), as_tree(uploads))
+    )
 
-    def outline(leaf: Tensor) -> Tensor:
-        return torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta")
 
-    return from_tree(tree_map(outline, as_tree(uploads)))
+def on_meta(upload: Uploads) -> Uploads:
+    """The form of one client's upload."""
+    return from_tree(tree_map(lambda leaf: torch.empty_like(leaf, device="meta"), as_tree(upload)))
 
 
 def encode(upload: Uploads, *, round: int) -> bytes:

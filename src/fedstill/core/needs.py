@@ -12,22 +12,29 @@ CURES = {
     Need.VALIDATION: "set data.validation to a number of labeled rows that the server holds",
     Need.FEATURES: "use a model that returns (features, logits); every built-in model does",
     Need.HEAD: "use a model whose last layer is one nn.Linear that reads the features",
-    Need.PLAIN_SGD: "set local.optimizer = 'sgd'",
+    Need.TOKENS: "set data.tokens, e.g. 64, and model.name = 'bert'",
+    Need.PLAIN_SGD: "set local.optimizer = 'sgd', and with momentum local.keep_optimizer = false",
+    Need.ONE_ARCHITECTURE: "choose one network as model.name instead of 'mixed', or feddf, which distils across them",
 }
 
 
 def needs_of(algorithm: Algorithm) -> frozenset[Need]:
-    return algorithm.objective.needs | algorithm.server.needs
+    """A seal mixes the moves of all clients into one, so they must be moves of one network."""
+    sealed = frozenset({Need.ONE_ARCHITECTURE} if algorithm.seal is not None else ())
+    return algorithm.objective.needs | algorithm.server.needs | sealed
 
 
 def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, training: Training) -> list[Need]:
     """The needs that this model, federation and local training do not meet."""
+    models = (model,) if model.groups is None else tuple(model.groups.models.values())
     met = {
         Need.UNLABELED: federation.unlabeled is not None and len(federation.unlabeled) > 0,
         Need.VALIDATION: federation.validation is not None and len(federation.validation[1]) > 0,
-        Need.FEATURES: model.has_features,
-        Need.HEAD: model.head is not None,
-        Need.PLAIN_SGD: training.optimizer == "sgd",
+        Need.FEATURES: all(one.has_features for one in models),
+        Need.HEAD: all(one.head is not None for one in models),
+        Need.TOKENS: all(one.tokens is not None for one in models),
+        Need.PLAIN_SGD: training.optimizer == "sgd" and not (training.keep_optimizer and training.momentum),
+        Need.ONE_ARCHITECTURE: len(models) == 1,
     }
     return sorted((need for need in needs if not met.get(need, True)), key=lambda need: need.name)
 
@@ -36,7 +43,10 @@ def check_needs(
     algorithm: Algorithm, *, model: Model, federation: Federation, training: Training, method: str = "this method"
 ) -> None:
     """One line that names every unmet need and its cure; silent when all are met."""
-    unmet = unmet_needs(needs_of(algorithm), model=model, federation=federation, training=training)
+    needs = needs_of(algorithm)
+    if training.part == "head":
+        needs, method = needs | {Need.HEAD}, f"{method} with local.part = 'head'"
+    unmet = unmet_needs(needs, model=model, federation=federation, training=training)
     if unmet:
         told = "; ".join(f"{need.value} ({CURES[need]})" for need in unmet)
         raise FedstillError(f"{method} needs {told}")

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# What a client sends in a round: its parameters, BatchNorm statistics, size with steps, travel and loss, label counts,
+# and whatever its objective sends beside (SCAFFOLD's control).
+Upload = Literal["model", "buffers", "numbers", "label_counts", "extra"]
+
 
 @dataclass(frozen=True)
 class Release:
@@ -19,3 +23,4 @@ class Release:
     when: Literal["once", "round"]
     against: Literal["server", "public"]  # noise before the server looks, or only before anybody else does
     why: str = ""  # why there is no claim, or what it rests on
+    covers: tuple[Upload, ...] = ()  # of a round's: what it protects; a claim needs all that leaves

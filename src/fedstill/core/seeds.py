@@ -99,6 +99,11 @@ def uniform(seed: Tensor, shape: Sequence[int]) -> Tensor:
     return (_shift(values, 40).float() * 2.0**-24).reshape(tuple(shape))
 
 
+def uniforms(seeds: Tensor, count: int) -> Tensor:
+    """(..., count) of U[0, 1) for int64 seeds (...): row by row the numbers of `uniform`."""
+    return _shift(_tensor_bits(seeds, count), 40).float() * 2.0**-24
+
+
 def normal(seed: Tensor, shape: Sequence[int]) -> Tensor:
     """N(0, 1) of `shape` as a pure function of an int64 scalar tensor (Box-Muller)."""
     count = math.prod(shape)

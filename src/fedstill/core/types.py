@@ -15,6 +15,11 @@ from torch import Tensor
 
 from fedstill.core.data import Dataset as Dataset
 from fedstill.core.data import Federation as Federation
+from fedstill.core.data import Tokenizer as Tokenizer
+from fedstill.core.preparing import Answers as Answers
+from fedstill.core.preparing import Ask as Ask
+from fedstill.core.preparing import ClientData as ClientData
+from fedstill.core.preparing import Keeper as Keeper
 from fedstill.core.release import Release as Release
 
 Params = dict[str, Tensor]  # flat names as in nn.Module.named_parameters()
@@ -37,7 +42,10 @@ class Output(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Samples of one step. `weight` (B,) is 1 for a real sample and 0 for padding."""
+    """Samples of one step. `weight` (B,) is 1 for a real sample and 0 for padding.
+
+    `x` is what the trained part reads: where only a head is trained it may be features.
+    """
 
     x: Tensor
     y: Tensor
@@ -53,9 +61,11 @@ class Need(Enum):
     VALIDATION = "a few labeled samples on the server"
     FEATURES = "a model that returns (features, logits)"
     HEAD = "a model whose last layer can be called alone"
+    TOKENS = "a network that reads text, token by token"
     CLIENT_STATE = "memory on each client between rounds"
     INDIVIDUAL_UPLOADS = "each client's model seen by the server on its own (no secure aggregation)"
     PLAIN_SGD = "the sgd optimiser on clients (the gradient is recovered from the move)"
+    ONE_ARCHITECTURE = "one architecture on all clients"
 
 
 class Apply(Protocol):
@@ -76,6 +86,18 @@ class Apply(Protocol):
     ) -> tuple[Output, Params]: ...
 
 
+class ReadTokens(Protocol):
+    """Run a text network up to its tokens: (weights, ids (B, L)) -> states (B, L, F); what text pre-training needs.
+
+    `causal`: a token sees itself and those before it, so that its state may predict the next one. Parameters have the
+    names that they have in `Model.init`; those of the pooling and of the head are not read.
+    """
+
+    def __call__(
+        self, weights: Weights, x: Tensor, *, causal: bool = True, training: bool = False, seed: Tensor | None = None
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Model:
     """A stateless view of an nn.Module."""
@@ -84,6 +106,7 @@ class Model:
     init: Callable[[Seed], Weights]
     apply: Apply
     head: Callable[[Params, Tensor], Tensor] | None = None  # features -> logits
+    head_names: tuple[str, ...] = ()  # its parameters, where no other layer shares them: what part = "head" trains
     has_features: bool = True
     convolutional: bool = False
     stacked_kernels: bool = False  # every convolution has a kernel for many clients (models/stacked_conv.py)
@@ -91,6 +114,7 @@ class Model:
     dropout: bool = False
     unbatchable: str | None = None  # why vmap cannot run it, in one sentence
     groups: Groups | None = None  # it stands for several architectures: see core/groups.py
+    tokens: ReadTokens | None = None  # of a network that reads text
 
 
 @dataclass(frozen=True)
@@ -175,9 +199,19 @@ class Training:
     lr_cycle: int = 25  # cyclic: steps in which the rate falls along a line to lr_low, then it starts again
     lr_low: float = 0.0
     augment: tuple[str, ...] = ()  # crop | flip | cutout
+    part: str = "all"  # all | head (linear evaluation: the extractor stays as it is, in eval mode)
+    keep_optimizer: bool = False  # what it remembers goes on from round to round instead of starting at zero
 
 
 Watch = Callable[[int, Weights], bool]  # (steps done, weights now, which the next step overwrites) -> stop?
+
+
+class Fitted(NamedTuple):
+    """A model in the middle of its training."""
+
+    weights: Weights
+    optimizer: Tree  # what its optimiser remembers
+    loss: Tensor  # mean over the steps of this part
 
 
 class Trainer(Protocol):
@@ -211,8 +245,9 @@ class Trainer(Protocol):
         features: bool = True,
         batch: int | None = None,
         seed: Seed = 0,
+        rows: Tensor | None = None,
     ) -> Output:
-        """Outputs in eval mode over all of x, in chunks; stacked weights give (T, M, ...).
+        """Outputs in eval mode over all of x, or some `rows` of it, in chunks; stacked weights give (T, M, ...).
 
         features: False leaves them out (they take most of the memory). batch: run in train mode instead, so many
         rows at a time (BatchNorm by the batch, live dropout by `seed`).
@@ -221,6 +256,13 @@ class Trainer(Protocol):
 
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
         """Buffers with BatchNorm's statistics taken anew over all of x: the mean over batches, by their rows."""
+        ...
+
+    def proceed(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
+        optimizer: Tree, rows: Tensor | None = None,
+    ) -> Fitted:  # fmt: skip
+        """`fit` as one part of a longer training: the optimiser goes on from `optimizer` (empty: a fresh one)."""
         ...
 
     def lend(self, model: Model) -> Trainer:
@@ -251,29 +293,7 @@ class Round:
     models: dict[str, Weights] = field(default_factory=dict)  # ... and leave models whose accuracy is of interest
     validation: tuple[Tensor, Tensor] | None = None  # labeled (x, y); None unless Need.VALIDATION is declared
     groups: Mapping[str, Round] = field(default_factory=dict)  # several architectures: the round of each, by name
-
-
-class ClientData(NamedTuple):
-    """What one client shows to a function that runs on it before the first round. It does not leave the client."""
-
-    id: int
-    x: Tensor  # (n, ...) in storage form
-    y: Tensor  # (n,)
-
-
-class Answers(NamedTuple):
-    """What left the clients that were asked: stacked in the order of `ids`; those that failed are not among them."""
-
-    ids: Tensor  # (A,) int64
-    values: Tree
-
-
-class Keeper(Protocol):
-    """Results that are expensive and the same for many runs, kept on disk by what they follow from."""
-
-    def load(self, identity: Mapping[str, Any]) -> Tree | None: ...
-
-    def save(self, identity: Mapping[str, Any], tree: Tree) -> None: ...
+    shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all, this round
 
 
 @dataclass(frozen=True)
@@ -286,11 +306,15 @@ class Preparation:
     unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
     seed: Seed
     trainer: Trainer
-    ask: Callable[[Callable[[ClientData], Tree]], Answers]  # run a function on every client that holds data
+    ask: Ask  # run a function on every client that holds data
     keeper: Keeper | None = None
     tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
     metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
-    groups: Mapping[str, Preparation] = field(default_factory=dict)
+    groups: Mapping[str, Preparation] = field(default_factory=dict)  # several architectures: each sees its own clients
+    candidates: Mapping[str, Weights] = field(default_factory=dict)  # ... what each prototype is by now, by name
+    shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # how stored samples become inputs: mean, std
+    labeled: tuple[Tensor, Tensor] | None = None  # (x, y) for looking at what was prepared, never for training
 
 
 def no_preparation(candidate: Weights, state: Tree, _: Preparation) -> tuple[Weights, Tree]:
@@ -333,6 +357,7 @@ class ServerStep:
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]
+Seal = Callable[[Uploads, Weights, Seed, int], Uploads]  # the int: clients in a cohort, on average
 
 
 def unchanged(uploads: Uploads, _: Weights, __: Seed) -> Uploads:
@@ -347,6 +372,7 @@ class Algorithm:
     server: ServerStep
     transmit: Transmit = unchanged
     releases: tuple[Release, ...] = ()
+    seal: Seal | None = None  # a trusted party: what the server's steps see instead of the admitted uploads
 
 
 class Phase(NamedTuple):

@@ -6,6 +6,7 @@ from fedstill.data.federation import federation_from_tensors, make_federation
 from fedstill.data.matching import match_storage
 from fedstill.data.source import Source, owners, stratified_holdout
 from fedstill.data.splits import central_pool, hold_validation, limit_test, with_test_of
+from fedstill.data.tokens import tokenise
 from fedstill.data.unlabeled import Unlabeled, read_unlabeled, split_unlabeled
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "read_unlabeled",
     "split_unlabeled",
     "stratified_holdout",
+    "tokenise",
     "with_test_of",
 ]

@@ -23,6 +23,7 @@ import torch
 
 from fedstill.core.types import Dataset
 from fedstill.data.source import InputColumn, Reading, Source
+from fedstill.data.texts import pack, unpack
 
 FORMAT = 3  # raise it when what is stored, or how sources are decoded, changes
 ENTRY = "entry.json"
@@ -78,6 +79,7 @@ def write_entry(folder: Path, source: Source, stamp: str) -> None:
         "test_y": source.test.y.numpy(),
         **{f"key_{i}": values for i, values in enumerate(source.keys.values())},
         **{f"rows_{split}": values for split, values in source.rows.items()},
+        **({} if source.texts is None else dict(zip(("texts", "text_ends"), pack(source.texts), strict=True))),
     }
     stored = {name: write_array(folder / f"{name}.npy", array) for name, array in arrays.items()}
     entry = {
@@ -131,6 +133,7 @@ def read_entry(folder: Path, stamp: str) -> Source | None:
         rows={split: arrays[f"rows_{split}"] for split in entry["rows"]},
         skipped=tuple(entry["skipped"]),
         label=entry["label"],
+        texts=unpack(arrays["texts"], arrays["text_ends"]) if "texts" in arrays else None,
     )
 
 

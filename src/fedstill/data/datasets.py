@@ -99,6 +99,7 @@ def load(
     keys: Sequence[str] = (),
     size: int | None = None,
     window: int | None = None,
+    text: bool = False,
     seed: int = 0,
     cache_dir: str | Path | None = None,
     refresh: bool = False,
@@ -107,10 +108,13 @@ def load(
 
     label, inputs, keys: columns, where they cannot be told from names and types; keys are kept to partition by.
     size: resize images to size x size. window: read a column of text as so many characters and the next one as label.
+    text: read one column of text whole; `tokenise` then makes ids of it.
     seed: of the held-out fifth, where there is no test split.
     A hub id is taken from the cache once it is there; refresh=True reads any source again.
     """
-    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, window=window, seed=seed)
+    reading = Reading(
+        label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, window=window, text=text, seed=seed
+    )
     return load_as(source, reading, cache_dir=cache_dir, refresh=refresh)
 
 

@@ -23,6 +23,7 @@ from fedstill.data.columns import (
 )
 from fedstill.data.images import decode_readable, fit_images
 from fedstill.data.source import InputColumn, Reading, Source, as_tensor, statistics, stratified_holdout
+from fedstill.data.texts import as_rows, find_text
 
 LABEL_NAMES = frozenset({"label", "labels", "target", "class", "y"})
 ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")  # columns that may name rows, the best first
@@ -46,6 +47,7 @@ class Inputs(NamedTuple):
     x: list[np.ndarray]
     columns: tuple[InputColumn, ...] = ()  # of a table
     unreadable: tuple[int, ...] = ()  # images left out: rows counted over all splits
+    texts: np.ndarray | None = None  # of which x are rows
 
 
 class Encoded(NamedTuple):
@@ -123,8 +125,8 @@ def _to_source(
     train, test = (
         Dataset(name, as_tensor(x[i]), as_tensor(y[i]), encoded.classes, mean=mean, std=std) for i in range(2)
     )
-    columns = encoded.inputs.columns
-    return Source(train, test, keys, notes, origin, columns=columns, rows=rows, label=encoded.label)
+    columns, texts = encoded.inputs.columns, encoded.inputs.texts
+    return Source(train, test, keys, notes, origin, columns=columns, rows=rows, label=encoded.label, texts=texts)
 
 
 def _without_labels(
@@ -160,6 +162,7 @@ def _without_labels(
         rows={"train": ids},
         skipped=skipped,
         label=label or "",
+        texts=encoded.texts,
     )
 
 
@@ -289,6 +292,9 @@ def find_label(frame: Frame, reading: Reading, where: str) -> str:
 
 def find_inputs(frame: Frame, reading: Reading, label: str | None, where: str) -> list[str]:
     """The one image column, else the one array column, else every column of numbers or words."""
+    if reading.text:
+        free = {n: c for n, c in frame.columns.items() if n != label and n not in reading.keys}
+        return [find_text(free, reading, ids=[n for n in free if is_id(n, reading)], where=where)]
     unknown = [name for name in reading.inputs if name not in frame.columns]
     if unknown:
         raise FedstillError(f"data.inputs: {where} has no column '{unknown[0]}'; {suggest(unknown[0], frame.columns)}")
@@ -337,6 +343,9 @@ def encode_inputs(frames: Sequence[Frame], inputs: list[str], reading: Reading, 
         if any(name not in frame.columns for frame in frames):
             raise FedstillError(f"data.source: column '{name}' of {where} is missing in one of its splits")
     columns = {name: [frame.columns[name] for frame in frames] for name in inputs}
+    if reading.text:
+        rows, texts = as_rows(columns[inputs[0]], inputs[0], where)
+        return Inputs(rows, (InputColumn(inputs[0], 1),), texts=texts)
     shape = reading.fit or (None if reading.size is None else (reading.size, reading.size))
     first = columns[inputs[0]]
     if not isinstance(first[0], np.ndarray) and not reading.like:

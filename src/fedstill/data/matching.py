@@ -14,6 +14,7 @@ from fedstill.core.types import Dataset
 from fedstill.data.datasets import load_as
 from fedstill.data.images import fit_images
 from fedstill.data.source import Reading, Source
+from fedstill.data.tokens import as_tokens
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as pillow turns RGB to grey
 
@@ -21,20 +22,29 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as pillow turns RGB to grey
 def load_like(
     place: str | Path, task: Source, *, key: str, labelled: bool, label: str | None = None, cache_dir: str | None = None
 ) -> Source:
-    """Another source: images in the task's size, a table by its columns; `key` asked, and stands before complaints."""
+    """Another source: images in the task's size, a table by its columns, texts as the task's tokens.
+
+    `key` asked, and stands before complaints. Of a task whose texts are not tokens yet they come as texts too.
+    """
     reading = replace(reading_like(task, labelled=labelled), label=label)
-    if task.train.text:
-        raise FedstillError(f"{key}: '{place}' cannot be matched with a task that reads text; images and tables can")
+    if task.train.text and not reading.text:
+        raise FedstillError(
+            f"{key}: '{place}' cannot be matched with a task that reads characters (data.window); images, tables and "
+            "tokens (data.tokens) can"
+        )
     try:
-        return load_as(place, reading, cache_dir=cache_dir)
+        other = load_as(place, reading, cache_dir=cache_dir)
     except FedstillError as error:
         raise FedstillError(re.sub(r"^data\.\w+:", f"{key}:", str(error))) from error
+    return other if task.train.tokenizer is None else as_tokens(other, task.train.tokenizer)
 
 
 def reading_like(task: Source, *, labelled: bool) -> Reading:
     x, columns = task.train.x, task.columns
     fit = (x.shape[2], x.shape[3]) if x.ndim == 4 else None
-    return Reading(inputs=tuple(column.name for column in columns), like=columns, fit=fit, labelled=labelled)
+    text = task.texts is not None or task.train.tokenizer is not None
+    names = tuple(column.name for column in columns)
+    return Reading(inputs=names, like=columns, fit=fit, labelled=labelled, text=text)
 
 
 def match_classes(data: Dataset, task: Source, *, some: bool = False) -> Tensor | None:

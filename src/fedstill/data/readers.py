@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -20,6 +20,7 @@ from fedstill.data.columns import Column
 from fedstill.data.frames import Frame, is_id, split_role
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, first_line, require_extra
+from fedstill.data.texts import read_lines
 
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
 CSV_SUFFIXES = frozenset({".csv", ".tsv"})
@@ -74,14 +75,15 @@ def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
     a parquet file called train, test or the like. Without labels, files are named: a name that is no text will not do.
     """
     reading = reading or Reading()
-    known = {".parquet", ".npz", *CSV_SUFFIXES, *(IMAGE_SUFFIXES if not reading.labelled else ())}
+    lines = {".txt"} if reading.text and not reading.labelled else set[str]()
+    known = {".parquet", ".npz", *CSV_SUFFIXES, *lines, *(IMAGE_SUFFIXES if not reading.labelled else ())}
     if root.is_file():
         if root.suffix.lower() not in known:
             named = ", ".join(sorted(known - IMAGE_SUFFIXES))
             raise FedstillError(f"data.source: cannot read '{root}'; give a folder or a file of {named}")
         return [root]
     images = None if reading.fit is None else _with_suffix(files_below(root), IMAGE_SUFFIXES)
-    tables = ({".parquet"},) if images else ({".parquet"}, CSV_SUFFIXES)
+    tables = ({".parquet"},) if images else ({".parquet"}, CSV_SUFFIXES, *([lines] if lines else []))
     sub_folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
     for suffixes in tables:
         for folders in ([root], sub_folders):
@@ -131,7 +133,7 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
 
 
-def _with_suffix(files: list[Path], suffixes: frozenset[str] | set[str]) -> list[Path]:
+def _with_suffix(files: list[Path], suffixes: Collection[str]) -> list[Path]:
     return [file for file in files if file.suffix.lower() in suffixes]
 
 
@@ -179,6 +181,8 @@ def _class_folders(files: list[Path], root: Path) -> tuple[dict[str, list[int]],
 def _read_one(file: Path, reading: Reading) -> Frame:
     if file.suffix.lower() in CSV_SUFFIXES:
         return read_csv(file, reading=reading)
+    if file.suffix.lower() == ".txt":
+        return Frame({(*reading.inputs, "text")[0]: _words(read_lines(file))})
     return _read_parquet(file, reading)
 
 

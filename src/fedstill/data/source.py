@@ -61,6 +61,7 @@ class Source(NamedTuple):
     skipped: tuple[str, ...] = ()  # samples that could not be read; only of sources read without labels
     central: Unlabeled | None = None  # what is neither the clients' nor the test set's (see splits.central_pool)
     label: str = ""  # column of the labels; none where there are no labels
+    texts: np.ndarray | None = None  # of str: samples that are not tokens yet; x (n, 1) are rows of it
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,15 @@ class Reading:
     like: tuple[InputColumn, ...] = ()  # encode the columns of a table as another source's are
     fit: tuple[int, int] | None = None  # images only, brought to this height and width
     window: int | None = None  # characters of text from which the next one is told
+    text: bool = False  # one column of text, each sample the whole text (see tokens.py)
 
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise FedstillError(f"data.size = {self.size} is too small; use 1 or more")
         if self.window is not None and self.window < 1:
             raise FedstillError(f"data.window = {self.window} is too small; use 1 or more")
+        if self.window is not None and self.text:
+            raise FedstillError("window and text both say how text is read: use one of them")
 
 
 def owners(source: Source, *columns: str) -> np.ndarray:

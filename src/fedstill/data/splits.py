@@ -15,6 +15,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.data.matching import load_like, match_classes, match_storage
 from fedstill.data.source import Source, Unlabeled, keep_rows, row_ids, stratified_holdout
+from fedstill.data.texts import in_one_list
 
 FIXED = 0  # seed of what does not depend on the experiment's
 
@@ -32,6 +33,7 @@ def with_test_of(source: Source, place: str, *, label: str | None = None, cache_
         other = load_like(place, source, key="data.test", labelled=True, cache_dir=cache_dir)
     if other.origin == source.origin:
         raise FedstillError(f"data.test: '{place}' is the clients' own dataset; leave data.test out for its test split")
+    source, other = in_one_list(source, other)
     y = match_classes(other.test, source)
     if y is None:
         raise FedstillError(_unlike(place, other.test.classes, source.train.classes))

@@ -14,6 +14,7 @@ from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.matching import load_like, match_classes, match_storage, reading_like
 from fedstill.data.readers import files_below, files_of, printable
 from fedstill.data.source import Source, Unlabeled, keep_rows, row_ids
+from fedstill.data.texts import in_one_list
 
 __all__ = ["Unlabeled", "read_unlabeled", "split_unlabeled"]
 
@@ -42,18 +43,21 @@ def split_unlabeled(
     elif choice == "central":
         found = _central(source)
     else:
-        found = _of_another(choice, source, cache_dir)
+        rest, found = _of_another(choice, source, cache_dir)
     return rest, found if limit is None or limit >= len(found.x) else _some(found, limit, seed)
 
 
 def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None = None) -> Unlabeled:
-    """A folder of images (in any folders, of any size) or a table, in the storage form of the task's `source`.
+    """A folder of images (in any folders, of any size), a table or texts, in the storage form of the task's `source`.
 
     A table's columns are found by the names of the task's. Images that cannot be read, and files of other kinds
     beside them, are named in `skipped`; every other file or row comes once, in the order of the names: its path below
-    the folder, the table's id column as it is written, or its row number. Labels that are there count as truth if all
-    classes have names of the task's. A Path is never the name of an embedded set.
+    the folder, the table's id column as it is written, or its row number. Texts may also be the lines of .txt files.
+    Labels that are there count as truth if all classes have names of the task's. A Path is never the name of an
+    embedded set.
     """
+    if source.texts is not None:
+        raise FedstillError(f"'{place}': the task's texts are no tokens yet; call tokenise first")
     return _as_unlabeled(place, _load(place, source, cache_dir), source)
 
 
@@ -71,13 +75,14 @@ def _as_unlabeled(place: str | Path, other: Source, source: Source) -> Unlabeled
     return Unlabeled(x, row_ids(other, "train"), truth, other.skipped, other.notes)
 
 
-def _of_another(place: str, source: Source, cache_dir: str | None) -> Unlabeled:
+def _of_another(place: str, source: Source, cache_dir: str | None) -> tuple[Source, Unlabeled]:
     other = _load(place, source, cache_dir)
     if other.origin == source.origin:
         raise FedstillError(
             f"data.unlabeled: '{place}' is the clients' own dataset; give a number of its rows to hold out, or 'test'"
         )
-    return _as_unlabeled(place, other, source)
+    source, other = in_one_list(source, other)
+    return source, _as_unlabeled(place, other, source)
 
 
 def _other_files(origin: str, source: Source) -> tuple[str, ...]:

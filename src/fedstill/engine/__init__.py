@@ -7,8 +7,9 @@ import torch
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Federation, Model
 from fedstill.engine.engine import Engine, Trained
+from fedstill.engine.mixed import MixedEngine
 
-__all__ = ["ENGINES", "PRECISIONS", "Engine", "Trained", "build_engine", "choose_device"]
+__all__ = ["ENGINES", "PRECISIONS", "Engine", "MixedEngine", "Trained", "build_engine", "choose_device"]
 
 ENGINES = ("auto", "batched", "looped")
 PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
@@ -52,7 +53,7 @@ def build_engine(
     chunk: int | None = None,
     precision: str = "auto",
     graphs: bool | None = None,
-) -> Engine:
+) -> Engine | MixedEngine:
     """An engine for one model and federation; `chunk` clients at once (None: what fits in memory).
 
     precision: float32 (strict) | float64 (weights, inputs and states, for comparing to many digits) |
@@ -64,12 +65,18 @@ def build_engine(
     if precision not in PRECISIONS:
         raise FedstillError(f"engine.precision: unknown precision '{precision}'; {suggest(precision, PRECISIONS)}")
     where = choose_device(device)
-    return Engine(
-        model,
+    prototypes = {"": model} if model.groups is None else dict(model.groups.models)
+    first = next(iter(prototypes.values()))
+    engine = Engine(
+        first,
         federation,
-        stacked=_stacked(name, where, model),
+        stacked=_stacked(name, where, first),
         device=where,
         chunk=chunk,
         precision=("tf32" if where.type == "cuda" else "float32") if precision == "auto" else precision,
         graphs=where.type == "cuda" if graphs is None else graphs and where.type == "cuda",
     )
+    if model.groups is None:
+        return engine
+    others = {group: engine.lend(one, stacked=_stacked(name, where, one)) for group, one in prototypes.items()}
+    return MixedEngine(model, {**others, next(iter(prototypes)): engine})

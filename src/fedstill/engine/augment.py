@@ -12,12 +12,15 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError, suggest
 
 AUGMENTATIONS = ("crop", "cutout", "flip")
+VIEWS = "views"  # two random views of a sample, side by side: for a server's pre-training; see views.py
 PADDING = 4
 
 
 def check_augmentations(names: tuple[str, ...], shape: tuple[int, ...], key: str = "local.augment") -> None:
     """Refuse unknown names, and images where there are none. `key`: where the names were set."""
-    for name in names:
+    if VIEWS in names and key == "local.augment":
+        raise FedstillError(f"{key}: '{VIEWS}' makes two images of one, which a classifier cannot read; leave it out")
+    for name in (name for name in names if names != (VIEWS,)):
         if name not in AUGMENTATIONS:
             raise FedstillError(f"{key}: unknown augmentation '{name}'; {suggest(name, AUGMENTATIONS)}")
     if names and len(shape) != 3:

@@ -16,6 +16,7 @@ from fedstill.core.tree import rows as row_of
 from fedstill.core.types import (
     Dataset,
     Federation,
+    Fitted,
     Model,
     Need,
     Objective,
@@ -31,6 +32,7 @@ from fedstill.core.types import (
 from fedstill.engine.after import finish_clients
 from fedstill.engine.augment import check_augmentations
 from fedstill.engine.batched import Batched
+from fedstill.engine.features import fill_features
 from fedstill.engine.feed import Feed
 from fedstill.engine.forward import ROWS_AT_ONCE, batch_statistics, forward, forward_many, forward_training
 from fedstill.engine.group import Inputs, client_at, columns_of, local_view, make_inputs
@@ -38,9 +40,11 @@ from fedstill.engine.looped import Looped
 from fedstill.engine.plan import Plan, check_training, make_plan
 from fedstill.engine.probe import chunk_budget, probe
 from fedstill.engine.program import Program, float32_mode
+from fedstill.engine.results import Finished
 
 FEEDS = 4  # sets beside the train set that stay on the device
 SMALL_NET = 50_000  # parameters up to which a call costs more than the work in it, on a CPU
+OPTIMIZER = "optimizer"  # the slot of a client's state for what its optimiser remembers
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
@@ -86,8 +90,9 @@ class Engine:
         plan = make_plan(rows, sizes, ids, training=training, round=round, seed=seed)
         counts = self._label_counts(objective, rows, sizes)
         program, runner = self._program(objective, training, self.feed, start, received)
-        inputs = make_inputs(plan, states, counts, sizes, self.dtype)
-        weights, loss = self._run(program, plan, inputs, rows, sizes)
+        slots = {slot: value for slot, value in states.items() if slot != OPTIMIZER}
+        inputs = make_inputs(plan, slots, counts, sizes, self.dtype, states.get(OPTIMIZER))
+        weights, loss, optimizer = self._run(program, plan, inputs, rows, sizes)
         seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
         local = local_view(program, inputs, seeds, len(ids))._replace(params=weights.params, buffers=weights.buffers)
         chunk = runner.chunk if isinstance(runner, Batched) else None
@@ -97,13 +102,37 @@ class Engine:
             weights, size.double(), steps, travel, loss / steps.clamp_min(1), extra, None,
             torch.from_numpy(np.asarray(ids, np.int64)),
         )  # fmt: skip
-        return Trained(uploads, new_states)
+        return Trained(uploads, {**new_states, OPTIMIZER: optimizer} if optimizer else new_states)
 
     def fit(
         self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
         rows: Tensor | None = None, watch: Watch | None = None, every: int = 1,
     ) -> Weights:  # fmt: skip
         """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.types.Trainer."""
+        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
+        program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
+        with float32_mode(self.precision):
+            if watch is None:
+                return row_of(self._run(program, plan, inputs, places, np.array([len(places)])).weights, 0)
+            self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
+            return runner.run_alone(plan, inputs, lambda done, now: done % every == 0 and watch(done, now)).weights
+
+    def proceed(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
+        optimizer: Tree, rows: Tensor | None = None,
+    ) -> Fitted:  # fmt: skip
+        """One part of a longer training; see core.types.Trainer."""
+        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
+        program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
+        with float32_mode(self.precision):
+            self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
+            return runner.run_alone(plan, inputs, lambda done, now: False, optimizer)
+
+    def _fit_plan(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed,
+        places: np.ndarray,
+    ) -> tuple[Program, Looped, Plan, Inputs]:  # fmt: skip
+        """All that one model's training on (x, y) runs with."""
         check_training(training)
         check_augmentations(training.augment, tuple(x.shape[1:]), "algorithm.augment")
         feed = self._feed_of(x)
@@ -113,33 +142,28 @@ class Engine:
             feed.y = y.to(self.device).clone()
             # captured steps read the old targets in place
             self.programs = {key: pair for key, pair in self.programs.items() if pair[0].feed is not feed}
-        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         sizes = np.array([len(places)])
         plan = make_plan(places, sizes, np.zeros(1, np.int64), training=training, round=1, seed=seed_for(seed, "fit"))
         counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device, dtype=self.dtype)
         program, runner = self._program(objective, training, feed, start, {})
-        inputs = make_inputs(plan, {}, counts, sizes, self.dtype)
-        with float32_mode(self.precision):
-            if watch is None:
-                return row_of(self._run(program, plan, inputs, places, sizes)[0], 0)
-            assert isinstance(runner, Looped)
-            with program.autocast():
-                self._fill_cache(program, plan, inputs, places, sizes)
-            return runner.run_alone(plan, inputs, lambda done, now: done % every == 0 and watch(done, now))
+        assert isinstance(runner, Looped)
+        return program, runner, plan, make_inputs(plan, {}, counts, sizes, self.dtype)
 
     def outputs(
         self, weights: Weights, x: Tensor, stacked: bool = False, *,
-        features: bool = True, batch: int | None = None, seed: Seed = 0,
+        features: bool = True, batch: int | None = None, seed: Seed = 0, rows: Tensor | None = None,
     ) -> Output:  # fmt: skip
         """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
         feed = self._feed_of(x)
+        rows = None if rows is None else rows.to(self.device)
         with float32_mode(self.precision):
             if batch is not None:
-                return forward_training(self.model, weights, feed, batch, seed, stacked=stacked, features=features)
+                how = {"stacked": stacked, "features": features}
+                return forward_training(self.model, weights, feed, batch, seed, rows, **how)
             if stacked:
                 loop = self.model.unbatchable is not None or self._in_turn(weights, len(x))
-                return forward_many(self.model, weights, feed, loop=loop, features=features)
-            return forward(self.model, weights, feed, features=features)
+                return forward_many(self.model, weights, feed, rows, loop=loop, features=features)
+            return forward(self.model, weights, feed, rows, features=features)
 
     def _in_turn(self, teachers: Weights, samples: int) -> bool:
         """Whether models answer faster one after another than under vmap.
@@ -157,25 +181,31 @@ class Engine:
         with float32_mode(self.precision):
             return batch_statistics(self.model, weights, self._feed_of(x), batch)
 
-    def lend(self, model: Model) -> Engine:
+    def lend(self, model: Model, *, stacked: bool | None = None) -> Engine:
         """An engine for another model of the same data; it keeps nothing in common that either could change."""
         other = copy.copy(self)
         other.model, other.programs, other.feeds = model, {}, {}
+        if stacked is not None:
+            other.stacked, other.name = stacked, "batched" if stacked else "looped"
         return other
 
-    def _run(
-        self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray
-    ) -> tuple[Weights, Tensor]:
+    def _run(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> Finished:
         runner = self.programs[self._key(program.objective, program.training, program.feed)][1]
-        with program.autocast():  # the teacher in the precision of the student
-            self._fill_cache(program, plan, inputs, rows, sizes)
+        self._keep_outputs(program, plan, inputs, rows, sizes)
         order = np.argsort(-plan.steps, kind="stable")
         columns: list[int] = order.tolist()
         if columns != list(range(len(columns))):
             plan, inputs = plan.columns(columns), columns_of(inputs, torch.from_numpy(order).to(self.device))
         if isinstance(runner, Batched):
             runner.chunk = self._auto_chunk(program, inputs)
-        return runner.run(plan, inputs, columns)
+        finished = runner.run(plan, inputs, columns)
+        return finished._replace(weights=program.whole(finished.weights, width=len(columns)))
+
+    def _keep_outputs(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> None:
+        """All that is the same for a row at every step of a plan."""
+        with program.autocast():  # the teacher in the precision of the student
+            self._fill_cache(program, plan, inputs, rows, sizes)
+            fill_features(program, plan)
 
     def _fill_cache(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> None:
         """Outputs of frozen models that do not change in a round, once per round instead of once per epoch."""
@@ -226,7 +256,8 @@ class Engine:
         if key not in self.programs:
             program = Program(self.model, objective, training, feed, static=self.graphs, precision=self.precision)
             runner: Batched | Looped
-            if self.stacked and feed is self.feed:
+            # A stack counts its clients' steps as one, and kept optimisers have taken different numbers of them.
+            if self.stacked and feed is self.feed and not training.keep_optimizer:
                 runner = Batched(program, chunk=1, graphs=self.graphs)
             else:
                 runner = Looped(program, lanes=LANES, graphs=self.graphs)

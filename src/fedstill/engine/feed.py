@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core.types import Dataset
-from fedstill.engine.augment import cutout, gather_augmented
+from fedstill.engine.augment import VIEWS, cutout, gather_augmented
+from fedstill.engine.views import random_views
 
 CPU_FLOAT_BYTES = 1 << 30  # a normalised float copy above this stays uint8 on the CPU
 
@@ -24,12 +25,13 @@ class Feed:
         self.blank = (0.0 - self.mean) / self.std  # a black pixel, normalised
         self.y = y.to(device)
         self.x = x.to(device)
-        self.normalised = x.is_floating_point() or self._fits(x)
+        self.normalised = x.is_floating_point() or self.fits(x.numel())
         if self.normalised and not self.ids and x.dtype in (torch.uint8, torch.float32, torch.float64):
             self.x = self._normalise(self.x)
 
-    def _fits(self, x: Tensor) -> bool:
-        wanted = x.numel() * self.dtype.itemsize
+    def fits(self, numbers: int) -> bool:
+        """Whether so many numbers can be kept beside the samples."""
+        wanted = numbers * self.dtype.itemsize
         if self.device.type == "cuda":
             return wanted < torch.cuda.mem_get_info(self.device)[0] // 4
         return wanted <= CPU_FLOAT_BYTES
@@ -49,7 +51,9 @@ class Feed:
         """(x, y) for an index of any shape (..., B); the leading dimensions are kept."""
         flat = index.reshape(-1)
         y = self.y[flat].reshape(*index.shape, *self.y.shape[1:])
-        if "crop" in augment or "flip" in augment:
+        if VIEWS in augment:
+            x = self._views(flat, bits.reshape(-1))
+        elif "crop" in augment or "flip" in augment:
             blank = self.blank if self.normalised else torch.zeros((), dtype=self.x.dtype, device=self.device)
             x = gather_augmented(self.x, flat, bits.reshape(-1), augment, blank)
             x = x if self.normalised else self._normalise(x)
@@ -58,3 +62,12 @@ class Feed:
         if "cutout" in augment:
             x = cutout(x, bits.reshape(-1))
         return x.reshape(*index.shape, *x.shape[1:]), y
+
+    def _views(self, flat: Tensor, bits: Tensor) -> Tensor:
+        """Two views of every sample, (B, 2 channels, H, W); colours change on the scale from 0 to 1."""
+
+        def unit(x: Tensor) -> Tensor:
+            return torch.addcmul(self.mean, x, self.std) if self.normalised else x / 255.0
+
+        views = (random_views(self.x, flat, bits, unit, self.dtype) - self.mean) / self.std
+        return views.flatten(1, 2)

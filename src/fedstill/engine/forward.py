@@ -49,15 +49,36 @@ def _without_features(output: Output) -> Output:
 
 
 @torch.no_grad()
-def forward_many(model: Model, weights: Weights, feed: Feed, *, loop: bool, features: bool = True) -> Output:
-    """Outputs of several models (stacked weights) over all of a feed: (T, M, ...).
+def forward_many(
+    model: Model, weights: Weights, feed: Feed, rows: Tensor | None = None, *, loop: bool, features: bool = True
+) -> Output:
+    """Outputs of several models (stacked weights) for some rows of a feed (all by default): (T, M, ...).
 
     Memory beyond the outputs: one piece of at most TEACHERS_AT_ONCE models, however many there are.
     """
+    count = len(feed.x) if rows is None else len(rows)
+    if model.head_names and _one_extractor(model, weights):
+        return _heads(model, weights, forward(model, row_of(weights, 0), feed, rows).features, features=features)
     if not loop:
-        return _gathered(_together(model, weights, feed, features), weights, feed)
-    each = ((i, forward(model, row_of(weights, i), feed, features=features)) for i in range(_count(weights)))
-    return _gathered(((i, slice(None), output) for i, output in each), weights, feed)
+        return _gathered(_together(model, weights, feed, rows, features), weights, count)
+    each = ((i, forward(model, row_of(weights, i), feed, rows, features=features)) for i in range(_count(weights)))
+    return _gathered(((i, slice(None), output) for i, output in each), weights, count)
+
+
+def _one_extractor(model: Model, weights: Weights) -> bool:
+    """Whether all models are views of one but for the head, as an engine that trains heads hands them out."""
+    extractors = [leaf for name, leaf in weights.params.items() if name not in model.head_names]
+    shared = all(leaf.stride(0) == 0 for leaf in (*extractors, *weights.buffers.values()))
+    return bool(extractors) and shared
+
+
+def _heads(model: Model, weights: Weights, seen: Tensor, *, features: bool) -> Output:
+    """What several heads say about the same features (M, F): one run of the extractor instead of T."""
+    assert model.head is not None
+    own = {name: weights.params[name] for name in model.head_names}
+    logits = torch.stack([model.head(row_of(own, i), seen) for i in range(_count(weights))])
+    output = Output(logits, seen.expand(len(logits), *seen.shape))
+    return output if features else _without_features(output)
 
 
 def _count(weights: Weights) -> int:
@@ -67,12 +88,12 @@ def _count(weights: Weights) -> int:
 Piece = tuple[int | slice, slice, Output]  # which models, which rows, what they say
 
 
-def _gathered(pieces: Iterator[Piece], weights: Weights, feed: Feed) -> Output:
+def _gathered(pieces: Iterator[Piece], weights: Weights, count: int) -> Output:
     """(T, M, ...): every piece is put in its place as it comes, so that nothing is held twice."""
     whole: Output | None = None
     for models, rows, piece in pieces:
         if whole is None:
-            shape = _count(weights), len(feed.x)
+            shape = _count(weights), count
             whole = Output(*(part.new_empty(*shape, part.shape[-1]) for part in piece))
         whole.logits[models, rows] = piece.logits
         whole.features[models, rows] = piece.features
@@ -80,35 +101,39 @@ def _gathered(pieces: Iterator[Piece], weights: Weights, feed: Feed) -> Output:
     return whole
 
 
-def _together(model: Model, weights: Weights, feed: Feed, features: bool) -> Iterator[Piece]:
+def _together(model: Model, weights: Weights, feed: Feed, chosen: Tensor | None, features: bool) -> Iterator[Piece]:
     """Pieces of at most TEACHERS_AT_ONCE models under vmap, and so many rows that models times rows fit."""
+    count = len(feed.x) if chosen is None else len(chosen)
     for at in range(0, _count(weights), TEACHERS_AT_ONCE):
         some = row_of(weights, slice(at, at + TEACHERS_AT_ONCE))
         size = max(1, STACKED_ROWS_AT_ONCE // _count(some))
-        for first in range(0, len(feed.x), size):
-            rows = slice(first, first + size)
-            x = feed.inputs(rows)
+        for first in range(0, count, size):
+            rows = slice(first, min(first + size, count))
+            x = feed.inputs(rows if chosen is None else chosen[rows])
             output = torch.func.vmap(lambda w: model.apply(w, x, training=False)[0])(some)  # noqa: B023
             yield slice(at, at + TEACHERS_AT_ONCE), rows, output if features else _without_features(output)
 
 
 @torch.no_grad()
 def forward_training(
-    model: Model, weights: Weights, feed: Feed, batch: int, seed: Seed, *, stacked: bool, features: bool
-) -> Output:
+    model: Model, weights: Weights, feed: Feed, batch: int, seed: Seed, chosen: Tensor | None = None, *,
+    stacked: bool, features: bool,
+) -> Output:  # fmt: skip
     """Outputs in train mode, `batch` rows at a time: BatchNorm by the batch and live dropout, as some code teaches."""
     models = weights if stacked else stack([weights])
+    count = len(feed.x) if chosen is None else len(chosen)
 
     def pieces() -> Iterator[Piece]:
         for teacher in range(_count(models)):
             one = row_of(models, teacher)
-            for at in range(0, len(feed.x), batch):
+            for at in range(0, count, batch):
                 rows = slice(at, at + batch)
+                x = feed.inputs(rows if chosen is None else chosen[rows])
                 key = torch.tensor(to_signed(seed_for(seed, teacher, at)), device=feed.device)
-                output = model.apply(one, feed.inputs(rows), training=True, seed=key)[0]
+                output = model.apply(one, x, training=True, seed=key)[0]
                 yield teacher, rows, output if features else _without_features(output)
 
-    found = _gathered(pieces(), models, feed)
+    found = _gathered(pieces(), models, count)
     return found if stacked else row_of(found, 0)
 
 

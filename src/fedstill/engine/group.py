@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,12 @@ class Inputs:
     state: Tree
     label_counts: Tensor  # (C, K)
     facts: Tensor  # (4, C): size, steps, travel, lr of the first step
+    optimizer: Tree = field(default_factory=dict)  # (C, ...) what each client's remembers; empty: they are fresh
 
 
-def make_inputs(plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray, dtype: torch.dtype) -> Inputs:
+def make_inputs(
+    plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray, dtype: torch.dtype, optimizer: Tree | None = None
+) -> Inputs:
     """Move a plan (columns already in the group's order) to the device of `label_counts`."""
     device = label_counts.device
 
@@ -49,6 +52,7 @@ def make_inputs(plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray
         state,
         label_counts,
         move(facts).to(dtype),
+        optimizer or {},
     )
 
 
@@ -63,6 +67,7 @@ def columns_of(inputs: Inputs, piece: slice | Tensor) -> Inputs:
         tree_map(lambda leaf: leaf[piece], inputs.state),
         inputs.label_counts[piece],
         inputs.facts[:, piece],
+        tree_map(lambda leaf: leaf[piece], inputs.optimizer),
     )
 
 
@@ -162,7 +167,7 @@ class Group:
         self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
     ) -> tuple[Tensor, Params]:
         program = self.program
-        x, y = program.feed.batch(index, bits, program.training.augment)
+        x, y = program.batch(index, bits)
 
         def loss(part: Local, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Params]:
             return program.client_loss(params, buffers, batch, part, full)
@@ -175,7 +180,7 @@ class Group:
         self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
     ) -> tuple[Tensor, Params]:
         program = self.program
-        x, y = program.feed.batch(index, bits, program.training.augment)
+        x, y = program.batch(index, bits)
         if x.ndim == 4 and any(p.is_contiguous(memory_format=torch.channels_last) for p in view.leaves if p.ndim == 4):
             x = x.contiguous(memory_format=torch.channels_last)
         local = local._replace(frozen=program.cached(index))

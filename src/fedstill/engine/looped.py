@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from fedstill.core.tree import rows
-from fedstill.core.types import Watch, Weights
+from fedstill.core.types import Fitted, Tree, Watch, Weights
 from fedstill.engine.graph import CapturedGroup
 from fedstill.engine.group import Group, Inputs, columns_of
 from fedstill.engine.plan import Plan
 from fedstill.engine.program import Program
-from fedstill.engine.results import Results
+from fedstill.engine.results import Finished, Results
 from fedstill.engine.stack import Layout, Stack, allocate_weights
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -28,19 +27,24 @@ class Looped:
         self.lane_count = lanes if graphs else 1
         self.lanes: list[CapturedGroup] = []
 
-    def run_alone(self, plan: Plan, inputs: Inputs, watch: Watch) -> Weights:
-        """Train the only column of the plan; `watch` sees the weights after every step and may end it."""
-        results = Results(self.program.start, 1, inputs.facts)
-        results.fill(self.program.start)
+    def run_alone(self, plan: Plan, inputs: Inputs, watch: Watch, optimizer: Tree | None = None) -> Fitted:
+        """Train the only column of the plan; `watch` sees the weights after every step and may end it.
+
+        optimizer: what an earlier part of the same training left; None or empty: a fresh one.
+        """
+        results = Results(self.program.moving, 1, inputs.facts)
+        results.fill(self.program.moving)
         stack, steps = self._steps_of_one(plan, inputs, results)
-        stack.reset(self.program.start)
-        now = rows(Weights(stack.params, stack.buffers), 0)  # views: every step writes into them
+        stack.reset(self.program.moving)
+        stack.go_on(optimizer or {})
+        now = self.program.whole(rows(Weights(stack.params, stack.buffers), 0))  # views: every step writes into them
+        done = 0
         for done, _ in enumerate(steps, 1):
             if watch(done, now):
                 break
         if len(plan.index):
             results.take(stack, slice(0, 1), slice(0, 1))
-        return rows(results.stacked, 0)
+        return Fitted(self.program.whole(rows(results.stacked, 0)), stack.optimizer(), results.loss[0] / max(done, 1))
 
     def _steps_of_one(self, plan: Plan, inputs: Inputs, results: Results) -> tuple[Stack, Iterator[None]]:
         if not self.use_graphs:
@@ -51,18 +55,19 @@ class Looped:
         self.lanes[0].load(inputs, slice(0, 1))
         return self.lanes[0].stack, self.lanes[0].run(plan, results, 0)
 
-    def run(self, plan: Plan, inputs: Inputs, order: list[int]) -> tuple[Weights, Tensor]:
+    def run(self, plan: Plan, inputs: Inputs, order: list[int]) -> Finished:
         """Train every column of the plan (longest first); row order[i] of the result is column i."""
-        results = Results(self.program.start, len(order), inputs.facts)
+        results = Results(self.program.moving, len(order), inputs.facts, optimizer=inputs.optimizer)
         if self.use_graphs:
-            results.fill(self.program.start)
+            results.fill(self.program.moving)
             self._run_lanes(plan, inputs, results)
             return results.ordered(order)
         stack = self._new_stack()
         group = Group(self.program, stack, stacked=False)
         for column in range(len(order)):
             here = slice(column, column + 1)
-            stack.reset(self.program.start)
+            stack.reset(self.program.moving)
+            stack.go_on(rows(inputs.optimizer, column))
             for _ in group.run(plan.columns([column]), columns_of(inputs, here)):
                 pass
             results.take(stack, slice(0, 1), here)
@@ -72,7 +77,7 @@ class Looped:
         layout: Layout = {}
         if _suits_channels_last(self.program, self.use_graphs):
             layout = {name: CHANNELS_LAST for name, p in self.program.start.params.items() if p.ndim == 4}
-        return Stack(allocate_weights(self.program.start, 1, layout), 1, self.program.training)
+        return Stack(allocate_weights(self.program.moving, 1, layout), 1, self.program.training)
 
     def _run_lanes(self, plan: Plan, inputs: Inputs, results: Results) -> None:
         """Every lane works through its own queue; the host only replays, round-robin."""
@@ -98,7 +103,8 @@ class Looped:
         self, lane: CapturedGroup, queue: list[int], plan: Plan, inputs: Inputs, results: Results
     ) -> Iterator[None]:
         for column in queue:
-            lane.stack.reset(self.program.start)
+            lane.stack.reset(self.program.moving)
+            lane.stack.go_on(rows(inputs.optimizer, column))
             lane.load(inputs, slice(column, column + 1))
             yield from lane.run(plan.columns([column]), results, column)
 

@@ -8,7 +8,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from fedstill.core.types import Training
+from fedstill.core.tree import zeros_like
+from fedstill.core.types import Params, Training, Tree
 
 
 def moment_names(training: Training) -> tuple[str, ...]:
@@ -16,6 +17,12 @@ def moment_names(training: Training) -> tuple[str, ...]:
     if training.optimizer == "sgd":
         return ("momentum",) if training.momentum else ()
     return ("mean", "square")
+
+
+def first_memory(training: Training, params: Params) -> Tree:
+    """What a fresh optimiser remembers of one model; empty if it never remembers anything."""
+    moments = {moment: zeros_like(params) for moment in moment_names(training)}
+    return {"moments": moments, "count": next(iter(params.values())).new_zeros(())} if moments else {}
 
 
 def step(

@@ -107,6 +107,7 @@ def check_training(training: Training) -> None:
         "lr_cycle": training.lr_cycle >= 1,
         "lr_low": training.lr_low >= 0 and (training.lr_schedule != "cyclic" or training.lr_low <= training.lr),
         "clip": training.clip is None or training.clip > 0,
+        "part": training.part in ("all", "head"),
     }
     for key, fine in limits.items():
         if not fine:

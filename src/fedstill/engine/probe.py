@@ -24,8 +24,8 @@ def probe(program: Program, inputs: Inputs) -> None:
         return tensor
 
     width = min(2, inputs.index.shape[1])
-    stack = Stack(allocate_weights(program.start, width, {}), width, program.training)
-    stack.reset(program.start)
+    stack = Stack(allocate_weights(program.moving, width, {}), width, program.training)
+    stack.reset(program.moving)
     view = View(stack, width, stacked=True)
     local = local_view(program, inputs, inputs.seeds[0], width)
     index, weight, bits = (part[0, :width] for part in (inputs.index, inputs.weight, inputs.bits))
@@ -34,7 +34,7 @@ def probe(program: Program, inputs: Inputs) -> None:
         gradients = torch.autograd.grad(losses.sum(), view.leaves, materialize_grads=True)
     # The fused optimisers need parameter and gradient laid out alike; matching them once saves a copy a step.
     program.layout = {name: layout_of(g) for name, g in zip(view.params, gradients, strict=True) if g.ndim > 1}
-    weights = sum(p.numel() * p.element_size() for p in program.start.params.values())
+    weights = sum(p.numel() * p.element_size() for p in program.moving.params.values())
     program.memory = 4 * weights + 2 * saved // width
 
 

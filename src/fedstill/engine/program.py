@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import CURES
 from fedstill.core.tree import clone, tree_map
 from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Params, Training, Tree, Weights
 from fedstill.engine.feed import Feed
@@ -35,10 +39,21 @@ def _undeclared(output: Output, index: Tensor) -> Tensor:
     return output.features.new_full((*index.shape, *output.features.shape[1:]), float("nan"))
 
 
+@dataclass
+class Features:
+    """Features of a feed's rows under one extractor; rows that no plan has named yet are zero."""
+
+    values: Tensor  # (n, F)
+    known: np.ndarray  # (n,) bool
+    extractor: Weights | None = None
+
+
 class Program:
     """A model, an objective and how to train, bound to one feed; `shared` inputs change from round to round.
 
     With `static` the shared tensors keep their addresses over rounds (CUDA graphs read them in place).
+    Where only a head is trained, the stacks of clients hold nothing else, and a step starts at the features: nothing
+    that an optimiser does can reach the rest.
     """
 
     def __init__(
@@ -52,6 +67,10 @@ class Program:
         self.memory = 0  # bytes one client takes in a step, once measured
         self.budget = 0  # bytes a chunk of clients may take
         self.cache: dict[str, Output] = {}  # outputs of frozen models for every row of the feed
+        self.head_only = training.part == "head"
+        if self.head_only and not model.head_names:
+            raise FedstillError(f"part = 'head' cannot train {model.name}: {CURES[Need.HEAD]}, and shares no weights")
+        self.features: Features | None = None  # of the start, where a step begins at them
 
     def load(self, start: Weights, received: Tree) -> None:
         """Take this round's model and broadcast slots."""
@@ -59,6 +78,31 @@ class Program:
             tree_map(lambda old, new: old.copy_(new), (self.start, self.received), (start, received))
         else:
             self.start, self.received = (clone(start), clone(received)) if self.static else (start, received)
+
+    @property
+    def moving(self) -> Weights:
+        """The part of the start that training changes."""
+        if not self.head_only:
+            return self.start
+        return Weights({name: self.start.params[name] for name in self.model.head_names}, {})
+
+    def whole(self, moved: Weights, *, width: int | None = None) -> Weights:
+        """Weights as `moving`, with the start's own tensors for the rest; `width` clients share them (no copies)."""
+        if not self.head_only:
+            return moved
+        start = clone(self.start) if self.static else self.start
+
+        def shared(leaf: Tensor) -> Tensor:
+            return leaf if width is None else leaf.expand(width, *leaf.shape)
+
+        rest: Weights = tree_map(shared, start)
+        return Weights({**rest.params, **moved.params}, rest.buffers)
+
+    def batch(self, index: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, y) of an index (..., B); x are features where a step begins at them."""
+        if self.features is None:
+            return self.feed.batch(index, bits, self.training.augment)
+        return self.features.values[index], self.feed.y[index]
 
     def cacheable(self, client: Local) -> list[str]:
         """Frozen models that no step of `client` changes within a round, so that their outputs can be kept."""
@@ -111,12 +155,22 @@ class Program:
                 for name, teacher in self.objective.frozen.items():
                     if name not in frozen:
                         frozen[name] = self.model.apply(teacher(local), batch.x, training=False)[0]
+            weight = None if full or not self.model.batch_statistics else batch.weight
+            if self.head_only:
+                return self._head_loss(params, batch, local._replace(frozen=frozen), weight), {}
             output, moved = self.model.apply(
-                Weights(params, buffers),
-                batch.x,
-                training=True,
-                weight=None if full or not self.model.batch_statistics else batch.weight,
-                seed=local.seed,
+                Weights(params, buffers), batch.x, training=True, weight=weight, seed=local.seed
             )
             local = local._replace(params=params, buffers=buffers, frozen=frozen)
             return self.objective.loss(output, batch, local), moved
+
+    def _head_loss(self, head: Params, batch: Batch, local: Local, weight: Tensor | None) -> Tensor:
+        """The loss as a function of the head alone; terms that look at parameters see all of them."""
+        params, buffers = {**local.start.params, **head}, local.start.buffers
+        features = batch.x
+        if self.features is None:
+            with torch.no_grad():
+                features = self.model.apply(local.start, batch.x, training=False, weight=weight)[0].features
+        assert self.model.head is not None
+        output = Output(self.model.head(params, features), features)
+        return self.objective.loss(output, batch, local._replace(params=params, buffers=buffers))

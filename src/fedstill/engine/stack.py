@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fedstill.core.types import Params, Training, Weights
+from fedstill.core.tree import clone, rows, tree_map
+from fedstill.core.types import Params, Training, Tree, Weights
 from fedstill.engine import optim
 from fedstill.engine.optim import moment_names
 
@@ -62,6 +63,16 @@ class Stack:
             torch._foreach_zero_(list(moments.values()))
         self.count.zero_()
         self.loss.zero_()
+
+    def go_on(self, optimizer: Tree) -> None:
+        """Take what an optimiser remembered (see `optimizer`); everybody goes on with the same. Empty: nothing."""
+        if optimizer:
+            tree_map(lambda mine, old: mine.copy_(old.expand_as(mine)), self.moments, optimizer["moments"])
+            self.count.copy_(optimizer["count"])
+
+    def optimizer(self) -> Tree:
+        """A copy of what the first client's optimiser remembers; empty if it remembers nothing."""
+        return {"moments": clone(rows(self.moments, 0)), "count": self.count.clone()} if self.moments else {}
 
     def tensors(self) -> Iterable[Tensor]:
         yield from self.params.values()

@@ -12,15 +12,18 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Model
 from fedstill.models.cnn import cnn, convnet, fecnn, lenet, lenet5
 from fedstill.models.functional import from_module
+from fedstill.models.mixed import mixed_model
 from fedstill.models.mlp import mlp
 from fedstill.models.mobilenet import mobilenet_v2
 from fedstill.models.network import Network
 from fedstill.models.recurrent import char_lstm
 from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20
+from fedstill.models.shufflenet import shufflenet
+from fedstill.models.transformer import bert
 from fedstill.models.validate import why_unbatchable
 from fedstill.models.vgg import vgg8
 
-__all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "model_options", "why_unbatchable"]
+__all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]
 
 MODELS: dict[str, Callable[..., Network]] = {
     "mlp": mlp,
@@ -35,9 +38,11 @@ MODELS: dict[str, Callable[..., Network]] = {
     "resnet8_wide": resnet8_wide,
     "resnet18": resnet18,
     "mobilenet_v2": mobilenet_v2,
+    "shufflenet": shufflenet,
     "char_lstm": char_lstm,
+    "bert": bert,
 }
-READS_TEXT = frozenset({"char_lstm"})
+READS_TEXT = frozenset({"char_lstm", "bert"})
 
 
 def model_options(name: str) -> dict[str, Any]:

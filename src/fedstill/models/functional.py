@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import clone
-from fedstill.core.types import Apply, Model, Output, Params, Seed, Weights
+from fedstill.core.types import Apply, Model, Output, Params, ReadTokens, Seed, Weights
 from fedstill.models.layers import Step
 from fedstill.models.stacked_conv import has_stacked_kernels
 from fedstill.models.stateless import Skeleton, canonical_names, weights_of
@@ -60,6 +60,8 @@ def from_module(
         init=_init(source, module),
         apply=_apply(module, seen.reads_features),
         head=_head(module, seen.head),
+        head_names=_head_names(module, seen.head),
+        tokens=_tokens(module),
         has_features=seen.has_features,
         convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
         stacked_kernels=has_stacked_kernels(module),
@@ -177,6 +179,53 @@ def _head(module: nn.Module, path: str | None) -> Callable[[Params, Tensor], Ten
         return logits
 
     return head
+
+
+def _head_names(module: nn.Module, path: str | None) -> tuple[str, ...]:
+    """The head's parameters as they are stored; none where another layer shares one (a tied embedding)."""
+    if path is None:
+        return ()
+    prefix, stored = f"{path}." if path else "", canonical_names(module)
+    own = [name for leaf, name in stored.items() if leaf.startswith(prefix)]
+    others = {name for leaf, name in stored.items() if not leaf.startswith(prefix)}
+    return () if others.intersection(own) else tuple(dict.fromkeys(own))
+
+
+class _TokenReader(nn.Module):
+    """The encoder of a text network under the names it has there, read before its pooling."""
+
+    def __init__(self, encoder: nn.Module, causal: bool) -> None:
+        super().__init__()
+        self.encoder, self.causal = encoder, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.encoder.token_states(x, causal=self.causal)  # type: ignore[operator]
+        return states
+
+
+def _tokens(module: nn.Module) -> ReadTokens | None:
+    """Of a module whose submodule `encoder` has a method token_states(x, causal=...)."""
+    encoder = getattr(module, "encoder", None)
+    if not isinstance(encoder, nn.Module) or not hasattr(encoder, "token_states"):
+        return None
+    stored = canonical_names(_TokenReader(encoder, False))
+    empty = copy.deepcopy(encoder).to("meta")
+    skeletons = {
+        (causal, training): Skeleton(_TokenReader(empty, causal), training=training, stored=stored)
+        for causal in (False, True)
+        for training in (False, True)
+    }
+    # In the place of what is not read (the pooling), and may be missing: without values, so that reading it would fail.
+    unread = {name: table[leaf] for name, table, leaf in skeletons[False, False].slots}
+
+    def tokens(
+        weights: Weights, x: Tensor, *, causal: bool = True, training: bool = False, seed: Tensor | None = None
+    ) -> Tensor:
+        given = {**unread, **weights.params, **weights.buffers}
+        states: Tensor = skeletons[causal, training](given, x, Step(None, seed))[0]
+        return states
+
+    return tokens
 
 
 def _apply(module: nn.Module, reads_features: str | None) -> Apply:

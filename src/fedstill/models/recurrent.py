@@ -105,9 +105,13 @@ class CharacterReader(nn.Module):
         self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def token_states(self, x: Tensor, *, causal: bool = True) -> Tensor:
+        """(B, L, hidden): the state after each character, which never sees those that follow."""
         states: Tensor = self.lstm(self.embedding(x))[0]
-        return states[:, -1]
+        return states
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.token_states(x)[:, -1]
 
 
 def char_lstm(

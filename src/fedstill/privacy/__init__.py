@@ -1,5 +1,28 @@
-"""What happens to an upload on its way to the server. No accountant yet: nothing here is a privacy guarantee."""
+"""Privacy: noise on what leaves a client, what it costs together, what may be claimed, and a test of claims."""
 
+from fedstill.privacy.accountant import Event, epsilon_after
+from fedstill.privacy.audit import Audit, audit
+from fedstill.privacy.budget import Privacy
+from fedstill.privacy.gaussian import analytic_gaussian_multiplier, classic_multiplier, delta_of, epsilon_of
+from fedstill.privacy.moves import noisy_mean, noisy_moves
 from fedstill.privacy.noise import clip_and_noise
+from fedstill.privacy.statement import Claim, PrivacyStatement, Stretch, statement
 
-__all__ = ["clip_and_noise"]
+__all__ = [
+    "Audit",
+    "Claim",
+    "Event",
+    "Privacy",
+    "PrivacyStatement",
+    "Stretch",
+    "analytic_gaussian_multiplier",
+    "audit",
+    "classic_multiplier",
+    "clip_and_noise",
+    "delta_of",
+    "epsilon_after",
+    "epsilon_of",
+    "noisy_mean",
+    "noisy_moves",
+    "statement",
+]

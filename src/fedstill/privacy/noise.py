@@ -1,4 +1,4 @@
-"""Clipping and Gaussian noise on a client's move. Without an accountant they promise nothing (no epsilon, no delta)."""
+"""Clipping and Gaussian noise on a client's move, to try what they cost. They promise nothing: see `moves` for that."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))
 
 Curve = tuple[Sequence[int], Sequence[float]]  # rounds, accuracies
+Band = tuple[np.ndarray, np.ndarray, np.ndarray]  # rounds, mean, standard deviation
 
 
-def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def band(curves: Sequence[Curve]) -> Band:
     """Rounds, mean and sample standard deviation over the seeds, at the rounds that all of them evaluated."""
     shared = sorted(set.intersection(*(set(rounds) for rounds, _ in curves)))
     rows = np.array([[dict(zip(rounds, values, strict=True))[at] for at in shared] for rounds, values in curves])
@@ -31,7 +32,10 @@ def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def learning_curves(
     curves: Mapping[str, Sequence[Curve]], path: Path, *, title: str, target: float | None = None
 ) -> Path:
-    """Draw one line a method (names at their ends) into a PNG; several seeds make a band of one standard deviation."""
+    """Draw one line a method (names at their ends) into a PNG; several seeds make a band of one standard deviation.
+
+    Where every method has one round (one-shot), a bar a method, and what reaches beyond its end is that deviation.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -40,28 +44,72 @@ def learning_curves(
     figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    ends: list[tuple[float, str, str]] = []
-    last = 1
-    for place, (method, runs) in enumerate(curves.items()):
-        rounds, mean, spread = band(runs)
+    bands = {method: band(runs) for method, runs in curves.items()}
+    fewest, seeds = (choose(len(runs) for runs in curves.values()) for choose in (min, max))
+    count = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
+    if all(len(rounds) == 1 for rounds, _, _ in bands.values()):
+        note = f"; {count} seeds, line: one standard deviation" if seeds > 1 else ""
+        _draw_bars(axes, bands)
+        _dress_bars(axes, title + note, target)
+    else:
+        note = f"; {count} seeds, band: one standard deviation" if seeds > 1 else ""
+        ends = _draw_lines(axes, bands)
+        _dress(axes, title + note, max(int(rounds[-1]) for rounds, _, _ in bands.values()), target)
+        name_ends(axes, ends)
+    figure.savefig(path)
+    return path
+
+
+def _draw_lines(axes: Axes, bands: Mapping[str, Band]) -> list[tuple[float, str, str]]:
+    """(where it ends, name, colour) of every line."""
+    ends = []
+    for place, (method, (rounds, mean, spread)) in enumerate(bands.items()):
         colour, dash = COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
         marker = "o" if len(rounds) == 1 else None
         axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=1.8, marker=marker)
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
         ends.append((100 * float(mean[-1]), method, colour))
-        last = max(last, int(rounds[-1]))
-    fewest, seeds = (choose(len(runs) for runs in curves.values()) for choose in (min, max))
-    count = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
-    note = f"; {count} seeds, band: one standard deviation" if seeds > 1 else ""
-    _dress(axes, title + note, last, target)
-    name_ends(axes, ends)
-    figure.savefig(path)
-    return path
+    return ends
+
+
+def _draw_bars(axes: Axes, bands: Mapping[str, Band]) -> None:
+    """The methods from top to bottom, each with its accuracy after its only evaluated round."""
+    names = list(bands)
+    heights, spreads = (np.array([100 * bands[name][part][0] for name in names]) for part in (1, 2))
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(names))]
+    places = np.arange(len(names))
+    axes.barh(places, heights, height=min(0.7, 0.18 * len(names)), color=colours)
+    shown = spreads > 0
+    if shown.any():
+        axes.errorbar(heights[shown], places[shown], xerr=spreads[shown], fmt="none", ecolor="0.25", elinewidth=1.2)
+    for place, height, spread in zip(places, heights, spreads, strict=True):
+        ends = (height + spread, place)
+        axes.annotate(f"{height:.1f}", ends, xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(places, labels=names)
+    axes.set_ylim(max(len(names) - 0.5, 0.9), min(-0.5, -0.9 * (len(names) == 1)))
+    rounds = {int(bands[name][0][0]) for name in names}
+    after = f" after round {rounds.pop()}" if len(rounds) == 1 else ""
+    axes.set_xlabel(f"test accuracy{after} (%)")
+
+
+def _dress_bars(axes: Axes, title: str, target: float | None) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlim(0, max(1.1 * axes.dataLim.x1, 1.0, 105 * (target or 0)))
+    axes.grid(axis="x", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    if target is not None:
+        axes.axvline(100 * target, color="0.4", linewidth=1, linestyle=":")
+        axes.set_xlabel(f"{axes.get_xlabel()}; dotted: target {100 * target:g}")
 
 
 def _dress(axes: Axes, title: str, last: int, target: float | None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("test accuracy (%)")
     axes.set_xlim(0, last)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))

@@ -77,6 +77,14 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def counted(number: int, thing: str) -> str:
+    """
+    >>> counted(1, "run"), counted(2, "run")
+    ('1 run', '2 runs')
+    """
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def plain_table(summaries: Sequence[MethodSummary]) -> str:
     """Columns by spaces: for logs, pipes and files."""
     return align([COLUMNS, *(cells(row) for row in best_first(summaries))])

@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedstill.core.types import Need, Round, Targets
+from fedstill.core.types import Need, Round, Targets, Tree
 from fedstill.server.average import shares
 from fedstill.server.distill import PoolStep, TeacherShares
 from fedstill.server.migrate import Rule
 from fedstill.server.pools import Pool, full_precision, maximum_rule, mean_rule, pool_targets
 from fedstill.server.targets import sharpen
+from fedstill.server.teachers import teaching
 
 Labels = Literal["soft", "hard"]
 TeacherWeighting = Literal["uniform", "size", "validation", "drop_worst"]
@@ -53,15 +54,20 @@ def teacher_shares(weighting: TeacherWeighting) -> TeacherShares | None:
     if weighting == "uniform":
         return None
     if weighting == "size":
-        return TeacherShares(lambda round: shares(round.uploads, "size"))
+        return TeacherShares(_by_size)
     judge = shares_by_accuracy if weighting == "validation" else shares_without_worst
     return TeacherShares(partial(_examined, judge), frozenset({Need.VALIDATION}))
 
 
-def _examined(judge: Callable[[Tensor, int], Tensor], round: Round) -> Tensor:
+def _by_size(round: Round, state: Tree) -> Tensor:
+    return shares(round.uploads._replace(size=torch.cat([part.uploads.size for part in teaching(round)])), "size")
+
+
+def _examined(judge: Callable[[Tensor, int], Tensor], round: Round, state: Tree) -> Tensor:
     assert round.validation is not None  # declared as a need
     x, y = round.validation
-    logits = round.trainer.outputs(round.uploads.weights, x, stacked=True, features=False).logits
+    said = [part.trainer.outputs(part.uploads.weights, x, stacked=True, features=False) for part in teaching(round)]
+    logits = torch.cat([output.logits for output in said])
     share = judge((logits.argmax(-1) == y.to(logits.device)).double().mean(1), logits.shape[-1])
     round.metrics["teachers_kept"] = float((share > 0).sum())
     return share

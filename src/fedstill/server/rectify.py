@@ -170,5 +170,5 @@ def rectified_distillation(student: Student, form: Refinery) -> ServerStep:
         round.models["aggregated"] = candidate
         return learnt, keep_targets(_log_loss(state, round) if window else state, targets)
 
-    needs = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | ({Need.FEATURES} if form.refine else set())
-    return ServerStep(apply, init, needs=frozenset(needs), targets=targets_of)
+    needs = student.needs | {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
+    return ServerStep(apply, init, needs=needs | ({Need.FEATURES} if form.refine else frozenset()), targets=targets_of)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedstill.core.compose import weighted_mean
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone, tree_map
-from fedstill.core.types import Batch, Local, Objective, Output, Round, Targets, Training, Weights
+from fedstill.core.types import Batch, Local, Need, Objective, Output, Round, Targets, Training, Tree, Weights
 from fedstill.server.pools import full_precision
 from fedstill.server.teachers import unlabeled_data
 
@@ -62,8 +62,15 @@ class Student:
     def idle(self) -> bool:
         return (self.training.epochs if self.training.steps is None else self.training.steps) == 0
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What a step that trains this student must declare."""
+        looks = {Need.VALIDATION} if self.patience is not None else set()
+        return frozenset(looks | ({Need.FEATURES, Need.HEAD} if self.training.part == "head" else set()))
+
 
 Learn = Callable[[Weights, Targets, Round], Weights]
+KeepLearning = Callable[[Weights, Targets, Round, Tree], tuple[Weights, Tree]]
 
 
 def lesson(student: Student, targets: Targets) -> Tensor:
@@ -73,24 +80,39 @@ def lesson(student: Student, targets: Targets) -> Tensor:
 
 
 def learner(student: Student) -> Learn:
-    """(candidate, targets, round) -> the model that has learnt them; the objective is made once, for the engine."""
+    """(candidate, targets, round) -> the model that has learnt them, with a fresh optimiser."""
+    learn = keep_learning(student)
+    return lambda candidate, targets, round: learn(candidate, targets, round, {})[0]
+
+
+def keep_learning(student: Student) -> KeepLearning:
+    """(candidate, targets, round, memory) -> the model that has learnt them, and what its optimiser remembers.
+
+    The memory stays empty unless the training keeps its optimiser. The objective is made once, for the engine.
+    """
     objective = soft_target_loss(student.temperature, per_class=student.per_class)
 
-    def learn(candidate: Weights, targets: Targets, round: Round) -> Weights:
+    def learn(candidate: Weights, targets: Targets, round: Round, memory: Tree) -> tuple[Weights, Tree]:
         rows = None if bool(targets.kept.all()) else targets.kept.nonzero().flatten()
         if student.idle or (rows is not None and not len(rows)):
-            return candidate
+            return candidate, memory
         x, y = unlabeled_data(round), lesson(student, targets)
         extra: dict[str, Any] = {} if rows is None else {"rows": rows}
         watcher = _watcher(student, round)
         if watcher is not None:
             extra |= {"watch": watcher.see, "every": watcher.every}
         seed = seed_for(round.seed, "distill")
-        last = round.trainer.fit(objective, candidate, x, y, student.training, seed, **extra)
+        if student.training.keep_optimizer:
+            fitted = round.trainer.proceed(
+                objective, candidate, x, y, student.training, seed, optimizer=memory, rows=rows
+            )
+            last, memory = fitted.weights, fitted.optimizer
+        else:
+            last = round.trainer.fit(objective, candidate, x, y, student.training, seed, **extra)
         found = last if watcher is None else watcher.result(last)
-        if student.reestimate:
+        if student.reestimate and student.training.part == "all":
             found = found._replace(buffers=round.trainer.batch_statistics(found, x))
-        return found
+        return found, memory
 
     return learn
 

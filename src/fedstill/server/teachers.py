@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,18 +24,50 @@ def unlabeled_data(round: Round) -> Tensor:
     return round.unlabeled
 
 
-def teacher_outputs(round: Round, teachers: Weights, *, features: bool = False, batch: int | None = None) -> Output:
-    """Every teacher on every unlabeled sample, (T, M, K): T * M forwards, once a round.
+def teacher_outputs(
+    round: Round, teachers: Weights, *, features: bool = False, batch: int | None = None, rows: Tensor | None = None
+) -> Output:
+    """Every teacher on every unlabeled sample, or on some `rows`, (T, M, K): T * M forwards, once a round.
 
     batch: teachers in train mode, so many rows at a time; None is eval mode.
     """
-    how: dict[str, int] = {} if batch is None else {"batch": batch, "seed": seed_for(round.seed, "teachers")}
+    how: dict[str, Any] = {} if batch is None else {"batch": batch, "seed": seed_for(round.seed, "teachers")}
+    if rows is not None:
+        how["rows"] = rows
     return round.trainer.outputs(teachers, unlabeled_data(round), stacked=True, features=features, **how)
 
 
 def uploads_teach(candidate: Weights, round: Round) -> Weights:
     """The uploaded models."""
     return round.uploads.weights
+
+
+def teaching(round: Round) -> tuple[Round, ...]:
+    """The rounds whose uploads teach: with several architectures those of all groups, in the order of the groups."""
+    return tuple(part for part in round.groups.values() if len(part.uploads.ids)) or (round,)
+
+
+def teacher_ids(round: Round) -> Tensor:
+    """(T,) whose models `uploads_teach` are, in their order: group by group, and in a group as in the cohort."""
+    return torch.cat([part.uploads.ids for part in teaching(round)])
+
+
+def teacher_logits(
+    candidate: Weights, round: Round, teachers: Teachers, *, batch: int | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """(T, M, K) of `teachers`; see `teacher_outputs`.
+
+    Uploads of several architectures answer each with its own network, once a round for the students of all groups.
+    """
+    if teachers is not uploads_teach or not round.groups:
+        return teacher_outputs(round, teachers(candidate, round), batch=batch, rows=rows).logits
+    for asked_batch, asked_rows, known in round.shared.get("teachers", ()):
+        if asked_batch == batch and (asked_rows is rows or (rows is not None and torch.equal(asked_rows, rows))):
+            return torch.as_tensor(known)
+    each = [teacher_outputs(part, part.uploads.weights, batch=batch, rows=rows).logits for part in teaching(round)]
+    logits = torch.cat(each)
+    round.shared.setdefault("teachers", []).append((batch, rows, logits))
+    return logits
 
 
 def _noise(like: Tensor, count: int, seed: int) -> Tensor:

@@ -1,0 +1,44 @@
+"""What leaves clients, and what is kept, before a method's first round: types only. `core.types` hands them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class ClientData(NamedTuple):
+    """What one client shows to a function that runs on it before the first round. It does not leave the client."""
+
+    id: int
+    x: Tensor  # (n, ...) in storage form
+    y: Tensor  # (n,)
+
+
+class Answers(NamedTuple):
+    """What left the clients that were asked: stacked in the order of `ids`; those that failed are not among them."""
+
+    ids: Tensor  # (A,) int64
+    values: dict[str, Any]
+
+
+class Ask(Protocol):
+    """Run a function on clients that hold data: on all of them, or on those `among` some ids."""
+
+    def __call__(
+        self, question: Callable[[ClientData], dict[str, Any]], /, among: Collection[int] | None = None
+    ) -> Answers: ...
+
+
+class Keeper(Protocol):
+    """Results that are expensive and the same for many runs, kept on disk by what they follow from."""
+
+    def load(self, identity: Mapping[str, Any]) -> dict[str, Any] | None: ...
+
+    def save(self, identity: Mapping[str, Any], tree: dict[str, Any]) -> None: ...
+
+    def alone(self, identity: Mapping[str, Any], tell: Callable[[str], None]) -> AbstractContextManager[None]:
+        """While it is held no other run works on this result; who comes second waits, and tells for whom."""
+        ...

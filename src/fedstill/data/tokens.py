@@ -1,0 +1,208 @@
+"""Texts become token ids: a tokenizer that is given, or one that is trained on what the server may read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Dataset, Tokenizer
+from fedstill.data.cache import checksum_of, default_cache_dir, replace_file
+from fedstill.data.source import Source, Unlabeled, as_tensor, first_line, require_extra
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+PAD = 0
+MOST_LETTERS = 1000  # different characters; rarer ones are unknown (BERT's limit)
+FORMAT = 1  # raise it when the same texts give another tokenizer
+AT_ONCE = 4096  # texts; the package keeps far more than ids of each
+
+_log = logging.getLogger("fedstill.run")
+
+
+def tokenise(
+    source: Source,
+    unlabeled: Unlabeled | None = None,
+    *,
+    length: int,
+    vocabulary: int = 8192,
+    tokenizer: str | Path | None = None,
+    cache_dir: Path | None = None,
+) -> tuple[Source, Unlabeled | None]:
+    """Texts as ids (n, length), int32: [CLS] text [SEP], cut, or filled with id 0.
+
+    tokenizer: a tokenizer.json; None trains one of at most `vocabulary` ids on the unlabeled texts, which are the
+    server's. Without any it is trained on the clients' texts, and a warning says so: which words it knows tells about
+    them. The source must be loaded with text=True; what is unlabeled, split off it before (`split_unlabeled`).
+    """
+    if source.texts is None:
+        raise FedstillError(f"{source.train.name} holds no texts: load it with text=True (data.tokens)")
+    if tokenizer is not None:
+        chosen = read_tokenizer(tokenizer, length)
+    else:
+        if unlabeled is None:
+            _log.warning(
+                "data.tokens: the server has no unlabeled text, so the tokenizer is trained on the clients' private "
+                "texts, and its vocabulary tells about them; set data.unlabeled or data.tokenizer"
+            )
+        rows = (source.train.x if unlabeled is None else unlabeled.x)[:, 0].numpy()
+        chosen = opened(kept_tokenizer(source.texts[rows].tolist(), vocabulary, cache_dir=cache_dir), length)
+    found = None if unlabeled is None else unlabeled._replace(x=_ids(source.texts, unlabeled.x, chosen))
+    return as_tokens(source, chosen), found
+
+
+def as_tokens(source: Source, tokenizer: Tokenizer) -> Source:
+    """A source of texts in the ids of a tokenizer."""
+    assert source.texts is not None
+    train, test = (_encoded(part, source.texts, tokenizer) for part in (source.train, source.test))
+    return source._replace(train=train, test=test, central=None, texts=None)
+
+
+def _encoded(data: Dataset, texts: np.ndarray, tokenizer: Tokenizer) -> Dataset:
+    return replace(data, x=_ids(texts, data.x, tokenizer), mean=(0.0,), std=(1.0,), tokenizer=tokenizer)
+
+
+def _ids(texts: np.ndarray, rows: Tensor, tokenizer: Tokenizer) -> Tensor:
+    return as_tensor(encode(texts[rows[:, 0].numpy()].tolist(), tokenizer))
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+    """(n, length) int32 ids."""
+    package = _package_tokenizer(tokenizer.file)
+    package.enable_truncation(tokenizer.length)
+    package.enable_padding(length=tokenizer.length, pad_id=PAD, pad_token=package.id_to_token(PAD))
+    parts = [np.zeros((0, tokenizer.length), np.int32)]
+    for first in range(0, len(texts), AT_ONCE):
+        found = package.encode_batch([_readable(text) for text in texts[first : first + AT_ONCE]])
+        parts.append(np.array([one.ids for one in found], np.int32))
+    return np.concatenate(parts)
+
+
+def _readable(text: str) -> str:
+    """Text without halves of characters, which are no UTF-8."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _package_tokenizer(file: str) -> Any:
+    return require_extra("tokenizers", extra="text").Tokenizer.from_str(file)
+
+
+def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
+    """A tokenizer.json of the tokenizers package, whose id 0 must be padding."""
+    require_extra("tokenizers", extra="text")
+    try:
+        file = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FedstillError(f"data.tokenizer: cannot read '{path}' ({first_line(error)})") from error
+    try:
+        return opened(file, length)
+    except FedstillError as error:
+        raise FedstillError(f"data.tokenizer: '{path}': {error}") from error
+
+
+def opened(file: str, length: int) -> Tokenizer:
+    """A tokenizer.json for texts of `length` ids."""
+    try:
+        package = _package_tokenizer(file)
+    except FedstillError:
+        raise
+    except Exception as error:  # the package raises this very class
+        raise FedstillError(
+            f"this is no tokenizer.json of the tokenizers package ({first_line(error)}); its Tokenizer.save writes one"
+        ) from error
+    size = max(package.get_vocab().values(), default=-1) + 1
+    pad = package.id_to_token(PAD) or ""
+    if "pad" not in pad.lower():
+        raise FedstillError(f"id 0 fills texts up, but is '{pad}' there; use a tokenizer whose id 0 is [PAD]")
+    own = package.num_special_tokens_to_add(False)
+    if length <= own:
+        raise FedstillError(f"data.tokens = {length} leaves no room for words beside {own} marks; use e.g. 64")
+    return Tokenizer(file, length, size)
+
+
+def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | None = None) -> str:
+    """The tokenizer that was trained on these texts before, else a new one, which is kept."""
+    package = require_extra("tokenizers", extra="text")
+    identity = hashlib.sha256(json.dumps([FORMAT, package.__version__, vocabulary, len(texts)]).encode())
+    for text in texts:
+        identity.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
+    digest, folder = identity.hexdigest(), cache_dir or default_cache_dir()
+    path = folder / f"tokenizer-{digest[:16]}.json"
+    try:
+        stored = json.loads(path.read_bytes())
+        entry = stored["entry"]
+        if stored["sha256"] == checksum_of(entry) and entry["digest"] == digest:
+            return str(entry["tokenizer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent or damaged: made again
+    trained = train_tokenizer(texts, vocabulary)
+    entry = {"digest": digest, "tokenizer": trained}
+    whole = json.dumps({"entry": entry, "sha256": checksum_of(entry)})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write(whole.encode()))
+    except OSError:  # a full or read-only disk: it is trained again next time
+        return trained
+    return trained
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> str:
+    """A tokenizer.json: WordPiece as BERT has it, in lower case, of pieces that occur at least twice.
+
+    The package's own trainer numbers pieces that go on a word ("##e") in the order of a hash table, so that no two
+    trainings agree. Here they come first, in order; then the rest follows without chance. Special tokens are not looked
+    for in texts: a text that says "[MASK]" holds a bracket, a word and a bracket.
+    """
+    package = require_extra("tokenizers", extra="text")
+    learner, readable = _empty(package, {}), [_readable(text) for text in texts]
+    letters, inside = _letters(learner, readable)
+    needed = len(SPECIAL) + len(letters) + len(inside)
+    if vocabulary < needed:
+        raise FedstillError(
+            f"data.vocabulary = {vocabulary} is too small: the letters of the text alone take {needed}; use e.g. 8192"
+        )
+    trainer = package.trainers.WordPieceTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        special_tokens=[*SPECIAL, *(f"##{letter}" for letter in inside)],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
+        show_progress=False,
+    )
+    learner.train_from_iterator(readable, trainer)
+    return str(_empty(package, learner.get_vocab()).to_str())
+
+
+def _empty(package: Any, vocabulary: dict[str, int]) -> Any:
+    """BERT's way to cut words, for this vocabulary."""
+    made = package.Tokenizer(package.models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
+    made.normalizer = package.normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+    made.decoder = package.decoders.WordPiece()
+    made.post_processor = package.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, SPECIAL.index(name)) for name in ("[CLS]", "[SEP]")]
+    )
+    return made
+
+
+def _letters(learner: Any, texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the most frequent characters of words, those of them that stand behind another one), each in order."""
+    words: Counter[str] = Counter()
+    for text in texts:
+        cut = learner.pre_tokenizer.pre_tokenize_str(learner.normalizer.normalize_str(text))
+        words.update(word for word, _ in cut)
+    counts: Counter[str] = Counter()
+    for word, often in words.items():
+        for letter in word:
+            counts[letter] += often
+    letters = sorted(sorted(counts), key=lambda letter: -counts[letter])[:MOST_LETTERS]
+    inside = {letter for word in words for letter in word[1:]}
+    return sorted(letters), sorted(inside & set(letters))

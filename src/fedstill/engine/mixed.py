@@ -1,0 +1,120 @@
+"""Clients with different architectures: one engine a prototype behind the interface of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.groups import merge, merge_uploads, only, part_of, places_of, together
+from fedstill.core.tree import rows as rows_of
+from fedstill.core.tree import tree_map
+from fedstill.core.types import (
+    Fitted,
+    Groups,
+    Model,
+    Objective,
+    Output,
+    Params,
+    Seed,
+    Training,
+    Tree,
+    Watch,
+    Weights,
+)
+from fedstill.engine.engine import Engine, Trained
+
+
+class MixedEngine:
+    """Trains each client with the engine of its prototype. Built by `build_engine`."""
+
+    def __init__(self, model: Model, engines: Mapping[str, Engine]) -> None:
+        assert model.groups is not None
+        self.model, self.engines = model, engines
+        self.groups: Groups = model.groups
+        first = next(iter(engines.values()))
+        self.device, self.dtype, self.dataset = first.device, first.dtype, first.dataset
+
+    @cached_property
+    def name(self) -> str:
+        return " and ".join(dict.fromkeys(engine.name for engine in self.engines.values()))
+
+    def train(
+        self, objective: Objective, training: Training, start: Weights, *,
+        received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
+    ) -> Trained:  # fmt: skip
+        """Each group from its own part of `start`; uploads and states come back whole, in the order of `ids`.
+
+        Slots received and states stand under the prototypes' names; a client's slots of other prototypes stay as they
+        are.
+        """
+        places, after = places_of(ids.tolist(), self.groups), dict(states)
+        sent = {}
+        for prototype, here in places.items():
+            if len(ids) and not len(here):
+                continue
+            own = states.get(prototype, {})
+            trained = self.engines[prototype].train(
+                objective, training, part_of(start, prototype), received=received.get(prototype, {}),
+                states=rows_of(own, here.to(self.device)), ids=ids[here.numpy()], round=round, seed=seed,
+            )  # fmt: skip
+            sent[prototype] = trained.uploads
+            after[prototype] = tree_map(_written(here.to(self.device)), own, trained.states) if own else {}
+        return Trained(merge_uploads(sent, start, places), after)
+
+    def outputs(
+        self, weights: Weights, x: Tensor, stacked: bool = False, *,
+        features: bool = True, batch: int | None = None, seed: Seed = 0, rows: Tensor | None = None,
+    ) -> Output:  # fmt: skip
+        """Of the reported model; weights that lack it, or some of the ensemble, answer with what they hold."""
+        present = [prototype for prototype in self.engines if only(weights, prototype).params]
+        asked = [self.groups.report] if self.groups.report in present else present
+        said = {
+            prototype: self.engines[prototype].outputs(
+                part_of(weights, prototype), x, stacked, features=features, batch=batch, seed=seed, rows=rows
+            )
+            for prototype in asked
+        }
+        return together(said, self.groups.report)
+
+    def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
+        """Of each prototype."""
+        parts = {prototype: part_of(weights, prototype) for prototype in self.engines}
+        found = {
+            prototype: Weights({}, self.engines[prototype].batch_statistics(part, x, batch))
+            for prototype, part in parts.items()
+        }
+        return merge(found).buffers
+
+    def lend(self, model: Model) -> Engine:
+        """The engine of a prototype for that one, a fresh one with the same data for any other model."""
+        for prototype, own in self.groups.models.items():
+            if own is model:
+                return self.engines[prototype]
+        return next(iter(self.engines.values())).lend(model)
+
+    def fit(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
+        rows: Tensor | None = None, watch: Watch | None = None, every: int = 1,
+    ) -> Weights:  # fmt: skip
+        raise self._one_by_one()
+
+    def proceed(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
+        optimizer: Tree, rows: Tensor | None = None,
+    ) -> Fitted:  # fmt: skip
+        raise self._one_by_one()
+
+    def _one_by_one(self) -> FedstillError:
+        return FedstillError("a mixed model is trained prototype by prototype: use per_group, or lend(its model)")
+
+
+def _written(here: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def written(before: Tensor, now: Tensor) -> Tensor:
+        return now if len(here) == len(before) else torch.index_copy(before, 0, here, now)
+
+    return written

@@ -1,0 +1,86 @@
+"""Several architectures in one federation: a union of prototypes that stands for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.groups import merge, part_of, together
+from fedstill.core.types import Groups, Model, Output, Params, Seed, Weights
+
+ENSEMBLE = "ensemble"
+
+
+def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:
+    """Clients with different models: each prototype by its name, any Model, from `from_module` too.
+
+    member: the prototype of each client; or the number of clients, and client k runs prototype k mod P.
+    report: the model that is looked at and that predicts: "ensemble" (the mean of the prototypes' logits) or the name
+        of one prototype.
+
+    Its weights hold all prototypes, the tensors named "<prototype>/<name>". Each prototype starts as it would alone.
+
+    >>> from fedstill.models import build_model
+    >>> nets = {name: build_model(name, input_shape=(1, 8, 8), classes=3) for name in ("cnn", "mlp")}
+    >>> model = mixed_model(nets, 5)
+    >>> model.name, model.groups.member
+    ('mixed(cnn, mlp), reported: ensemble', ('cnn', 'mlp', 'cnn', 'mlp', 'cnn'))
+    """
+    groups = Groups(dict(prototypes), _members(tuple(prototypes), member), report)
+    _check(groups)
+    models = groups.models
+
+    def init(seed: Seed) -> Weights:
+        return merge({name: model.init(seed) for name, model in models.items()})
+
+    def apply(
+        weights: Weights,
+        x: Tensor,
+        *,
+        training: bool = False,
+        weight: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Output, Params]:
+        ran = {
+            name: model.apply(part_of(weights, name), x, training=training, weight=weight, seed=seed)
+            for name, model in models.items()
+        }
+        buffers = {f"{name}/{key}": leaf for name, (_, new) in ran.items() for key, leaf in new.items()}
+        return together({name: output for name, (output, _) in ran.items()}, report), buffers
+
+    return Model(
+        name=f"mixed({', '.join(models)}), reported: {report}",
+        init=init,
+        apply=apply,
+        has_features=all(model.has_features for model in models.values()),
+        convolutional=any(model.convolutional for model in models.values()),
+        stacked_kernels=all(model.stacked_kernels for model in models.values()),
+        batch_statistics=any(model.batch_statistics for model in models.values()),
+        dropout=any(model.dropout for model in models.values()),
+        unbatchable=next((model.unbatchable for model in models.values() if model.unbatchable), None),
+        groups=groups,
+    )
+
+
+def _members(names: tuple[str, ...], member: int | Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        raise FedstillError("a mixed model needs at least one prototype")
+    return tuple(names[k % len(names)] for k in range(member)) if isinstance(member, int) else tuple(member)
+
+
+def _check(groups: Groups) -> None:
+    for name, model in groups.models.items():
+        if not name or "/" in name or name == ENSEMBLE:
+            raise FedstillError(f"a prototype cannot be called '{name}': use a name without '/', not '{ENSEMBLE}'")
+        if model.groups is not None:
+            raise FedstillError(f"the prototype '{name}' is itself a mixture: name its prototypes instead")
+    for client, name in enumerate(groups.member):
+        if name not in groups.models:
+            raise FedstillError(f"client {client} runs '{name}', which is no prototype: {suggest(name, groups.models)}")
+    if idle := [name for name in groups.models if name not in groups.member]:
+        raise FedstillError(f"no client runs the prototype '{idle[0]}': use fewer prototypes or more clients")
+    choices = (ENSEMBLE, *groups.models)
+    if groups.report not in choices:
+        raise FedstillError(f"model.report = '{groups.report}' is unknown: {suggest(groups.report, choices)}")

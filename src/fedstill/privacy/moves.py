@@ -1,0 +1,96 @@
+"""Bounded moves with noise: what `dp_fedavg` puts between clients and server.
+
+Clipping and sums are in float64, one client at a time, so that rounding does not add to what a client can change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fedstill.core.seeds import seed_for, torch_generator
+from fedstill.core.tree import rows
+from fedstill.core.types import Params, Seal, Seed, Transmit, Uploads, Weights
+
+
+def noisy_moves(clip: float, noise_multiplier: float) -> Transmit:
+    """w + d_k min(1, C / ||d_k||) + z C e_k,  e_k ~ N(0, I): by each client, and nothing else about its data leaves it.
+
+    In place of BatchNorm statistics, size, steps, travel and loss go those of the model it received, 1, 1, 1 and 0.
+    A move that is not finite stays so: the guard shall see a broken upload. Extra slots are not touched.
+    """
+    sigma = noise_multiplier * clip
+
+    def transmit(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+        """the move is clipped and hidden in Gaussian noise by the client; sizes, losses and BatchNorm stay with it"""
+        params: dict[str, list[Tensor]] = {name: [] for name in start.params}
+        for client, move in zip(uploads.ids.tolist(), clipped_moves(uploads, start, clip), strict=True):
+            for name, leaf in move.items():
+                noise = gaussian_like(leaf, seed_for(seed, "private move", name, client)) if sigma else 0.0
+                sent = start.params[name].double() + leaf + sigma * noise
+                params[name].append(sent.to(start.params[name].dtype))
+        weights = Weights({name: torch.stack(sent) for name, sent in params.items()}, _repeated(start.buffers, uploads))
+        one = torch.ones_like(uploads.size)
+        steps, travel, loss = one.to(uploads.steps), one.to(uploads.travel), torch.zeros_like(uploads.loss)
+        return uploads._replace(weights=weights, size=one, steps=steps, travel=travel, loss=loss)
+
+    return transmit
+
+
+def noisy_mean(clip: float, noise_multiplier: float) -> Seal:
+    """w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I): all that a trusted party lets the server see.
+
+    m is the expected size of a cohort, whoever came: a denominator that depended on them would tell about them. The
+    server's steps get m uploads that are all the noisy mean, with sizes of 1, losses of 0 and the buffers of the sent
+    model. An empty cohort is noise alone.
+    """
+    sigma = noise_multiplier * clip
+
+    def seal(uploads: Uploads, start: Weights, seed: Seed, expected: int) -> Uploads:
+        total = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in start.params.items()}
+        for move in clipped_moves(uploads, start, clip):
+            for name, leaf in move.items():
+                total[name] += leaf
+        params: Params = {}
+        for name, leaf in start.params.items():
+            noise = gaussian_like(total[name], seed_for(seed, "private mean", name)) if sigma else 0.0
+            mean = leaf.double() + (total[name] + sigma * noise) / expected
+            params[name] = mean.to(leaf.dtype).expand(expected, *leaf.shape)
+        numbers = uploads.size.new_ones(expected)
+        buffers = {name: leaf.expand(expected, *leaf.shape) for name, leaf in start.buffers.items()}
+        return Uploads(
+            Weights(params, buffers),
+            numbers,
+            numbers.to(uploads.steps),
+            numbers.to(uploads.travel),
+            torch.zeros_like(numbers).to(uploads.loss),
+            {},
+            None,
+            torch.arange(expected),
+        )
+
+    return seal
+
+
+def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Params]:
+    """Each client's move in float64 with a norm of at most `clip` over all parameters together."""
+    for position in range(len(uploads.ids)):
+        sent = rows(uploads.weights.params, position)
+        move = {name: leaf.double() - start.params[name].double() for name, leaf in sent.items()}
+        norm = math.sqrt(float(torch.stack([leaf.square().sum() for leaf in move.values()]).sum()))
+        if norm > clip:
+            move = {name: leaf * (clip / norm) for name, leaf in move.items()}
+        yield move
+
+
+def gaussian_like(leaf: Tensor, seed: Seed) -> Tensor:
+    """N(0, 1) of the leaf's shape in float64, a pure function of the seed; a GPU draws other numbers than a CPU."""
+    generator = torch_generator(seed, leaf.device)
+    return torch.randn(leaf.shape, generator=generator, device=leaf.device, dtype=torch.float64)
+
+
+def _repeated(buffers: Params, uploads: Uploads) -> Params:
+    return {name: leaf.expand(len(uploads.ids), *leaf.shape) for name, leaf in buffers.items()}

@@ -1,0 +1,234 @@
+"""What a run may claim about privacy: what is protected, at which epsilon and delta, against whom, and what is not.
+
+A claim is made only where its proof goes through:
+
+- Neighbouring federations differ in one sample of one client, or in all that one client holds, replaced by anything
+  else. Whoever protects all of a client protects each of its samples; not the other way round.
+- Noise that a client adds holds against the server, and so against everybody (post-processing). Noise that a trusted
+  server adds holds against the others only.
+- A round's release counts only if nothing else that steers later rounds leaves without noise: what others send in the
+  next round would depend on it, and the sensitivity of the release would no longer be that of one client.
+- Poisson sampling amplifies a client-level release of the noisy sum alone, and only if cohorts are really drawn so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from fedstill.core.types import Release
+from fedstill.privacy.accountant import Event, epsilon_after
+
+Unit = Literal["sample", "client"]
+Against = Literal["server", "public"]
+UNITS: dict[Unit, str] = {"client": "all that one client holds", "sample": "each single sample"}
+AGAINST: dict[Against, str] = {
+    "server": "against everybody, the server included",
+    "public": "against everybody but the server, which must be trusted",
+}
+SEED = (
+    "the noise and the cohorts are drawn from the run's seed and stay unknown: whoever knows the seed can take the "
+    "noise away (a simulation writes it into config.toml)"
+)
+NUMBERS = "numbers are drawn and rounded as floating point does it; attacks on that are out of scope"
+NEIGHBOURS = "who the clients are is public; what is protected is what they hold, whatever else it might be"
+FOLDER = "losses, accuracies and cohorts in the run's folder are measurements of the simulation and not covered"
+SECRET_COHORT = "each client takes part in a round by its own coin, and nobody learns how it fell"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What is known about the rounds of one method, before or after they are played."""
+
+    releases: tuple[Release, ...]
+    rounds: int  # 0: only what happens before its first round
+    leaves: Mapping[str, str]  # what a client sends each round, by the words of Release.covers: how it is told
+    sealed: bool = False  # the server's steps see nothing but what the release says
+    individual: bool = False  # they look at each client's upload
+    asks: bool = False  # clients answer something before the first round that no release speaks of
+    probability: float = 1.0  # below 1: of each client to take part in a round (Poisson)
+    visits: int | None = None  # rounds in which the client took part that was drawn most often; None: all
+
+
+@dataclass(frozen=True)
+class Claim:
+    """(epsilon, delta)-differential privacy of `covered`, for one unit and against one adversary."""
+
+    unit: Unit
+    against: Against
+    epsilon: float
+    delta: float
+    covered: tuple[str, ...]
+    not_covered: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Everything that reaches the adversary is covered."""
+        return not self.not_covered
+
+    def text(self) -> str:
+        told = ", ".join(self.covered) + ("" if self.complete else " (taken alone)")
+        numbers = f"epsilon = {self.epsilon:.4g} at delta = {self.delta:g}"
+        return f"{numbers} for {UNITS[self.unit]}, {AGAINST[self.against]}: {told}"
+
+
+@dataclass(frozen=True)
+class PrivacyStatement:
+    """All that a run claims, and what it does not. `text()` is for people, `as_dict()` for privacy.json."""
+
+    rounds: int
+    delta: float
+    claims: tuple[Claim, ...]
+    refused: tuple[str, ...]  # releases without a claim, and why
+    not_covered: tuple[str, ...]  # what leaves a client without any protection against the server
+    assumptions: tuple[str, ...]
+    stopped: str = ""  # why the run ended early
+
+    def claim(self, unit: Unit, against: Against) -> Claim | None:
+        return next((one for one in self.claims if (one.unit, one.against) == (unit, against)), None)
+
+    def strongest(self) -> tuple[Claim, ...]:
+        """The claims from which the others follow."""
+        return tuple(one for one in self.claims if not any(_implies(other, one) for other in self.claims))
+
+    def text(self) -> str:
+        """Two or three lines."""
+        lines = [claim.text() for claim in self.strongest()] or ["no claim"]
+        lines += [f"no claim for {told}" for told in self.refused]
+        if self.not_covered and not any(claim.complete and claim.against == "server" for claim in self.claims):
+            lines.append(f"NOT protected from the server: {'; '.join(self.not_covered)}")
+        lines += [self.stopped] if self.stopped else []
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        claims = [{**asdict(claim), "complete": claim.complete} for claim in self.claims]
+        return {**asdict(self), "claims": claims, "text": self.text()}
+
+
+def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") -> PrivacyStatement:
+    """What may be claimed about methods that ran one after the other for so many rounds each."""
+    claims: list[Claim] = []
+    refused: dict[str, None] = {}
+    pairs: list[tuple[Unit, Against]] = [(u, a) for u in ("client", "sample") for a in ("server", "public")]  # type: ignore[misc]
+    for unit, against in pairs:
+        ledger = _ledger(stretches, unit, against)
+        if ledger.events:
+            epsilon = epsilon_after(ledger.events, delta)
+            claims.append(Claim(unit, against, epsilon, delta, tuple(ledger.covered), tuple(ledger.open)))
+        if (unit, against) == ("sample", "public"):  # the weakest claim: what fails here fails everywhere
+            refused = dict.fromkeys(f"{what}: {why}" for what, why in ledger.refused.items())
+    open_to_server = _ledger(stretches, "sample", "server").open
+    return PrivacyStatement(
+        rounds=sum(stretch.rounds for stretch in stretches),
+        delta=delta,
+        claims=tuple(claims),
+        refused=tuple(refused),
+        not_covered=tuple(open_to_server),
+        assumptions=_assumptions(stretches, claims) if claims else (),
+        stopped=stopped,
+    )
+
+
+@dataclass
+class _Ledger:
+    events: list[Event]
+    covered: dict[str, None]
+    refused: dict[str, str]
+    open: dict[str, None]
+
+
+def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledger:
+    ledger = _Ledger([], {}, {}, {})
+    spoiled = ""  # what left without noise in an earlier stretch, and steers everything after it
+    for stretch in stretches:
+        unprotected = _unprotected(stretch, unit, against)
+        for release in stretch.releases:
+            own = _no_claim(release, stretch, unit, against)
+            steered = f"{_told(unprotected)} leave without noise and steer the rounds that follow"
+            reason = own or spoiled or (steered if unprotected and release.when == "round" else "")
+            if reason:
+                ledger.refused[release.what] = reason
+                if release.when == "once" or not own:  # else what it was to cover is told by name
+                    ledger.open.setdefault(release.what)
+            elif release.when == "once" or stretch.rounds:
+                ledger.events.append(_event(release, stretch))
+                ledger.covered.setdefault(release.what)
+        if stretch.rounds and unprotected:
+            ledger.open.update(dict.fromkeys(unprotected.values()))
+            spoiled = f"{_told(unprotected)} left without noise in the rounds before"
+    return ledger
+
+
+def _event(release: Release, stretch: Stretch) -> Event:
+    assert release.multiplier is not None
+    if release.when == "once":
+        return Event(release.multiplier)
+    if _amplified(release, stretch):
+        return Event(release.multiplier, stretch.rounds, stretch.probability)
+    return Event(release.multiplier, stretch.rounds if stretch.visits is None else stretch.visits)
+
+
+def _amplified(release: Release, stretch: Stretch) -> bool:
+    """Whether it is the noisy sum over a secret cohort, and nothing else."""
+    secret = stretch.probability < 1 and stretch.sealed
+    return secret and release.when == "round" and release.unit == "client" and release.against == "public"
+
+
+def _no_claim(release: Release, stretch: Stretch, unit: Unit, against: Against) -> str:
+    """Why a release protects nothing of this unit against this adversary; empty where it does."""
+    if release.multiplier is None:
+        return release.why or "it has no noise that is fitted to its sensitivity"
+    if unit == "client" and release.unit == "sample":
+        return "it protects single samples, not all that a client holds"
+    if release.against == "server":
+        return ""
+    if against == "server":
+        return "its noise comes after the server has looked"
+    if release.when == "round" and stretch.individual:
+        return "the server learns from each client's upload, and what it learns is no function of the noisy average"
+    if release.when == "round" and not stretch.sealed:
+        return "nothing keeps the server's other steps from what came without noise"
+    return ""
+
+
+def _unprotected(stretch: Stretch, unit: Unit, against: Against) -> dict[str, str]:
+    """What leaves a client in a round of this stretch and is covered by no valid release."""
+    valid = [one for one in stretch.releases if not _no_claim(one, stretch, unit, against)]
+    covered = {part for release in valid for part in release.covers}
+    found = {part: told for part, told in stretch.leaves.items() if part not in covered}
+    if stretch.asks:
+        found["answers"] = "what clients answer before the first round"
+    return found
+
+
+def _told(parts: Mapping[str, str]) -> str:
+    return ", ".join(parts.values())
+
+
+def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple[str, ...]:
+    covered = {what for claim in claims for what in claim.covered}
+    rests = [
+        f"{release.what}: {release.why}"
+        for stretch in stretches
+        for release in stretch.releases
+        if release.why and release.what in covered
+    ]
+    pairs = [(one, stretch) for stretch in stretches for one in stretch.releases if one.when == "round"]
+    drawn = [SECRET_COHORT if _amplified(one, stretch) else _drawn(stretch) for one, stretch in pairs]
+    return tuple(dict.fromkeys([NEIGHBOURS, SEED, *filter(None, drawn), *rests, FOLDER, NUMBERS]))
+
+
+def _drawn(stretch: Stretch) -> str:
+    if stretch.visits is None or stretch.visits >= stretch.rounds:
+        return ""
+    counted = f"at most {stretch.visits} of {stretch.rounds} rounds"
+    return f"a client tells something when it takes part, in {counted}; who takes part may be public"
+
+
+def _implies(strong: Claim, weak: Claim) -> bool:
+    """A client-level claim is one for each of its samples, and one against the server is one against everybody."""
+    if strong is weak or strong.covered != weak.covered or strong.epsilon > weak.epsilon * (1 + 1e-9):
+        return False
+    units = strong.unit == weak.unit or strong.unit == "client"
+    return units and (strong.against == weak.against or strong.against == "server")

@@ -1,0 +1,215 @@
+"""What a run promises about privacy before it starts, and states when it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import seed_for, torch_generator
+from fedstill.core.types import Algorithm, Local, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
+from fedstill.history import History
+from fedstill.play import Task, draw_cohort
+from fedstill.privacy.budget import Privacy, rounds_within
+from fedstill.privacy.gaussian import analytic_gaussian_multiplier
+from fedstill.privacy.statement import PrivacyStatement, Stretch, statement
+
+STATEMENT_FILE = "privacy.json"
+_log = logging.getLogger("fedstill.run")
+
+
+def stretches_of(
+    phases: Sequence[Phase],
+    weights: Weights,
+    privacy: Privacy,
+    *,
+    probability: float = 1.0,
+    visits: Callable[[int, int], int] | None = None,
+) -> Callable[[int], list[Stretch]]:
+    """What has left the clients when so many rounds are played, as a function of their number.
+
+    visits: (first round, last round) -> rounds in which the client took part that was drawn most often.
+    """
+    ends = [phase.until for phase in phases]
+    firsts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
+    plain = [_stretch(phase.algorithm, weights, probability) for phase in phases]
+    plain = _with_label_counts(plain, phases, privacy)
+
+    def after(played: int) -> list[Stretch]:
+        begun = [i for i, first in enumerate(firsts) if first <= max(played, 1)]
+        return [_played(plain[i], firsts[i], min(played, ends[i] or played), visits) for i in begun]
+
+    return after
+
+
+def _played(stretch: Stretch, first: int, last: int, visits: Callable[[int, int], int] | None) -> Stretch:
+    rounds = max(0, last - first + 1)
+    return replace(stretch, rounds=rounds, visits=visits(first, last) if visits and rounds else rounds)
+
+
+def _stretch(algorithm: Algorithm, weights: Weights, probability: float) -> Stretch:
+    leaves = {"model": "trained models", "numbers": "numbers of samples and steps, training losses"}
+    if weights.buffers:
+        leaves["buffers"] = "BatchNorm statistics"
+    if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
+        leaves["label_counts"] = "label counts"
+    if slots := extra_slots(algorithm, weights):
+        leaves["extra"] = ", ".join(slots)
+    return Stretch(
+        algorithm.releases,
+        rounds=0,
+        leaves=leaves,
+        sealed=algorithm.seal is not None,
+        individual=Need.INDIVIDUAL_UPLOADS in needs_of(algorithm),
+        probability=probability,
+    )
+
+
+def _with_label_counts(stretches: list[Stretch], phases: Sequence[Phase], privacy: Privacy) -> list[Stretch]:
+    """Noisy label counts are made once: by the first method that needs them, the others get the same."""
+    needing = [i for i, phase in enumerate(phases) if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.algorithm)]
+    if privacy.label_counts != "dp" or not needing:
+        return stretches
+    release = Release(
+        "label counts",
+        unit="sample",
+        multiplier=analytic_gaussian_multiplier(privacy.label_epsilon, privacy.delta),
+        when="once",
+        against="server",
+        covers=("label_counts",),
+    )
+    for i in needing:
+        if i == needing[0]:
+            stretches[i] = replace(stretches[i], releases=(*stretches[i].releases, release))
+        else:
+            others = {part: told for part, told in stretches[i].leaves.items() if part != "label_counts"}
+            stretches[i] = replace(stretches[i], leaves=others)
+    return stretches
+
+
+def extra_slots(algorithm: Algorithm, weights: Weights) -> tuple[str, ...]:
+    """What a client sends beside its model, by name: found by calling the end of its objective once, without data."""
+    objective = algorithm.objective
+    if objective.finish is no_finish:
+        return ()
+    one = torch.ones((), device=next(iter(weights.params.values())).device)
+    measured: Tree = defaultdict(lambda: weights.params)
+    try:
+        received = algorithm.server.broadcast(algorithm.server.init(weights))
+        state = objective.init(weights)
+        numbers = {"label_counts": one[None], "size": one, "steps": one, "travel": one, "lr": one}
+        seed = torch.zeros_like(one, dtype=torch.int64)
+        local = Local(weights.params, weights.buffers, weights, received, state, {}, **numbers, seed=seed)
+        return tuple(objective.finish(local, measured)[1])
+    except Exception:  # a term that cannot be tried: say the worst
+        return ("what its local terms send beside the model",)
+
+
+def check_seal(phases: Sequence[Phase], model: Model, weights: Weights) -> None:
+    """A trusted party that shows only a noisy mean cannot serve a method that needs more."""
+    for phase in phases:
+        if phase.algorithm.seal is None:
+            continue
+        missing = list(extra_slots(phase.algorithm, weights))
+        if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.algorithm):
+            missing.append("label counts")
+        if Need.INDIVIDUAL_UPLOADS in needs_of(phase.algorithm):
+            missing.append("each client's model")
+        if model.groups is not None:
+            missing.append("which client has which architecture")
+        if missing:
+            raise FedstillError(
+                f"a server that is trusted with the noise shows its steps the noisy mean alone, and this method needs "
+                f"{', '.join(missing)}: use dp_fedavg(trust='nobody'), or another method beside it"
+            )
+
+
+def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
+    """(N, K) with Gaussian noise, cut at 0: a replaced sample moves one count down and one up, by sqrt(2) together."""
+    sigma = math.sqrt(2) * analytic_gaussian_multiplier(privacy.label_epsilon, privacy.delta)
+    rows = [
+        torch.randn(counts.shape[1], generator=torch_generator(one), dtype=torch.float64)
+        for one in seed_for(seed, "label counts", np.arange(len(counts))).tolist()
+    ]
+    return (counts + sigma * torch.stack(rows).to(counts)).clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How far a run may go, and what it will say about privacy."""
+
+    rounds: int  # as many as the budget allows
+    wanted: int
+    privacy: Privacy
+    after: Callable[[int], list[Stretch]] | None  # None: no part of the run speaks of privacy
+
+    @property
+    def cut(self) -> str:
+        """Why the run is shorter than it was asked to be; empty where it is not."""
+        if self.rounds == self.wanted:
+            return ""
+        more = f"one more would exceed privacy.epsilon = {self.privacy.epsilon:g}"
+        return f"the run ends after round {self.rounds} of {self.wanted}: {more}"
+
+    def statement(self, history: History, played: int) -> PrivacyStatement | None:
+        """What a run may say that has played so many rounds; what clients answered without a release counts, too."""
+        if self.after is None:
+            return None
+        stretches, first = self.after(played), 1
+        asked = {int(row["round"]) for row in history.rows if row.get("bytes_prepared")}
+        for i, stretch in enumerate(stretches):
+            if first in asked and all(release.when == "round" for release in stretch.releases):
+                stretches[i] = replace(stretch, asks=True)
+            first += stretch.rounds
+        return statement(stretches, self.privacy.delta, stopped=self.cut if played >= self.rounds else "")
+
+
+def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promise]:
+    """The task with what may be sent for the label counts, and how many of its rounds the budget allows."""
+    privacy = task.privacy
+    if task.counts is not None and privacy.label_counts == "none":
+        raise FedstillError(
+            "privacy.label_counts = 'none': this method needs each client's label counts: set 'dp' or 'exact'"
+        )
+    if task.counts is not None and privacy.label_counts == "dp":
+        task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.seed))
+    check_seal(task.phases, task.model, weights)
+    covered = {part for phase in task.phases for release in phase.algorithm.releases for part in release.covers}
+    if task.model.batch_statistics and "buffers" in covered:
+        _log.warning("BatchNorm: its statistics never leave the clients, the model keeps those it began with")
+    if privacy == Privacy() and not any(phase.algorithm.releases for phase in task.phases):
+        return task, Promise(rounds, rounds, privacy, None)
+    probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
+    after = stretches_of(task.phases, weights, privacy, probability=probability, visits=_visits(task))
+    return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+
+
+def _visits(task: Task) -> Callable[[int, int], int]:
+    """Who takes part does not depend on what anybody holds, so a client has told only what it sent when drawn."""
+
+    def visits(first: int, last: int) -> int:
+        count = np.zeros(task.federation.population, np.int64)
+        for number in range(first, last + 1):
+            count[draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)] += 1
+        return int(count.max())
+
+    return visits
+
+
+def write_statement(made: PrivacyStatement | None, folder: Path | None) -> None:
+    """privacy.json of a run folder."""
+    if made is not None and folder is not None:
+        temporary = folder / f".writing-{STATEMENT_FILE}"
+        temporary.write_text(json.dumps(made.as_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / STATEMENT_FILE)

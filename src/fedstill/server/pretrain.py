@@ -1,0 +1,262 @@
+"""A server-only phase: the feature extractor learns a task of its own on unlabeled data, once for all runs."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import CURES
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import flatten, to_device
+from fedstill.core.types import (
+    Fitted,
+    Keeper,
+    Model,
+    Need,
+    Objective,
+    Preparation,
+    Seed,
+    ServerStep,
+    Stage,
+    Trainer,
+    Training,
+    Tree,
+    Weights,
+)
+
+VERSION = 1  # raise it when the same pretext, data and seed give another extractor
+SAVE_SECONDS = 30.0  # between two savings of an unfinished training
+
+Probe = Callable[[Weights, Preparation], Mapping[str, float]]  # how good an extractor is; it changes nothing
+
+
+@dataclass(frozen=True)
+class Pretext:
+    """A task whose answers lie in the data itself.
+
+    model: the run's model -> extractor and task head as one Model. Parameters that are to come back have the names
+        that they have in the run's model; names of its own must be new.
+    objective: made once per built method. training: epochs, batch size, optimiser; the rate may fall by
+        `lr_epoch_decay`. An epoch's last, smaller batch is left out.
+    targets: y (M, ...) from all unlabeled samples x (M, ...), in storage form.
+    identity: all that the result follows from beside the training (names and numbers, for a JSON).
+    """
+
+    name: str
+    model: Callable[[Model], Model]
+    objective: Objective
+    training: Training
+    targets: Callable[[Tensor], Tensor]
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    needs: frozenset[Need] = frozenset()  # beyond unlabeled data and a head of its own
+
+    def __post_init__(self) -> None:
+        if self.training.steps is not None or self.training.lr_schedule != "constant" or self.training.lr_decay != 1.0:
+            raise FedstillError(f"{self.name}: pre-training goes epoch by epoch: set epochs and lr_epoch_decay only")
+
+
+def pretrain(
+    pretext: Pretext, *, seed: Seed | None = None, probe: Probe | None = None, save_seconds: float = SAVE_SECONDS
+) -> ServerStep:
+    """Train the extractor on all unlabeled data before the first round; the classification head stays as it was.
+
+    The model that is sent in round 1 has the extractor of the pretext's last epoch, never of one that labels picked.
+    seed: draws the first weights and the batches, so that runs of different seeds share one extractor; None takes the
+    run's own model and seed. probe: its numbers are reported before (name_before) and after.
+
+    The result is kept by what it follows from (pretext, first weights, unlabeled rows, seed), and another run gets the
+    same bits; of runs that need it at the same time one trains it, and the others wait. An unfinished training is kept
+    too, at the end of an epoch at most every `save_seconds`, and goes on there. Every epoch is a function of its
+    number, of the weights and of the optimiser's moments, which are all kept: on a CPU a training that was interrupted
+    ends with the bits of one that was not. On a GPU that is true up to what its kernels leave open (sums in an order of
+    their own).
+    Reports: pretrain_epochs (trained in this run: 0 if it was found), pretrain_loss (of the last epoch).
+    """
+
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        if not pretext.training.epochs:
+            return candidate, state
+        if preparation.round > 1:
+            raise FedstillError(
+                f"{pretext.name} would replace the model that {preparation.round - 1} rounds have trained: "
+                "let it stand in the first phase"
+            )
+        if probe is not None:
+            _report(preparation, probe(candidate, preparation), "_before")
+        extractor = _found_or_trained(pretext, candidate, preparation, seed, save_seconds)
+        candidate = with_extractor(candidate, extractor)
+        if probe is not None:
+            _report(preparation, probe(candidate, preparation))
+        return candidate, state
+
+    return ServerStep(prepare=prepare, needs=pretext.needs | {Need.UNLABELED, Need.HEAD}, stage=Stage.KEEP)
+
+
+def _report(preparation: Preparation, found: Mapping[str, float], suffix: str = "") -> None:
+    preparation.metrics.update({f"{name}{suffix}": value for name, value in found.items()})
+
+
+def _found_or_trained(
+    pretext: Pretext, candidate: Weights, preparation: Preparation, seed: Seed | None, save_seconds: float
+) -> Weights:
+    """The extractor, from the keeper or from training; without the head of either task."""
+    whole, x = pretext.model(preparation.model), _rows(pretext, preparation)
+    chosen = preparation.seed if seed is None else seed
+    first = candidate if seed is None else _like(preparation.model.init(seed_for(seed, "model")), candidate)
+    start = _like(whole.init(seed_for(chosen, "pretext")), candidate)
+    start = with_extractor(start, _shared(first, start))
+    identity = identity_of(pretext, start, preparation, chosen)
+    with _alone(pretext, preparation, identity):
+        kept = None if preparation.keeper is None else preparation.keeper.load(identity)
+        if kept:
+            preparation.tell(f"{pretext.name}: the extractor was found, trained by an earlier run", 1.0)
+            preparation.metrics.update({"pretrain_epochs": 0.0, "pretrain_loss": float(kept["loss"])})
+            return _like(Weights(kept["params"], kept.get("buffers", {})), candidate)
+        work = _Training(pretext, preparation.trainer.lend(whole), x, chosen, preparation, identity, save_seconds)
+        fitted = work.run(Fitted(start, {}, torch.zeros(())))
+        extractor = _shared(fitted.weights, _without(candidate, preparation.model.head_names))
+        if preparation.keeper is not None:
+            preparation.keeper.save(identity, {**extractor._asdict(), "loss": fitted.loss})
+            preparation.keeper.save(unfinished(identity), {})
+        return extractor
+
+
+def _alone(pretext: Pretext, preparation: Preparation, identity: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Of several runs that need one extractor the first trains it."""
+    if preparation.keeper is None:
+        return nullcontext()
+
+    def waiting(who: str) -> None:
+        preparation.tell(f"{pretext.name}: waits for the extractor that another run trains, {who}", 0.0)
+
+    return preparation.keeper.alone(identity, waiting)
+
+
+class _Training:
+    """Epoch by epoch from the first, or from the last one that was kept."""
+
+    def __init__(
+        self, pretext: Pretext, trainer: Trainer, x: Tensor, seed: Seed,
+        preparation: Preparation, identity: Mapping[str, Any], save_seconds: float,
+    ) -> None:  # fmt: skip
+        self.pretext, self.trainer, self.x, self.seed = pretext, trainer, x, seed
+        self.preparation, self.save_seconds = preparation, save_seconds
+        self.keeper: Keeper | None = preparation.keeper
+        self.identity = unfinished(identity)
+
+    def run(self, fitted: Fitted) -> Fitted:
+        pretext, epochs, began = self.pretext, self.pretext.training.epochs, time.perf_counter()
+        fitted, done = self._kept(fitted)
+        self.preparation.metrics["pretrain_epochs"] = float(epochs - done)
+        batch = min(pretext.training.batch_size, len(self.x))
+        once = replace(pretext.training, epochs=1, steps=len(self.x) // batch, batch_size=batch, lr_epoch_decay=1.0)
+        y = pretext.targets(self.x)
+        for epoch in range(done, epochs):
+            rate = pretext.training.lr * pretext.training.lr_epoch_decay**epoch
+            fitted = self.trainer.proceed(
+                pretext.objective, fitted.weights, self.x, y, replace(once, lr=rate),
+                seed_for(self.seed, "pretrain", epoch), optimizer=fitted.optimizer,
+            )  # fmt: skip
+            loss = self._checked(fitted, epoch)
+            line = f"{pretext.name}: epoch {epoch + 1}/{epochs}, loss {loss:.4f}"
+            self.preparation.tell(line, (epoch + 1) / epochs)
+            if epoch + 1 < epochs and time.perf_counter() - began >= self.save_seconds:
+                self._keep(fitted, epoch + 1)
+                began = time.perf_counter()
+        self.preparation.metrics["pretrain_loss"] = float(fitted.loss)
+        return fitted
+
+    def _checked(self, fitted: Fitted, epoch: int) -> float:
+        loss = float(fitted.loss)
+        if not np.isfinite(loss):
+            raise FedstillError(
+                f"{self.pretext.name}: the loss of epoch {epoch + 1} is {loss}: use a lower pretrain_lr"
+            )
+        return loss
+
+    def _keep(self, fitted: Fitted, done: int) -> None:
+        if self.keeper is not None:
+            part = {**fitted._asdict(), "weights": fitted.weights._asdict(), "epochs": torch.tensor(done)}
+            self.keeper.save(self.identity, part)
+
+    def _kept(self, fitted: Fitted) -> tuple[Fitted, int]:
+        """Where an interrupted training stopped, else the start."""
+        found = None if self.keeper is None else self.keeper.load(self.identity)
+        if not found:
+            return fitted, 0
+        weights = Weights(found["weights"]["params"], found["weights"].get("buffers", {}))
+        device = next(iter(fitted.weights.params.values())).device
+        told = f"{self.pretext.name}: goes on after epoch {int(found['epochs'])}, where it was interrupted"
+        self.preparation.tell(told, int(found["epochs"]) / self.pretext.training.epochs)
+        optimizer = to_device(found.get("optimizer", {}), device)
+        return Fitted(_like(weights, fitted.weights), optimizer, found["loss"]), int(found["epochs"])
+
+
+def identity_of(pretext: Pretext, start: Weights, preparation: Preparation, seed: Seed) -> dict[str, Any]:
+    """All that a pre-trained extractor follows from, the device and its precision left out."""
+    return {
+        "kind": "pretrained extractor",
+        "version": VERSION,
+        "pretext": pretext.name,
+        "options": dict(pretext.identity),
+        "training": asdict(pretext.training),
+        "model": preparation.model.name,
+        "start": digest({**flatten(start)}),
+        "unlabeled": digest({"x": _rows(pretext, preparation)}),
+        "inputs": dict(preparation.inputs),
+        "seed": seed,
+    }
+
+
+def unfinished(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {**identity, "kind": "unfinished pre-training"}
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, forms and values."""
+    told = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        told.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        told.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return told.hexdigest()
+
+
+def with_extractor(candidate: Weights, extractor: Weights) -> Weights:
+    """The candidate with the leaves of an extractor in their places."""
+    return Weights({**candidate.params, **extractor.params}, {**candidate.buffers, **extractor.buffers})
+
+
+def _rows(pretext: Pretext, preparation: Preparation) -> Tensor:
+    if preparation.unlabeled is None or not len(preparation.unlabeled):
+        raise FedstillError(f"{pretext.name} needs {Need.UNLABELED.value}: {CURES[Need.UNLABELED]}")
+    return preparation.unlabeled
+
+
+def _shared(source: Weights, names: Weights) -> Weights:
+    """The leaves of the source that the other one has, too."""
+    both = zip(source, names, strict=True)
+    return Weights(*({name: leaf for name, leaf in part.items() if name in other} for part, other in both))
+
+
+def _without(weights: Weights, names: tuple[str, ...]) -> Weights:
+    return weights._replace(params={name: leaf for name, leaf in weights.params.items() if name not in names})
+
+
+def _like(weights: Weights, candidate: Weights) -> Weights:
+    """Weights on the device and in the precision of the candidate's."""
+    like = next(leaf for leaf in candidate.params.values())
+
+    def moved(leaf: Tensor) -> Tensor:
+        return leaf.to(like.device, like.dtype if leaf.is_floating_point() else leaf.dtype)
+
+    return Weights(*({name: moved(leaf) for name, leaf in part.items()} for part in weights))

@@ -1,0 +1,89 @@
+"""What `run`, `explain` and a run's folder say about privacy, and what a budget that cannot be kept says."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedstill.cli import app
+
+FILE = """
+name = "small"
+rounds = 4
+cohort = 6
+[data]
+source = "digits"
+[partition]
+scheme = "lda"
+clients = 6
+alpha = 0.5
+[model]
+name = "mlp"
+hidden = [8]
+[algorithm]
+name = "dp_fedavg"
+noise_multiplier = 8.0
+"""
+
+
+@pytest.fixture
+def fedstill(tmp_path):
+    (tmp_path / "small.toml").write_text(FILE)
+
+    def call(*words: str):
+        return CliRunner().invoke(
+            app, [words[0], str(tmp_path / "small.toml"), "--out", str(tmp_path / "run"), *words[1:]]
+        )
+
+    return call
+
+
+def test_a_run_says_in_a_few_lines_what_is_protected_and_what_is_not(fedstill, tmp_path):
+    """Multiplier 4 a round, four rounds: one Gaussian of multiplier 2, by dp-accounting epsilon 1.9931 at 1e-5."""
+    done = fedstill("run")
+    assert done.exit_code == 0, done.output
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    (claim,) = (line for line in lines if line.startswith("privacy"))
+    assert "epsilon = 1.993 at delta = 1e-05 for all that one client holds" in claim
+    assert any(line.startswith("NOT protected from the server: trained models") for line in lines)
+    written = json.loads((tmp_path / "run" / "privacy.json").read_text())
+    assert written["claims"][0]["epsilon"] == pytest.approx(1.9931, abs=1e-4)
+    assert written["rounds"] == 4
+    assert written["assumptions"]
+
+
+def test_a_run_with_a_budget_ends_before_it_is_exceeded_and_says_why(fedstill, tmp_path):
+    done = fedstill("run", "--set", "privacy.epsilon=1.5")  # two rounds cost 1.3565, three 1.6980
+    assert done.exit_code == 0, done.output
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert "the run ends after round 2 of 4: one more would exceed privacy.epsilon = 1.5" in done.stdout
+    again = CliRunner().invoke(app, ["resume", str(tmp_path / "run")])
+    assert again.exit_code == 0, again.output
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["algorithm.name=fedavg", "privacy.epsilon=1"], "privacy.epsilon = 1"),
+        (["privacy.epsilon=0.1"], "the first round alone takes more"),
+        (["privacy.epsilon=0"], "privacy.epsilon"),
+        (["privacy.delta=1"], "privacy.delta"),
+        (["privacy.unit=person"], "privacy.unit"),
+        (["sampling=often"], "sampling"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_one_line_and_exit_code_two(fedstill, tmp_path, settings, told):
+    done = fedstill("run", *(word for setting in settings for word in ("--set", setting)))
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert told in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_explain_says_what_is_claimed_after_one_round():
+    """z = 1: multiplier 1/2, epsilon 9.9973 at 1e-5 (dp-accounting: 9.9973)."""
+    told = CliRunner().invoke(app, ["explain", "dp_fedavg"]).stdout
+    assert "epsilon = 9.997" in told.split("Privacy\n")[1]
+    assert "Privacy\n" not in CliRunner().invoke(app, ["explain", "fedavg"]).stdout

@@ -1,0 +1,165 @@
+"""The union of prototypes: taken apart and put together without losing a bit, and a client's own part of it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.groups import (
+    bytes_received,
+    bytes_sent,
+    check_groups,
+    merge,
+    merge_uploads,
+    only,
+    own_upload,
+    part_of,
+    places_of,
+    reported_name,
+    split,
+    split_uploads,
+    together,
+    whole_upload,
+)
+from fedstill.core.message import as_tree, select
+from fedstill.core.seeds import torch_generator
+from fedstill.core.tree import flatten
+from fedstill.core.types import Groups, Model, Output, Uploads, Weights
+from fedstill.trial import trial_federation
+
+# "a" is a part of the name of "a.b": a prefix is more than the first letters
+NAMES = ("a", "a.b", "c")
+
+
+def groups_of(member, report="ensemble", names=NAMES):
+    return Groups({name: Model(name, lambda seed: None, None) for name in names}, tuple(member), report)
+
+
+def weights_of(width, seed):
+    generator = torch_generator(seed)
+    params = {"w": torch.randn(width, 2, generator=generator), "body.b": torch.randn(width, generator=generator)}
+    return Weights(params, {"mean": torch.randn(3, generator=generator), "count": torch.tensor(seed)})
+
+
+def union(names=NAMES):
+    return merge({name: weights_of(place + 1, seed=place) for place, name in enumerate(names)})
+
+
+def same(found, wanted):
+    found, wanted = flatten(found), flatten(wanted)
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
+
+
+def uploads_of(ids, groups, *, label_counts=False, extra=True):
+    """A cohort of a mixed federation: every client's own part has its own numbers."""
+    start, places = union(tuple(groups.models)), places_of(ids, groups)
+    parts = {}
+    for place, (name, here) in enumerate(places.items()):
+        if len(here):
+            own = torch.tensor([float(ids[at]) for at in here])
+            parts[name] = Uploads(
+                weights=Weights(
+                    {
+                        "w": torch.ones(len(here), place + 1, 2) * own.reshape(-1, 1, 1),
+                        "body.b": own.repeat(place + 1, 1).T,
+                    },
+                    {"mean": own.repeat(3, 1).T, "count": own.long()},
+                ),
+                size=own.double() + 1,
+                steps=own + 2,
+                travel=own + 3,
+                loss=own + 4,
+                extra={"delta": {"w": own.reshape(-1, 1) + 5}} if extra else {},
+                label_counts=own.repeat(4, 1).T if label_counts else None,
+                ids=own.long(),
+            )
+    return parts, start, places
+
+
+def test_a_prototypes_tensors_are_named_after_it_and_come_back_under_their_own_names():
+    parts = {name: weights_of(place + 1, seed=place) for place, name in enumerate(NAMES)}
+    whole = merge(parts)
+    assert sorted(whole.params) == sorted(f"{name}/{leaf}" for name in NAMES for leaf in ("w", "body.b"))
+    assert split(whole, groups_of(NAMES)).keys() == parts.keys()
+    for name, part in parts.items():
+        assert same(split(whole, groups_of(NAMES))[name], part)
+        assert same(merge({name: part}), only(whole, name))
+
+
+def test_a_prototype_that_is_not_there_is_empty():
+    assert part_of(union(), "b") == Weights({}, {})
+
+
+@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8), st.booleans(), st.booleans(), st.data())
+def test_uploads_split_by_group_are_what_was_merged_and_nobody_moves_another_prototype(member, counts, extra, data):
+    groups = groups_of(member)
+    ids = data.draw(st.lists(st.sampled_from(range(len(member))), min_size=1, unique=True))
+    parts, start, places = uploads_of(ids, groups, label_counts=counts, extra=extra)
+    whole = merge_uploads(parts, start, places)
+    assert whole.ids.tolist() == ids
+    assert whole.size.tolist() == [client + 1.0 for client in ids]
+    found = split_uploads(whole, groups)
+    assert [name for name in groups.models if len(found[name].ids)] == list(parts)
+    for name, part in parts.items():
+        assert same(as_tree(found[name]), as_tree(part))
+    for place, client in enumerate(ids):
+        for name in groups.models:
+            if name != member[client]:
+                row = part_of(select(whole, place).weights, name)
+                assert same(row, part_of(start, name)), "a client sent a prototype that is not its own"
+
+
+@given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6), st.booleans())
+def test_what_one_client_sends_alone_is_its_row_again(member, extra):
+    groups, ids = groups_of(member), list(range(len(member)))
+    parts, start, places = uploads_of(ids, groups, extra=extra)
+    whole = merge_uploads(parts, start, places)
+    for place in ids:
+        own = own_upload(whole, place, groups)
+        assert own.weights.params.keys() == {"w", "body.b"}
+        assert same(as_tree(whole_upload(own, member[place], start, whole)), as_tree(select(whole, place)))
+
+
+def test_a_client_is_charged_for_its_own_prototype_alone():
+    groups, ids = groups_of(["a", "c", "c"]), [0, 1, 2]
+    parts, start, places = uploads_of(ids, groups, label_counts=True)
+    whole = merge_uploads(parts, start, places)
+    # "a": 1x2 + 1 + 3 floats and an int64; "c": 3x2 + 3 + 3. Extra: a float. Beside: a double, three floats, 4 counts
+    own = {"a": 4 * (2 + 1 + 3) + 8, "c": 4 * (6 + 3 + 3) + 8}
+    assert bytes_sent(whole, groups) == own["a"] + 2 * own["c"] + 3 * (4 + 8 + 3 * 4 + 4 * 4)
+    received = {"a": {"control": torch.zeros(5)}, "c": {"control": torch.zeros(7)}, "a.b": {"control": torch.zeros(9)}}
+    assert bytes_received(start, received, ids, groups) == own["a"] + 20 + 2 * (own["c"] + 28)
+
+
+def test_an_ensemble_is_the_mean_of_logits_and_a_reported_prototype_speaks_alone():
+    said = {
+        "a": Output(torch.tensor([[1.0, 5.0]]), torch.tensor([[1.0]])),
+        "c": Output(torch.tensor([[3.0, 0.0]]), torch.tensor([[2.0, 3.0]])),
+    }
+    both = together(said, "ensemble")
+    assert both.logits.tolist() == [[2.0, 2.5]]
+    assert both.features.tolist() == [[1.0, 2.0, 3.0]]
+    assert together(said, "c") is said["c"]
+    assert together({"a": said["a"]}, "ensemble") is said["a"]
+    assert together(said, "gone").logits.tolist() == [[2.0, 2.5]]
+
+
+def test_prototypes_that_tell_different_numbers_of_classes_apart_are_refused_in_words():
+    said = {name: Output(torch.zeros(1, width), torch.zeros(1, 1)) for name, width in (("a", 2), ("c", 3))}
+    with pytest.raises(FedstillError, match="a 2, c 3"):
+        together(said, "ensemble")
+
+
+def test_the_reported_model_has_a_name():
+    assert reported_name(groups_of(NAMES)) == "ensemble of a, a.b, c"
+    assert reported_name(groups_of(NAMES, report="c")) == "c"
+
+
+@pytest.mark.parametrize(
+    ("member", "told"),
+    [(["a", "c"], "each of 2 clients runs, and there are 4"), (["a", "a", "c", "c"], "runs the prototype 'a.b'")],
+)
+def test_every_client_has_a_prototype_and_every_prototype_a_client(member, told):
+    with pytest.raises(FedstillError, match=told):
+        check_groups(groups_of(member), trial_federation(clients=4))

@@ -1,0 +1,224 @@
+"""DP-FedAvg: what is bounded, what is hidden, and that the server's steps see nothing else.
+
+Worked by hand on moves of length 5 and 13 at a bound of 2, from a model of (1, 1 | 2).
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fedstill.algorithms import build_algorithm, dp_fedavg, fedavg
+from fedstill.core.errors import FedstillError
+from fedstill.core.join import join
+from fedstill.core.message import select
+from fedstill.core.tree import stack
+from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
+from fedstill.methods import build_method
+from fedstill.models import build_model
+from fedstill.privacy import noisy_mean, noisy_moves
+from fedstill.rounds import federate
+from fedstill.trial import trial_federation, trial_model
+
+START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"mean": torch.tensor([7.0])})
+MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5
+
+
+def uploads_of(moves, ids=None) -> Uploads:
+    ends = [Weights({"a": START.params["a"] + torch.tensor(m[:2]), "b": START.params["b"] + m[2]}, {}) for m in moves]
+    numbers = torch.arange(1.0, len(moves) + 1, dtype=torch.float64)
+    weights = stack(ends)._replace(buffers={"mean": torch.rand(len(moves), 1, generator=torch.Generator())})
+    ids = torch.arange(len(moves)) if ids is None else torch.tensor(ids)
+    return Uploads(weights, 10 * numbers, numbers, numbers, numbers, {}, None, ids)
+
+
+def moves_of(uploads: Uploads) -> torch.Tensor:
+    params = uploads.weights.params
+    return torch.cat([params["a"] - START.params["a"], (params["b"] - START.params["b"]).unsqueeze(1)], dim=1)
+
+
+def wide(clients: int, width: int = 20_000) -> tuple[Uploads, Weights]:
+    start = Weights({"w": torch.zeros(width)}, {})
+    ones = torch.ones(clients, dtype=torch.float64)
+    return Uploads(stack([start] * clients), ones, ones, ones, ones, {}, None, torch.arange(clients)), start
+
+
+def run(method, **how):
+    settings = {
+        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
+        "rounds": 3, "cohort": 2, "engine": "looped", "device": "cpu",
+    }  # fmt: skip
+    algorithm = build_method(method) if isinstance(method, str) else method
+    return federate(algorithm=algorithm, **{**settings, **how})
+
+
+def test_a_trusted_party_shows_the_sum_of_bounded_moves_over_the_expected_cohort():
+    """(2/5 (3, 0, 4) + 2/13 (3, 4, 12) + 0 + (0.3, 0, 0.4)) / 5, where five were expected and four came."""
+    seen = noisy_mean(2.0, 0.0)(uploads_of(MOVES), START, 0, 5)
+    wanted = torch.tensor([1.2 + 6 / 13 + 0.3, 8 / 13, 1.6 + 24 / 13 + 0.4]) / 5
+    assert len(seen.ids) == 5
+    assert torch.allclose(moves_of(seen), wanted.expand(5, 3), atol=1e-6)
+
+
+def test_the_denominator_does_not_tell_how_many_came():
+    one, two = (noisy_mean(2.0, 0.0)(uploads_of(MOVES[:count]), START, 0, 4) for count in (1, 2))
+    assert torch.allclose(moves_of(one)[0], torch.tensor([1.2, 0.0, 1.6]) / 4, atol=1e-6)
+    assert len(one.ids) == len(two.ids) == 4
+
+
+def test_nothing_else_gets_past_a_trusted_party():
+    """Sizes, steps, travel, losses, ids and BatchNorm statistics are the same whoever came."""
+    ours = noisy_mean(2.0, 1.0)(uploads_of(MOVES, ids=[3, 5, 7, 9]), START, 0, 3)
+    theirs = noisy_mean(2.0, 1.0)(uploads_of(MOVES[::-1][:2], ids=[1, 2]), START, 0, 3)
+    for field in ("size", "steps", "travel", "loss", "ids"):
+        assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+    assert torch.equal(ours.weights.buffers["mean"], START.buffers["mean"].expand(3, 1))
+    assert ours.extra == {}
+    assert ours.label_counts is None
+
+
+@pytest.mark.parametrize("clients", [0, 1, 9])
+def test_a_trusted_partys_noise_is_z_times_the_bound_over_the_expected_cohort(clients):
+    """20,000 draws: the estimate of a standard deviation is off by 0.5 % (one sigma)."""
+    uploads, start = wide(9)
+    uploads = select(uploads, torch.arange(clients))
+    values = noisy_mean(0.5, 3.0)(uploads, start, 1, 10).weights.params["w"][0]
+    assert float(values.std()) == pytest.approx(3.0 * 0.5 / 10, rel=0.025)
+
+
+def test_each_clients_own_noise_is_z_times_the_bound_and_unrelated_to_the_others():
+    uploads, start = wide(3)
+    values = noisy_moves(0.5, 3.0)(uploads, start, 1).weights.params["w"]
+    assert values.std(dim=1).tolist() == pytest.approx([1.5] * 3, rel=0.025)
+    assert float((torch.corrcoef(values) - torch.eye(3)).abs().max()) < 0.03
+
+
+def test_clients_that_trust_nobody_send_bounded_moves_and_constants():
+    sent = noisy_moves(2.0, 0.0)(uploads_of(MOVES), START, 0)
+    wanted = torch.tensor([[1.2, 0.0, 1.6], [6 / 13, 8 / 13, 24 / 13], [0.0, 0.0, 0.0], [0.3, 0.0, 0.4]])
+    assert torch.allclose(moves_of(sent), wanted, atol=1e-6)
+    assert torch.equal(sent.weights.buffers["mean"], START.buffers["mean"].expand(4, 1))
+    for field, constant in (("size", 1), ("steps", 1), ("travel", 1), ("loss", 0)):
+        assert getattr(sent, field).tolist() == [constant] * 4, field
+
+
+def test_a_move_just_beyond_the_bound_is_cut_to_it():
+    """4/5 of (3, 0, 4)."""
+    one = uploads_of(MOVES[:1])
+    for sent in (noisy_moves(4.0, 0.0)(one, START, 0), noisy_mean(4.0, 0.0)(one, START, 0, 1)):
+        assert moves_of(sent)[0].tolist() == pytest.approx([2.4, 0.0, 3.2], abs=1e-6)
+
+
+def test_a_clients_noise_follows_the_client_and_changes_with_the_round():
+    transmit = noisy_moves(2.0, 1.0)
+    everybody = transmit(uploads_of(MOVES, ids=[4, 9, 1, 6]), START, 5).weights.params["a"]
+    assert torch.equal(transmit(uploads_of(MOVES[1:2], ids=[9]), START, 5).weights.params["a"][0], everybody[1])
+    assert not torch.equal(transmit(uploads_of(MOVES[1:2], ids=[9]), START, 6).weights.params["a"][0], everybody[1])
+
+
+def test_a_broken_move_stays_broken_for_the_guard_to_see():
+    for bad in (math.nan, math.inf):
+        sent = noisy_moves(2.0, 1.0)(uploads_of([(bad, 0.0, 0.0)]), START, 0)
+        assert not bool(sent.weights.params["a"].isfinite().all())
+
+
+@pytest.mark.parametrize("trust", ["server", "nobody"])
+def test_without_noise_and_with_a_bound_nobody_reaches_it_is_uniform_fedavg(trust):
+    found = run(dp_fedavg(clip=1e6, noise_multiplier=0.0, trust=trust)).weights.params
+    wanted = run(fedavg(weighting="uniform")).weights.params
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
+
+
+def peeking():
+    """A server step that tries to use whatever it can see of the uploads."""
+    seen = []
+
+    def apply(candidate, state, round):
+        seen.append(round.uploads)
+        return candidate, state
+
+    return ServerStep(apply, stage=Stage.REFINE), seen
+
+
+def test_later_steps_of_the_server_see_only_the_noisy_mean():
+    """FedDyn's step takes the mean of uploads anew: behind a seal it gets the noisy one."""
+    step, seen = peeking()
+    algorithm = dp_fedavg(noise_multiplier=1.0)
+    server = dataclasses.replace(
+        algorithm.server, apply=lambda c, s, r: step.apply(algorithm.server.apply(c, s, r)[0], s, r)
+    )
+    result = run(dataclasses.replace(algorithm, server=server), rounds=1)
+    (uploads,) = seen
+    assert uploads.size.tolist() == [1.0, 1.0]
+    assert uploads.loss.tolist() == [0.0, 0.0]
+    for name, leaf in uploads.weights.params.items():
+        assert torch.equal(leaf[0], leaf[1]), name
+        assert torch.allclose(leaf[0], result.weights.params[name], atol=1e-6)
+    assert result.history.rows[0]["train_loss"] > 0  # the trusted server's own log
+
+
+def test_batchnorm_statistics_are_never_taken_from_clients():
+    for trust in ("server", "nobody"):
+        model = build_model("resnet8", input_shape=(1, 8, 8), classes=3, norm="batch")
+        result = run(dp_fedavg(trust=trust), model=model, rounds=1)
+        first = model.init(0).buffers
+        assert first
+        assert all(torch.equal(result.weights.buffers[name], leaf) for name, leaf in first.items())
+
+
+@pytest.mark.parametrize(
+    ("method", "needs"),
+    [("dp_fedavg+feddf(steps=2)", "each client's model"), ("dp_fedavg+scaffold", "control_delta")],
+)
+def test_a_method_that_needs_more_than_the_noisy_mean_is_refused_in_words(method, needs):
+    with pytest.raises(FedstillError, match=f"needs {needs}: use dp_fedavg\\(trust='nobody'\\)"):
+        run(method)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dp_fedavg+fedprox(mu=0.1)",
+        "dp_fedavg+fedadam",
+        "dp_fedavg+feddyn",
+        'dp_fedavg(trust="nobody")+feddf(steps=2)',
+        'dp_fedavg(trust="nobody")+feddyn',
+    ],
+)
+def test_it_joins_others_and_the_claim_stays(method):
+    made = run(method).privacy
+    assert made.claim("client", "public").complete
+    assert (made.claim("client", "server") is not None) == ("nobody" in method)
+
+
+def test_beside_scaffold_nothing_is_claimed_since_the_control_has_no_noise():
+    made = run('dp_fedavg(trust="nobody")+scaffold').privacy
+    assert made.claims == ()
+    assert "control_delta leave without noise" in made.text()
+
+
+def test_without_noise_nothing_is_claimed():
+    made = run(dp_fedavg(noise_multiplier=0.0)).privacy
+    assert made.claims == ()
+    assert "no noise: set noise_multiplier" in made.text()
+
+
+def test_two_of_them_cannot_stand_between_clients_and_server():
+    with pytest.raises(FedstillError, match="one and other both stand between clients and server"):
+        join({"one": dp_fedavg(), "other": dp_fedavg()})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"clip": 0.0}, "algorithm.clip = 0.0 is impossible"),
+        ({"noise_multiplier": -1.0}, "algorithm.noise_multiplier = -1.0 is impossible"),
+        ({"trust": "everybody"}, "algorithm.trust = 'everybody' is unknown"),
+        ({"weighting": "size"}, "algorithm.weighting = 'size' is unknown"),
+    ],
+)
+def test_impossible_options_are_one_line(options, told):
+    with pytest.raises(FedstillError) as refused:
+        build_algorithm("dp_fedavg", options)
+    assert str(refused.value).startswith(told)

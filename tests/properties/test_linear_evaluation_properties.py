@@ -1,0 +1,231 @@
+"""Linear evaluation: clients (and the server's student) train the head, and the extractor is h_0 to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from server_rounds import (
+    CLASSES,
+    FEATURES,
+    LOCAL,
+    clients_models,
+    federation,
+    furthest,
+    in_float64,
+    network,
+    run,
+    same_bits,
+    server_round,
+)
+from torch import nn
+
+from fedstill.algorithms import METHODS, build_algorithm, fedavg
+from fedstill.core.errors import FedstillError
+from fedstill.core.heads import head_names, head_of, heads_only
+from fedstill.core.join import join
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import byte_size
+from fedstill.core.types import Need, Training, Weights
+from fedstill.models import from_module
+from fedstill.models.mixed import mixed_model
+
+THREE = {"net": "norm", "cohort": 3}  # thirds: a sum of three is not what it was
+HEAD_ONLY = dataclasses.replace(LOCAL, part="head", weight_decay=0.01)
+SHORT = {"steps": 6, "batch_size": 8}
+STUDENTS = {name for name, method in METHODS.items() if "part" in inspect.signature(method).parameters}
+# the server of these trains or mixes whole models, and has no option for a part
+WHOLE = {name for name in METHODS if name not in STUDENTS and Need.UNLABELED in needs_of(build_algorithm(name))}
+
+
+def options_of(name: str) -> dict:
+    found = {"part": "head"} if name in STUDENTS else {}
+    known = inspect.signature(METHODS[name]).parameters
+    return {**found, **{key: value for key, value in SHORT.items() if key in known}}
+
+
+def extractor_of(weights: Weights, net: str) -> Weights:
+    kept = {name: leaf for name, leaf in weights.params.items() if name not in network(net).head_names}
+    return Weights(kept, weights.buffers)
+
+
+def first_weights(net: str) -> Weights:
+    return network(net).init(seed_for(3, "model"))
+
+
+def test_the_methods_that_refine_a_model_have_the_option():
+    assert {"feddf", "fedbe", "mrtf"} <= STUDENTS
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - WHOLE))
+def test_every_bit_of_the_extractor_survives_a_run(name):
+    """T6.10, in the model that is sent and in the one that is reported."""
+    found = run(build_algorithm(name, options_of(name)), training=HEAD_ONLY, **THREE).weights
+    start = first_weights("norm")
+    assert same_bits(extractor_of(found, "norm"), extractor_of(start, "norm"))
+    assert not torch.equal(found.params["head.weight"], start.params["head.weight"])
+
+
+@pytest.mark.parametrize("engine", ["batched", "looped"])
+@pytest.mark.parametrize("local", [{"optimizer": "adam", "momentum": 0.0}, {"nesterov": True}, {"clip": 0.1}])
+def test_so_it_does_with_other_optimisers(engine, local):
+    found = run(fedavg(), **THREE, engine=engine, training=dataclasses.replace(HEAD_ONLY, **local)).weights
+    assert same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))
+
+
+def test_so_it_does_in_a_mixture_with_momentum_and_noise():
+    parts = {name: build_algorithm(name) for name in ("fedprox", "fedavgm", "update_noise")}
+    mixture = join({**parts, "feddf": build_algorithm("feddf", {**SHORT, "part": "head", "weighting": "size"})})
+    found = run(mixture, training=HEAD_ONLY, **THREE).weights
+    assert same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))
+
+
+@pytest.mark.parametrize("name", sorted(STUDENTS))
+def test_a_student_that_trains_everything_moves_the_extractor(name):
+    """So the tests above can fail."""
+    options = {**options_of(name), "part": "all"}
+    found = run(build_algorithm(name, options), net="norm", training=HEAD_ONLY).weights
+    assert not same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))
+
+
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_head_only_feddf_is_head_only_fedavg(net, optimizer):
+    """T3.8: the average of heads on one extractor has the averaged logits, so there is nothing left to learn."""
+    options = {"steps": 20, "batch_size": 8, "server_lr": 1e-3, "optimizer": optimizer, "part": "head"}
+    how = {"net": net, "training": HEAD_ONLY, "engine_options": {"precision": "float64"}}
+    feddf = run(build_algorithm("feddf", options), **how)
+    average = run(fedavg(weighting="uniform"), **how)
+    assert all(abs(row["server/distill_loss_before"]) < 1e-14 for row in feddf.history.rows)
+    assert all(row["server/teacher_agreement"] < 1.0 for row in feddf.history.rows), "the clients differ"
+    if optimizer == "sgd":  # Adam makes steps of a gradient that is rounding
+        assert furthest(feddf.weights, average.weights) < 1e-12
+    other = run(build_algorithm("feddf", {**options, "weighting": "size"}), **how)
+    assert same_bits(extractor_of(other.weights, net), extractor_of(feddf.weights, net))
+
+
+def test_with_whole_models_there_is_something_to_learn():
+    found = run(build_algorithm("feddf", SHORT), training=LOCAL)
+    assert all(row["server/distill_loss_before"] > 1e-4 for row in found.history.rows)
+
+
+def test_a_client_sends_its_head():
+    """4 uploads of a head with 6 x 3 + 3 numbers, and of size (8 bytes), steps, travel and loss (4 each)."""
+    for part, numbers in (("head", 21), ("all", 21 + 6 * FEATURES + 6)):
+        training = dataclasses.replace(LOCAL, part=part)
+        rows = run(fedavg(), training=training).history.rows
+        assert {row["bytes_up"] for row in rows} == {4 * (4 * numbers + 8 + 3 * 4)}
+        assert {row["bytes_down"] for row in rows} == {4 * byte_size(network().init(0))}
+
+
+def test_noise_is_added_to_what_is_sent():
+    model, start = network("norm"), in_float64(network("norm").init(0))
+    uploads = server_round(clients_models(model, 3, only="head."), model).uploads
+    noisy = heads_only(build_algorithm("update_noise", {"sigma": 0.5}), model)
+    sent = noisy.transmit(uploads, start, 1)
+    assert same_bits(extractor_of(sent.weights, "norm"), extractor_of(uploads.weights, "norm"))
+    assert not torch.equal(sent.weights.params["head.bias"], uploads.weights.params["head.bias"])
+    plain = build_algorithm("update_noise", {"sigma": 0.5}).transmit(uploads, start, 1)
+    assert same_bits(head_of(sent.weights, head_names(model)), head_of(plain.weights, head_names(model)))
+
+
+def test_the_move_that_is_clipped_is_the_heads():
+    model = network()
+    models = clients_models(model, 2, only="head.")
+    start, uploads = models[0], server_round(models, model).uploads
+    sent = heads_only(build_algorithm("update_noise", {"sigma": 0.0, "clip": 0.1}), model).transmit(uploads, start, 1)
+    moved = torch.cat([(sent.weights.params[n][1] - start.params[n]).flatten() for n in model.head_names])
+    assert float(moved.norm()) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("broken", ["body.0.weight", "body.1.running_mean"])
+def test_what_a_client_says_about_the_extractor_does_not_count(broken):
+    """Whoever sends another extractor than it was sent changes nothing."""
+    model = network("norm")
+    models = clients_models(model, 3, only="head.")
+    this = server_round(models, model)
+    for tree in this.uploads.weights:
+        if broken in tree:
+            tree[broken] = tree[broken] + 100.0
+    made, _ = heads_only(fedavg(), model).server.apply(this.start, {}, this)
+    assert same_bits(extractor_of(made, "norm"), extractor_of(this.start, "norm"))
+    mean = torch.stack([one.params["head.bias"] for one in models]).mean(0)
+    torch.testing.assert_close(made.params["head.bias"], mean)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    method = build_algorithm("feddf", {**SHORT, "part": "head"})
+    how = {"net": "norm", "training": HEAD_ONLY, "checkpoint_every": 1}
+    whole = run(method, rounds=4, run_dir=tmp_path / "whole", **how)
+    run(method, rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(method, rounds=4, run_dir=tmp_path / "cut", resume=True, **how)
+    assert same_bits(resumed.weights, whole.weights)
+    with pytest.raises(FedstillError, match="cannot resume"):
+        run(method, rounds=5, run_dir=tmp_path / "cut", resume=True, net="norm", training=LOCAL)
+
+
+class Headless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "told"),
+    [
+        (
+            "fedavg",
+            HEAD_ONLY,
+            r"^fedavg with local\.part = 'head' needs a model whose last layer can be called alone \(",
+        ),
+        ("feddf", LOCAL, r"^feddf needs .*a model whose last layer can be called alone \(use a model whose last layer"),
+    ],
+)
+def test_a_model_without_a_head_is_told_before_the_first_round(name, training, told):
+    model = from_module(Headless, input_shape=(FEATURES,), classes=CLASSES)
+    with pytest.raises(FedstillError, match=told):
+        run(build_algorithm(name, options_of(name)), model=model, training=training, method=name)
+
+
+def test_the_student_declares_that_it_needs_a_head():
+    for name in STUDENTS:
+        assert Need.HEAD in needs_of(build_algorithm(name, {"part": "head"}))
+        assert Need.HEAD not in needs_of(build_algorithm(name))
+
+
+def test_the_head_is_trained_to_the_optimum_of_a_linear_model():
+    """One client with everything, full batches: the stationary point of logistic regression on fixed features."""
+    data = federation()
+    alone = dataclasses.replace(data, offsets=torch.tensor([0, len(data.train.y)]))
+    training = Training(steps=400, batch_size=len(data.train.y), lr=2.0, weight_decay=0.05, part="head")
+    how = {"federation": alone, "cohort": 1, "rounds": 1, "training": training}
+    found = run(fedavg(), engine_options={"precision": "float64"}, **how).weights
+    features = network().apply(in_float64(first_weights("mlp")), data.train.x.double())[0].features
+    head = {name: leaf.clone().requires_grad_() for name, leaf in found.params.items() if name.startswith("head.")}
+    logits = features @ head["head.weight"].T + head["head.bias"]
+    loss = nn.functional.cross_entropy(logits, data.train.y)
+    loss = loss + 0.025 * sum(leaf.square().sum() for leaf in head.values())
+    for gradient in torch.autograd.grad(loss, list(head.values())):
+        assert float(gradient.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["fedavg", "feddf"])
+def test_clients_with_different_architectures_keep_every_extractor(name):
+    """Five clients: a dense net and one with BatchNorm in turn; each head is trained, and only that."""
+    model = mixed_model({"mlp": network(), "norm": network("norm")}, 5)
+    training = dataclasses.replace(HEAD_ONLY, keep_optimizer=True)
+    found = run(build_algorithm(name, options_of(name)), model=model, cohort=5, training=training)
+    start = model.init(seed_for(3, "model"))
+    heads = set(head_names(model))
+    assert heads == {f"mlp/{name}" for name in network().head_names} | {"norm/head.weight", "norm/head.bias"}
+    for leaf, value in found.weights.params.items():
+        assert torch.equal(value, start.params[leaf]) == (leaf not in heads), leaf
+    assert same_bits(found.weights.buffers, start.buffers)
+    numbers = 21  # 6 x 3 + 3, of either head
+    assert found.history.rows[0]["bytes_up"] == 5 * (4 * numbers + 8 + 3 * 4)

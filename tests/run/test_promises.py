@@ -1,0 +1,281 @@
+"""Budgets, Poisson cohorts and label counts: what a run does before it starts, while it runs, and what it states."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedstill.algorithms import METHODS, dp_fedavg, fedavg, scaffold
+from fedstill.callbacks import Callback
+from fedstill.core.compose import chain
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Algorithm, Need, Phase, Release, ServerStep, Training
+from fedstill.local.terms import cross_entropy
+from fedstill.models import build_model
+from fedstill.play import draw_cohort
+from fedstill.privacy import Event, analytic_gaussian_multiplier, epsilon_after, epsilon_of
+from fedstill.privacy.budget import Privacy
+from fedstill.promises import extra_slots, noisy_label_counts
+from fedstill.rounds import federate
+from fedstill.server.average import average
+from fedstill.trial import trial_federation, trial_model
+
+DELTA = 1e-5
+QUIET = dp_fedavg(noise_multiplier=8.0, trust="nobody")  # a multiplier of 4 a round
+
+
+def run(algorithm, **how):
+    settings = {
+        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
+        "rounds": 6, "cohort": 4, "engine": "looped", "device": "cpu",
+    }  # fmt: skip
+    return federate(algorithm=algorithm, **{**settings, **how})
+
+
+def after(rounds: int, multiplier: float = 4.0) -> float:
+    """Gaussian rounds of everybody: one Gaussian of multiplier / sqrt(rounds)."""
+    return epsilon_of(DELTA, multiplier / math.sqrt(rounds))
+
+
+def test_the_last_round_that_the_budget_allows_is_the_end(caplog):
+    class Watch(Callback):
+        told = ()
+
+        def on_prepare(self, what, share):
+            self.told += (what,)
+
+    watch = Watch()
+    budget = 0.5 * (after(3) + after(4))
+    with caplog.at_level("INFO", logger="fedstill.run"):
+        result = run(QUIET, privacy=Privacy(epsilon=budget), callbacks=[watch])
+    assert len(result.history.rows) == 3
+    assert result.history.last["round"] == 3  # evaluated, as an end is
+    assert result.privacy.claim("client", "server").epsilon == pytest.approx(after(3))
+    (why,) = watch.told
+    assert why == f"the run ends after round 3 of 6: one more would exceed privacy.epsilon = {budget:g}"
+    assert why in caplog.text
+    assert result.privacy.stopped == why
+
+
+def test_a_budget_that_fits_to_the_last_digit_is_used_up_and_no_more():
+    assert len(run(QUIET, privacy=Privacy(epsilon=after(2) * (1 + 1e-9))).history.rows) == 2
+    assert len(run(QUIET, privacy=Privacy(epsilon=after(2) * (1 - 1e-9))).history.rows) == 1
+    whole = run(QUIET, privacy=Privacy(epsilon=after(6) * 1.001))
+    assert len(whole.history.rows) == 6
+    assert whole.privacy.stopped == ""
+
+
+def test_a_resumed_run_stops_where_an_uninterrupted_one_would(tmp_path):
+    how = {"privacy": Privacy(epsilon=0.5 * (after(4) + after(5))), "checkpoint_every": 1}
+    whole = run(QUIET, run_dir=tmp_path / "whole", **how)
+    run(QUIET, rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(QUIET, run_dir=tmp_path / "cut", resume=True, **how)
+    again = run(QUIET, run_dir=tmp_path / "cut", resume=True, **how)
+    assert [len(one.history.rows) for one in (whole, resumed, again)] == [4, 4, 4]
+    texts = [json.loads((tmp_path / name / "privacy.json").read_text()) for name in ("whole", "cut")]
+    assert texts[0] == texts[1]
+    assert texts[0]["rounds"] == 4
+
+
+SCORES = Release("scores", "sample", 2.0, when="once", against="server")
+
+
+def asks(*releases: Release) -> Algorithm:
+    def prepare(candidate, state, preparation):
+        answers = preparation.ask(lambda data: {"size": torch.tensor(float(len(data.x)))})
+        return candidate, {"sizes": answers.values["size"]}
+
+    step = ServerStep(init=lambda _: {"sizes": {}}, prepare=prepare)
+    base = dp_fedavg(noise_multiplier=8.0, trust="nobody")
+    return dataclasses.replace(base, server=chain(base.server, step), releases=(*base.releases, *releases))
+
+
+def test_what_is_sent_before_the_first_round_counts_too():
+    both = epsilon_of(DELTA, 1 / math.sqrt(1 / 4.0 + 2 / 16.0))
+    result = run(asks(SCORES), privacy=Privacy(epsilon=both * 1.0001, unit="sample"))
+    assert len(result.history.rows) == 2
+    assert result.privacy.claim("sample", "server").epsilon == pytest.approx(both)
+
+
+def test_if_that_alone_exceeds_the_budget_nothing_is_sent_at_all(tmp_path):
+    with pytest.raises(FedstillError, match="what is sent before the first round alone takes more"):
+        run(asks(SCORES), privacy=Privacy(epsilon=0.5, unit="sample"), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_question_without_noise_ends_a_run_with_a_budget_and_voids_the_claim_of_one_without():
+    with pytest.raises(FedstillError, match="asks clients something that has no noise"):
+        run(asks(), privacy=Privacy(epsilon=50.0))
+    made = run(asks(), rounds=2).privacy
+    assert made.claims == ()
+    assert "what clients answer before the first round" in made.text()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "privacy", "told"),
+    [
+        (fedavg(), {}, "this method makes no such claim"),
+        (QUIET, {"epsilon": 0.1}, "the first round alone takes more"),
+        (dp_fedavg(), {"against": "server"}, "it has one for unit = 'client', against = 'public'"),
+        ((Phase(QUIET, until=2), Phase(fedavg())), {"epsilon": 50.0}, "only model updates can be counted"),
+        (asks(SCORES), {"epsilon": 50.0}, "only model updates can be counted, unprotected are scores"),
+    ],
+)
+def test_a_budget_without_a_claim_teaches(algorithm, privacy, told):
+    with pytest.raises(FedstillError, match=told):
+        run(algorithm, privacy=Privacy(**{"epsilon": 1.0, **privacy}))
+
+
+def test_a_part_of_what_leaves_may_have_a_budget_if_that_is_said():
+    privacy = Privacy(epsilon=2.5, unit="sample", partial=True)
+    only_scores = dataclasses.replace(fedavg(), releases=(SCORES,))
+    result = run(only_scores, privacy=privacy)
+    assert len(result.history.rows) == 6
+    assert not result.privacy.claim("sample", "server").complete
+
+
+def test_a_run_that_says_nothing_about_privacy_has_no_statement(tmp_path):
+    assert run(fedavg(), rounds=1, run_dir=tmp_path / "run").privacy is None
+    assert not (tmp_path / "run" / "privacy.json").exists()
+
+
+def test_a_client_that_is_drawn_now_and_then_pays_for_those_rounds():
+    clients = np.arange(4)
+    drawn = np.bincount(np.concatenate([draw_cohort(clients, 1, seed=3, round=r) for r in range(1, 7)]), minlength=4)
+    assert drawn.max() < 6
+    result = run(QUIET, cohort=1, seed=3)
+    assert result.privacy.claim("client", "server").epsilon == pytest.approx(after(int(drawn.max())))
+
+
+def test_every_client_has_its_own_coin():
+    """200 rounds of 50 clients at 0.2: a client takes part in 40 +- 5.7, a cohort has 10 +- 2.8 members."""
+    clients = np.arange(50)
+    cohorts = [draw_cohort(clients, 10, seed=1, round=r, sampling="poisson") for r in range(1, 201)]
+    visits, sizes = np.bincount(np.concatenate(cohorts), minlength=50), np.array([len(one) for one in cohorts])
+    assert abs(visits.mean() - 40) < 2
+    assert visits.min() > 15
+    assert visits.max() < 65
+    assert 2.2 < sizes.std() < 3.5
+    some = draw_cohort(clients[10:], 8, seed=1, round=3, sampling="poisson")  # the same probability, fewer clients
+    assert some.tolist() == [one for one in cohorts[2].tolist() if one >= 10]
+
+
+def test_poisson_sampling_is_counted_for_a_trusted_server_only():
+    loud = dp_fedavg(noise_multiplier=4.0)
+    sampled = run(loud, cohort=1, sampling="poisson", rounds=3).privacy.claim("client", "public")
+    assert sampled.epsilon == pytest.approx(epsilon_after([Event(2.0, 3, 0.25)], DELTA))
+    local = run(QUIET, cohort=1, sampling="poisson", rounds=3, seed=1).privacy.claim("client", "public")
+    visits = np.bincount(
+        np.concatenate([draw_cohort(np.arange(4), 1, seed=1, round=r, sampling="poisson") for r in (1, 2, 3)])
+    ).max()
+    assert local.epsilon == pytest.approx(after(int(visits)))
+
+
+def empty_seed() -> int:
+    """A seed whose second Poisson cohort of one in four is empty."""
+    return next(s for s in range(100) if not len(draw_cohort(np.arange(4), 1, seed=s, round=2, sampling="poisson")))
+
+
+@pytest.mark.parametrize("engine", ["looped", "batched"])
+def test_a_round_that_nobody_was_drawn_for_keeps_the_model_and_says_so(engine):
+    seed, how = empty_seed(), {"cohort": 1, "sampling": "poisson", "engine": engine}
+    for algorithm in (fedavg(), scaffold()):
+        one, two = (run(algorithm, seed=seed, rounds=rounds, **how) for rounds in (1, 2))
+        assert all(torch.equal(leaf, one.weights.params[name]) for name, leaf in two.weights.params.items())
+        row = two.history.rows[1]
+        assert (row["cohort"], row["accepted"], row["train_loss"], row["bytes_up"]) == (0, 0, None, 0)
+        assert two.audit[-1]["reason"] == "nobody was drawn; the round keeps the old model"
+        assert run(algorithm, seed=seed, rounds=3, **how).history.last["round"] == 3
+
+
+def test_with_a_trusted_server_the_model_moves_by_noise_so_that_nobody_can_tell():
+    seed, how = empty_seed(), {"cohort": 1, "sampling": "poisson"}
+    one, two = (run(dp_fedavg(clip=0.1), seed=seed, rounds=rounds, **how).weights.params for rounds in (1, 2))
+    moves = torch.cat([(two[name] - one[name]).flatten() for name in one])
+    assert float(moves.std()) == pytest.approx(0.1, rel=0.1)  # about 1,000 parameters
+
+
+def test_a_poisson_run_resumes_as_such_and_as_nothing_else(tmp_path):
+    how = {"cohort": 2, "sampling": "poisson", "checkpoint_every": 1}
+    whole = run(fedavg(), run_dir=tmp_path / "whole", **how)
+    run(fedavg(), rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(fedavg(), run_dir=tmp_path / "cut", resume=True, **how)
+    assert all(torch.equal(leaf, whole.weights.params[name]) for name, leaf in resumed.weights.params.items())
+    with pytest.raises(FedstillError, match="sampling was poisson and is fixed now"):
+        run(fedavg(), run_dir=tmp_path / "cut", resume=True, **{**how, "sampling": "fixed"})
+
+
+def counting(seen: list) -> Algorithm:
+    def look(candidate, state, round):
+        seen.append(round.uploads.label_counts)
+        return candidate, state
+
+    step = ServerStep(look, needs=frozenset({Need.LABEL_COUNTS_UPLOADED}))
+    return Algorithm(cross_entropy(), chain(average(), step))
+
+
+def test_exact_label_counts_are_sent_as_they_are():
+    seen = []
+    run(counting(seen), rounds=1)
+    assert seen[0].sum(dim=1).tolist() == [24.0] * 4
+
+
+def test_noisy_label_counts_are_made_once_and_counted_once():
+    seen, privacy = [], Privacy(label_counts="dp", label_epsilon=2.0)
+    made = run(counting(seen), rounds=3, privacy=privacy).privacy
+    exact = []
+    run(counting(exact), rounds=1)
+    assert all(torch.equal(one, seen[0]) for one in seen)
+    assert bool((seen[0] >= 0).all())
+    assert not torch.equal(seen[0], exact[0])
+    claim = made.claim("sample", "server")
+    assert claim.covered == ("label counts",)
+    assert claim.epsilon == pytest.approx(2.0, rel=1e-6)
+    assert made.claim("client", "server") is None
+
+
+def test_the_noise_on_label_counts_is_that_of_a_moved_sample():
+    """epsilon 2 at 1e-5: multiplier m; one sample leaves a class and enters another, so sigma = sqrt(2) m."""
+    counts = torch.full((2000, 5), 1000.0, dtype=torch.float64)
+    noisy = noisy_label_counts(counts, Privacy(label_counts="dp", label_epsilon=2.0), seed=3)
+    wanted = math.sqrt(2.0) * analytic_gaussian_multiplier(2.0, DELTA)
+    assert float((noisy - counts).std()) == pytest.approx(wanted, rel=0.03)
+
+
+def test_a_method_that_needs_label_counts_is_refused_when_none_may_be_sent():
+    with pytest.raises(FedstillError, match="needs each client's label counts: set 'dp' or 'exact'"):
+        run(counting([]), privacy=Privacy(label_counts="none"))
+    assert run(fedavg(), rounds=1, privacy=Privacy(label_counts="none")).history.rows
+
+
+def test_what_a_client_sends_beside_its_model_is_found_without_running_it():
+    weights = trial_model().init(0)
+    found = {
+        name: extra_slots(METHODS[name](), weights) for name in ("fedavg", "moon", "feddyn", "scaffold", "fedcurv")
+    }
+    assert found == {
+        "fedavg": (),
+        "moon": (),
+        "feddyn": (),
+        "scaffold": ("control_delta",),
+        "fedcurv": ("fisher_delta", "fisher_weights_delta"),
+    }
+
+
+def test_a_term_that_cannot_be_tried_is_believed_to_send_something():
+    def finish(local, measured):
+        raise KeyError("data")
+
+    odd = dataclasses.replace(cross_entropy(), finish=finish)
+    assert extra_slots(Algorithm(odd, average()), trial_model().init(0)) == (
+        "what its local terms send beside the model",
+    )
+
+
+def test_batchnorm_under_noise_is_told_in_the_log(caplog):
+    model = build_model("resnet8", input_shape=(1, 8, 8), classes=3, norm="batch")
+    run(QUIET, model=model, rounds=1)
+    assert "BatchNorm" in caplog.text

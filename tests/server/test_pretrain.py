@@ -1,0 +1,273 @@
+"""Pre-training on the server: what changes, what is kept, what goes on where it stopped."""
+
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from pretraining_cases import BRIEF, UNLABELED, net, picture_federation, pretext, pretrained, run, sent_first
+
+from fedstill import kept_results
+from fedstill.callbacks import Callback
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import flatten
+from fedstill.core.types import Algorithm, Phase, Stage, Training
+from fedstill.engine import Engine
+from fedstill.kept_results import KeptResults
+from fedstill.local.terms import cross_entropy
+from fedstill.models import from_module
+from fedstill.server.average import average
+from fedstill.server.pretrain import Pretext, digest, pretrain
+
+HEAD = {"head.weight", "head.bias"}
+
+
+def same(found, wanted, names=None):
+    found, wanted = flatten(found), flatten(wanted)
+    return all(torch.equal(found[name], wanted[name]) for name in names or wanted)
+
+
+def body(weights):
+    """The extractor: all but the head; counters of batches too."""
+    return {name: leaf for name, leaf in flatten(weights).items() if "head." not in name}
+
+
+class Stops(Callback):
+    """Pulls the plug after so many epochs."""
+
+    def __init__(self, after):
+        self.after, self.lines = after, []
+
+    def on_prepare(self, what, share):
+        self.lines.append((what, share))
+        if len(self.lines) == self.after:
+            raise KeyboardInterrupt
+
+
+def test_the_first_cohort_gets_a_trained_extractor_and_the_runs_own_random_head():
+    """Local training at rate 0: what is sent in round 1 comes back, but for BatchNorm's statistics."""
+    fresh = net().init(seed_for(0, "model"))
+    weights, row = sent_first(pretrained())
+    changed = {name for name in fresh.params if not torch.equal(fresh.params[name], weights.params[name])}
+    assert changed == {"body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"}
+    assert row["prepare/pretrain_epochs"] == 3
+    assert row["prepare/pretrain_loss"] > 0
+    assert row["bytes_prepared"] == 0  # nobody was asked
+
+
+def test_statistics_of_batchnorm_come_with_the_extractor():
+    seen = {}
+
+    def apply(candidate, state, round):
+        seen.update(round.start.buffers)
+        return candidate, state
+
+    algorithm = pretrained()
+    server = replace(algorithm.server, apply=apply)
+    run(replace(algorithm, server=server))
+    # 3 epochs of 2 batches (the third, of 5 rows, is left out), two views each
+    assert int(seen["body.1.num_batches_tracked"]) == 3 * (UNLABELED // 8) * 2
+    assert bool((seen["body.1.running_mean"] != 0).all())
+
+
+def test_zero_epochs_change_no_bit():
+    plain = Algorithm(cross_entropy(), average())
+    assert same(run(pretrained(task=pretext(replace(BRIEF, epochs=0)))).weights, run(plain).weights)
+
+
+def test_another_run_and_another_method_take_the_same_bits_from_the_keeper(tmp_path):
+    keeper = KeptResults(tmp_path)
+    first, row = sent_first(pretrained(), keeper=keeper)
+    assert row["prepare/pretrain_epochs"] == 3
+    again, later = sent_first(pretrained(), keeper=keeper)
+    assert later["prepare/pretrain_epochs"] == 0
+    assert later["prepare/pretrain_loss"] == row["prepare/pretrain_loss"]
+    assert same(again, first)
+    # another method and another engine, with the same extractor
+    other = replace(pretrained(), objective=replace(cross_entropy(), risk="other"))
+    found, third = sent_first(other, keeper=keeper, engine="batched")
+    assert third["prepare/pretrain_epochs"] == 0
+    names = [name for name in body(first) if "running" not in name]  # local training moves the statistics
+    assert same(found, first, names)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"federation": picture_federation(seed=1)},
+        {"federation": picture_federation(mean=(0.4, 0.5, 0.5))},
+        {"algorithm": pretrained(task=pretext(replace(BRIEF, lr=2e-2)))},
+        {"algorithm": pretrained(task=pretext(temperature=0.1))},
+        {"algorithm": pretrained(seed=4)},
+    ],
+    ids=["seed", "images", "normalisation", "rate", "temperature", "pretrain_seed"],
+)
+def test_whatever_the_result_follows_from_makes_it_another_result(tmp_path, changes):
+    keeper = KeptResults(tmp_path)
+    sent_first(pretrained(), keeper=keeper)
+    changes = dict(changes)
+    _, row = sent_first(changes.pop("algorithm", pretrained()), keeper=keeper, **changes)
+    assert row["prepare/pretrain_epochs"] == 3
+
+
+def test_a_seed_of_its_own_lets_runs_of_several_seeds_share_one_extractor(tmp_path):
+    keeper = KeptResults(tmp_path)
+    first, _ = sent_first(pretrained(seed=4), keeper=keeper, seed=0)
+    second, row = sent_first(pretrained(seed=4), keeper=keeper, seed=1)
+    assert row["prepare/pretrain_epochs"] == 0
+    assert torch.equal(first.params["body.0.weight"], second.params["body.0.weight"])
+    assert not torch.equal(first.params["head.weight"], second.params["head.weight"])
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_interrupted_training_goes_on_and_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, after):
+    whole, row = sent_first(pretrained())
+    keeper = KeptResults(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        # the plug is pulled when epoch `after` + 1 has been told, and before it is kept
+        run(pretrained(save_seconds=0.0), keeper=keeper, callbacks=[Stops(after + 1)])
+    listener = Stops(0)
+    resumed, again = sent_first(pretrained(save_seconds=0.0), keeper=keeper, callbacks=[listener])
+    assert again["prepare/pretrain_epochs"] == 3 - after
+    assert f"goes on after epoch {after}" in listener.lines[0][0]
+    assert again["prepare/pretrain_loss"] == row["prepare/pretrain_loss"]
+    assert same(resumed, whole)
+    assert len(list(tmp_path.iterdir())) == 1  # what was unfinished is gone
+
+
+def test_nothing_is_saved_on_the_way_before_its_time(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(pretrained(), keeper=KeptResults(tmp_path), callbacks=[Stops(2)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_waits_for_the_extractor_that_another_one_trains_and_takes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_results, "PATIENCE", 0.001)
+    asked = []
+    monkeypatch.setattr(KeptResults, "load", lambda self, identity: asked.append(identity))
+    first, _ = sent_first(pretrained(), keeper=KeptResults(tmp_path / "first"))
+    monkeypatch.undo()
+    monkeypatch.setattr(kept_results, "PATIENCE", 0.001)
+    trained, keeper, other = KeptResults(tmp_path / "first").load(asked[0]), KeptResults(tmp_path), ExitStack()
+    other.enter_context(keeper.alone(asked[0], pytest.fail))
+
+    class Done(Callback):
+        def on_prepare(self, what, share):
+            heard.append(what)
+            if "waits" in what:
+                keeper.save(asked[0], trained)
+                other.close()
+
+    heard = []
+    taken, row = sent_first(pretrained(), keeper=keeper, callbacks=[Done()])
+    assert heard[0] == f"simclr: waits for the extractor that another run trains, pid {os.getpid()}"
+    assert "was found" in heard[1]
+    assert row["prepare/pretrain_epochs"] == 0
+    assert same(taken, first)
+
+
+def test_the_rate_falls_by_epoch():
+    flat, _ = sent_first(pretrained(task=pretext(replace(BRIEF, epochs=2))))
+    falling, _ = sent_first(pretrained(task=pretext(replace(BRIEF, epochs=2, lr_epoch_decay=1e-6))))
+    once, _ = sent_first(pretrained(task=pretext(replace(BRIEF, epochs=1))))
+    weight = "body.0.weight"
+    assert float((falling.params[weight] - once.params[weight]).abs().max()) < 1e-6
+    assert float((flat.params[weight] - once.params[weight]).abs().max()) > 1e-3
+
+
+def test_progress_is_told_epoch_by_epoch():
+    listener = Stops(0)
+    run(pretrained(), callbacks=[listener])
+    assert [share for _, share in listener.lines] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert listener.lines[1][0].startswith("simclr: epoch 2/3, loss ")
+
+
+def test_a_later_phase_is_refused_in_words():
+    plain = Algorithm(cross_entropy(), average())
+    with pytest.raises(FedstillError, match=r"2 rounds have trained.*first phase"):
+        run((Phase(plain, until=2), Phase(pretrained())), rounds=3)
+
+
+def test_a_loss_that_is_nan_is_refused_in_words():
+    with pytest.raises(FedstillError, match="lower pretrain_lr"):
+        run(pretrained(task=pretext(replace(BRIEF, lr=1e38))))
+
+
+@pytest.mark.parametrize("training", [Training(steps=4), Training(lr_schedule="cosine"), Training(lr_decay=0.5)])
+def test_a_plan_that_cannot_be_cut_into_epochs_is_refused(training):
+    with pytest.raises(FedstillError, match="epoch by epoch"):
+        Pretext("task", lambda model: model, cross_entropy(), training, lambda x: x)
+
+
+def test_a_probe_looks_before_and_after_and_changes_nothing():
+    seen = []
+
+    def probe(weights, preparation):
+        seen.append(weights)
+        return {"size": float(len(seen))}
+
+    weights, row = sent_first(pretrained(probe=probe))
+    assert (row["prepare/size_before"], row["prepare/size"]) == (1.0, 2.0)
+    assert same(seen[0], net().init(seed_for(0, "model")))
+    assert torch.equal(seen[1].params["body.0.weight"], weights.params["body.0.weight"])
+    assert same(weights, sent_first(pretrained())[0])
+
+
+def test_fewer_images_than_a_batch_are_one_batch_and_one_image_is_enough_to_run():
+    for count in (1, 5):
+        weights, row = sent_first(pretrained(), federation=picture_federation(unlabeled=count))
+        assert row["prepare/pretrain_epochs"] == 3
+        assert all(bool(leaf.isfinite().all()) for leaf in weights.params.values())
+
+
+def test_labels_that_a_simulation_knows_never_reach_the_training():
+    known, unknown = (
+        sent_first(pretrained(), federation=picture_federation(truth=truth))[0] for truth in (True, False)
+    )
+    assert same(known, unknown)
+
+
+def test_it_stands_before_what_refines_and_needs_unlabeled_data():
+    step = pretrain(pretext())
+    assert step.stage is Stage.KEEP
+    with pytest.raises(FedstillError, match=r"unlabeled data on the server \(set data.unlabeled"):
+        run(pretrained(), federation=replace(picture_federation(), unlabeled=None))
+
+
+def test_a_users_own_weights_are_where_it_starts():
+    """from_module of a module, not of a factory: its values are the first ones, whatever the seed."""
+    from pretraining_cases import Net
+
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        module = Net()
+    own = from_module(module, input_shape=(3, 6, 6), classes=3, check=False)
+    weights, _ = sent_first(pretrained(task=pretext(replace(BRIEF, lr=1e-12, weight_decay=0.0))), model=own)
+    assert torch.allclose(weights.params["body.0.weight"], module.body[0].weight.detach(), atol=1e-6)
+
+
+def test_a_digest_tells_names_forms_and_values_apart():
+    x = torch.arange(6.0)
+    told = {
+        digest({"a": x}), digest({"b": x}), digest({"a": x.reshape(2, 3)}), digest({"a": x.double()}),
+        digest({"a": x + 1.0}), digest({"a": x, "b": x}),
+    }  # fmt: skip
+    assert len(told) == 6
+    assert digest({"a": x.reshape(2, 3).T.contiguous().T}) == digest({"a": x.reshape(2, 3)})
+
+
+def test_all_epochs_share_one_optimiser_and_each_has_batches_of_its_own(monkeypatch):
+    calls, proceed = [], Engine.proceed
+
+    def listening(self, *args, optimizer, **how):
+        calls.append((int(optimizer["count"]) if optimizer else 0, args[-1]))
+        return proceed(self, *args, optimizer=optimizer, **how)
+
+    monkeypatch.setattr(Engine, "proceed", listening)
+    run(pretrained())
+    steps, seeds = zip(*calls, strict=True)
+    assert steps == (0, 2, 4)  # Adam's count before each epoch of two steps
+    assert len(set(seeds)) == 3
