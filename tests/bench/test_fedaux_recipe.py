@@ -150,15 +150,18 @@ def test_the_released_code_keeps_adam_and_evaluates_by_the_batch():
     assert FEDAUX.method("1", "fedavg", column, "released") == {"name": "fedavg", **evenly}
 
 
-def test_one_pre_training_is_asked_for_everywhere():
-    """Other words would be another extractor."""
-    asked = set()
+def test_one_pre_training_is_asked_for_by_all_that_could_share_it():
+    """Other words would be another extractor: one for pictures, one for each set of texts."""
+    asked = {}
     for cell in FEDAUX.all_cells():
         parts = parts_of(method_text(cell.experiment))
-        asked |= {(name, json.dumps(parts[name])) for name in ("simclr", "next_token") if name in parts}
-    assert {name for name, _ in asked} == {"simclr", "next_token"}
-    assert len(asked) == 2
-    assert all('"pretrain_seed": 0' in words for _, words in asked)
+        for name in {"simclr", "next_token"} & set(parts):
+            texts = cell.experiment.data.unlabeled if name == "next_token" else "any"
+            asked.setdefault((name, texts), set()).add(json.dumps(parts[name]))
+    assert {len(words) for words in asked.values()} == {1}
+    assert asked["simclr", "any"] == {'{"epochs": 100, "pretrain_seed": 0}'}
+    assert asked["next_token", 3000] == {'{"epochs": 30, "pretrain_seed": 0}'}
+    assert len(asked) == 4
 
 
 def test_figure_4_compares_the_scorers_of_the_paper_without_noise():
@@ -191,7 +194,9 @@ def test_figure_7_looks_after_the_first_round_and_after_the_last():
     first, last = (FEDAUX.experiment("figure-7", "fedaux", f"held-out-alpha-0.01-t{rounds}") for rounds in (1, 20))
     assert (first.rounds, last.rounds) == (1, 20)
     assert first.replace(rounds=20) == last
-    assert (last.partition.clients, last.cohort, last.model.name) == (10, 10, "bert")
+    assert (last.partition.clients, last.cohort) == (10, 10)
+    assert (last.model.name, last.model.options) == ("bert", {"pool": "mean"})
+    assert FEDAUX.experiment("figure-7", "fedaux", "held-out-alpha-0.01-t20", "paper").model.options == {}
     assert (last.data.source, last.data.unlabeled, last.data.tokens) == ("fancyzhx/ag_news", 3000, 64)
 
 

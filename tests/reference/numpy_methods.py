@@ -200,3 +200,25 @@ def feddyn(W, clients, cohorts, *, lr, momentum, alpha, weighting="uniform"):
         h = h - alpha * len(cohort) / len(clients) * mean(p, [model - W for model in models])
         W = mean(p, models) - h / alpha
     return W
+
+
+def dp_fedavg(W, clients, cohorts, *, lr, momentum, clip, noise_multiplier, noise, expected=None):
+    """McMahan et al. 2018, Algorithm 1 with FlatClip and clients that count alike. -> (W, lengths of the moves).
+
+    noise[t]: standard normal matrices of round t. A trusted server adds the first of them to the sum, which it divides
+    by the `expected` size of a cohort; without one each client adds its own, and those who came are averaged.
+    """
+    lengths = []
+    for cohort, drawn in zip(cohorts, noise, strict=False):
+        bounded = []
+        for k in cohort:
+            x, y, steps = clients[k]
+            move = local_sgd(W, lambda V, x=x, y=y: ce_gradient(V, x, y), steps, lr, momentum)[0] - W
+            lengths.append(np.sqrt((move**2).sum()))
+            bounded.append(move * min(1.0, clip / lengths[-1]))
+        if expected is not None:
+            W = W + (sum(bounded) + noise_multiplier * clip * drawn[0]) / expected
+        else:
+            noisy = [move + noise_multiplier * clip * own for move, own in zip(bounded, drawn, strict=False)]
+            W = W + sum(noisy) / len(noisy)
+    return W, lengths

@@ -11,7 +11,19 @@ import torch
 
 from fedstill.core.compose import combine
 from fedstill.core.tree import rows, stack
-from fedstill.core.types import Algorithm, Batch, Local, Model, Objective, Output, Round, Uploads, Weights
+from fedstill.core.types import (
+    Algorithm,
+    Batch,
+    Dataset,
+    Federation,
+    Local,
+    Model,
+    Objective,
+    Output,
+    Round,
+    Uploads,
+    Weights,
+)
 
 F64 = torch.float64
 
@@ -71,6 +83,13 @@ def blobs(client: int, samples: int, classes: int = 3, features: int = 4) -> Bat
     centres = torch.randn(classes, features, generator=generator, dtype=F64)
     x = centres[labels] + torch.randn(samples, features, generator=generator, dtype=F64)
     return Batch(x, labels, torch.ones(samples, dtype=F64))
+
+
+def federation_of(clients: list[Batch], unlabeled: torch.Tensor | None = None, classes: str = "abc") -> Federation:
+    """What these clients hold, for a run of the library; it is examined on the same samples."""
+    x, y = (torch.cat([getattr(batch, part) for batch in clients]) for part in ("x", "y"))
+    train, sizes = Dataset("by hand", x, y, tuple(classes)), torch.tensor([0, *(len(batch.y) for batch in clients)])
+    return Federation(train, train, torch.arange(len(y)), sizes.cumsum(0), unlabeled)
 
 
 def local_view(start: Weights, **changes) -> Local:

@@ -95,6 +95,8 @@ def _dress(axes: Axes, places: Mapping[float, int], title: str, *, most: int) ->
     axes.set_xlabel("epsilon of the certainty scores (stronger promise to the left)")
     axes.set_ylabel("test accuracy (%)")
     axes.set_xlim(-0.2, max(len(places) - 1, 0.2))
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])  # none waits beyond the edge
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
