@@ -56,13 +56,18 @@ def method(row: str, lam: float, score: str) -> str:
     return write("fedaux", {**STUDENT, "score": score, "lam": lam, "form": form, **claim})
 
 
+def baseline() -> str:
+    """FedDF that differs from FedAUX in the scores alone: its own average would be even."""
+    return write("feddf", {**STUDENT, "distill_share": 0.8, "weighting": "size"})
+
+
 def study(options: argparse.Namespace) -> Runs:
     found: Runs = {}
     for seed in range(options.seeds):
         setting = SETTING.replace(seed=seed, rounds=options.rounds)
         federation = build_federation(setting)
         cells = {(row, lam): method(row, lam, options.score) for row in ROWS for lam in LAMBDAS}
-        for cell, text in {BASELINE: write("feddf", {**STUDENT, "distill_share": 0.8}), **cells}.items():
+        for cell, text in {BASELINE: baseline(), **cells}.items():
             history = run(setting.replace(algorithm=text), federation=federation).history
             accuracy = [row["accuracy"] for row in history.rows]
             found.setdefault(cell, []).append(accuracy[-1] if options.measure == "last" else max(accuracy))

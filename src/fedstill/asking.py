@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,21 +15,46 @@ from fedstill.guard import AuditRecord, is_finite
 
 
 class Asked:
-    """Asks the clients that hold data, and counts what leaves them.
+    """Asks the clients that hold data, and counts what leaves them and what they are sent for it.
 
     A client that fails, or whose answer has another form than the first good one or holds NaN or Inf, is left out and
     recorded; nothing that one client does ends the run.
+
+    releases: what the method tells the privacy accountant that clients answer, each client once.
+    strict: a question that belongs to none of them is refused before anybody is asked.
     """
 
-    def __init__(self, federation: Federation, clients: np.ndarray, device: torch.device, round: int) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        clients: np.ndarray,
+        device: torch.device,
+        round: int,
+        *,
+        releases: Collection[str] = (),
+        strict: bool = False,
+    ) -> None:
         self.federation, self.clients, self.device, self.round = federation, clients, device, round
+        self.strict, self.open = strict, {name: set(clients.tolist()) for name in releases}
         self.records: list[AuditRecord] = []
-        self.bytes_up = 0
+        self.bytes_up = self.bytes_down = 0
+        self.questions_open = 0  # that no release speaks of
 
-    def ask(self, question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None) -> Answers:
+    def ask(
+        self,
+        question: Callable[[ClientData], Tree],
+        /,
+        among: Collection[int] | None = None,
+        *,
+        sent: Any = None,
+        release: str = "",
+    ) -> Answers:
         """The answers of all clients (`among` some ids), stacked in the order of their ids."""
         good: dict[int, Tree] = {}
-        for client in (one for one in self.clients.tolist() if among is None or one in among):
+        asked = [one for one in self.clients.tolist() if among is None or one in among]
+        self._account(release, set(asked))
+        self.bytes_down += len(asked) * (0 if sent is None else byte_size(sent))
+        for client in asked:
             answer = self._answer(question, client, next(iter(good.values()), None))
             if isinstance(answer, str):
                 self.records.append({"round": self.round, "client": client, "reason": f"preparation: {answer}"})
@@ -39,6 +65,17 @@ class Asked:
         values = to_device(stack(list(good.values())), self.device)
         self.bytes_up += byte_size(values)
         return Answers(torch.tensor(list(good), dtype=torch.int64), values)
+
+    def _account(self, release: str, asked: set[int]) -> None:
+        """A release covers one answer of each client: another one, or one without a release, has no noise."""
+        left = self.open.get(release, set())
+        if asked <= left:
+            left -= asked
+            return
+        self.questions_open += 1
+        if self.strict:
+            what = f"a second answer of '{release}'" if release in self.open else "an answer that no release speaks of"
+            raise FedstillError(f"privacy.epsilon cannot be kept: the method wants {what}: take privacy.epsilon away")
 
     def _answer(self, question: Callable[[ClientData], Tree], client: int, like: Tree | None) -> Tree | str:
         """A client's answer, or what is wrong with it."""

@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from fedstill.experiment import (
 from fedstill.expression import label
 from fedstill.history import Result
 from fedstill.methods import build_method
-from fedstill.report.table import MethodSummary, best_first
+from fedstill.privacy.statement import Claim
+from fedstill.report.table import MethodSummary, best_first, counted
 from fedstill.settings import parse_method
 
 RESULTS_FILE = "results.json"
@@ -58,7 +60,28 @@ def summarize(method: str, results: Sequence[Result]) -> MethodSummary:
         seconds=statistics.fmean(row["seconds"] for row in summaries),
         bytes_up=round(statistics.fmean(row["bytes_up"] for row in summaries)),
         bytes_down=round(statistics.fmean(row["bytes_down"] for row in summaries)),
+        epsilon=max((claim.epsilon for claim in map(_main_claim, results) if claim), default=None),
     )
+
+
+def _main_claim(result: Result) -> Claim | None:
+    """The first of the claims from which a run's others follow."""
+    return next(iter(result.privacy.strongest()), None) if result.privacy else None
+
+
+def privacy_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
+    """What an epsilon in the table is about, and which runs a budget has ended."""
+    about: dict[str, list[str]] = {}
+    for method, runs in results.items():
+        for told in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
+            about.setdefault(told, []).append(method)
+    notes = [f"epsilon of {', '.join(methods)}: {told}" for told, methods in about.items()]
+    if about:
+        notes.append("An epsilon is that of one run (the largest over seeds): runs on the same data add up.")
+    for method, runs in results.items():
+        ended = Counter(one.privacy.stopped for one in runs if one.privacy and one.privacy.stopped)
+        notes += [f"{method}, {count} of {counted(len(runs), 'run')}: {told}" for told, count in ended.items()]
+    return notes
 
 
 def no_callbacks(method: str, seed: int) -> Sequence[Callback]:
@@ -90,7 +113,10 @@ def compare(
     shifted = [experiment.replace(seed=experiment.seed + shift) for shift in range(count)]
     federations = [build_federation(one, source) for one in shifted]
     for variant in variants.values():
-        check_ready(variant, federations[0])
+        for one, federation in zip(shifted, federations, strict=True):  # a budget's first round depends on the split
+            check_ready(variant.replace(seed=one.seed), federation)
+            if experiment.privacy.epsilon is None:
+                break
     if folder is not None:
         write_description(experiment, folder)
     results: dict[str, list[Result]] = {}

@@ -16,8 +16,9 @@ import torch
 from fedstill import toml_io
 from fedstill.callbacks import Callback
 from fedstill.config import Experiment
+from fedstill.core.ensemble import ENSEMBLE
 from fedstill.core.errors import FedstillError
-from fedstill.core.needs import check_needs
+from fedstill.core.needs import check_phases
 from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation, Model
@@ -39,7 +40,7 @@ from fedstill.data.kept_parts import kept_parts
 from fedstill.engine import choose_device
 from fedstill.environment import environment
 from fedstill.evaluate import label_counts
-from fedstill.expression import anchored, label
+from fedstill.expression import anchored, label, write
 from fedstill.guard import Guard
 from fedstill.history import Result
 from fedstill.kept_results import KeptResults
@@ -48,10 +49,10 @@ from fedstill.models import READS_TEXT, build_model, mixed_model, model_options
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
 from fedstill.privacy.budget import Privacy
-from fedstill.prototypes import ENSEMBLE, MIXED, prototypes_of
+from fedstill.prototypes import MIXED, describe_model, prototypes_of
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
-from fedstill.rounds import federate
+from fedstill.rounds import check_promise, federate
 from fedstill.trackers import build_trackers
 
 CONFIG_FILE = "config.toml"
@@ -165,12 +166,17 @@ def _check_reads(name: str, federation: Federation) -> None:
 
 
 def check_ready(experiment: Experiment, federation: Federation) -> None:
-    """Every mistake that can be found before the first round: device, model, method and what it needs."""
+    """Every mistake that can be found before the first round: device, model, method, what it needs and promises."""
     choose_device(experiment.engine.device)
     parts = arguments(experiment, federation)
-    wanted = {key: parts[key] for key in ("model", "federation", "training")}
-    for phase in phases_of(parts["algorithm"]):
-        check_needs(phase.algorithm, **wanted, method=f"algorithm.name = '{experiment.algorithm.name}'")
+    named, wanted = f"algorithm.name = '{experiment.algorithm.name}'", ("model", "federation", "training")
+    check_phases(phases_of(parts["algorithm"]), **{key: parts[key] for key in wanted}, method=named)
+    spoken = ("algorithm", *wanted, "rounds", "cohort", "seed", "guard", "sampling", "privacy")
+    try:
+        check_promise(**{key: parts[key] for key in spoken})
+    except FedstillError as error:
+        method = write(experiment.algorithm.name, experiment.algorithm.options)
+        raise FedstillError(f"{method}: {error}") from None
 
 
 def run(
@@ -347,8 +353,9 @@ def draw_pictures(
         title = f"{federation.train.name}: {federation.partition}"
         counts = label_counts(federation).numpy()
         partition_picture(counts, folder / "partition.png", title=title, classes=federation.train.classes)
-        curves = {method: [_curve(one) for one in runs] for method, runs in results.items()}
-        learning_curves(curves, folder / "curves.png", title=title, target=experiment.target)
+        curves, network = _curves(results), describe_model(experiment.model.name, experiment.model.options)
+        trained = f"{title}; {network}" if experiment.model.name == MIXED else title
+        learning_curves(curves, folder / "curves.png", title=trained, target=experiment.target)
         rows = {method: [one.history.rows for one in runs] for method, runs in results.items()}
         if any(has_pseudo_labels(one) for runs in rows.values() for one in runs):
             drawn.append(folder / "pseudo_labels.png")
@@ -359,9 +366,19 @@ def draw_pictures(
     return drawn
 
 
-def _curve(result: Result) -> Curve:
+def _curves(results: dict[str, list[Result]]) -> dict[str, list[Curve]]:
+    """A line a method; a single run of several architectures shows each of them, too."""
+    curves = {method: [_curve(one) for one in runs] for method, runs in results.items()}
+    runs = [one for same in results.values() for one in same]
+    if len(runs) == 1:
+        others = (name for name in runs[0].prototypes if name != runs[0].reported)
+        curves |= {f"{runs[0].method}: {name}": [_curve(runs[0], f"accuracy_{name}")] for name in others}
+    return curves
+
+
+def _curve(result: Result, metric: str = "accuracy") -> Curve:
     rows = result.history.evaluated
-    return [row["round"] for row in rows], [row["accuracy"] for row in rows]
+    return [row["round"] for row in rows], [row[metric] for row in rows]
 
 
 def describe_partition(experiment: Experiment) -> str:

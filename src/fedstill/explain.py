@@ -7,8 +7,9 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fedstill.core.needs import needs_of
@@ -17,6 +18,7 @@ from fedstill.core.types import (
     Algorithm,
     Answers,
     ClientData,
+    Model,
     Need,
     Phase,
     Preparation,
@@ -33,7 +35,7 @@ from fedstill.methods import build_method, find_method
 from fedstill.privacy.budget import Privacy
 from fedstill.privacy.statement import statement
 from fedstill.promises import stretches_of
-from fedstill.trial import trial_model, trial_run
+from fedstill.trial import CLASSES, SHAPE, UNLABELED, trial_model, trial_run
 
 _SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "fedstill.core.compose": "server",
 }
 _GLUE = {"combine", "chain"}
+_NUMBERS = "its number of samples and of steps, and its mean training loss"
 Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
 
 
@@ -145,7 +148,9 @@ def _options(factory: Callable[..., Any], text: str, preset: str | None = None) 
 
 
 def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
-    """What leaves a client, what stays on it and what the server sends beside the model: seen in one tiny round."""
+    """What leaves a client each round and once before the first one, what stays on it, and what the server sends beside
+    the model: seen in one tiny round.
+    """
     seen: list[Uploads] = []
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
@@ -156,26 +161,44 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
     trial_run(
         dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply, prepare=prepare))
     )
-    weights = trial_model(text=Need.TOKENS in needs_of(algorithm)).init(0)
-    model = byte_size(weights)
-    uploads, cohort = seen[0], len(seen[0].ids)
-    leaves = ["the trained model", "its number of samples and of steps, and its mean training loss"]
+    tried = _tried(trial_model(text=Need.TOKENS in needs_of(algorithm)))
+    uploads, weights = seen[0], tried.weights
+    leaves = ["the trained model"]
+    stays = ["its data", *_slots(algorithm.objective.init(weights), tried, 1)]
+    hidden = {
+        part for one in algorithm.releases if one.when == "round" and one.against == "server" for part in one.covers
+    }
+    (stays if "numbers" in hidden else leaves).append(_NUMBERS)
     if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
         leaves.append("how many samples of each class it holds")
-    leaves += _slots(uploads.extra, model, cohort)
-    for answers in told:
-        slots = _slots(answers.values, model, len(answers.ids))
-        leaves += [f"once, before the first round, {slot}" for slot in slots]
+    leaves += _slots(uploads.extra, tried, len(uploads.ids))
     if algorithm.transmit is not unchanged:
         leaves.append(f"(changed on the way: {first_line(algorithm.transmit) or 'see the method'})")
+    if algorithm.seal is not None:
+        leaves.append(f"(changed before the server's steps see it: {first_line(algorithm.seal) or 'see the method'})")
     return {
         "leaves_a_client": leaves,
-        "stays_on_a_client": ["its data", *_slots(algorithm.objective.init(weights), model, 1)],
+        "leaves_a_client_once": [slot for one in told for slot in _slots(one.values, tried, len(one.ids))],
+        "stays_on_a_client": stays,
         "sent_to_a_client": [
             "the global model",
-            *_slots(algorithm.server.broadcast(algorithm.server.init(weights)), model, 1),
+            *_slots(algorithm.server.broadcast(algorithm.server.init(weights)), tried, 1),
         ],
     }
+
+
+class _Tried(NamedTuple):
+    """What a method was tried on: a size in numbers says something only beside these."""
+
+    weights: Weights
+    model: int  # bytes
+    features: int
+
+
+def _tried(model: Model) -> _Tried:
+    weights, x = model.init(0), torch.zeros(1, *SHAPE)
+    output, _ = model.apply(weights, x[:, 0, 0].long() if model.tokens else x)
+    return _Tried(weights, byte_size(weights), output.features.shape[1])
 
 
 def _overhearing(server: ServerStep) -> tuple[list[Answers], Prepare]:
@@ -185,8 +208,8 @@ def _overhearing(server: ServerStep) -> tuple[list[Answers], Prepare]:
         return told, no_preparation
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        def ask(question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None) -> Answers:
-            told.append(preparation.ask(question, among=among))
+        def ask(question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None, **how: Any) -> Answers:
+            told.append(preparation.ask(question, among=among, **how))
             return told[-1]
 
         return server.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
@@ -204,16 +227,21 @@ def privacy_of(phases: Sequence[Phase]) -> list[str]:
     return [after, *statement(stretches, Privacy().delta).text().split("\n")]
 
 
-def _slots(tree: Tree, model: int, copies: int) -> list[str]:
-    return [f"{slot}: {_size(byte_size(value) // copies, model, value)}" for slot, value in tree.items()]
+def _slots(tree: Tree, tried: _Tried, copies: int) -> list[str]:
+    return [f"{slot}: {_size(value, tried, copies)}" for slot, value in tree.items()]
 
 
-def _size(count: int, model: int, value: Any) -> str:
-    share = count / model
+def _size(value: Any, tried: _Tried, copies: int) -> str:
+    """What a client's share of it grows with, as far as its size in the trial tells."""
+    leaves = flatten(value) if not isinstance(value, Tensor) else {"": value}
+    numbers, share = sum(leaf.numel() for leaf in leaves.values()) // copies, byte_size(value) // copies / tried.model
+    each = {1: "one number", CLASSES: "one number for each class", tried.features: "one number for each feature"}
+    each[UNLABELED] = "one number for each unlabeled row"
+    if numbers in each:
+        return each[numbers]
     if 0.95 < share < 1.05:
         return "as large as the model"
     if share >= 0.05:
         return f"{share:.2g} times the size of the model"
-    leaves = flatten(value) if not isinstance(value, Tensor) else {"": value}
-    numbers = sum(leaf.numel() for leaf in leaves.values())
-    return "one number" if numbers == 1 else "a few numbers, less than a twentieth of the model"
+    sizes = f"{tried.features} features, {UNLABELED} unlabeled rows, {CLASSES} classes"
+    return f"{numbers} numbers in a trial with {sizes}"

@@ -53,6 +53,16 @@ class History:
     def total(self, metric: str) -> float:
         return sum(row.get(metric) or 0 for row in self.rows)
 
+    @property
+    def bytes_up(self) -> int:
+        """All that clients sent, in the rounds and before the first one."""
+        return int(self.total("bytes_up") + self.total("bytes_prepared"))
+
+    @property
+    def bytes_down(self) -> int:
+        """All that they were sent."""
+        return int(self.total("bytes_down") + self.total("bytes_prepared_down"))
+
 
 @dataclass(frozen=True)
 class Result:
@@ -67,6 +77,7 @@ class Result:
     target: float | None = None
     targets: Targets | None = None  # what the server believes about its unlabeled data, if the method forms a belief
     reported: str = ""  # of several architectures: which model the accuracy is of, and which one predicts
+    prototypes: tuple[str, ...] = ()  # their names; a row has the accuracy of each as accuracy_<name>
     privacy: PrivacyStatement | None = None  # where a part of the run speaks of it
 
     @property
@@ -83,7 +94,9 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         last, best = self.history.last, self.history.best
-        reported = {"reported": self.reported} if self.reported else {}
+        reported: dict[str, Any] = {"reported": self.reported} if self.reported else {}
+        if self.prototypes and last:
+            reported["prototypes"] = {name: last[f"accuracy_{name}"] for name in self.prototypes}
         private = {} if self.privacy is None else {"privacy": self.privacy.text()}
         return {
             "method": self.method,
@@ -93,8 +106,8 @@ class Result:
             "accuracy_last": last["accuracy"] if last else None,
             "accuracy_best": best["accuracy"] if best else None,
             "seconds": round(self.seconds, 3),
-            "bytes_up": int(self.history.total("bytes_up")),
-            "bytes_down": int(self.history.total("bytes_down")),
+            "bytes_up": self.history.bytes_up,
+            "bytes_down": self.history.bytes_down,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
         }
 

@@ -40,6 +40,7 @@ from fedstill.core.types import (
     Uploads,
     Weights,
     no_preparation,
+    unchanged,
 )
 from fedstill.engine.store import ClientStore
 from fedstill.evaluate import Exam, Forgetting, accuracy, evaluate
@@ -48,6 +49,7 @@ from fedstill.history import History, Row, plain
 from fedstill.privacy.budget import Privacy
 
 Tamper = Callable[[int, int, bytes], bytes]  # (round, client, message) -> message; may raise
+OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and no release speaks of the answers
 Sampling = Literal["fixed", "poisson"]  # a cohort of one size, or each client by its own coin
 
 
@@ -161,12 +163,15 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     row = _first_facts(number, len(ids), noted, up=_bytes_up(task, uploads), down=down)
     admitted = _admit(task, uploads, start, number)
     records = [*found, *admitted.records]
-    if admitted.uploads is not None:
+    left = admitted.uploads
+    if left is None and algorithm.seal is not None:  # whose uploads broke must not be told by a model that stays
+        left, records[-1] = _no_uploads(start), _noise_alone(number, "no sound upload is left")
+    if left is not None:
         row["accepted"] = len(admitted.kept)
-        moved, metrics = _serve(task, state, admitted.uploads)
+        moved, metrics = _serve(task, state, left)
         row.update(metrics)
         if moved:
-            _remember(store, ids, trained.states, admitted.kept)
+            _remember(store, ids, trained.states, _with_sound_states(algorithm, trained, admitted.kept))
         else:
             reason = "the server's model holds NaN or Inf; the round keeps the old model"
             records = [*records, {"round": number, "client": None, "reason": reason}]
@@ -184,8 +189,12 @@ def _without_cohort(task: Task, state: State, noted: Row, found: list[AuditRecor
     reason = "nobody was drawn; the round keeps the old model"
     if task.algorithm(state.round).seal is not None:
         row.update(_serve(task, state, _no_uploads(state.weights))[1])
-        reason = "nobody was drawn; the model moves by noise alone"
+        return row, [*found, _noise_alone(state.round, "nobody was drawn")]
     return row, [*found, {"round": state.round, "client": None, "reason": reason}]
+
+
+def _noise_alone(number: int, why: str) -> AuditRecord:
+    return {"round": number, "client": None, "reason": f"{why}; the model moves by noise alone"}
 
 
 def _no_uploads(start: Weights) -> Uploads:
@@ -209,31 +218,36 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
     algorithm, began = task.algorithm(state.round), time.perf_counter()
     if algorithm.server.prepare is no_preparation:
         return {}, []
-    asked = Asked(task.federation, task.clients, task.engine.device, state.round)
+    asked = Asked(
+        task.federation, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
+        releases=[one.what for one in algorithm.releases if one.when == "once"],
+    )  # fmt: skip
     look = Preparation(
         round=state.round,
         model=task.model,
         population=task.federation.population,
         unlabeled=task.unlabeled if Need.UNLABELED in needs_of(algorithm) else None,
         seed=seed_for(task.seed, "prepare", state.round),
+        run_seed=task.seed,
         trainer=task.engine,
         ask=asked.ask,
         keeper=task.keeper,
         tell=task.tell,
         inputs={"mean": list(task.federation.train.mean), "std": list(task.federation.train.std)},
         labeled=_labeled(task),
+        tokenizer=task.federation.train.tokenizer,
     )
     candidate, server = algorithm.server.prepare(state.weights, state.server, look)
-    if task.privacy.epsilon is not None and asked.bytes_up and all(one.when == "round" for one in algorithm.releases):
-        raise FedstillError("privacy.epsilon cannot be kept: this method asks clients something that has no noise")
     if not is_finite((candidate, server)):
         raise FedstillError(
             f"round {state.round}: what the method prepared holds NaN or Inf: use a lower learning rate"
         )
     state.weights, state.server = candidate, keep_waiting_of(state.server, server, task.model.groups)
     facts = {f"prepare/{name}": value for name, value in look.metrics.items()}
-    spent = {"bytes_prepared": asked.bytes_up, "seconds_prepared": time.perf_counter() - began}
-    return plain({**facts, **spent}), asked.records
+    spent = {"bytes_prepared": asked.bytes_up, "bytes_prepared_down": asked.bytes_down}
+    if asked.questions_open:
+        spent[OPEN_QUESTIONS] = asked.questions_open
+    return plain({**facts, **spent, "seconds_prepared": time.perf_counter() - began}), asked.records
 
 
 def _labeled(task: Task) -> tuple[Tensor, Tensor]:
@@ -352,10 +366,17 @@ def reported(task: Task, state: State) -> Weights:
     return task.algorithm(state.round).server.report(state.server) or state.weights
 
 
+def _with_sound_states(algorithm: Algorithm, trained: Trained, kept: np.ndarray) -> np.ndarray:
+    """Of the accepted those whose training did not break: noise on the way hides that from the guard, by intention."""
+    if algorithm.transmit is unchanged or not len(kept) or is_finite(trained.states):
+        return kept
+    return np.asarray([one for one in kept.tolist() if is_finite(rows(trained.states, one))], np.int64)
+
+
 def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarray) -> None:
     if len(kept) == len(ids):
         store.write(ids, states)
-    else:
+    elif len(kept):
         store.write(ids[kept], rows(states, torch.as_tensor(kept, device=store.device)))
 
 

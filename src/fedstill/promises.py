@@ -8,8 +8,9 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for, torch_generator
 from fedstill.core.types import Algorithm, Local, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
 from fedstill.history import History
-from fedstill.play import Task, draw_cohort
+from fedstill.play import OPEN_QUESTIONS, Task, draw_cohort
 from fedstill.privacy.budget import Privacy, rounds_within
 from fedstill.privacy.gaussian import analytic_gaussian_multiplier
 from fedstill.privacy.statement import PrivacyStatement, Stretch, statement
@@ -116,14 +117,19 @@ def extra_slots(algorithm: Algorithm, weights: Weights) -> tuple[str, ...]:
         return ("what its local terms send beside the model",)
 
 
-def check_seal(phases: Sequence[Phase], model: Model, weights: Weights) -> None:
-    """A trusted party that shows only a noisy mean cannot serve a method that needs more."""
+def check_seal(phases: Sequence[Phase], model: Model, weights: Weights, quorum: int = 1) -> None:
+    """A trusted party that shows only a noisy mean cannot serve a method that needs more.
+
+    quorum: uploads that a round's largest cohort needs. Rounds that are not played tell who came to those that are.
+    """
     for phase in phases:
         if phase.algorithm.seal is None:
             continue
-        missing = list(extra_slots(phase.algorithm, weights))
+        own = ", ".join(one.without_trust for one in phase.algorithm.releases if one.without_trust)
+        beside = list(extra_slots(phase.algorithm, weights))
         if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.algorithm):
-            missing.append("label counts")
+            beside.append("label counts")
+        missing = [*beside]
         if Need.INDIVIDUAL_UPLOADS in needs_of(phase.algorithm):
             missing.append("each client's model")
         if model.groups is not None:
@@ -131,8 +137,23 @@ def check_seal(phases: Sequence[Phase], model: Model, weights: Weights) -> None:
         if missing:
             raise FedstillError(
                 f"a server that is trusted with the noise shows its steps the noisy mean alone, and this method needs "
-                f"{', '.join(missing)}: use dp_fedavg(trust='nobody'), or another method beside it"
+                f"{', '.join(missing)}: {_instead_of_trust(own, beside)}"
             )
+        if quorum > 1:
+            raise FedstillError(
+                "guard.quorum above 1 tells how many uploads were sound, which the noise of a trusted server does not "
+                "hide: set guard.quorum = 1" + (f", or use {own}" if own else "")
+            )
+
+
+def _instead_of_trust(own: str, beside: Sequence[str]) -> str:
+    """What to do where a noisy mean is not enough; noise of the clients' own hides nothing that is sent `beside` it."""
+    if not own:
+        return "use another method beside it"
+    if not beside:
+        return f"use {own}, or another method beside it"
+    told = ", ".join(beside)
+    return f"use another method beside it ({own} would run, and claim nothing: it puts no noise on {told})"
 
 
 def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
@@ -167,9 +188,9 @@ class Promise:
         if self.after is None:
             return None
         stretches, first = self.after(played), 1
-        asked = {int(row["round"]) for row in history.rows if row.get("bytes_prepared")}
+        asked = {int(row["round"]) for row in history.rows if row.get(OPEN_QUESTIONS)}
         for i, stretch in enumerate(stretches):
-            if first in asked and all(release.when == "round" for release in stretch.releases):
+            if first in asked:
                 stretches[i] = replace(stretch, asks=True)
             first += stretch.rounds
         return statement(stretches, self.privacy.delta, stopped=self.cut if played >= self.rounds else "")
@@ -184,15 +205,40 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
         )
     if task.counts is not None and privacy.label_counts == "dp":
         task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.seed))
-    check_seal(task.phases, task.model, weights)
-    covered = {part for phase in task.phases for release in phase.algorithm.releases for part in release.covers}
-    if task.model.batch_statistics and "buffers" in covered:
-        _log.warning("BatchNorm: its statistics never leave the clients, the model keeps those it began with")
+    largest = len(task.clients) if task.sampling == "poisson" else task.cohort
+    check_seal(task.phases, task.model, weights, task.guard.needed(largest))
     if privacy == Privacy() and not any(phase.algorithm.releases for phase in task.phases):
         return task, Promise(rounds, rounds, privacy, None)
     probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
     after = stretches_of(task.phases, weights, privacy, probability=probability, visits=_visits(task))
     return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+
+
+def warn_of_kept_statistics(task: Task) -> None:
+    covered = {part for phase in task.phases for release in phase.algorithm.releases for part in release.covers}
+    if task.model.batch_statistics and "buffers" in covered:
+        _log.warning("BatchNorm: its statistics never leave the clients, the model keeps those it began with")
+
+
+def noise_of(phases: Sequence[Phase]) -> list[str]:
+    """What protects each method's rounds, to the last digit: a resumed run must go on with the same."""
+    if not any(phase.algorithm.releases for phase in phases):
+        return []
+
+    def told(release: Release) -> str:
+        covers = ", ".join(release.covers) or "itself"
+        about = f"{release.unit}, {release.against}, {release.when}, covers {covers}"
+        return f"{release.what} ({about}) with noise of {release.multiplier!r}"
+
+    def until(phase: Phase) -> str:
+        return "to the end" if phase.until is None else f"until round {phase.until}"
+
+    return [f"{until(one)}: {'; '.join(map(told, one.algorithm.releases)) or 'no noise'}" for one in phases]
+
+
+def settings_of(privacy: Privacy) -> dict[str, Any]:
+    """All of [privacy] but the budget, which a resumed run may change."""
+    return {key: value for key, value in asdict(privacy).items() if key != "epsilon"}
 
 
 def _visits(task: Task) -> Callable[[int, int], int]:

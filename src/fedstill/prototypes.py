@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill import expression, options
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.ensemble import ENSEMBLE, check_report
+from fedstill.core.errors import FedstillError
 from fedstill.expression import Part
 
 MIXED = "mixed"
-ENSEMBLE = "ensemble"
 EXAMPLE = 'e.g. model.prototypes = ["mlp(hidden=[32])", "cnn"]'
 
 
@@ -41,6 +41,17 @@ def prototypes_of(texts: Sequence[str]) -> dict[str, Part]:
     return dict(zip(numbered, parts, strict=True))
 
 
+def describe_model(name: str, given: Mapping[str, Any]) -> str:
+    """A network in words; of several who they are, and which one is looked at.
+
+    >>> describe_model("mixed", {"prototypes": ["cnn", "mlp(hidden=[8])"], "report": "mlp"})
+    'mixed(cnn, mlp; reported: mlp)'
+    """
+    if name != MIXED:
+        return name
+    return f"{MIXED}({', '.join(prototypes_of(given['prototypes']))}; reported: {given.get('report', ENSEMBLE)})"
+
+
 def _part(text: str) -> Part:
     try:
         part = expression.single(text)
@@ -61,6 +72,4 @@ def check_mixture(given: Mapping[str, Any]) -> None:
             options.check("model", part.name, part.options)
         except FedstillError as error:
             raise FedstillError(f"model.prototypes, '{part.name}': {error}") from None
-    choices, report = (ENSEMBLE, *parts), given.get("report", ENSEMBLE)
-    if report not in choices:
-        raise FedstillError(f"model.report = '{report}' is unknown: {suggest(report, choices)}")
+    check_report(given.get("report", ENSEMBLE), parts)

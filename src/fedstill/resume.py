@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,16 @@ from fedstill.checkpoint import (
     save_weights,
 )
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Targets, Weights
+from fedstill.core.types import Targets, Training, Weights
 from fedstill.engine.store import ClientStore
 from fedstill.history import History
 from fedstill.play import State
+from fedstill.privacy.budget import Privacy
+from fedstill.promises import settings_of
 
 TARGETS_FILE = "targets.safetensors"  # what the server believes about its unlabeled data: probabilities, kept
-_BEFORE = {"sampling": "fixed"}  # what runs were before it was written down
+# What a checkpoint means that was written before a key, or a key of one of these tables, was written down.
+_BEFORE = {"sampling": "fixed", "noise": [], "privacy": settings_of(Privacy()), "training": asdict(Training())}
 _log = logging.getLogger("fedstill.run")
 
 
@@ -130,13 +133,28 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> fl
 
 def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
     for key, now in plan.identity.items():
-        then = saved.identity.get(key, _BEFORE.get(key))
+        then = _as_meant(key, saved.identity.get(key))
         if then != now:
             raise FedstillError(
-                f"cannot resume {plan.folder}: {key} was {then} and is {now} now; use the same or another run_dir"
+                f"cannot resume {plan.folder}: {_difference(key, then, now)}; use the same or another run_dir"
             )
     if not same_form(saved.weights, state.weights):
         raise FedstillError(f"cannot resume {plan.folder}: its model has other layers; use the same model")
+
+
+def _as_meant(key: str, then: Any) -> Any:
+    """What a checkpoint says, with what runs did before they wrote it down."""
+    before = json.loads(json.dumps(_BEFORE.get(key)))  # as the identity was: lists in place of tuples
+    if isinstance(before, dict):
+        return {**before, **(then or {})}
+    return before if then is None else then
+
+
+def _difference(key: str, then: Any, now: Any) -> str:
+    if not (isinstance(then, dict) and isinstance(now, dict)):
+        return f"{key} was {then} and is {now} now"
+    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{key}.{name} was {then.get(name)} and is {now.get(name)} now" for name in other)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedstill.callbacks import Callback, RunInfo
 from fedstill.core.errors import FedstillError
 from fedstill.core.groups import check_groups, reported_name
 from fedstill.core.heads import heads_only
-from fedstill.core.needs import check_needs, needs_of
+from fedstill.core.needs import check_phases, needs_of
 from fedstill.core.per_group import as_it_is, grouped, share_states_of
 from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
@@ -32,7 +32,7 @@ from fedstill.history import Journal, Result, Row
 from fedstill.kept_optimizer import keep_optimizers
 from fedstill.play import CohortTrainer, Sampling, State, Tamper, Task, look_at, play_round, reported
 from fedstill.privacy.budget import Privacy
-from fedstill.promises import make_promise, write_statement
+from fedstill.promises import make_promise, noise_of, settings_of, warn_of_kept_statistics, write_statement
 from fedstill.resume import Plan, log_to, restore, rows_digest, save, save_last
 
 _ANY = "this method"
@@ -82,20 +82,52 @@ def federate(
     phases = _suited(phases_of(algorithm), model, federation, training, method or _ANY)
     if isinstance(engine, str):
         engine = _build_engine(engine, device, model, federation, engine_options or {})
-    task = _make_task(phases, model, federation, training, engine, seed, guard or Guard(), tamper, cohort)
-    task = dataclasses.replace(task, exam=answered_in_train_mode(task.exam, evaluate_batch))
-    own: dict[str, Any] = {"sampling": sampling, "privacy": privacy or Privacy(), "keeper": keeper}
-    task = dataclasses.replace(task, tell=_teller(callbacks), **own)
+    task = _make_task(
+        phases, federation, engine, cohort, evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
+        guard=guard or Guard(), tamper=tamper, tell=_teller(callbacks), keeper=keeper, sampling=sampling,
+        privacy=privacy or Privacy(),
+    )  # fmt: skip
+    _warn_of_small_cohorts(task, cohort_size(cohort, federation.population))
     plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target)
     return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
+
+
+def check_promise(
+    *,
+    algorithm: Algorithm | Sequence[Phase],
+    model: Model,
+    federation: Federation,
+    training: Training,
+    rounds: int,
+    cohort: int | float,
+    seed: Seed = 0,
+    guard: Guard | None = None,
+    sampling: Sampling = "fixed",
+    privacy: Privacy | None = None,
+) -> None:
+    """What `federate` would refuse about privacy with these settings, found without an engine."""
+    privacy, phases = privacy or Privacy(), phases_of(algorithm)
+    if privacy == Privacy() and not any(phase.algorithm.releases for phase in phases):
+        return
+    phases, nowhere = _suited(phases, model, federation, training, _ANY), cast(CohortTrainer, _Nowhere())
+    task = _make_task(
+        phases, federation, nowhere, cohort, model=model, training=training, seed=seed, guard=guard or Guard(),
+        tamper=None, sampling=sampling, privacy=privacy,
+    )  # fmt: skip
+    make_promise(task, model.init(0), rounds)
+
+
+class _Nowhere:
+    """In place of an engine where nothing is trained: only where tensors are."""
+
+    device = torch.device("cpu")
 
 
 def _suited(
     phases: tuple[Phase, ...], model: Model, federation: Federation, training: Training, method: str
 ) -> tuple[Phase, ...]:
     """The methods as this model and training take them: for heads alone, for each of several architectures."""
-    for phase in phases:
-        check_needs(phase.algorithm, model=model, federation=federation, training=training, method=method)
+    check_phases(phases, model=model, federation=federation, training=training, method=method)
     phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
     suit = heads_only if training.part == "head" else as_it_is
     if model.groups is not None:
@@ -117,6 +149,7 @@ def _run(
     task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int, began: float
 ) -> Result:
     state, population = _first_state(task), task.federation.population
+    warn_of_kept_statistics(task)
     task, promise = make_promise(task, state.weights, plan.rounds)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
     template, phases = share_states_of(task.phases, state.weights, task.model.groups)
@@ -136,7 +169,8 @@ def _run(
         result = dataclasses.replace(result, privacy=promise.statement(state.history, state.round))
         write_statement(result.privacy, plan.folder)
         if task.model.groups is not None:
-            result = dataclasses.replace(result, reported=reported_name(task.model.groups))
+            names = tuple(task.model.groups.models)
+            result = dataclasses.replace(result, reported=reported_name(task.model.groups), prototypes=names)
         for callback in callbacks:
             callback.on_end(result)
     return result
@@ -170,41 +204,40 @@ def _build_engine(
 
 def _make_task(
     phases: tuple[Phase, ...],
-    model: Model,
     federation: Federation,
-    training: Training,
     engine: CohortTrainer,
-    seed: Seed,
-    guard: Guard,
-    tamper: Tamper | None,
     cohort: int | float,
+    *,
+    evaluate_batch: int | None = None,
+    **given: Any,
 ) -> Task:
+    """given: what a task takes as it is."""
     clients = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0)
     if len(clients) == 0:
         raise FedstillError("no client holds any data: check the partition")
     wanted = cohort_size(cohort, federation.population)
-    if wanted > len(clients):
-        _log.warning("only %d clients hold data: the cohort is %d instead of %d", len(clients), len(clients), wanted)
     counts = label_counts(federation)
     needs = frozenset().union(*(needs_of(phase.algorithm) for phase in phases))
     unlabeled = federation.unlabeled if Need.UNLABELED in needs else None
     return Task(
-        phases,
-        model,
-        federation,
-        training,
-        engine,
-        seed,
-        guard,
-        tamper,
-        clients,
+        phases=phases,
+        federation=federation,
+        engine=engine,
+        clients=clients,
         cohort=min(wanted, len(clients)),
-        exam=make_exam(federation, engine.device, counts),
+        exam=answered_in_train_mode(make_exam(federation, engine.device, counts), evaluate_batch),
         counts=counts.to(engine.device) if Need.LABEL_COUNTS_UPLOADED in needs else None,
         unlabeled=None if unlabeled is None else unlabeled.to(engine.device),
         validation=_on_device(federation.validation, engine) if Need.VALIDATION in needs else None,
         truth=federation.unlabeled_truth if Need.UNLABELED in needs else None,
+        **given,
     )
+
+
+def _warn_of_small_cohorts(task: Task, wanted: int) -> None:
+    count = len(task.clients)
+    if wanted > count:
+        _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
 
 
 def _on_device(pair: tuple[Tensor, Tensor] | None, engine: CohortTrainer) -> tuple[Tensor, Tensor] | None:
@@ -231,6 +264,8 @@ def _make_plan(
         "cohort": task.cohort,
         "sampling": task.sampling,
         "training": dataclasses.asdict(task.training),
+        "noise": noise_of(task.phases),
+        "privacy": settings_of(task.privacy),
     }
     folder = None if run_dir is None else Path(run_dir)
     rows, named = task.unlabeled, task.federation.unlabeled_ids

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.types import Algorithm, Federation, Model, Need, Training
+from fedstill.core.types import Algorithm, Federation, Model, Need, Tokenizer, Training
 from fedstill.data import federation_from_tensors
 from fedstill.history import Result
 from fedstill.models import build_model
@@ -18,12 +18,14 @@ from fedstill.rounds import federate
 
 CLASSES = 3
 SHAPE = (1, 8, 8)
+UNLABELED = 25  # of `trial_run`: no other size of the trial is the same, so that counts tell what they count
+VOCABULARY = 21  # of texts: five marks, and words
 
 
-def trial_federation(clients: int = 4, samples: int = 24, *, text: bool = False) -> Federation:
+def trial_federation(clients: int = 4, samples: int = 24, *, unlabeled: int = 16, text: bool = False) -> Federation:
     """Noisy images whose brightness tells the class, or texts by their words; client k misses class k mod 3."""
     if text:
-        return _as_texts(trial_federation(clients, samples))
+        return _as_texts(trial_federation(clients, samples, unlabeled=unlabeled))
     generator = numpy_generator(seed_for(0, "trial"))
 
     def draw(count: int, missing: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +39,7 @@ def trial_federation(clients: int = 4, samples: int = 24, *, text: bool = False)
     federation = federation_from_tensors(
         pairs,
         test=draw(30, None),
-        unlabeled=draw(16, None)[0],
+        unlabeled=draw(unlabeled, None)[0],
         classes=names,
         name="trial",
         partition="one class each missing",
@@ -54,7 +56,9 @@ def _as_texts(images: Federation) -> Federation:
         words[:, 0] = 2
         return words
 
-    train, test = (dataclasses.replace(part, x=read(part.x)) for part in (images.train, images.test))
+    tokenizer = Tokenizer("", SHAPE[2], VOCABULARY, mask=4, first_word=5)
+    both = (images.train, images.test)
+    train, test = (dataclasses.replace(part, x=read(part.x), tokenizer=tokenizer) for part in both)
     assert images.unlabeled is not None
     assert images.validation is not None
     validation = read(images.validation[0]), images.validation[1]
@@ -64,7 +68,7 @@ def _as_texts(images: Federation) -> Federation:
 def trial_model(*, text: bool = False) -> Model:
     if text:
         small = {"layers": 1, "hidden": 8, "heads": 2, "inner": 8, "positions": SHAPE[2]}
-        return build_model("bert", input_shape=SHAPE[2:], classes=CLASSES, vocabulary=21, **small)
+        return build_model("bert", input_shape=SHAPE[2:], classes=CLASSES, vocabulary=VOCABULARY, **small)
     return build_model("mlp", input_shape=SHAPE, classes=CLASSES, hidden=(16,))
 
 
@@ -79,7 +83,7 @@ def trial_run(
     return federate(
         algorithm=algorithm,
         model=trial_model(text=text),
-        federation=trial_federation(text=text),
+        federation=trial_federation(unlabeled=UNLABELED, text=text),
         training=Training(batch_size=8, lr=0.05),
         rounds=rounds,
         cohort=3,

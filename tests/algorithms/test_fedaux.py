@@ -1,6 +1,7 @@
 """FedAUX: its forms, what it promises, what it is with equal scores, and what it becomes beside other methods."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from fedstill.algorithms import METHODS, build_algorithm, fedaux, feddf
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.tree import flatten
-from fedstill.core.types import Federation, Need, Release, Training
+from fedstill.core.tree import byte_size, flatten
+from fedstill.core.types import Federation, Need, Phase, Release, Training
+from fedstill.engine import build_engine
 from fedstill.explain import explain
 from fedstill.methods import build_method
 from fedstill.models import build_model, mixed_model
-from fedstill.privacy.gaussian import analytic_gaussian_multiplier
+from fedstill.privacy.gaussian import analytic_gaussian_multiplier, classic_multiplier, epsilon_of
 from fedstill.server.certainty import normalised, sensitivity
 from fedstill.server.distill import targets_of
 
@@ -70,11 +72,20 @@ def test_a_claim_is_one_release_of_one_sample_towards_the_server_once():
     assert "2 / (lam n)" in release.why
 
 
-@pytest.mark.parametrize("wrong", [{"form": "sum"}, {"gamma": "both"}, {"intercept": True}])
-def test_an_epsilon_that_cannot_be_kept_is_refused_with_what_to_do(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"form": "sum"}, "with form = 'sum': .* set form = 'mean'"),
+        ({"gamma": "both"}, "with gamma = 'both': .* set gamma = 'negatives'"),
+        ({"intercept": True}, "with intercept = true: .* set intercept = false"),
+        ({"form": "sum", "gamma": "both"}, "with form = 'sum', gamma = 'both': .*form = 'mean'.*gamma = 'negatives'"),
+    ],
+)
+def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and_what_to_do(wrong, named):
     options = {"form": "mean", "epsilon": 1.0, **wrong}
-    with pytest.raises(FedstillError, match=r"epsilon = 1\.0 can be promised only with form = 'mean', gamma") as told:
+    with pytest.raises(FedstillError, match=rf"algorithm\.epsilon = 1\.0 cannot be promised {named}") as told:
         fedaux(**options)
+    assert {key for key in ("form", "gamma", "intercept") if f"{key} = " in str(told.value)} == set(wrong)
     assert "\n" not in str(told.value)
     assert release_of(**{**options, "epsilon": None}).multiplier is None
 
@@ -87,16 +98,26 @@ def test_an_epsilon_that_cannot_be_kept_is_refused_with_what_to_do(wrong):
         ({"distill_share": 0.0}, "distill_share = 0.0 leaves no rows"),
         ({"distill_share": 1.2}, "distill_share = 1.2"),
         ({"form": "mean", "epsilon": 0.0}, "epsilon = 0.0"),
-        ({"form": "mean", "epsilon": 1.0, "delta": 1.0}, "delta is 1"),
+        (
+            {"form": "mean", "epsilon": 1.0, "delta": 1.0},
+            "algorithm.delta = 1.0 is impossible: .* below 1",
+        ),
+        ({"mechanism": "classic", "epsilon": 5.0}, "epsilon = 5.0: .*: set algorithm.mechanism = 'analytic'"),
         ({"scorer": "kde", "epsilon": 1.0}, "epsilon = 1.0 has no use with scorer = 'kde'"),
         ({"scorer": "uniform", "score": "odds"}, "score = 'odds'"),
         ({"scorer": "logistc"}, "did you mean 'logistic'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_option(options, told):
-    with pytest.raises(FedstillError, match=told.replace(".", r"\.")) as error:
+    with pytest.raises(FedstillError, match=told.replace(".", r"\.").replace(r"\.*", ".*")) as error:
         build_algorithm("fedaux", options)
     assert "\n" not in str(error.value)
+
+
+def test_noise_beside_an_intercept_claims_nothing_for_that_reason():
+    release = release_of(form="mean", intercept=True, epsilon=0.5, mechanism="classic")
+    assert release.multiplier is None
+    assert "the intercept has no penalty" in release.why
 
 
 def test_the_papers_and_the_released_form_are_built_and_claim_nothing():
@@ -104,7 +125,7 @@ def test_the_papers_and_the_released_form_are_built_and_claim_nothing():
     paper, released = (release_of(preset=preset) for preset in ("paper", "released"))
     assert (paper.multiplier, released.multiplier) == (None, None)
     assert "gamma" in paper.why
-    assert "about n times" in released.why
+    assert "n times too small" in released.why
     for preset, form, lam, weighting in (("paper", "mean", 0.1, "size"), ("released", "sum", 0.01, "uniform")):
         assert (expected(preset, "form"), expected(preset, "lam")) == (form, lam)
         assert [expected(preset, name) for name in ("epsilon", "delta")] == [0.1, 1e-5]
@@ -114,6 +135,19 @@ def test_the_papers_and_the_released_form_are_built_and_claim_nothing():
         assert shown["lam"] == lam
 
 
+def test_its_page_names_the_epsilon_that_the_released_noise_certifies():
+    """The sum moves n times as far as the mean, for which the noise was made."""
+    page = (Path(__file__).parents[2] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
+    for count, told in ((1000, "300"), (4500, "4,709"), (22_500, "110,000")):
+        certified = epsilon_of(1e-5, classic_multiplier(0.1, 1e-5) / count)
+        assert certified > 0.1 * count
+        assert certified == pytest.approx(float(told.replace(",", "")), rel=2e-3)
+        words = f"{told} at $n = {count:,}$".replace(f"{count:,}", f"{count:,}".replace(",", "{,}"))
+        assert words in " ".join(page.split())
+    assert epsilon_of(1e-5, classic_multiplier(0.1, 1e-5) / 100) > 0.1 * 100
+    assert "2,250" not in page
+
+
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_other_scorers_run_and_make_no_claim(scorer):
     method = fedaux(**SHORT, scorer=scorer)
@@ -121,6 +155,7 @@ def test_other_scorers_run_and_make_no_claim(scorer):
     assert method.releases[0].multiplier is None
     found = run(method, rounds=1)
     assert found.history.rows[0]["bytes_prepared"] == 5 * 16 * 4  # a number for each of 16 rows from 5 clients
+    assert found.history.rows[0]["bytes_prepared_down"] == 5 * (byte_size(network().init(0)) + 20 * 6 * 4)  # all rows
     assert not same_bits(found.weights, run(fedaux(**SHORT, scorer="uniform"), rounds=1).weights)
 
 
@@ -132,14 +167,15 @@ def test_features_are_needed_only_where_scores_are_made_of_them():
 
 def test_its_page_says_what_leaves_a_client_before_the_first_round():
     facts = explain("fedaux")
-    assert any(item.startswith("once, before the first round, w:") for item in facts["leaves_a_client"])
+    assert facts["leaves_a_client_once"] == ["w: one number for each feature"]
     assert {"certainty_shares", "distill", "average"} <= {part["part"] for part in facts["parts"]}
-    assert not any("once" in item for item in explain("fedaux(scorer=uniform)")["leaves_a_client"])
+    assert explain("fedaux(scorer=uniform)")["leaves_a_client_once"] == []
 
 
 def test_what_leaves_a_client_before_the_first_round_are_as_many_numbers_as_features():
     row = run(fedaux(**SHORT), rounds=1).history.rows[0]
     assert row["bytes_prepared"] == 5 * 6 * 4  # 5 clients, 6 features
+    assert row["bytes_prepared_down"] == 5 * (byte_size(network().init(0)) + 4 * 6 * 4)  # the model, 4 negatives
     assert row["prepare/scored_clients"] == 5
     assert 1 / 5 < row["prepare/largest_share"] < 1
 
@@ -197,6 +233,33 @@ def test_every_method_of_a_run_distils_on_the_same_rows():
     assert torch.equal(result.targets.kept, first)
 
 
+def test_a_phase_that_follows_has_the_same_negatives_as_the_one_before():
+    """T6.9: no row is distilled on in one phase and a negative in the next."""
+    first, second = fedaux(**SHORT), fedaux(**SHORT, score="odds")
+    seen = []
+
+    def watched(method):
+        def prepare(candidate, state, preparation):
+            candidate, state = method.server.prepare(candidate, state, preparation)
+            seen.append(next(leaf for name, leaf in flatten(state).items() if name.endswith("distilled")))
+            return candidate, state
+
+        return dataclasses.replace(method, server=dataclasses.replace(method.server, prepare=prepare))
+
+    run((Phase(watched(first), until=2), Phase(watched(second))), rounds=3)
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def test_asking_clients_leaves_the_kept_sets_of_the_engine_in_their_places():
+    data = federation()
+    engine = build_engine("looped", "cpu", model=network(), federation=data)
+    kept = [engine._feed_of(x) for x in (data.unlabeled, data.test.x)]
+    run(fedaux(**SHORT), rounds=1, federation=data, engine=engine)
+    assert [engine._feed_of(x) for x in (data.unlabeled, data.test.x)] == kept
+    assert len(engine.feeds) == 2  # none of the five clients'
+
+
 def one_class_each() -> tuple[Federation, torch.Tensor]:
     """Three clients, each with all samples of one class; and the classes of 200 unlabeled samples."""
     data, (x, y) = federation(), points(200, "more")
@@ -248,6 +311,18 @@ def test_it_joins_methods_that_change_the_clients_or_the_servers_step(text):
     for part in text.split("+"):
         (alone,) = build_method(part)
         assert not same_bits(found.weights, run(alone.algorithm, rounds=2).weights)
+
+
+def test_what_its_page_says_to_join_for_the_rounds_makes_a_claim_about_all_that_leaves_a_client():
+    page = (Path(__file__).parents[2] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
+    advice = page.partition("It does not protect\nthe models")[2].partition("privacy statement")[0]
+    assert all(words in advice for words in ('dp_fedavg(trust="nobody")', 'weighting = "uniform"', 'buffers = "local"'))
+    scores = "fedaux(form=mean, epsilon=1.0, weighting=uniform, buffers=local)"
+    (phase,) = build_method(f"dp_fedavg(trust=nobody, noise_multiplier=8)+{scores}")
+    assert {release.when for release in phase.algorithm.releases} == {"once", "round"}
+    assert all(release.multiplier for release in phase.algorithm.releases)
+    (quiet,) = build_method(f"update_noise(sigma=0.1)+{scores}")
+    assert {release.when for release in quiet.algorithm.releases if release.multiplier} == {"once"}
 
 
 def test_a_later_phase_asks_when_its_turn_comes_and_forms_targets_then():

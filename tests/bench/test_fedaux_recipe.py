@@ -337,7 +337,7 @@ def test_two_seeds_and_all_methods_of_a_table_share_one_pre_training(pictures, m
     for seed in (0, 1):
         for row in ("fedavg+p", "fedprox+p", "feddf+p", "fedaux"):
             one = small(FEDAUX.experiment("1", row, "tiny-alpha-0.01-c-0.8"), pictures, seed)
-            found.append(run(one).history.rows[0]["prepare/pretrain_epochs"])
+            found.append(run(one).history.rows[0]["prepare/simclr_epochs"])
     assert found == [2.0] + [0.0] * 7
     assert len(epochs) == 2
 

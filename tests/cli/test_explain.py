@@ -82,3 +82,27 @@ def test_a_docstring_is_read_by_its_headings():
     assert told["body"] == "w <- w - 1"
     assert told["Differs from the paper"] == "in two lines."
     assert told["Reference"] == "Somebody, 2020."
+
+
+def test_what_leaves_once_is_told_apart_from_what_leaves_each_round_and_by_what_it_grows_with():
+    facts = explain("fedaux")
+    assert facts["leaves_a_client_once"] == ["w: one number for each feature"]
+    assert facts["leaves_a_client"] == explain("fedavg")["leaves_a_client"]
+    assert "Leaves a client once, before the first round\n  w: one number for each feature\n" in explain_text(facts)
+    assert "before the first round" not in explain_text(explain("fedavg"))
+
+
+def test_a_count_that_is_none_of_the_trials_sizes_is_told_with_them():
+    """Four fifths of the 25 unlabeled rows are distilled on."""
+    (told,) = explain('fedaux(scorer="kde")')["leaves_a_client_once"]
+    assert told.endswith(": 20 numbers in a trial with 16 features, 25 unlabeled rows, 3 classes")
+
+
+def test_noise_by_each_client_keeps_sizes_and_losses_at_home_and_a_trusted_party_is_named():
+    told = "its number of samples and of steps, and its mean training loss"
+    alone, trusting = explain('dp_fedavg(trust="nobody")'), explain("dp_fedavg")
+    assert told not in alone["leaves_a_client"]
+    assert told in alone["stays_on_a_client"]
+    assert told in trusting["leaves_a_client"]
+    assert any("a trusted party clips the moves" in item for item in trusting["leaves_a_client"])
+    assert not any("trusted" in item for item in alone["leaves_a_client"])

@@ -39,12 +39,12 @@ def fedstill(tmp_path):
 
 
 def test_a_run_says_in_a_few_lines_what_is_protected_and_what_is_not(fedstill, tmp_path):
-    """Multiplier 4 a round, four rounds: one Gaussian of multiplier 2, by dp-accounting epsilon 1.9931 at 1e-5."""
+    """Multiplier 4 a round, four rounds: one Gaussian of multiplier 2, by dp-accounting 1.9931 at 1e-5, rounded up."""
     done = fedstill("run")
     assert done.exit_code == 0, done.output
     lines = [line.strip() for line in done.stdout.splitlines()]
     (claim,) = (line for line in lines if line.startswith("privacy"))
-    assert "epsilon = 1.993 at delta = 1e-05 for all that one client holds" in claim
+    assert "epsilon = 1.994 at delta = 1e-05 for all that one client holds" in claim
     assert any(line.startswith("NOT protected from the server: trained models") for line in lines)
     written = json.loads((tmp_path / "run" / "privacy.json").read_text())
     assert written["claims"][0]["epsilon"] == pytest.approx(1.9931, abs=1e-4)
@@ -83,7 +83,30 @@ def test_a_budget_that_cannot_be_kept_is_one_line_and_exit_code_two(fedstill, tm
 
 
 def test_explain_says_what_is_claimed_after_one_round():
-    """z = 1: multiplier 1/2, epsilon 9.9973 at 1e-5 (dp-accounting: 9.9973)."""
+    """z = 1: multiplier 1/2, epsilon 9.9973 at 1e-5 (dp-accounting: 9.9973), shown rounded up."""
     told = CliRunner().invoke(app, ["explain", "dp_fedavg"]).stdout
-    assert "epsilon = 9.997" in told.split("Privacy\n")[1]
+    assert "epsilon = 9.998" in told.split("Privacy\n")[1]
     assert "Privacy\n" not in CliRunner().invoke(app, ["explain", "fedavg"]).stdout
+
+
+def test_a_comparison_under_a_budget_names_the_method_that_cannot_keep_it_before_anything_runs(fedstill, tmp_path):
+    done = fedstill("compare", "--methods", "dp_fedavg(noise_multiplier=8),fedavg", "--set", "privacy.epsilon=9")
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert ": fedavg: privacy.epsilon = 9 for all that one client holds" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_comparison_names_a_method_that_a_trusted_server_cannot_serve_before_anything_runs(fedstill, tmp_path):
+    done = fedstill("compare", "--methods", "dp_fedavg,scaffold+dp_fedavg")
+    assert done.exit_code == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert ": scaffold+dp_fedavg: a server that is trusted" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_after_a_run_with_a_budget_nothing_is_advised_that_the_budget_refuses(fedstill, tmp_path):
+    (advice,) = (one for one in fedstill("run", "--set", "privacy.epsilon=2").stdout.splitlines() if "Next" in one)
+    assert advice == "Next: fedstill explain 'dp_fedavg(noise_multiplier=8.0)'"
+    again = CliRunner().invoke(app, ["run", str(tmp_path / "small.toml"), "--out", str(tmp_path / "free")])
+    assert "--methods 'dp_fedavg(noise_multiplier=8.0),fedavg'" in again.stdout

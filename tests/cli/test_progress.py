@@ -11,9 +11,9 @@ from fedstill.cli.progress import Progress, duration
 ROW = {"accuracy": 0.5}
 
 
-def info(past=0):
+def info(past=0, rounds=600):
     rows = tuple({"round": number + 1} for number in range(past))
-    return RunInfo("fedavg", 600, 10, 5, "looped", "cpu", "mlp", 100, None, rows)
+    return RunInfo("fedavg", rounds, 10, 5, "looped", "cpu", "mlp", 100, None, rows)
 
 
 def play(progress, runs, rounds, past=0):
@@ -134,3 +134,28 @@ def test_on_a_terminal_the_bar_shows_what_is_prepared_then_the_rounds(capsys):
         task = progress.screen._bar.tasks[0]
         assert (task.completed, task.total) == (1, 4)
         assert task.fields["round"] == "round 1/4"
+
+
+def test_a_run_that_its_budget_cuts_counts_to_its_own_end_and_says_it_once(capsys):
+    with Progress("", runs=1, rounds=20, terminal=False) as progress:
+        progress.label = "dp_fedavg"
+        progress.on_start(info(rounds=2))
+        for number in (1, 2):
+            progress.on_round({"round": number, "accuracy": 0.5})
+        progress.on_end(None)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["round 1/2", "round 2/2"]
+    assert lines[-1].endswith("0 s left")
+
+
+def test_of_several_runs_a_cut_one_leaves_fewer_rounds_to_wait_for(capsys):
+    with Progress("", runs=2, rounds=20, terminal=False) as progress:
+        for rounds in (2, 20):
+            progress.on_start(info(rounds=rounds))
+            for number in range(rounds):
+                progress.on_round({"round": number + 1, "accuracy": 0.5})
+            progress.on_end(None)
+    assert progress.done == progress.total == 22
+    lines = capsys.readouterr().err.splitlines()
+    assert len(set(lines)) == len(lines)
+    assert lines[-1].split("  ")[:3] == ["run 2/2", "", "round 20/20"]

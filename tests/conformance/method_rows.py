@@ -14,7 +14,7 @@ from fedstill.algorithms import build_algorithm
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
-from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Output, Training
+from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Output, Tokenizer, Training
 from fedstill.models import build_model, from_module
 from fedstill.rounds import federate
 
@@ -183,8 +183,9 @@ def federation(net: str = "mlp", sizes: tuple[int, ...] = SIZES) -> Federation:
         return (x / 512.0 if net == "pictures" else x), y
 
     x, y = pick(sum(sizes), "train")
-    train = Dataset("toy", x, y, names)
-    test = Dataset("toy", *pick(20, "test"), names)
+    tokenizer = Tokenizer("", TOKENS, IDS, mask=4, first_word=5) if net == "text" else None
+    train = Dataset("toy", x, y, names, tokenizer=tokenizer)
+    test = Dataset("toy", *pick(20, "test"), names, tokenizer=tokenizer)
     indices = torch.argsort(y, stable=True)
     offsets = torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int64)
     unlabeled, _ = pick(UNLABELED, "unlabeled")

@@ -12,6 +12,7 @@ from fedstill.core.types import (
     Local,
     Need,
     Objective,
+    Outlook,
     Output,
     Round,
     ServerStep,
@@ -290,6 +291,28 @@ def test_wrapped_steps_still_show_what_they_show(wrap):
     assert strength(step.targets(state)) == float(state["runs"])
     assert step.needs == {Need.UNLABELED}
     assert step.name == ""
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda step: chain(adding(1.0), step),
+        lambda step: after(1, chain(step, adding(1.0))),
+        lambda step: rollback(step, 0.25),
+        lambda step: report_only(chain(adding(1.0), step)),
+        lambda step: remember(lambda past: step, size=2),
+    ],
+    ids=["chain", "after", "rollback", "report_only", "remember"],
+)
+def test_what_a_step_refuses_before_a_run_starts_a_wrapped_one_refuses_too(wrap):
+    def check(outlook):
+        if outlook.round > 1:
+            raise FedstillError("too late")
+
+    step = wrap(ServerStep(check=check))
+    step.check(Outlook(1, None))
+    with pytest.raises(FedstillError, match="too late"):
+        step.check(Outlook(2, None))
 
 
 def test_what_is_reported_stays_in_rounds_in_which_the_step_rests():

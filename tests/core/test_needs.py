@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.needs import CURES, check_needs, needs_of, unmet_needs
-from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Objective, ServerStep, Training
+from fedstill.core.needs import CURES, check_needs, check_phases, needs_of, unmet_needs
+from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Objective, Phase, ServerStep, Training
 
 CAN_BE_UNMET = {Need.UNLABELED, Need.VALIDATION, Need.FEATURES, Need.HEAD, Need.TOKENS, Need.PLAIN_SGD}
 
@@ -76,3 +78,17 @@ def test_an_unlabeled_set_without_samples_is_none():
 )
 def test_the_nearest_word_is_suggested_or_all_are_listed(word, told):
     assert suggest(word, ["scaffold", "fedavg", "fedprox"]) == told
+
+
+def test_every_method_is_shown_its_first_round_and_only_the_data_that_it_declares():
+    seen = []
+
+    def phase(until: int | None, *needs: Need) -> Phase:
+        one = method(*needs)
+        return Phase(dataclasses.replace(one, server=ServerStep(needs=frozenset(needs), check=seen.append)), until)
+
+    check_phases([phase(2, Need.UNLABELED), phase(7), phase(None)], **setting(rich=True))
+    assert [look.round for look in seen] == [1, 3, 8]
+    assert [look.unlabeled is not None for look in seen] == [True, False, False]
+    with pytest.raises(FedstillError, match="unlabeled data"):
+        check_phases([phase(2), phase(None, Need.UNLABELED)], **setting(rich=False))

@@ -148,7 +148,11 @@ def test_targets_are_those_of_the_first_prototype_that_has_some():
     assert whole.targets({"a": {"0": {}}, "b": {"0": {"known": 1}}}) is belief
 
 
-def asking(question, /, among=None):
+SENT = []
+
+
+def asking(question, /, among=None, sent=None, release=""):
+    SENT.append(sent)
     ids = [k for k in range(len(MEMBER)) if among is None or k in among]
     return Answers(torch.tensor(ids), {})
 
@@ -167,11 +171,13 @@ def test_a_prototype_prepares_with_its_own_clients_and_sees_what_the_others_are_
     def second(candidate, state, look):
         look.metrics["asked"] = float(len(look.ask(None).ids))
         seen.append({name: part.params["w"].item() for name, part in look.candidates.items()})
-        return candidate, {"ids": look.ask(None, among=[0, 1, 2]).ids}
+        return candidate, {"ids": look.ask(None, among=[0, 1, 2], sent=look.run_seed).ids}
 
-    look = preparation(tell=lambda what, share: told.append((what, share)))
+    SENT.clear()
+    look = preparation(tell=lambda what, share: told.append((what, share)), run_seed=5)
     whole = per_group(chain(ServerStep(prepare=first), ServerStep(prepare=second)), GROUPS)
     found, state = whole.prepare(MODEL.init(0), whole.init(MODEL.init(0)), look)
+    assert SENT == [None, 5, None, 5]  # what is sent for it is told, and every prototype knows the run's seed
     assert found == weights(2.0, 20.0)
     assert seen == [{"a": 2.0, "b": 20.0}] * 2
     assert told == [("a: pre-training", 0.5), ("b: pre-training", 0.5)]

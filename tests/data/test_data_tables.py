@@ -150,6 +150,7 @@ def test_too_many_words_are_not_turned_into_columns(tmp_path: Path) -> None:
     lines = [f"name{i},{i % 2}" for i in range(150)]
     text = fails(load, write(tmp_path / "t.csv", "\n".join(["name,label", *lines])))
     assert "150 different words" in text
+    assert ": to read it as text set data.tokens, else leave it out with data.inputs" in text
     assert "data.keys" in text
 
 

@@ -235,6 +235,54 @@ def test_a_tokenizer_can_be_given_and_its_path_is_kept_in_full(tmp_path, source,
     assert f'tokenizer = "{given}"' in (tmp_path / "run" / "config.toml").read_text()
 
 
+def as_bert(own: str) -> str:
+    """The same pieces behind bert-base-uncased's marks: [PAD], 99 free places, [UNK] ... [MASK], 895 free places."""
+    changed = json.loads(own)
+    pieces = [name for name in changed["model"]["vocab"] if name not in tokens.SPECIAL]
+    free = [f"[unused{i}]" for i in range(994)]
+    marks = ["[PAD]", *free[:99], *tokens.SPECIAL[1:], *free[99:]]
+    changed["model"]["vocab"] = {name: place for place, name in enumerate([*marks, *pieces])}
+    for name, mark in changed["post_processor"]["special_tokens"].items():
+        mark["ids"] = [marks.index(name)]
+    return json.dumps(changed)
+
+
+def test_a_tokenizer_tells_which_id_is_mask_and_where_words_begin():
+    own = tokens.train_tokenizer([text for _, text, _ in news()], 100)
+    assert (tokens.opened(own, 8).mask, tokens.opened(own, 8).first_word) == (4, 5)
+    bert = tokens.opened(as_bert(own), 8)
+    assert (bert.mask, bert.first_word) == (103, 999)
+    assert (tokens.encode(["the team"], bert)[0, [0, 3]]).tolist() == [101, 102]
+    without = tokens.opened(own.replace("[MASK]", "[OTHER]"), 8)
+    assert (without.mask, without.first_word) == (None, 5)
+    other = tokens.opened(own.replace("[MASK]", "<mask>"), 8)
+    assert (other.mask, other.first_word) == (4, 5)
+    package = tokenizers.Tokenizer.from_str(own)
+    package.add_special_tokens([package.id_to_token(5)])  # a mark, whatever it is called
+    assert tokens.opened(package.to_str(), 8).first_word == 6
+
+
+def test_pretraining_that_does_not_fit_the_text_is_told_before_a_run_starts(tmp_path):
+    one = experiment(table(tmp_path / "news.csv", news()))
+    federation = build_federation(one)
+
+    def told(method: str) -> str:
+        return fails(check_ready, one.replace(algorithm={"name": method}), federation)
+
+    assert "mask_id = 103 is not [MASK], which is 4" in told("masked_lm(mask_id=103, first_word_id=999)")
+    assert "on text use masked_lm or next_token" in told("fedavg+simclr")
+    assert "next_token would replace the model that 1 rounds have trained" in told("fedavg until 1 then next_token")
+    check_ready(one.replace(algorithm={"name": "masked_lm"}), federation)
+
+
+def test_with_a_tokenizer_that_is_given_hidden_words_are_its_own(tmp_path, source):
+    task, _ = tokenise(source, length=8, vocabulary=100)
+    (tmp_path / "bert.json").write_text(as_bert(task.train.tokenizer.file))
+    one = experiment(table(tmp_path / "news.csv", news()), tokenizer=str(tmp_path / "bert.json"))
+    row = run(one.replace(algorithm={"name": "masked_lm(epochs=1)"})).history.rows[0]
+    assert row["prepare/masked_lm_loss"] > 1.0  # near ln of a thousand ids; 0 is a training on nothing
+
+
 def test_a_tokenizer_is_trained_once_and_a_damaged_copy_is_trained_again(tmp_path, monkeypatch, private_cache):
     lines = [text for _, text, _ in news()]
     first = tokens.kept_tokenizer(lines, 100)

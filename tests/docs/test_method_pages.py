@@ -75,3 +75,11 @@ def test_costs_are_those_of_the_papers(tool):
     assert found("feddyn") == ["1 model", "1 model", "1 model", "1 model"]
     assert found("fedadam") == ["1 model", "1 model", "nothing", "2 models"]
     assert "1 frozen model" in tool.cost("fedntd")["a client's step"]
+
+
+def test_costs_name_what_the_server_keeps_for_its_data_though_no_model_is_as_large(tool):
+    kept = {method: tool.cost(method)["kept by the server beside the model"] for method in ("feddf", "fedaux", "d2cfl")}
+    assert kept["feddf"] == "what was taught last, M x K"
+    assert "a score of each of the N clients" in kept["fedaux"]
+    assert kept["d2cfl"].startswith("1 model; ")
+    assert tool.kept_by_server({"0": {}, "1": {"unheard": {}}}, 8) == "unheard"

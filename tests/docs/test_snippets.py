@@ -36,6 +36,29 @@ def test_experiment_files_of_a_page_load(page):
         assert Experiment.model_validate(table).model_dump(exclude_unset=True)
 
 
+SMALL = ["--set", "model.name=mlp", "--set", "model.hidden=[8]", "--set", "local.steps=1"]  # tells as much of privacy
+
+
+def run_block(text, folder, *settings):
+    (folder / "shown.toml").write_text(text)
+    words = ["run", str(folder / "shown.toml"), "--out", str(folder / "run"), *SMALL, *settings]
+    return CliRunner().invoke(app, words)
+
+
+def test_the_privacy_page_shows_what_its_experiment_tells(tmp_path):
+    page = ROOT / "docs" / "privacy.md"
+    told = [line.strip() for line in run_block(blocks(page, "toml")[0].text, tmp_path).stdout.splitlines()]
+    shown = [line.strip() for line in blocks(page, "text")[0].text.splitlines()]
+    assert shown[0].startswith("privacy ")
+    assert [line for line in shown if line not in told] == []
+
+
+def test_the_experiment_on_the_page_of_dp_fedavg_runs(tmp_path):
+    (block,) = (one for one in blocks(ROOT / "docs" / "methods" / "dp_fedavg.md", "toml") if "cohort" in one.text)
+    done = run_block(block.text, tmp_path, "--set", "rounds=1")
+    assert done.exit_code == 0, done.output
+
+
 def commands():
     found = [
         line

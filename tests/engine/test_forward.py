@@ -31,6 +31,7 @@ from fedstill.core.tree import clone, rows, stack
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
 from fedstill.engine import forward as forward_module
+from fedstill.engine.engine import FEEDS
 from fedstill.engine.feed import Feed
 from fedstill.engine.forward import TEACHERS_AT_ONCE, forward, forward_many
 from fedstill.local.terms import cross_entropy
@@ -146,6 +147,21 @@ def test_outputs_carry_no_gradient_and_a_set_is_moved_once():
     assert not torch.equal(engine.outputs(weights, 2 * other).logits, engine.outputs(weights, other).logits)
 
 
+def test_a_set_that_does_not_come_back_takes_no_place_and_gets_the_same_answer():
+    engine = engine_for("batched")
+    x, weights, others = dataset(9, images=False).x, engine.model.init(0), range(2 * FEEDS)
+    kept = engine._feed_of(x)
+    for seed in others:
+        other = dataset(9, images=False, seed=seed).x
+        assert torch.equal(engine.outputs(weights, other, keep=False).logits, forward_of(engine, weights, other))
+    assert engine._feed_of(x) is kept
+    assert len(engine.feeds) == 1
+
+
+def forward_of(engine, weights, x):
+    return forward(engine.model, weights, feed_of(x, "mlp")).logits
+
+
 @pytest.mark.parametrize("net", ["mlp", "norm"])
 @pytest.mark.parametrize("count", [1, 16, 17, 40])
 def test_more_models_than_run_at_once_are_each_model_alone(monkeypatch, net, count):
@@ -207,6 +223,25 @@ def test_on_a_cpu_teachers_run_together_where_that_saves_calls_and_else_in_turn(
     engine.model = dataclasses.replace(engine.model, apply=spying)
     engine.outputs(several, dataset(samples, images=False).x, stacked=True, features=False)
     assert len(seen) == calls
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", ["batched", "looped"])
+def test_on_a_gpu_teachers_answer_in_turn_where_one_alone_fills_a_piece(net, name):
+    engine = engine_for(name, net)
+    teachers, engine.device = stack([engine.model.init(seed) for seed in range(2)]), torch.device("cuda")
+    full = forward_module.ROWS_AT_ONCE["cuda"]
+    assert engine._in_turn(teachers, full)
+    assert engine._in_turn(teachers, full - 1) == (net == "cnn" and name == "looped")
+
+
+def test_the_rows_that_are_asked_about_decide_and_not_the_whole_set(monkeypatch):
+    engine, seen = engine_for("batched"), []
+    monkeypatch.setattr(engine, "_in_turn", lambda teachers, samples: seen.append(samples) or True)
+    teachers, x = stack([engine.model.init(seed) for seed in range(2)]), dataset(9, images=False).x
+    for rows_asked in (None, torch.arange(4)):
+        engine.outputs(teachers, x, stacked=True, rows=rows_asked)
+    assert seen == [9, 4]
 
 
 @pytest.mark.slow

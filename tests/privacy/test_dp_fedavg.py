@@ -5,6 +5,7 @@ Worked by hand on moves of length 5 and 13 at a bound of 2, from a model of (1, 
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fedstill.algorithms import build_algorithm, dp_fedavg, fedavg
 from fedstill.core.errors import FedstillError
 from fedstill.core.join import join
 from fedstill.core.message import select
+from fedstill.core.phases import phases_of
 from fedstill.core.tree import stack
 from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
 from fedstill.methods import build_method
@@ -117,10 +119,12 @@ def test_a_clients_noise_follows_the_client_and_changes_with_the_round():
     assert not torch.equal(transmit(uploads_of(MOVES[1:2], ids=[9]), START, 6).weights.params["a"][0], everybody[1])
 
 
-def test_a_broken_move_stays_broken_for_the_guard_to_see():
-    for bad in (math.nan, math.inf):
-        sent = noisy_moves(2.0, 1.0)(uploads_of([(bad, 0.0, 0.0)]), START, 0)
-        assert not bool(sent.weights.params["a"].isfinite().all())
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_broken_move_is_sent_as_no_move_with_its_noise(bad):
+    """An upload of NaN would be an event without noise that one client's data decide."""
+    broken, still = uploads_of([MOVES[0], (bad, 0.0, 0.0)]), uploads_of([MOVES[0], (0.0, 0.0, 0.0)])
+    for sent in (noisy_moves(2.0, 1.0), lambda *those: noisy_mean(2.0, 1.0)(*those, 2)):
+        assert torch.equal(moves_of(sent(broken, START, 0)), moves_of(sent(still, START, 0)))
 
 
 @pytest.mark.parametrize("trust", ["server", "nobody"])
@@ -168,12 +172,30 @@ def test_batchnorm_statistics_are_never_taken_from_clients():
 
 
 @pytest.mark.parametrize(
-    ("method", "needs"),
-    [("dp_fedavg+feddf(steps=2)", "each client's model"), ("dp_fedavg+scaffold", "control_delta")],
+    ("method", "told"),
+    [
+        ("dp_fedavg+feddf(steps=2)", "each client's model: use dp_fedavg(trust='nobody'), or another method beside it"),
+        (
+            "dp_fedavg+scaffold",
+            "control_delta: use another method beside it (dp_fedavg(trust='nobody') would run, and claim nothing: it "
+            "puts no noise on control_delta)",
+        ),
+    ],
 )
-def test_a_method_that_needs_more_than_the_noisy_mean_is_refused_in_words(method, needs):
-    with pytest.raises(FedstillError, match=f"needs {needs}: use dp_fedavg\\(trust='nobody'\\)"):
+def test_a_method_that_needs_more_than_the_noisy_mean_is_refused_in_words(method, told):
+    with pytest.raises(FedstillError, match=re.escape(told)):
         run(method)
+
+
+def test_another_sealed_method_is_not_told_to_use_this_one():
+    """A release names its own way to do without trust, or none."""
+    ((joined, _),) = phases_of(build_method("dp_fedavg+scaffold"))
+    (release,) = joined.releases
+    for way, told in (("", "use another method beside it"), ("mine(local=true)", r"\(mine\(local=true\) would run")):
+        other = dataclasses.replace(joined, releases=(dataclasses.replace(release, without_trust=way),))
+        with pytest.raises(FedstillError, match=told) as refused:
+            run(other)
+        assert "dp_fedavg" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

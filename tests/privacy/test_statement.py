@@ -1,11 +1,17 @@
 """Which claims are made, which are not, and what is said about the rest."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
+import torch
 
-from fedstill.core.types import Release
-from fedstill.privacy import Stretch, statement
+from fedstill.core.types import Release, Weights
+from fedstill.methods import build_method
+from fedstill.privacy import Privacy, Stretch, statement
+from fedstill.privacy.statement import shown
+from fedstill.promises import stretches_of
 
 DELTA = 1e-5
 ALL = ("model", "buffers", "numbers")
@@ -78,7 +84,7 @@ def test_one_thing_that_leaves_without_noise_voids_the_rounds_since_it_steers_th
     release = Release("model updates", "client", 2.0, "round", "server", covers=covers)
     made = of(plain(release, leaves={"model": "trained models", part: told}))
     assert made.claims == ()
-    assert f"{told} leave without noise and steer the rounds that follow" in made.text()
+    assert f"{told} leave without noise and steer what follows" in made.text()
     assert told in made.not_covered
 
 
@@ -134,22 +140,80 @@ def test_what_a_claim_rests_on_is_written_down():
 
 
 def test_a_statement_is_plain_data():
-    made = of(plain(LOCAL, SCORES))
+    made = of(plain(LOCAL), plain(LOCAL, SCORES))
     data = json.loads(json.dumps(made.as_dict(), allow_nan=False))
-    assert data["rounds"] == 3
+    assert data["rounds"] == 6
     assert {(one["unit"], one["against"]) for one in data["claims"]} == {
         ("client", "server"),
         ("client", "public"),
         ("sample", "server"),
         ("sample", "public"),
     }
-    assert data["claims"][0]["complete"] is False  # the scores are no client-level release
+    assert data["claims"][0]["complete"] is False  # scores of the second method are no client-level release
     assert data["text"] == made.text()
 
 
-def test_a_stronger_noise_for_clients_beside_a_weaker_one_for_samples_gives_two_lines():
-    lines = of(plain(LOCAL, SCORES)).text().split("\n")
+def test_noise_for_clients_before_a_method_that_protects_samples_gives_two_lines():
+    lines = of(plain(LOCAL), plain(LOCAL, SCORES)).text().split("\n")
     assert [line.split(" for ")[1].split(",")[0] for line in lines[:2]] == [
         "all that one client holds",
         "each single sample",
     ]
+
+
+VOID = Release("scores", "sample", None, "once", "server", why="no noise")
+DP_AND_FEDAUX = 'dp_fedavg(trust="nobody", noise_multiplier=8)+fedaux(weighting="uniform", buffers="local"{})'
+
+
+def after_ten_rounds(options: str):
+    phases, weights = build_method(DP_AND_FEDAUX.format(options)), Weights({"w": torch.zeros(3, 2)}, {})
+    return statement(stretches_of(phases, weights, Privacy())(10), DELTA)
+
+
+@pytest.mark.parametrize("options", ["", ', scorer="kde"', ', preset="released"'])
+def test_scores_without_a_claim_void_the_rounds_that_they_steer(options):
+    """It said epsilon = 3.341 for all that one client holds, against the server: false, the shares are open."""
+    made = after_ten_rounds(options)
+    assert made.claims == ()
+    assert "no claim for model updates: certainty scores leave without noise and steer what follows" in made.text()
+    assert made.not_covered == ("model updates", "certainty scores")
+
+
+def test_scores_that_hide_samples_leave_the_claim_for_samples_and_void_the_one_for_clients():
+    """Ten rounds of multiplier 4 (3.3414 alone), and scores of multiplier 3.7306: dp-accounting says 3.5557."""
+    made = after_ten_rounds(', form="mean", epsilon=1.0')
+    assert {(one.unit, one.against) for one in made.claims} == {("sample", "server"), ("sample", "public")}
+    assert made.claim("sample", "server").epsilon == pytest.approx(3.5557, abs=1e-4)
+    assert made.claim("sample", "server").complete
+
+
+def test_what_is_sent_once_without_a_claim_voids_later_methods_and_what_else_is_sent_once():
+    for later in (of(plain(VOID), plain(LOCAL)), of(plain(VOID, LOCAL), plain(LOCAL))):
+        assert later.claims == ()
+    assert of(plain(VOID, replace(SCORES, what="other scores"))).claims == ()
+    assert of(plain(SCORES, asks=True)).claims == ()
+    assert of(plain(SCORES, rounds=0), plain(LOCAL)).claim("client", "server") is None
+
+
+def test_rounds_that_are_covered_in_the_first_method_alone_are_told_as_such():
+    made = of(plain(LOCAL), plain(LOCAL, VOID))
+    claim = made.claim("client", "server")
+    assert claim.epsilon == of(plain(LOCAL)).claim("client", "server").epsilon
+    assert claim.covered == ("model updates until round 3",)
+    assert set(claim.not_covered) == {"model updates", "scores"}
+
+
+def test_a_shown_epsilon_is_never_below_the_true_one():
+    """1/3 and 2/3 of a last digit go up alike; 1e-9 of an epsilon is not more than it can be computed to."""
+    found = [shown(one) for one in (3.34133, 3.34167, 969.61, 0.00654211, 12345.6, 1.0 + 1e-12, 0.0, math.inf)]
+    assert found == ["3.342", "3.342", "969.7", "0.006543", "1.235e+04", "1", "0", "inf"]
+    assert "epsilon = 3.342 at" in of(Stretch((replace(LOCAL, multiplier=4.0),), 10, LEAVES)).text()  # 3.34141
+
+
+def test_a_statement_says_that_runs_add_up_and_that_a_client_holds_something():
+    sealed, local = of(plain(CENTRAL, sealed=True)).assumptions, of(plain(LOCAL)).assumptions
+    for told in ("several on the same data", "each holds at least one sample"):
+        assert any(told in line for line in sealed)
+        assert any(told in line for line in local)
+    assert any("a quorum above 1 is refused" in line for line in sealed)
+    assert not any("quorum" in line for line in local)

@@ -61,7 +61,7 @@ def test_features_tell_what_no_label_said():
     )  # fmt: skip
     row = result.history.rows[0]
     assert row["prepare/knn_accuracy"] > row["prepare/knn_accuracy_before"] + 0.1
-    assert row["prepare/pretrain_loss"] < np.log(199) - 0.5  # of 200 views that all look alike
+    assert row["prepare/simclr_loss"] < np.log(199) - 0.5  # of 200 views that all look alike
 
 
 def pictures(text, **how):
@@ -89,7 +89,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
     keeper, seen = KeptResults(tmp_path), []
 
     def look(candidate, state, preparation):
-        seen.append((candidate, preparation.metrics["pretrain_epochs"]))
+        seen.append((candidate, preparation.metrics["simclr_epochs"]))
         return candidate, state
 
     def watched():
@@ -117,7 +117,7 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
     )
     first, second = (run_experiment(experiment) for _ in range(2))
     row, later = first.history.rows[0], second.history.rows[0]
-    assert (row["prepare/pretrain_epochs"], later["prepare/pretrain_epochs"]) == (2.0, 0.0)
+    assert (row["prepare/simclr_epochs"], later["prepare/simclr_epochs"]) == (2.0, 0.0)
     assert row["prepare/knn_accuracy"] == later["prepare/knn_accuracy"] > 0.3
     assert same(first.weights, second.weights)
     assert (tmp_path / "cache" / "prepared").is_dir()
@@ -164,5 +164,5 @@ def test_of_several_architectures_each_is_pretrained_and_kept_on_its_own(tmp_pat
     rows = [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, keeper=keeper, rounds=1).history.rows[0]]
     rows += [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, keeper=keeper, rounds=1).history.rows[0]]
     for prototype in prototypes:
-        assert [row[f"prepare/{prototype}/pretrain_epochs"] for row in rows] == [2.0, 0.0]
+        assert [row[f"prepare/{prototype}/simclr_epochs"] for row in rows] == [2.0, 0.0]
     assert len(list(tmp_path.iterdir())) == 2

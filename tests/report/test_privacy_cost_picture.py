@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from pictures import assert_no_label_is_clipped
 
 from fedstill.core.errors import FedstillError
+from fedstill.methods import build_method
 from fedstill.report.privacy_cost import best_lambda, epsilons_of, privacy_cost_picture
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fedaux" / "privacy_cost.py"
@@ -87,6 +88,14 @@ def test_the_script_says_in_words_of_methods_what_the_recipe_s_rows_mean(script)
     head = 'fedaux(steps=100, server_lr=0.001, score="probability", lam=0.01'
     assert method("sum", 0.01, "probability") == f'{head}, form="sum")'
     assert method("mean-epsilon-8", 0.01, "probability") == f'{head}, form="mean", epsilon=8.0)'
+
+
+def test_its_feddf_is_fedaux_with_equal_scores(script):
+    """The same part of the unlabeled rows, and the same average: only the scores are missing."""
+    ours = script["baseline"]()
+    assert ours == 'feddf(steps=100, server_lr=0.001, distill_share=0.8, weighting="size")'
+    (feddf,), (fedaux,) = build_method(ours), build_method(script["method"]("sum", 0.01, "probability"))
+    assert feddf.algorithm.server.steps[0].name == fedaux.algorithm.server.steps[0].name
 
 
 def run_of(row, column, accuracy):

@@ -187,7 +187,7 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path):
     [
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"cohort": 4}, "cohort was 5 and is 4"),
-        ({"training": Training()}, "training was"),
+        ({"training": Training()}, r"training\.batch_size was 6 and is 50 now, training\.lr was"),
     ],
 )
 def test_a_resume_with_other_settings_is_refused(tmp_path, change, told):

@@ -101,12 +101,29 @@ def test_one_round_is_drawn_as_a_bar_a_method(monkeypatch, tmp_path, seeds, meth
     )
     assert [label.get_text() for label in kept.axes.get_yticklabels()] == list(curves)
     assert kept.axes.get_xlabel() == "test accuracy after round 1 (%); dotted: target 20"
-    assert ("standard deviation" in kept.axes.get_title(loc="left")) == (seeds > 1)
+    assert ("standard deviation" in kept.figures[-1].get_suptitle()) == (seeds > 1)
     left, right = kept.axes.get_xlim()
     assert left == 0
     assert right > 20
     kept.axes.set_xticks([tick for tick in kept.axes.get_xticks() if tick <= right])  # others are not drawn
     assert_no_label_is_clipped(kept.figures[-1], at_least=2 * methods + 2)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_long_names_and_titles_are_broken_into_lines_and_nothing_is_cut_off(monkeypatch, tmp_path, rounds):
+    kept, numbers = Kept(monkeypatch), list(range(1, rounds + 1))
+    long = 'fedaux(form="mean", epsilon=0.5, steps=2000)+simclr(epochs=100, temperature=0.1)'
+    curves = {name: [(numbers, [0.7] * rounds)] * 2 for name in ("fedavg", long, "feddf")}
+    title = "CIFAR-10: lda(alpha=0.1) over 100 clients; mixed(cnn, mlp, resnet8; reported: ensemble)"
+    learning_curves(curves, tmp_path / "curves.png", title=title)
+    figure, axes = kept.figures[-1], kept.axes
+    texts = [figure._suptitle, *(axes.get_yticklabels() if rounds == 1 else axes.texts)]
+    assert any(" ".join(long.split()) in " ".join(text.get_text().split()).replace("+ ", "+") for text in texts)
+    for text in texts:
+        box = text.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+    assert axes.get_window_extent().width > figure.bbox.width / 2
 
 
 def test_bars_name_no_round_where_methods_were_evaluated_in_different_ones(monkeypatch, tmp_path):

@@ -128,6 +128,31 @@ def test_a_client_that_fails_is_left_out_and_recorded(fault, reason):
     assert reason in record["reason"]
 
 
+def test_what_is_sent_for_a_question_is_counted_for_every_client_that_is_asked():
+    def prepare(candidate, state, preparation):
+        preparation.ask(lambda data: {"a": torch.zeros(3)}, sent={"table": torch.zeros(10)})
+        preparation.ask(lambda data: {"a": torch.zeros(1)}, among={0, 2}, sent=torch.zeros(5, dtype=torch.float64))
+        preparation.ask(lambda data: {"a": torch.zeros(1)})
+        return candidate, state
+
+    row = run(method(ServerStep(prepare=prepare)), rounds=1).history.rows[0]
+    assert row["bytes_prepared_down"] == 4 * 40 + 2 * 40
+    assert row["bytes_prepared"] == 4 * 12 + 2 * 4 + 4 * 4
+
+
+def test_every_phase_knows_the_runs_seed_and_has_one_of_its_own():
+    seen = []
+
+    def prepare(candidate, state, preparation):
+        seen.append((preparation.run_seed, preparation.seed))
+        return candidate, state
+
+    run((Phase(method(ServerStep(prepare=prepare)), until=1), Phase(method(ServerStep(prepare=prepare)))), seed=6)
+    (first, own), (second, other) = seen
+    assert first == second == 6
+    assert own != other
+
+
 def test_some_clients_can_be_asked_alone():
     heard = []
     answers = asked().ask(lambda data: heard.append(data.id) or {"a": torch.zeros(1)}, among={3, 1, 99})

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.algorithms import METHODS, dp_fedavg, fedavg, scaffold
+from fedstill.algorithms import METHODS, dp_fedavg, fedaux, fedavg, scaffold
+from fedstill.asking import Asked
 from fedstill.callbacks import Callback
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Algorithm, Need, Phase, Release, ServerStep, Training
+from fedstill.guard import Guard
 from fedstill.local.terms import cross_entropy
+from fedstill.methods import build_method
 from fedstill.models import build_model
 from fedstill.play import draw_cohort
 from fedstill.privacy import Event, analytic_gaussian_multiplier, epsilon_after, epsilon_of
@@ -83,10 +86,17 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_would(tmp_path):
 SCORES = Release("scores", "sample", 2.0, when="once", against="server")
 
 
-def asks(*releases: Release) -> Algorithm:
+def asks(*releases: Release, names: tuple[str, ...] = ("scores",), heard: list | None = None) -> Algorithm:
+    """Asks every client as many questions as there are names."""
+
+    def question(data):
+        if heard is not None:
+            heard.append(data.id)
+        return {"size": torch.tensor(float(len(data.x)))}
+
     def prepare(candidate, state, preparation):
-        answers = preparation.ask(lambda data: {"size": torch.tensor(float(len(data.x)))})
-        return candidate, {"sizes": answers.values["size"]}
+        answers = [preparation.ask(question, release=name) for name in names]
+        return candidate, {"sizes": answers[0].values["size"]}
 
     step = ServerStep(init=lambda _: {"sizes": {}}, prepare=prepare)
     base = dp_fedavg(noise_multiplier=8.0, trust="nobody")
@@ -106,12 +116,84 @@ def test_if_that_alone_exceeds_the_budget_nothing_is_sent_at_all(tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_question_without_noise_ends_a_run_with_a_budget_and_voids_the_claim_of_one_without():
-    with pytest.raises(FedstillError, match="asks clients something that has no noise"):
-        run(asks(), privacy=Privacy(epsilon=50.0))
-    made = run(asks(), rounds=2).privacy
+@pytest.mark.parametrize(
+    ("releases", "names", "told"),
+    [
+        ((), ("",), "wants an answer that no release speaks of"),
+        ((SCORES,), ("scores", ""), "wants an answer that no release speaks of"),
+        ((SCORES,), ("scores", "sizes"), "wants an answer that no release speaks of"),
+        ((SCORES,), ("scores", "scores"), "wants a second answer of 'scores'"),
+    ],
+)
+def test_a_question_without_noise_is_not_asked_under_a_budget_and_voids_the_claim_of_a_run_without(
+    releases, names, told
+):
+    heard = []
+    with pytest.raises(FedstillError, match=told):
+        run(asks(*releases, names=names, heard=heard), privacy=Privacy(epsilon=50.0, unit="sample"))
+    assert heard == [0, 1, 2, 3] * (len(names) - 1)
+    made = run(asks(*releases, names=names), rounds=2).privacy
     assert made.claims == ()
     assert "what clients answer before the first round" in made.text()
+
+
+def test_clients_of_two_architectures_may_be_asked_for_one_release_in_turn():
+    asking = Asked(trial_federation(), np.arange(4), torch.device("cpu"), 1, releases=["scores"], strict=True)
+    for members in ({0, 2}, {1, 3}):
+        asking.ask(lambda data: {"a": torch.zeros(1)}, among=members, release="scores")
+    with pytest.raises(FedstillError, match="a second answer of 'scores'"):
+        asking.ask(lambda data: {"a": torch.zeros(1)}, among={3}, release="scores")
+
+
+def test_a_budget_for_rounds_that_open_scores_steer_is_refused():
+    """It ran at epsilon = 0.0065, and replacing a client moved the model by 2.5 where 0.0005 was possible."""
+    method = build_method(
+        'dp_fedavg(trust="nobody", noise_multiplier=1000, clip=0.001)'
+        '+fedaux(weighting="uniform", buffers="local", steps=2)'
+    )
+    with pytest.raises(FedstillError, match="certainty scores leave without noise that hides all that one client"):
+        run(method, privacy=Privacy(epsilon=0.1, against="server", partial=True))
+
+
+LOUD, HUSHED = dp_fedavg(noise_multiplier=0.1), dp_fedavg(noise_multiplier=20.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "how", "told"),
+    [
+        (LOUD, HUSHED, {}, r"noise was .*with noise of 0.05.* and is .*with noise of 10.0"),
+        (LOUD, (Phase(LOUD, until=2), Phase(HUSHED)), {}, "noise was .* and is .*until round 2"),
+        (fedavg(), HUSHED, {}, r"noise was \[\] and is"),
+        (LOUD, LOUD, {"privacy": Privacy(label_epsilon=9.0)}, "privacy.label_epsilon was 1.0 and is 9.0"),
+    ],
+)
+def test_a_run_cannot_be_resumed_with_other_noise(tmp_path, first, then, how, told):
+    """Five rounds at epsilon = 969.6 were resumed with 200 times the noise, and the whole was stated as 0.7255."""
+    where = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "cohort": 2, "method": "dp_fedavg"}
+    run(first, rounds=5, **where)
+    with pytest.raises(FedstillError, match=told):
+        run(then, resume=True, **where, **how)
+    assert len(run(first, resume=True, **where).history.rows) == 6
+
+
+def test_a_run_may_be_resumed_with_another_budget(tmp_path):
+    where = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
+    run(QUIET, rounds=2, **where)
+    assert len(run(QUIET, resume=True, privacy=Privacy(epsilon=50.0), **where).history.rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("quorum", "how"), [(2, {"cohort": 4}), (1.0, {"cohort": 4}), (0.5, {"cohort": 1, "sampling": "poisson"})]
+)
+def test_a_quorum_is_refused_where_a_trusted_server_adds_the_noise(quorum, how):
+    """Of 10 clients at q = 0.3, z = 1 and a quorum of 6, delta at the claimed 3.276 was 9.4e-5 and not 1e-5."""
+    with pytest.raises(FedstillError, match=r"set guard.quorum = 1, or use dp_fedavg\(trust='nobody'\)"):
+        run(dp_fedavg(), guard=Guard(quorum=quorum), **how)
+    assert run(QUIET, guard=Guard(quorum=quorum), rounds=1, cohort=4).privacy.claims
+
+
+def test_a_quorum_of_one_upload_is_none():
+    assert run(dp_fedavg(), guard=Guard(quorum=0.25), rounds=1).privacy.claims
 
 
 @pytest.mark.parametrize(
@@ -119,9 +201,22 @@ def test_a_question_without_noise_ends_a_run_with_a_budget_and_voids_the_claim_o
     [
         (fedavg(), {}, "this method makes no such claim"),
         (QUIET, {"epsilon": 0.1}, "the first round alone takes more"),
-        (dp_fedavg(), {"against": "server"}, "it has one for unit = 'client', against = 'public'"),
+        (
+            dp_fedavg(),
+            {"against": "server"},
+            r"use dp_fedavg\(trust='nobody'\), or .*it has one for unit = 'client', against = 'public'",
+        ),
+        (fedavg(), {}, r"add a method that does \(e\.g\. dp_fedavg\), or take privacy\.epsilon away"),
+        (dp_fedavg(noise_multiplier=0.0), {}, r"no noise: set noise_multiplier\): change that"),
+        ((Phase(fedavg(), until=1), Phase(QUIET)), {}, r"left without noise .* in the rounds before\): change that"),
+        (
+            fedaux(form="mean", epsilon=1.0),
+            {},
+            r"\(certainty scores: it protects single samples, .*\): it has one for unit = 'sample', against = 'server' "
+            r"with partial = true \(certainty scores alone\)",
+        ),
         ((Phase(QUIET, until=2), Phase(fedavg())), {"epsilon": 50.0}, "only model updates can be counted"),
-        (asks(SCORES), {"epsilon": 50.0}, "only model updates can be counted, unprotected are scores"),
+        (asks(SCORES), {"epsilon": 50.0}, "model updates: scores leave without noise that hides all that one client"),
     ],
 )
 def test_a_budget_without_a_claim_teaches(algorithm, privacy, told):

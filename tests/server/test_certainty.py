@@ -48,15 +48,15 @@ class Identity:
         return Output(x, x)
 
 
-def preparation(unlabeled, clients, *, population=None, told=None):
-    def ask(question, among=None):
+def preparation(unlabeled, clients, *, population=None, told=None, **how):
+    def ask(question, among=None, **_):
         each = {k: question(ClientData(k, x, torch.zeros(len(x)))) for k, x in clients.items()}
         if told is not None:
             told.update(each)
         values = {name: torch.stack([answer[name] for answer in each.values()]) for name in next(iter(each.values()))}
         return Answers(torch.tensor(list(each)), values)
 
-    return Preparation(1, None, population or len(clients), unlabeled, 11, Identity(), ask)
+    return Preparation(1, None, population or len(clients), unlabeled, 5, Identity(), ask, run_seed=11, **how)
 
 
 def table_of(unlabeled, clients, scoring, share=0.8, **how):
@@ -180,17 +180,34 @@ def test_scores_use_the_features_divided_as_each_form_says():
     assert found == pytest.approx([1 / (1 + math.exp(-z)) + 1e-8 for z in (2.0, 1.0, 1.5)], abs=1e-9)
 
 
-def test_a_table_has_a_row_for_every_client_and_the_indifferent_score_for_those_who_said_nothing():
+@pytest.mark.parametrize("how", [{}, {"score": "odds"}, {"scorer": "kde"}])
+def test_a_client_that_said_nothing_counts_as_much_as_the_others_on_average(how):
     unlabeled, clients = cloud(0, 25), {0: cloud(1, 9, centre=1.0), 3: cloud(2, 9, centre=-1.0)}
-    table, look = table_of(unlabeled, clients, Scoring(), population=5)
+    table, look = table_of(unlabeled, clients, Scoring(**how), population=5)
     assert table.shape == (5, 20)
-    for silent in (1, 2, 4):
-        assert table[silent].tolist() == [pytest.approx(0.5 + 1e-8)] * 20
     assert not torch.allclose(table[0], table[3])
+    for silent in (1, 2, 4):
+        torch.testing.assert_close(table[silent], (table[0] + table[3]) / 2)
+    assert normalised(table)[1].tolist() == [pytest.approx(1 / 5)] * 20  # of five clients
     assert look.metrics["scored_clients"] == 2
     assert 1 / 5 < look.metrics["largest_share"] < 1
-    odds, _ = table_of(unlabeled, clients, Scoring(score="odds"), population=5)
-    assert odds[1].tolist() == [1.0] * 20
+
+
+@pytest.mark.parametrize("scorer", ["logistic", "kde"])
+def test_progress_goes_by_the_place_among_those_who_are_asked_whatever_their_ids(scorer):
+    heard, unlabeled = [], cloud(0, 25)
+    looks = {
+        name: preparation(unlabeled, {k: cloud(k, 9) for k in ids}, tell=lambda what, share: heard.append(share))
+        for name, ids in (("odd", (1, 3)), ("even", (0, 2)))
+    }
+    look = dataclasses.replace(looks["odd"], groups=looks, candidates={"odd": None, "even": None})
+    score_table(None, distilled_rows(look, 0.8), look, Scoring(scorer=scorer))
+    assert heard == [0.0, 0.5, 1.0] * 2
+
+
+def test_odds_are_those_of_the_probability():
+    unlabeled, clients = cloud(0, 25), {0: cloud(1, 9, centre=1.0), 1: cloud(2, 9, centre=-1.0)}
+    table, odds = (table_of(unlabeled, clients, Scoring(score=mode))[0] for mode in ("probability", "odds"))
     torch.testing.assert_close(odds[0].double(), table[0].double() / (1 - table[0].double()), rtol=1e-4, atol=1e-4)
 
 
@@ -234,7 +251,7 @@ def test_prototypes_are_scored_by_their_own_features_and_every_client_is_asked_o
         told: dict = {}
         own = preparation(unlabeled, {k: clients[k] for k in members}, told=told)
 
-        def ask(question, among=None):
+        def ask(question, among=None, **_):
             answers = own.ask(question)
             asked.extend(answers.ids.tolist())
             return answers

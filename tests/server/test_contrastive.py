@@ -11,7 +11,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_stream
 from fedstill.core.types import Batch, Output, Training
 from fedstill.models import build_model, from_module
-from fedstill.server.contrastive import PROJECTION, no_labels, nt_xent, projected, simclr_pretext
+from fedstill.server.contrastive import PROJECTION, check_images, no_labels, nt_xent, projected, simclr_pretext
 
 
 def unit_rows(count, width, seed=0):
@@ -156,14 +156,17 @@ def test_dropout_draws_another_mask_for_the_second_view():
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.zeros(4, 6), "needs images"),
+        (torch.zeros(4, 6), r"needs images .* shape \(6,\): leave simclr out"),
+        (torch.zeros(4, 6, dtype=torch.int32), r"needs images .* shape \(6,\): on text use masked_lm or next_token"),
+        (torch.zeros(1, 3, 2, 2), "at least 2 unlabeled images, and there is 1"),
         (torch.full((4, 3, 2, 2), 1.5), "0 to 1"),
         (torch.full((4, 3, 2, 2), -0.5), "0 to 1"),
     ],
 )
 def test_what_has_no_views_is_refused_in_words(x, message):
     with pytest.raises(FedstillError, match=message):
-        no_labels(x)
+        check_images(x)
+    check_images(torch.zeros(2, 3, 2, 2))
 
 
 def test_a_model_without_a_head_of_its_own_is_refused():

@@ -13,7 +13,18 @@ from fedstill.asking import Asked
 from fedstill.core.errors import FedstillError
 from fedstill.core.phases import phases_of
 from fedstill.core.seeds import uniform
-from fedstill.core.types import Batch, Dataset, Federation, Preparation, Stage, Training, Weights, no_preparation
+from fedstill.core.types import (
+    Batch,
+    Dataset,
+    Federation,
+    Outlook,
+    Preparation,
+    Stage,
+    Tokenizer,
+    Training,
+    Weights,
+    no_preparation,
+)
 from fedstill.engine import build_engine
 from fedstill.methods import build_method
 from fedstill.models import build_model
@@ -21,13 +32,16 @@ from fedstill.server.language import (
     Words,
     choose_places,
     hide_words,
+    masked_tokens,
     masked_words,
     next_words,
     reader_of,
     told_loss,
+    words_of,
 )
 
-WORDS, VOCABULARY, LENGTH = Words(), 30, 10
+WORDS, VOCABULARY, LENGTH = Words(4, 5), 30, 10
+OURS = Tokenizer("", LENGTH, VOCABULARY, mask=4, first_word=5)  # as fedstill trains one
 TRAINING = Training(epochs=1, batch_size=8, optimizer="adamw", lr=1e-3)
 SMALL = {"layers": 1, "hidden": 12, "heads": 2, "inner": 16, "positions": LENGTH}
 
@@ -224,7 +238,7 @@ def test_a_network_without_states_of_tokens_is_told_which_one_has_them():
 
 def federation() -> Federation:
     x = texts(40, number=2)
-    data = Dataset("words", x, torch.arange(40) % 3, ("a", "b", "c"))
+    data = Dataset("words", x, torch.arange(40) % 3, ("a", "b", "c"), tokenizer=OURS)
     return Federation(data, data, torch.arange(40), torch.tensor([0, 20, 40]), unlabeled=texts(64, number=3))
 
 
@@ -238,8 +252,9 @@ def prepared(method: str, *, keeper=None, number: int = 1):
     model, data = network(), federation()
     engine = build_engine("batched", "cpu", model=model, federation=data)
     look = Preparation(
-        1, model, 2, data.unlabeled, number, engine, Asked(data, np.arange(2), engine.device, 1).ask, keeper=keeper
-    )
+        1, model, 2, data.unlabeled, number, engine, Asked(data, np.arange(2), engine.device, 1).ask, keeper=keeper,
+        tokenizer=OURS,
+    )  # fmt: skip
     server, start = method_of(method).server, model.init(number)
     after, _ = server.prepare(start, server.init(start), look)
     return start, after, look
@@ -248,7 +263,7 @@ def prepared(method: str, *, keeper=None, number: int = 1):
 @pytest.mark.parametrize("method", ["masked_lm(epochs=6, share=0.3, batch_size=8)", "next_token(epochs=6)"])
 def test_the_network_learns_and_only_its_extractor_changes(method):
     start, after, look = prepared(method)
-    assert look.metrics["pretrain_loss"] < 0.99 * np.log(VOCABULARY)  # knowing nothing is ln 30
+    assert look.metrics[f"{method.split('(')[0]}_loss"] < 0.99 * np.log(VOCABULARY)  # knowing nothing is ln 30
     moved = {name for name, leaf in after.params.items() if not torch.equal(leaf, start.params[name])}
     assert moved == set(reader_of(network()).read)
     assert after.params.keys() == start.params.keys()
@@ -274,10 +289,66 @@ def test_another_run_takes_the_same_extractor_from_the_shelf_and_another_share_d
     shelf = Shelf()
     _, first, _ = prepared("masked_lm(epochs=1, batch_size=16)", keeper=shelf)
     _, second, look = prepared("masked_lm(epochs=1, batch_size=16)", keeper=shelf)
-    assert look.metrics["pretrain_epochs"] == 0
+    assert look.metrics["masked_lm_epochs"] == 0
     assert all(torch.equal(first.params[name], leaf) for name, leaf in second.params.items())
     _, _, look = prepared("masked_lm(epochs=1, batch_size=16, share=0.3)", keeper=shelf)
-    assert look.metrics["pretrain_epochs"] == 1
+    assert look.metrics["masked_lm_epochs"] == 1
+
+
+def test_both_tasks_in_one_run_report_their_own_losses():
+    _, _, look = prepared("masked_lm(epochs=2)+next_token(epochs=1)")
+    assert look.metrics.keys() == {"masked_lm_epochs", "masked_lm_loss", "next_token_epochs", "next_token_loss"}
+    assert (look.metrics["masked_lm_epochs"], look.metrics["next_token_epochs"]) == (2, 1)
+    assert look.metrics["masked_lm_loss"] != look.metrics["next_token_loss"]
+
+
+BERT = Tokenizer("", LENGTH, 30522, mask=103, first_word=999)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "given", "wanted"),
+    [
+        (OURS, {}, Words(4, 5)),
+        (BERT, {}, Words(103, 999)),
+        (BERT, {"mask_id": 103}, Words(103, 999)),
+        (OURS, {"first_word_id": 9}, Words(4, 9)),
+        (Tokenizer("", LENGTH, 30), {"mask_id": 2, "first_word_id": 3}, Words(2, 3)),  # it has no [MASK] of its own
+        (None, {"mask_id": 2, "first_word_id": 29}, Words(2, 29)),
+    ],
+)
+def test_which_ids_are_words_is_told_by_the_tokenizer_unless_it_is_given(tokenizer, given, wanted):
+    assert words_of(Outlook(1, texts(40), tokenizer), **given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "given", "told"),
+    [
+        (OURS, {"mask_id": 103, "first_word_id": 999}, r"mask_id = 103 is not \[MASK\], which is 4.*: leave it out"),
+        (OURS, {"first_word_id": 30}, "first_word_id = 30 leaves no word .* end at 29; leave it out"),
+        (OURS, {"first_word_id": 4}, r"words have larger ids than \[MASK\], 4"),
+        (Tokenizer("", LENGTH, 30), {}, r"no \[MASK\]: use next_token, or another data.tokenizer"),
+        (None, {}, "set data.tokens, or algorithm.mask_id and algorithm.first_word_id"),
+        (None, {"mask_id": 4}, "these ids have no tokenizer"),
+        (None, {"mask_id": 4, "first_word_id": 30}, "first_word_id = 30 leaves no word"),
+    ],
+)
+def test_ids_that_would_train_on_nothing_are_refused_before_a_run_starts(tokenizer, given, told):
+    options = "".join(f", {key}={value}" for key, value in given.items())
+    server = method_of(f"feddf+masked_lm(epochs=1{options})").server
+    with pytest.raises(FedstillError, match=told):
+        server.check(Outlook(1, texts(40), tokenizer))
+
+
+def test_the_same_tokenizer_gives_the_same_task_and_it_masks_with_its_own_ids():
+    task = masked_tokens(0.3, TRAINING)
+    assert task.suited(Outlook(1, texts(4), OURS)) is task.suited(Outlook(1, texts(9), OURS))
+    assert task.suited(Outlook(1, texts(4), OURS)).identity == {"share": 0.3, "mask": 4, "first": 5}
+    assert task.suited(Outlook(1, texts(4), BERT)).identity == {"share": 0.3, "mask": 103, "first": 999}
+
+
+def test_an_id_that_the_network_does_not_know_is_refused():
+    with pytest.raises(FedstillError, match="masked_lm uses id 30, and the network knows 30"):
+        masked_words(0.3, Words(30, 5), TRAINING).model(network())
 
 
 def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
@@ -294,7 +365,7 @@ def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
         ({"epochs": -1}, "algorithm.epochs = -1 is impossible"),
         ({"pretrain_lr": 0.0}, "algorithm.pretrain_lr = 0.0 is impossible"),
         ({"mask_id": 0}, "algorithm.mask_id = 0 is impossible"),
-        ({"mask_id": 103}, "words have larger ids than \\[MASK\\], 103"),
+        ({"first_word_id": -5}, "algorithm.first_word_id = -5 is impossible"),
         ({"pretrain_seed": -2}, "algorithm.pretrain_seed = -2 is impossible"),
     ],
 )

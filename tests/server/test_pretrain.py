@@ -52,8 +52,8 @@ def test_the_first_cohort_gets_a_trained_extractor_and_the_runs_own_random_head(
     weights, row = sent_first(pretrained())
     changed = {name for name in fresh.params if not torch.equal(fresh.params[name], weights.params[name])}
     assert changed == {"body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"}
-    assert row["prepare/pretrain_epochs"] == 3
-    assert row["prepare/pretrain_loss"] > 0
+    assert row["prepare/simclr_epochs"] == 3
+    assert row["prepare/simclr_loss"] > 0
     assert row["bytes_prepared"] == 0  # nobody was asked
 
 
@@ -80,15 +80,15 @@ def test_zero_epochs_change_no_bit():
 def test_another_run_and_another_method_take_the_same_bits_from_the_keeper(tmp_path):
     keeper = KeptResults(tmp_path)
     first, row = sent_first(pretrained(), keeper=keeper)
-    assert row["prepare/pretrain_epochs"] == 3
+    assert row["prepare/simclr_epochs"] == 3
     again, later = sent_first(pretrained(), keeper=keeper)
-    assert later["prepare/pretrain_epochs"] == 0
-    assert later["prepare/pretrain_loss"] == row["prepare/pretrain_loss"]
+    assert later["prepare/simclr_epochs"] == 0
+    assert later["prepare/simclr_loss"] == row["prepare/simclr_loss"]
     assert same(again, first)
     # another method and another engine, with the same extractor
     other = replace(pretrained(), objective=replace(cross_entropy(), risk="other"))
     found, third = sent_first(other, keeper=keeper, engine="batched")
-    assert third["prepare/pretrain_epochs"] == 0
+    assert third["prepare/simclr_epochs"] == 0
     names = [name for name in body(first) if "running" not in name]  # local training moves the statistics
     assert same(found, first, names)
 
@@ -110,37 +110,81 @@ def test_whatever_the_result_follows_from_makes_it_another_result(tmp_path, chan
     sent_first(pretrained(), keeper=keeper)
     changes = dict(changes)
     _, row = sent_first(changes.pop("algorithm", pretrained()), keeper=keeper, **changes)
-    assert row["prepare/pretrain_epochs"] == 3
+    assert row["prepare/simclr_epochs"] == 3
 
 
 def test_a_seed_of_its_own_lets_runs_of_several_seeds_share_one_extractor(tmp_path):
     keeper = KeptResults(tmp_path)
     first, _ = sent_first(pretrained(seed=4), keeper=keeper, seed=0)
     second, row = sent_first(pretrained(seed=4), keeper=keeper, seed=1)
-    assert row["prepare/pretrain_epochs"] == 0
+    assert row["prepare/simclr_epochs"] == 0
     assert torch.equal(first.params["body.0.weight"], second.params["body.0.weight"])
     assert not torch.equal(first.params["head.weight"], second.params["head.weight"])
 
 
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("after", [1, 2, 3])
 def test_an_interrupted_training_goes_on_and_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, after):
     whole, row = sent_first(pretrained())
     keeper = KeptResults(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        # the plug is pulled when epoch `after` + 1 has been told, and before it is kept
-        run(pretrained(save_seconds=0.0), keeper=keeper, callbacks=[Stops(after + 1)])
+        run(pretrained(), keeper=keeper, callbacks=[Stops(after)])  # long before it is time to save
     listener = Stops(0)
-    resumed, again = sent_first(pretrained(save_seconds=0.0), keeper=keeper, callbacks=[listener])
-    assert again["prepare/pretrain_epochs"] == 3 - after
+    resumed, again = sent_first(pretrained(), keeper=keeper, callbacks=[listener])
+    assert again["prepare/simclr_epochs"] == 3 - after
     assert f"goes on after epoch {after}" in listener.lines[0][0]
-    assert again["prepare/pretrain_loss"] == row["prepare/pretrain_loss"]
+    assert again["prepare/simclr_loss"] == row["prepare/simclr_loss"]
     assert same(resumed, whole)
     assert len(list(tmp_path.iterdir())) == 1  # what was unfinished is gone
 
 
-def test_nothing_is_saved_on_the_way_before_its_time(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        run(pretrained(), keeper=KeptResults(tmp_path), callbacks=[Stops(2)])
+def kept_on_the_way(monkeypatch, tmp_path, save_seconds):
+    """The epochs after which an unfinished training was saved."""
+    saved, save = [], KeptResults.save
+
+    def listening(self, identity, tree):
+        saved.extend([int(tree["epochs"])] if "epochs" in tree else [])
+        save(self, identity, tree)
+
+    monkeypatch.setattr(KeptResults, "save", listening)
+    run(pretrained(save_seconds=save_seconds), keeper=KeptResults(tmp_path))
+    return saved
+
+
+def test_an_unfinished_training_is_saved_when_it_is_time_and_not_before(tmp_path, monkeypatch):
+    assert kept_on_the_way(monkeypatch, tmp_path / "often", 0.0) == [1, 2]
+    assert kept_on_the_way(monkeypatch, tmp_path / "seldom", 30.0) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory"), SystemExit(1)], ids=repr)
+def test_whatever_ends_it_in_the_middle_of_an_epoch_the_last_whole_epoch_is_kept(tmp_path, monkeypatch, error):
+    whole, _ = sent_first(pretrained())
+    proceed, calls = Engine.proceed, []
+
+    def breaking(self, *args, **how):
+        fitted = proceed(self, *args, **how)
+        calls.append(fitted)
+        if len(calls) == 2:
+            raise error
+        return fitted
+
+    monkeypatch.setattr(Engine, "proceed", breaking)
+    with pytest.raises(type(error)):
+        run(pretrained(), keeper=KeptResults(tmp_path))
+    monkeypatch.undo()
+    resumed, again = sent_first(pretrained(), keeper=KeptResults(tmp_path))
+    assert again["prepare/simclr_epochs"] == 2
+    assert same(resumed, whole)
+
+
+def test_a_training_that_would_break_again_is_not_kept(tmp_path, monkeypatch):
+    proceed, losses = Engine.proceed, iter([1.0, float("nan")])
+
+    def diverging(self, *args, **how):
+        return proceed(self, *args, **how)._replace(loss=torch.tensor(next(losses)))
+
+    monkeypatch.setattr(Engine, "proceed", diverging)
+    with pytest.raises(FedstillError, match="loss of epoch 2 is nan: use a lower pretrain_lr"):
+        run(pretrained(), keeper=KeptResults(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -165,7 +209,7 @@ def test_a_run_waits_for_the_extractor_that_another_one_trains_and_takes_it(tmp_
     taken, row = sent_first(pretrained(), keeper=keeper, callbacks=[Done()])
     assert heard[0] == f"simclr: waits for the extractor that another run trains, pid {os.getpid()}"
     assert "was found" in heard[1]
-    assert row["prepare/pretrain_epochs"] == 0
+    assert row["prepare/simclr_epochs"] == 0
     assert same(taken, first)
 
 
@@ -185,10 +229,19 @@ def test_progress_is_told_epoch_by_epoch():
     assert listener.lines[1][0].startswith("simclr: epoch 2/3, loss ")
 
 
-def test_a_later_phase_is_refused_in_words():
-    plain = Algorithm(cross_entropy(), average())
+def test_a_later_phase_is_refused_in_words_before_the_first_round():
+    played = []
+
+    class Counts(Callback):
+        def on_round(self, row):
+            played.append(row)
+
+    plain, listener = Algorithm(cross_entropy(), average()), Counts()
     with pytest.raises(FedstillError, match=r"2 rounds have trained.*first phase"):
-        run((Phase(plain, until=2), Phase(pretrained())), rounds=3)
+        run((Phase(plain, until=2), Phase(pretrained())), rounds=3, callbacks=[listener])
+    assert not played
+    off = pretrained(task=pretext(replace(BRIEF, epochs=0)))
+    assert len(run((Phase(plain, until=1), Phase(off)), rounds=2, callbacks=[listener]).history.rows) == 2
 
 
 def test_a_loss_that_is_nan_is_refused_in_words():
@@ -216,11 +269,13 @@ def test_a_probe_looks_before_and_after_and_changes_nothing():
     assert same(weights, sent_first(pretrained())[0])
 
 
-def test_fewer_images_than_a_batch_are_one_batch_and_one_image_is_enough_to_run():
-    for count in (1, 5):
+def test_fewer_images_than_a_batch_are_one_batch_and_one_image_has_none_to_be_told_from():
+    for count in (2, 5):
         weights, row = sent_first(pretrained(), federation=picture_federation(unlabeled=count))
-        assert row["prepare/pretrain_epochs"] == 3
+        assert row["prepare/simclr_epochs"] == 3
         assert all(bool(leaf.isfinite().all()) for leaf in weights.params.values())
+    with pytest.raises(FedstillError, match=r"at least 2 unlabeled images, and there is 1: raise data\.unlabeled"):
+        run(pretrained(), federation=picture_federation(unlabeled=1))
 
 
 def test_labels_that_a_simulation_knows_never_reach_the_training():

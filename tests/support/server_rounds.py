@@ -123,11 +123,11 @@ def server_round(
 def preparation_of(this: Round, clients: dict[int, Tensor] | None = None) -> Preparation:
     """What comes before such a round; `clients` hold these samples."""
 
-    def ask(question, among=None):
+    def ask(question, among=None, **_):
         each = {k: question(ClientData(k, x, torch.zeros(len(x)).long())) for k, x in (clients or {}).items()}
         return Answers(torch.tensor(list(each)), stack(list(each.values())))
 
-    return Preparation(1, this.model, this.population, this.unlabeled, this.seed, this.trainer, ask)
+    return Preparation(1, this.model, this.population, this.unlabeled, this.seed, this.trainer, ask, run_seed=this.seed)
 
 
 def served(algorithm: Algorithm, this: Round) -> Weights:

@@ -58,6 +58,7 @@ def dp_fedavg(
         against="server" if local else "public",
         why="" if noise_multiplier else "no noise: set noise_multiplier",
         covers=("model", "buffers", "numbers"),
+        without_trust="" if local else "dp_fedavg(trust='nobody')",
     )
     plain = average(weighting, buffers=buffers)
     if local:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
-from fedstill.algorithms.options import positive, presets, share
+from fedstill.algorithms.options import open_share, positive, presets, share
 from fedstill.algorithms.server_student import AUGMENTATIONS, Augment, Part, check_student, placed
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
@@ -13,7 +14,7 @@ from fedstill.local.terms import cross_entropy
 from fedstill.privacy import gaussian
 from fedstill.server.average import BufferPolicy, Weighting, average
 from fedstill.server.belief import soft_belief
-from fedstill.server.certainty import Bound, ScoreMode, Scorer, Scoring, certainty_shares
+from fedstill.server.certainty import SCORES, Bound, ScoreMode, Scorer, Scoring, certainty_shares
 from fedstill.server.distill import distill
 from fedstill.server.logistic import SOLVER_SLACK, Form
 from fedstill.server.pools import Pool
@@ -98,10 +99,11 @@ def fedaux(
         of samples n_k, which epsilon does not cover; the server runs every client's model on its own.
     Differs from the paper: the printed loss ln(1 + exp(z)) has the wrong sign and would turn the scores round; here it
         is ln(1 + exp(-z)), as in the authors' code. That code minimises the sum of losses and calibrates its noise for
-        the mean, so that its epsilon is about n times what it says; with epsilon we solve the mean, bound norms by
-        public data alone, and count the solver's error. D- and the distilled rows are two parts of one permutation
-        (the code draws them independently, and they overlap). Optimisers are new every round (preset "released": the
-        student's goes on; a client's with local.keep_optimizer, evaluation in train mode with evaluate_batch = 100).
+        the mean, so that its epsilon is at least n times what it says (110,000 at n = 22,500); with epsilon we solve
+        the mean, bound norms by public data alone, and count the solver's error. D- and the distilled rows are two
+        parts of one permutation (the code draws them independently, and they overlap). Optimisers are new every round
+        (preset "released": the student's goes on; a client's with local.keep_optimizer, evaluation in train mode with
+        evaluate_batch = 100).
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, IEEE Transactions on
         Neural Networks and Learning Systems 2021, Algorithm 1.
     """
@@ -113,15 +115,14 @@ def fedaux(
     student = Student(training, temperature)
     check_student(student)
     _check(scorer, lam, score, teacher_batch, distill_share)
-    provable = scorer == "logistic" and form == "mean" and gamma == "negatives" and not intercept
-    noise = _noise(epsilon, delta, mechanism, scorer=scorer, provable=provable)
-    scoring = Scoring(scorer, lam, form, intercept, gamma, score, noise)
+    scoring = Scoring(scorer, lam, form, intercept, gamma, score)
+    scoring = replace(scoring, noise=_noise(epsilon, delta, mechanism, scoring))
     step = distill(
         student, pool=soft_belief(pool, temperature=temperature), shares=certainty_shares(scoring),
         teacher_batch=teacher_batch if teacher_mode == "train" else None, distill_share=distill_share,
     )  # fmt: skip
     server = chain(average(weighting, buffers=buffers), placed(step, warm_up=warm_up, feedback=feedback))
-    return Algorithm(cross_entropy(), server, releases=() if student.idle else _releases(scoring, mechanism, provable))
+    return Algorithm(cross_entropy(), server, releases=() if student.idle else _releases(scoring))
 
 
 def _check(scorer: Scorer, lam: float, score: ScoreMode, teacher_batch: int, distill_share: float) -> None:
@@ -138,38 +139,52 @@ def _check(scorer: Scorer, lam: float, score: ScoreMode, teacher_batch: int, dis
         )
 
 
-def _noise(epsilon: float | None, delta: float, mechanism: Mechanism, *, scorer: Scorer, provable: bool) -> float:
+def _faults(scoring: Scoring) -> dict[str, str]:
+    """The settings with which nothing can be proven, each with the one that would do, and why."""
+    found: dict[str, str] = {}
+    if scoring.form == "sum":
+        found["form = 'sum'"] = "form = 'mean': the sum's solution moves n times as far when a sample changes"
+    if scoring.gamma == "both":
+        found["gamma = 'both'"] = "gamma = 'negatives': the other bound is taken from private data, and sent"
+    if scoring.intercept:
+        found["intercept = true"] = "intercept = false: it has no penalty, and nothing bounds how far it moves"
+    return found
+
+
+def _noise(epsilon: float | None, delta: float, mechanism: Mechanism, scoring: Scoring) -> float:
     """Standard deviation in units of the sensitivity 2 / (lam n) of the exact solution."""
     if epsilon is None:
         return 0.0
     positive("epsilon", epsilon)
-    if scorer != "logistic":
-        raise FedstillError(
-            f"algorithm.epsilon = {epsilon} has no use with scorer = '{scorer}': only 'logistic' can be protected"
-        )
+    open_share("delta", delta)
+    if scoring.scorer != "logistic":
+        told = f"algorithm.epsilon = {epsilon} has no use with scorer = '{scoring.scorer}'"
+        raise FedstillError(f"{told}: only 'logistic' can be protected")
     if mechanism == "classic":
+        if epsilon > 1:
+            raise FedstillError(
+                f"algorithm.epsilon = {epsilon}: the classic formula is proven up to 1 only: set "
+                "algorithm.mechanism = 'analytic'"
+            )
         return gaussian.classic_multiplier(epsilon, delta)
-    if not provable:
-        raise FedstillError(
-            f"algorithm.epsilon = {epsilon} can be promised only with form = 'mean', gamma = 'negatives' and "
-            "intercept = false: the sum's solution moves n times as far when a sample changes; "
-            "set them, or leave epsilon out"
-        )
+    if faults := _faults(scoring):
+        told = f"algorithm.epsilon = {epsilon} cannot be promised with {', '.join(faults)}"
+        raise FedstillError(f"{told}: leave epsilon out, or set {'; '.join(faults.values())}")
     return (1.0 + SOLVER_SLACK) * gaussian.analytic_gaussian_multiplier(epsilon, delta)
 
 
-def _releases(scoring: Scoring, mechanism: Mechanism, provable: bool) -> tuple[Release, ...]:
+def _releases(scoring: Scoring) -> tuple[Release, ...]:
     """What the accountant is told about the scores."""
     if scoring.scorer == "uniform":
         return ()
-    claimed = provable and scoring.noise > 0
+    claimed = scoring.noise > 0 and not _faults(scoring)
     # the solver ends within SOLVER_SLACK / (lam n) of the exact solution, for either of two neighbours
     multiplier = scoring.noise / (1.0 + SOLVER_SLACK) if claimed else None
     why = _why(scoring) if not claimed else (
         "the solution of the mean of losses moves by at most 2 / (lam n) when one sample of a client is another one; "
         "norms are bounded by public data, the solver's error is counted"
     )  # fmt: skip
-    return (Release("certainty scores", "sample", multiplier, when="once", against="server", why=why),)
+    return (Release(SCORES, "sample", multiplier, when="once", against="server", why=why),)
 
 
 def _why(scoring: Scoring) -> str:
@@ -180,8 +195,10 @@ def _why(scoring: Scoring) -> str:
         return "no noise: set epsilon, with form = 'mean'"
     if scoring.form == "sum":
         return (
-            "the noise is calibrated for the mean of losses and the sum is solved: the epsilon that it certifies is "
-            "about n times the one that was set, n being a client's samples and the negatives"
+            "the noise is calibrated for the mean of losses and the sum is solved: it is n times too small, n being a "
+            "client's samples and the negatives, and with n in the thousands certifies at least n times the epsilon"
             + (", and none at all with an intercept" if scoring.intercept else "")
         )
-    return "the norm bound gamma is taken from private data and sent without noise"
+    if scoring.gamma == "both":
+        return "the norm bound gamma is taken from private data and sent without noise"
+    return "the intercept has no penalty, and nothing bounds how far it moves when a sample changes"

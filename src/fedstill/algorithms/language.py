@@ -8,7 +8,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Algorithm, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.server.average import BufferPolicy, Weighting, average
-from fedstill.server.language import Words, masked_words, next_words
+from fedstill.server.language import masked_tokens, next_words
 from fedstill.server.pretrain import Pretext, pretrain
 
 
@@ -21,8 +21,8 @@ def masked_lm(
     weight_decay: float = 0.01,
     clip: float | None = 1.0,
     pretrain_seed: int | None = None,
-    mask_id: int = 4,
-    first_word_id: int = 5,
+    mask_id: int | None = None,
+    first_word_id: int | None = None,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Algorithm:
@@ -43,9 +43,9 @@ def masked_lm(
         clip: bound of the gradient norm; None switches it off (in TOML: a large number).
         pretrain_seed: draws first weights, batches and masks, so that runs of different seeds share one extractor; None
             takes the run's seed and first weights.
-        mask_id: id of [MASK]; 4 in a tokenizer that fedstill trains, 103 in bert-base-uncased.
-        first_word_id: smaller ids are marks, never hidden and never put in place of a word; 5 in a tokenizer that
-            fedstill trains, 999 in bert-base-uncased.
+        mask_id: id of [MASK]; None takes the tokenizer's (4 in one that fedstill trains, 103 in bert-base-uncased).
+        first_word_id: smaller ids are marks, never hidden and never put in place of a word; None takes the first that
+            is no mark in the tokenizer (5 in one that fedstill trains, 999 in bert-base-uncased).
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
         buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
@@ -57,13 +57,11 @@ def masked_lm(
     """
     if not 0.0 < share < 1.0:
         raise FedstillError(f"algorithm.share = {share} is impossible: it must be above 0 and below 1 (BERT: 0.15)")
-    positive("mask_id", mask_id)
-    if first_word_id <= mask_id:
-        raise FedstillError(
-            f"algorithm.first_word_id = {first_word_id} is impossible: words have larger ids than [MASK], {mask_id}"
-        )
+    for key, value in {"mask_id": mask_id, "first_word_id": first_word_id}.items():
+        if value is not None:
+            positive(key, value)
     training = _training(epochs, batch_size, pretrain_lr, weight_decay, clip)
-    pretext = masked_words(share, Words(mask_id, first_word_id), training)
+    pretext = masked_tokens(share, training, mask_id=mask_id, first_word_id=first_word_id)
     return _from_pretrained(pretext, pretrain_seed, weighting, buffers)
 
 

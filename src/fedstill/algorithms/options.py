@@ -68,6 +68,11 @@ def share(key: str, value: float) -> None:
         raise _refuse(key, value, "from 0 to 1")
 
 
+def open_share(key: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise _refuse(key, value, "above 0 and below 1")
+
+
 def check_type(key: str, value: object, hint: Any) -> None:
     """Refuse a value that its type hint (float, int, str, bool, a Literal, or one of these or None) rules out."""
     if get_origin(hint) in (UnionType, Union):  # a Literal or None is typing's own kind of union

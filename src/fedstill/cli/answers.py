@@ -94,10 +94,15 @@ def explain_text(facts: dict[str, Any]) -> str:
     for title, key in (
         ("Needs", "needs"),
         ("Leaves a client each round", "leaves_a_client"),
+        ("Leaves a client once, before the first round", "leaves_a_client_once"),
         ("Stays on a client", "stays_on_a_client"),
         ("Sent to a client", "sent_to_a_client"),
     ):
-        lines += [title, *(f"  {item}" for item in facts[key] or ["nothing beyond models and sizes"])]
+        if key != "leaves_a_client_once" or facts[key]:
+            lines += [
+                title,
+                *(line for item in facts[key] or ["nothing beyond models and sizes"] for line in _wrap(item)),
+            ]
     if facts["privacy"]:
         lines += ["Privacy", *(line for told in facts["privacy"] for line in _wrap(told))]
     for title, key in (("Differs from the paper", "differs_from_the_paper"), ("Reference", "reference")):

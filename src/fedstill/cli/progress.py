@@ -20,7 +20,8 @@ class Progress(Callback):
 
     def __init__(self, title: str, *, runs: int, rounds: int, terminal: bool | None = None) -> None:
         self.title, self.runs, self.rounds = title, runs, rounds
-        self.finished = self.done = self.resumed = self.round = 0
+        self.goal, self.total = rounds, runs * rounds  # of this run, and of all: a budget for privacy may cut them
+        self.finished = self.over = self.done = self.resumed = self.round = self.begun = 0
         self.label, self.accuracy = "", ""
         self.preparing: Preparing | None = None
         self.began = self.heard = time.perf_counter()
@@ -31,7 +32,10 @@ class Progress(Callback):
         if self.title:  # not before: a mistake that is found on the way here is one line
             print(self.title, file=sys.stderr, flush=True)
             self.title, self.began = "", time.perf_counter()
-        self.round, self.heard = len(info.past), time.perf_counter()
+        self.goal = min(info.rounds, self.rounds)
+        self.total -= self.rounds - self.goal
+        self.round = self.begun = len(info.past)
+        self.accuracy, self.heard = "", time.perf_counter()
         self.resumed, self.done = self.resumed + self.round, self.done + self.round
         self.screen.show(self)
         return None
@@ -55,8 +59,8 @@ class Progress(Callback):
 
     def on_end(self, result: Result) -> None:
         self.finished, self.preparing = self.finished + 1, None
-        self.done = self.finished * self.rounds  # a run that stopped early owes nothing
-        self.screen.show(self)
+        self.over += self.goal
+        self.done = self.over  # a run that stopped early owes nothing
 
     @property
     def rate(self) -> float:
@@ -65,7 +69,7 @@ class Progress(Callback):
     @property
     def left(self) -> str:
         rate = self.rate
-        return f"{duration((self.runs * self.rounds - self.done) / rate)} left" if rate > 0 else ""
+        return f"{duration((self.total - self.done) / rate)} left" if rate > 0 else ""
 
     def __enter__(self) -> Self:
         return self
@@ -115,10 +119,10 @@ class Bar:
             return
         self._bar.update(
             self._task,
-            total=progress.runs * progress.rounds,
+            total=progress.total,
             completed=progress.done,
             description=progress.label,
-            round=f"round {progress.round}/{progress.rounds}",
+            round=f"round {progress.round}/{progress.goal}",
             accuracy=progress.accuracy,
             rate=f"{progress.rate:.1f} rounds/s",
             left=progress.left,
@@ -133,7 +137,7 @@ class Bar:
         columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), *texts]
         self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
         fields = {"round": "", "accuracy": "", "rate": "", "left": ""}
-        self._task = self._bar.add_task("", total=progress.runs * progress.rounds, **fields)
+        self._task = self._bar.add_task("", total=progress.total, **fields)
         self._bar.start()
 
     def close(self) -> None:
@@ -153,13 +157,12 @@ class Lines:
         if progress.preparing is not None:
             self._show_preparing(progress, progress.preparing)
             return
-        total = progress.runs * progress.rounds
-        tenth = LINES_A_RUN * progress.done // total
+        tenth = LINES_A_RUN * progress.done // progress.total
         waited = time.perf_counter() - self._said > QUIET_SECONDS
-        if progress.done == progress.resumed or (tenth == self._tenth and not waited):
+        if progress.round == progress.begun or (tenth == self._tenth and not waited):
             return
         self._tenth, self._said = tenth, time.perf_counter()
-        words = [f"round {progress.round}/{progress.rounds}", progress.accuracy]
+        words = [f"round {progress.round}/{progress.goal}", progress.accuracy]
         self._say(progress, *words, f"{progress.rate:.1f} rounds/s", progress.left)
 
     def _show_preparing(self, progress: Progress, preparing: Preparing) -> None:

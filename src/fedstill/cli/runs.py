@@ -13,7 +13,7 @@ import typer
 from fedstill.callbacks import Callback
 from fedstill.cli.progress import Progress
 from fedstill.cli.shared import print_json, tell
-from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare
+from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare, privacy_notes
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.experiment import (
@@ -26,7 +26,8 @@ from fedstill.experiment import (
     run,
 )
 from fedstill.expression import label, parse, split_methods, write
-from fedstill.history import Result
+from fedstill.history import History, Result
+from fedstill.prototypes import describe_model
 from fedstill.report.table import counted, human_bytes, plain_table, rich_table
 from fedstill.settings import parse_method
 
@@ -127,7 +128,8 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 def describe(experiment: Experiment) -> str:
     split = describe_partition(experiment)
-    return f"{experiment.model.name} on {experiment.data.source}, {split}, {counted(experiment.rounds, 'round')}"
+    network = describe_model(experiment.model.name, experiment.model.options)
+    return f"{network} on {experiment.data.source}, {split}, {counted(experiment.rounds, 'round')}"
 
 
 def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
@@ -137,26 +139,52 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
         f"{result.method}: {counted(len(result.history.rows), 'round')} in {result.seconds:.1f} s",
         f"  last accuracy  {100 * last['accuracy']:.2f} %",
         f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']})",
-        f"  sent           {human_bytes(result.history.total('bytes_up'))} up, "
-        f"{human_bytes(result.history.total('bytes_down'))} down",
+        f"  sent           {_sent(result.history)}",
     ]
     if result.reported:
-        lines.append(f"  reported       {result.reported}")
+        each = ", ".join(f"{name} {100 * last[f'accuracy_{name}']:.2f} %" for name in result.prototypes)
+        lines += [f"  reported       {result.reported}", f"  prototypes     {each}"]
     if experiment.target is not None:
         reached = result.rounds_to_target
         lines.append(f"  target         {'not reached' if reached is None else f'reached in round {reached}'}")
     if result.privacy is not None:
         told = result.privacy.text().split("\n")
         lines += [f"  {'' if i else 'privacy':<14} {line}" for i, line in enumerate(told)]
-    if result.audit:
-        lines.append(f"  turned away    {len(result.audit)} entries in {result.run_dir}/audit.jsonl")
+    lines += _incidents(result)
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
     if result.targets is not None:
         lines.append(f"Labels for the unlabeled set: fedstill predict {shlex.quote(str(result.run_dir))}")
-    method = write(experiment.algorithm.name, experiment.algorithm.options)
-    other = "scaffold" if method == "fedavg" else "fedavg"
-    lines.append(f"Next: {_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3")
+    lines.append(f"Next: {_after_run(experiment, file)}")
     return "\n".join(lines)
+
+
+def _sent(history: History) -> str:
+    up, down = history.total("bytes_prepared"), history.total("bytes_prepared_down")
+    before = f" (before the first round {human_bytes(up)} up, {human_bytes(down)} down)" if up or down else ""
+    return f"{human_bytes(history.bytes_up)} up, {human_bytes(history.bytes_down)} down{before}"
+
+
+def _incidents(result: Result) -> list[str]:
+    """Uploads that were not taken, rounds that drew nobody, and whatever else the audit holds."""
+    turned = sum(record["client"] is not None for record in result.audit)
+    alone = sum(row.get("cohort") == 0 for row in result.history.rows)
+    other = len(result.audit) - turned - alone
+    found = [
+        (turned, "turned away", "upload"),
+        (alone, "nobody drawn", "round"),
+        (other, "noted", "incident"),
+    ]
+    where = f"see {result.run_dir}/audit.jsonl"
+    return [f"  {title:<14} {counted(count, thing)}, {where}" for count, title, thing in found if count > 0]
+
+
+def _after_run(experiment: Experiment, file: Path | None) -> str:
+    """A comparison; under a budget a look at the method, since plain ones cannot keep it."""
+    method = write(experiment.algorithm.name, experiment.algorithm.options)
+    if experiment.privacy.epsilon is not None:
+        return f"fedstill explain {shlex.quote(method)}"
+    other = "scaffold" if method == "fedavg" else "fedavg"
+    return f"{_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
 
 
 def _command(name: str, file: Path | None) -> str:
@@ -189,5 +217,7 @@ def _print_comparison(
     count = experiment.compare.seeds
     over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
     typer.echo(f"{over}; seconds and bytes are those of one run.")
+    for note in privacy_notes(comparison.results):
+        typer.echo(note)
     typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
     typer.echo(f"Next: {_next_step(experiment, best, file)}")

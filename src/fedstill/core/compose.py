@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from fedstill.core.types import (
     Local,
     Model,
     Objective,
+    Outlook,
     Output,
     Preparation,
     Round,
@@ -94,14 +95,11 @@ def chain(*steps: ServerStep) -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
 
-    def last_of(answers: Iterable[T | None]) -> T | None:
-        return next((answer for answer in reversed(list(answers)) if answer is not None), None)
-
     def report(state: Tree) -> Weights | None:
-        return last_of(step.report(state.get(str(i), {})) for i, step in enumerate(steps))
+        return _last_of(step.report(state.get(str(i), {})) for i, step in enumerate(steps))
 
     def targets(state: Tree) -> Targets | None:
-        return last_of(step.targets(state.get(str(i), {})) for i, step in enumerate(steps))
+        return _last_of(step.targets(state.get(str(i), {})) for i, step in enumerate(steps))
 
     return ServerStep(
         apply,
@@ -112,7 +110,20 @@ def chain(*steps: ServerStep) -> ServerStep:
         report=report,
         targets=targets,
         prepare=prepare if any(step.prepare is not no_preparation for step in steps) else no_preparation,
+        check=_checks(steps),
     )
+
+
+def _last_of(answers: Iterable[T | None]) -> T | None:
+    return next((answer for answer in reversed(list(answers)) if answer is not None), None)
+
+
+def _checks(steps: Sequence[ServerStep]) -> Callable[[Outlook], None]:
+    def check(outlook: Outlook) -> None:
+        for step in steps:
+            step.check(outlook)
+
+    return check
 
 
 def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
@@ -219,6 +230,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
         report=lambda state: empty.report(state.get("inner", {})),
         targets=lambda state: empty.targets(state.get("inner", {})),
         prepare=prepare if empty.prepare is not no_preparation else no_preparation,
+        check=empty.check,
     )
 
 

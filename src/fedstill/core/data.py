@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+PAD = 0  # the id that fills a text up to the common length; never read, never to be told
+
 
 @dataclass(frozen=True)
 class Tokenizer:
@@ -14,6 +16,8 @@ class Tokenizer:
     file: str  # what a tokenizer.json of the tokenizers package holds
     length: int  # ids of one text
     size: int  # different ids
+    mask: int | None = None  # the id of [MASK], where it has one
+    first_word: int = PAD + 1  # smaller ids are marks: [CLS], [SEP], places that were left free
 
 
 @dataclass(frozen=True)

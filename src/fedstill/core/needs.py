@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Algorithm, Federation, Model, Need, Training
+from fedstill.core.types import Algorithm, Federation, Model, Need, Outlook, Phase, Training
 
 CURES = {
     Need.UNLABELED: "set data.unlabeled to 'test', a number of held-out samples, or another source",
@@ -50,3 +50,15 @@ def check_needs(
     if unmet:
         told = "; ".join(f"{need.value} ({CURES[need]})" for need in unmet)
         raise FedstillError(f"{method} needs {told}")
+
+
+def check_phases(
+    phases: Sequence[Phase], *, model: Model, federation: Federation, training: Training, method: str = "this method"
+) -> None:
+    """Every method's needs, and what its steps find wrong with the data or with the round that they begin in."""
+    first = 1
+    for algorithm, until in phases:
+        check_needs(algorithm, model=model, federation=federation, training=training, method=method)
+        unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(algorithm) else None
+        algorithm.server.check(Outlook(first, unlabeled, federation.train.tokenizer))
+        first = first if until is None else until + 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from fedstill.core.compose import chain
 from fedstill.core.groups import merge, merge_uploads, places_of, split, split_uploads
@@ -70,8 +71,8 @@ def preparations_of(
 
 
 def _asking(ask: Ask, members: frozenset[int]) -> Ask:
-    def among_members(question: Question, /, among: Collection[int] | None = None) -> Answers:
-        return ask(question, among=members if among is None else members & set(among))
+    def among_members(question: Question, /, among: Collection[int] | None = None, **how: Any) -> Answers:
+        return ask(question, among=members if among is None else members & set(among), **how)
 
     return among_members
 
@@ -208,7 +209,7 @@ def share_states_of(
     if groups is None:
         return share_states(phases, weights)
     shared = {prototype: share_states(phases, part) for prototype, part in split(weights, groups).items()}
-    kept = next(iter(shared.values()))[1]
+    kept = next(iter(shared.values()))[1]  # they differ by nothing: which slots are kept is up to the objectives
     return {prototype: first for prototype, (first, _) in shared.items()}, kept
 
 

@@ -8,6 +8,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from fedstill.core.data import Tokenizer
+
+
+class Outlook(NamedTuple):
+    """What a method will find when its first round comes: known before the run starts."""
+
+    round: int  # its first: 1, or later where it follows another method
+    unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
+    tokenizer: Tokenizer | None = None  # of text whose ids are tokens
+
+
+def no_objection(_: Outlook) -> None:
+    return None
+
 
 class ClientData(NamedTuple):
     """What one client shows to a function that runs on it before the first round. It does not leave the client."""
@@ -25,10 +39,20 @@ class Answers(NamedTuple):
 
 
 class Ask(Protocol):
-    """Run a function on clients that hold data: on all of them, or on those `among` some ids."""
+    """Run a function on clients that hold data: on all of them, or on those `among` some ids.
+
+    sent: what the function needs of the server's, and each of these clients is sent for it: it is counted.
+    release: the `what` of the method's Release that speaks of the answers; without one they count as open.
+    """
 
     def __call__(
-        self, question: Callable[[ClientData], dict[str, Any]], /, among: Collection[int] | None = None
+        self,
+        question: Callable[[ClientData], dict[str, Any]],
+        /,
+        among: Collection[int] | None = None,
+        *,
+        sent: Any = None,
+        release: str = "",
     ) -> Answers: ...
 
 

@@ -24,3 +24,4 @@ class Release:
     against: Literal["server", "public"]  # noise before the server looks, or only before anybody else does
     why: str = ""  # why there is no claim, or what it rests on
     covers: tuple[Upload, ...] = ()  # of a round's: what it protects; a claim needs all that leaves
+    without_trust: str = ""  # of noise that the server adds: what to use where each client is to add its own

@@ -16,10 +16,13 @@ from torch import Tensor
 from fedstill.core.data import Dataset as Dataset
 from fedstill.core.data import Federation as Federation
 from fedstill.core.data import Tokenizer as Tokenizer
+from fedstill.core.ensemble import ENSEMBLE
 from fedstill.core.preparing import Answers as Answers
 from fedstill.core.preparing import Ask as Ask
 from fedstill.core.preparing import ClientData as ClientData
 from fedstill.core.preparing import Keeper as Keeper
+from fedstill.core.preparing import Outlook as Outlook
+from fedstill.core.preparing import no_objection as no_objection
 from fedstill.core.release import Release as Release
 
 Params = dict[str, Tensor]  # flat names as in nn.Module.named_parameters()
@@ -123,7 +126,7 @@ class Groups:
 
     models: Mapping[str, Model]
     member: tuple[str, ...]  # (N,) the prototype of each client
-    report: str = "ensemble"  # the mean of the prototypes' logits, or the name of one prototype
+    report: str = ENSEMBLE  # the mean of the prototypes' logits, or the name of one prototype
 
 
 class Local(NamedTuple):
@@ -246,11 +249,13 @@ class Trainer(Protocol):
         batch: int | None = None,
         seed: Seed = 0,
         rows: Tensor | None = None,
+        keep: bool = True,
     ) -> Output:
         """Outputs in eval mode over all of x, or some `rows` of it, in chunks; stacked weights give (T, M, ...).
 
         features: False leaves them out (they take most of the memory). batch: run in train mode instead, so many
-        rows at a time (BatchNorm by the batch, live dropout by `seed`).
+        rows at a time (BatchNorm by the batch, live dropout by `seed`). keep: False says that x does not come back,
+        and takes no place from the sets that do.
         """
         ...
 
@@ -304,7 +309,7 @@ class Preparation:
     model: Model
     population: int
     unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
-    seed: Seed
+    seed: Seed  # of this preparation: another one in every phase
     trainer: Trainer
     ask: Ask  # run a function on every client that holds data
     keeper: Keeper | None = None
@@ -314,7 +319,9 @@ class Preparation:
     candidates: Mapping[str, Weights] = field(default_factory=dict)  # ... what each prototype is by now, by name
     shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all
     inputs: Mapping[str, Any] = field(default_factory=dict)  # how stored samples become inputs: mean, std
+    run_seed: Seed = 0  # the run's own: the same in every phase
     labeled: tuple[Tensor, Tensor] | None = None  # (x, y) for looking at what was prepared, never for training
+    tokenizer: Tokenizer | None = None  # of text whose ids are tokens
 
 
 def no_preparation(candidate: Weights, state: Tree, _: Preparation) -> tuple[Weights, Tree]:
@@ -354,6 +361,7 @@ class ServerStep:
     targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
     # once, before the method's first round: the model that is sent then, and the step's state
     prepare: Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]] = no_preparation
+    check: Callable[[Outlook], None] = no_objection  # refuses, before the run starts, what `prepare` could not do
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]

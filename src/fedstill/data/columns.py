@@ -85,8 +85,8 @@ def table_column(
     words, codes = np.unique(joined.astype(np.str_), return_inverse=True)
     if len(words) > MAX_WORDS:
         raise FedstillError(
-            f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS} "
-            "(free text is not read); leave it out with data.inputs, or partition by it with data.keys"
+            f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS}: "
+            "to read it as text set data.tokens, else leave it out with data.inputs, or partition by it with data.keys"
         )
     return np.eye(len(words), dtype=np.float32)[codes], tuple(words.tolist())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,13 +15,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset, Tokenizer
 from fedstill.data.cache import checksum_of, default_cache_dir, replace_file
 from fedstill.data.source import Source, Unlabeled, as_tensor, first_line, require_extra
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
-PAD = 0
+MASKS = ("[MASK]", "<mask>")  # how tokenizers name it
+MARK = re.compile(r"\[\w+\]|<\w+>")  # [CLS], <unk>, and places that were left free: [unused7]
 MOST_LETTERS = 1000  # different characters; rarer ones are unknown (BERT's limit)
 FORMAT = 1  # raise it when the same texts give another tokenizer
 AT_ONCE = 4096  # texts; the package keeps far more than ids of each
@@ -125,7 +128,15 @@ def opened(file: str, length: int) -> Tokenizer:
     own = package.num_special_tokens_to_add(False)
     if length <= own:
         raise FedstillError(f"data.tokens = {length} leaves no room for words beside {own} marks; use e.g. 64")
-    return Tokenizer(file, length, size)
+    mask = next((found for name in MASKS if (found := package.token_to_id(name)) is not None), None)
+    return Tokenizer(file, length, size, mask, _first_word(package, size))
+
+
+def _first_word(package: Any, size: int) -> int:
+    """Marks come first; the first id that is none."""
+    special = {place for place, token in package.get_added_tokens_decoder().items() if token.special}
+    ids = (place for place in range(size) if place not in special)
+    return next((place for place in ids if not MARK.fullmatch(package.id_to_token(place) or "")), size)
 
 
 def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | None = None) -> str:

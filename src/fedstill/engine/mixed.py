@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class MixedEngine:
         places, after = places_of(ids.tolist(), self.groups), dict(states)
         sent = {}
         for prototype, here in places.items():
-            if len(ids) and not len(here):
+            if len(ids) and not len(here):  # in an empty cohort all train nobody: uploads need a form to be merged in
                 continue
             own = states.get(prototype, {})
             trained = self.engines[prototype].train(
@@ -68,15 +69,14 @@ class MixedEngine:
 
     def outputs(
         self, weights: Weights, x: Tensor, stacked: bool = False, *,
-        features: bool = True, batch: int | None = None, seed: Seed = 0, rows: Tensor | None = None,
+        features: bool = True, batch: int | None = None, seed: Seed = 0, rows: Tensor | None = None, keep: bool = True,
     ) -> Output:  # fmt: skip
         """Of the reported model; weights that lack it, or some of the ensemble, answer with what they hold."""
         present = [prototype for prototype in self.engines if only(weights, prototype).params]
         asked = [self.groups.report] if self.groups.report in present else present
+        how: dict[str, Any] = {"features": features, "batch": batch, "seed": seed, "rows": rows, "keep": keep}
         said = {
-            prototype: self.engines[prototype].outputs(
-                part_of(weights, prototype), x, stacked, features=features, batch=batch, seed=seed, rows=rows
-            )
+            prototype: self.engines[prototype].outputs(part_of(weights, prototype), x, stacked, **how)
             for prototype in asked
         }
         return together(said, self.groups.report)

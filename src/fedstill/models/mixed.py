@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from fedstill.core.ensemble import ENSEMBLE, check_report
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.groups import merge, part_of, together
 from fedstill.core.types import Groups, Model, Output, Params, Seed, Weights
-
-ENSEMBLE = "ensemble"
 
 
 def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:
@@ -81,6 +80,4 @@ def _check(groups: Groups) -> None:
             raise FedstillError(f"client {client} runs '{name}', which is no prototype: {suggest(name, groups.models)}")
     if idle := [name for name in groups.models if name not in groups.member]:
         raise FedstillError(f"no client runs the prototype '{idle[0]}': use fewer prototypes or more clients")
-    choices = (ENSEMBLE, *groups.models)
-    if groups.report not in choices:
-        raise FedstillError(f"model.report = '{groups.report}' is unknown: {suggest(groups.report, choices)}")
+    check_report(groups.report, groups.models)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.models.network import Network
 
 Pool = Literal["first", "mean"]
-PAD = 0  # the id that fills a text up to the common length
 EPSILON = 1e-12  # BERT's, in every LayerNorm
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedstill.core.errors import FedstillError
-from fedstill.privacy.statement import AGAINST, UNITS, Against, Claim, Stretch, Unit, statement
+from fedstill.privacy.statement import AGAINST, UNITS, Against, Claim, Stretch, Unit, refusals, shown, statement
 
 LabelCounts = Literal["exact", "dp", "none"]
+EXAMPLE = "(e.g. dp_fedavg)"  # for a method without any noise; one that has some names its own way to more
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ def rounds_within(privacy: Privacy, after: Callable[[int], Sequence[Stretch]], r
         return claim is None or claim.epsilon <= budget
 
     budget = privacy.epsilon
-    _check_claim(privacy, after(1))
     _check_claim(privacy, after(rounds))
+    _check_claim(privacy, after(1))
     if not fits(0):
         raise FedstillError(_too_much(privacy, after(0), "what is sent before the first round"))
     if not fits(1):
@@ -67,19 +68,36 @@ def _check_claim(privacy: Privacy, stretches: Sequence[Stretch]) -> None:
     claim = made.claim(privacy.unit, privacy.against)
     about = f"privacy.epsilon = {privacy.epsilon:g} for {UNITS[privacy.unit]}, {AGAINST[privacy.against]}"
     if claim is None:
-        why = "; ".join(made.refused) or "no part of it adds noise that is fitted to a bound"
-        other = "; ".join(f"unit = '{one.unit}', against = '{one.against}'" for one in made.claims)
-        cure = f"it has one for {other}" if other else "add dp_fedavg, or take privacy.epsilon away"
-        raise FedstillError(f"{about}: this method makes no such claim ({why}): {cure}")
+        refused = refusals(stretches, privacy.unit, privacy.against)
+        why = "; ".join(refused) or "no part of it adds noise that is fitted to a bound"
+        raise FedstillError(f"{about}: this method makes no such claim ({why}): {_cure(privacy, stretches)}")
     if not claim.complete and not privacy.partial:
         told, rest = ", ".join(claim.covered), ", ".join(claim.not_covered)
         raise FedstillError(
-            f"{about}: only {told} can be counted, unprotected are {rest}: add dp_fedavg, or set "
-            f"privacy.partial = true for a budget of {told} alone"
+            f"{about}: only {told} can be counted, unprotected are {rest}: add noise that covers them {EXAMPLE} in "
+            f"every phase, or set privacy.partial = true for a budget of {told} alone"
         )
+
+
+def _cure(privacy: Privacy, stretches: Sequence[Stretch]) -> str:
+    """What to do about a claim that is not made."""
+    releases = [release for stretch in stretches for release in stretch.releases]
+    if not releases:
+        return f"add a method that does {EXAMPLE}, or take privacy.epsilon away"
+    claims = statement(stretches, privacy.delta).strongest()
+    if not claims:
+        return "change that, or take privacy.epsilon away"
+    has = "; ".join(f"unit = '{one.unit}', against = '{one.against}'{_alone(one)}" for one in claims)
+    own = ", ".join(dict.fromkeys(one.without_trust for one in releases if one.without_trust))
+    use = f"use {own}, or another claim: " if own and privacy.against == "server" else ""
+    return f"{use}it has one for {has}"
+
+
+def _alone(claim: Claim) -> str:
+    return "" if claim.complete else f" with partial = true ({', '.join(claim.covered)} alone)"
 
 
 def _too_much(privacy: Privacy, stretches: Sequence[Stretch], what: str) -> str:
     claim = _claim(privacy, stretches)
-    spent = "" if claim is None else f" (epsilon = {claim.epsilon:.4g} at delta = {claim.delta:g})"
+    spent = "" if claim is None else f" (epsilon = {shown(claim.epsilon)} at delta = {claim.delta:g})"
     return f"privacy.epsilon = {privacy.epsilon:g}: {what} alone takes more{spent}: allow more, or add more noise"

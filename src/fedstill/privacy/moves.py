@@ -20,7 +20,8 @@ def noisy_moves(clip: float, noise_multiplier: float) -> Transmit:
     """w + d_k min(1, C / ||d_k||) + z C e_k,  e_k ~ N(0, I): by each client, and nothing else about its data leaves it.
 
     In place of BatchNorm statistics, size, steps, travel and loss go those of the model it received, 1, 1, 1 and 0.
-    A move that is not finite stays so: the guard shall see a broken upload. Extra slots are not touched.
+    A move that is not finite is sent as no move, with its noise: that training broke tells about the data, too.
+    Extra slots are not touched.
     """
     sigma = noise_multiplier * clip
 
@@ -50,6 +51,7 @@ def noisy_mean(clip: float, noise_multiplier: float) -> Seal:
     sigma = noise_multiplier * clip
 
     def seal(uploads: Uploads, start: Weights, seed: Seed, expected: int) -> Uploads:
+        """a trusted party clips the moves and shows their mean with Gaussian noise, and nothing else"""
         total = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in start.params.items()}
         for move in clipped_moves(uploads, start, clip):
             for name, leaf in move.items():
@@ -76,12 +78,14 @@ def noisy_mean(clip: float, noise_multiplier: float) -> Seal:
 
 
 def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Params]:
-    """Each client's move in float64 with a norm of at most `clip` over all parameters together."""
+    """Each client's move in float64 with a norm of at most `clip` over all parameters together; 0 if not finite."""
     for position in range(len(uploads.ids)):
         sent = rows(uploads.weights.params, position)
         move = {name: leaf.double() - start.params[name].double() for name, leaf in sent.items()}
         norm = math.sqrt(float(torch.stack([leaf.square().sum() for leaf in move.values()]).sum()))
-        if norm > clip:
+        if not math.isfinite(norm):
+            move = {name: torch.zeros_like(leaf) for name, leaf in move.items()}
+        elif norm > clip:
             move = {name: leaf * (clip / norm) for name, leaf in move.items()}
         yield move
 

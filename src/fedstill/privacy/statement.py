@@ -2,19 +2,22 @@
 
 A claim is made only where its proof goes through:
 
-- Neighbouring federations differ in one sample of one client, or in all that one client holds, replaced by anything
-  else. Whoever protects all of a client protects each of its samples; not the other way round.
+- Neighbouring federations differ in one sample of one client, or in all that one client holds, replaced by at least one
+  sample of any kind. Whoever protects all of a client protects each of its samples; not the other way round.
 - Noise that a client adds holds against the server, and so against everybody (post-processing). Noise that a trusted
   server adds holds against the others only.
-- A round's release counts only if nothing else that steers later rounds leaves without noise: what others send in the
-  next round would depend on it, and the sensitivity of the release would no longer be that of one client.
+- A round's release counts only if nothing else that steers later rounds leaves without noise, be it in a round or once,
+  before the first one: what others send in the next round would depend on it, and the sensitivity of the release would
+  no longer be that of one client. Noise that protects less (a sample, where the claim is about a client) is none here.
 - Poisson sampling amplifies a client-level release of the noisy sum alone, and only if cohorts are really drawn so.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, Literal
 
 from fedstill.core.types import Release
@@ -32,8 +35,19 @@ SEED = (
     "noise away (a simulation writes it into config.toml)"
 )
 NUMBERS = "numbers are drawn and rounded as floating point does it; attacks on that are out of scope"
-NEIGHBOURS = "who the clients are is public; what is protected is what they hold, whatever else it might be"
+NEIGHBOURS = (
+    "who the clients are, and that each holds at least one sample, is public; what is protected is what they hold, "
+    "whatever else it might be"
+)
+ONE_RUN = (
+    "this is what one run tells: several on the same data (other seeds, methods that are compared, a search over "
+    "options) add up"
+)
+ALWAYS = (
+    "a round is played however few uploads are sound, by noise alone where there is none: a quorum above 1 is refused"
+)
 FOLDER = "losses, accuracies and cohorts in the run's folder are measurements of the simulation and not covered"
+ROUNDING = 1e-9  # how exactly an epsilon is computed, as a share of it
 SECRET_COHORT = "each client takes part in a round by its own coin, and nobody learns how it fell"
 
 
@@ -68,9 +82,12 @@ class Claim:
         return not self.not_covered
 
     def text(self) -> str:
+        return f"epsilon = {shown(self.epsilon)} {self.about()}"
+
+    def about(self) -> str:
+        """All of it but the epsilon."""
         told = ", ".join(self.covered) + ("" if self.complete else " (taken alone)")
-        numbers = f"epsilon = {self.epsilon:.4g} at delta = {self.delta:g}"
-        return f"{numbers} for {UNITS[self.unit]}, {AGAINST[self.against]}: {told}"
+        return f"at delta = {self.delta:g} for {UNITS[self.unit]}, {AGAINST[self.against]}: {told}"
 
 
 @dataclass(frozen=True)
@@ -106,24 +123,38 @@ class PrivacyStatement:
         return {**asdict(self), "claims": claims, "text": self.text()}
 
 
+def shown(epsilon: float) -> str:
+    """An epsilon in four digits, rounded up; what it is above them by less than it can be computed to does not count.
+
+    >>> shown(3.3411), shown(1.0), shown(969.99)
+    ('3.342', '1', '970')
+    """
+    if not math.isfinite(epsilon):
+        return f"{epsilon:g}"
+    up = Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon * (1 - ROUNDING)))
+    return f"{float(up):.4g}"
+
+
+def refusals(stretches: Sequence[Stretch], unit: Unit, against: Against) -> tuple[str, ...]:
+    """Releases that protect nothing of this unit against this adversary, and why."""
+    return tuple(f"{what}: {why}" for what, why in _ledger(stretches, unit, against).refused.items())
+
+
 def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") -> PrivacyStatement:
     """What may be claimed about methods that ran one after the other for so many rounds each."""
     claims: list[Claim] = []
-    refused: dict[str, None] = {}
     pairs: list[tuple[Unit, Against]] = [(u, a) for u in ("client", "sample") for a in ("server", "public")]  # type: ignore[misc]
     for unit, against in pairs:
         ledger = _ledger(stretches, unit, against)
         if ledger.events:
             epsilon = epsilon_after(ledger.events, delta)
-            claims.append(Claim(unit, against, epsilon, delta, tuple(ledger.covered), tuple(ledger.open)))
-        if (unit, against) == ("sample", "public"):  # the weakest claim: what fails here fails everywhere
-            refused = dict.fromkeys(f"{what}: {why}" for what, why in ledger.refused.items())
+            claims.append(Claim(unit, against, epsilon, delta, ledger.told(), tuple(ledger.open)))
     open_to_server = _ledger(stretches, "sample", "server").open
     return PrivacyStatement(
         rounds=sum(stretch.rounds for stretch in stretches),
         delta=delta,
         claims=tuple(claims),
-        refused=tuple(refused),
+        refused=refusals(stretches, "sample", "public"),  # the weakest claim: what fails here fails everywhere
         not_covered=tuple(open_to_server),
         assumptions=_assumptions(stretches, claims) if claims else (),
         stopped=stopped,
@@ -133,31 +164,45 @@ def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") 
 @dataclass
 class _Ledger:
     events: list[Event]
-    covered: dict[str, None]
+    covered: dict[str, int]  # the last round of it that is
     refused: dict[str, str]
     open: dict[str, None]
 
+    def told(self) -> tuple[str, ...]:
+        """What is covered; of what is so in the first methods only, until when."""
+        items = self.covered.items()
+        return tuple(f"{what} until round {last}" if what in self.refused else what for what, last in items)
+
 
 def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledger:
-    ledger = _Ledger([], {}, {}, {})
+    ledger, played = _Ledger([], {}, {}, {}), 0
     spoiled = ""  # what left without noise in an earlier stretch, and steers everything after it
     for stretch in stretches:
-        unprotected = _unprotected(stretch, unit, against)
+        played += stretch.rounds
+        first, later = _unprotected(stretch, unit, against)
         for release in stretch.releases:
             own = _no_claim(release, stretch, unit, against)
-            steered = f"{_told(unprotected)} leave without noise and steer the rounds that follow"
-            reason = own or spoiled or (steered if unprotected and release.when == "round" else "")
+            reason = own or spoiled or _steered(first if release.when == "once" else {**first, **later}, unit)
             if reason:
                 ledger.refused[release.what] = reason
                 if release.when == "once" or not own:  # else what it was to cover is told by name
                     ledger.open.setdefault(release.what)
             elif release.when == "once" or stretch.rounds:
                 ledger.events.append(_event(release, stretch))
-                ledger.covered.setdefault(release.what)
-        if stretch.rounds and unprotected:
+                ledger.covered[release.what] = played
+        unprotected = {**first, **(later if stretch.rounds else {})}
+        if unprotected:
             ledger.open.update(dict.fromkeys(unprotected.values()))
-            spoiled = f"{_told(unprotected)} left without noise in the rounds before"
+            spoiled = f"{_told(unprotected)} left without {_noise(unit)} in the rounds before"
     return ledger
+
+
+def _steered(parts: Mapping[str, str], unit: Unit) -> str:
+    return f"{_told(parts)} leave without {_noise(unit)} and steer what follows" if parts else ""
+
+
+def _noise(unit: Unit) -> str:
+    return "noise" if unit == "sample" else f"noise that hides {UNITS[unit]}"
 
 
 def _event(release: Release, stretch: Stretch) -> Event:
@@ -192,14 +237,15 @@ def _no_claim(release: Release, stretch: Stretch, unit: Unit, against: Against) 
     return ""
 
 
-def _unprotected(stretch: Stretch, unit: Unit, against: Against) -> dict[str, str]:
-    """What leaves a client in a round of this stretch and is covered by no valid release."""
-    valid = [one for one in stretch.releases if not _no_claim(one, stretch, unit, against)]
-    covered = {part for release in valid for part in release.covers}
-    found = {part: told for part, told in stretch.leaves.items() if part not in covered}
+def _unprotected(stretch: Stretch, unit: Unit, against: Against) -> tuple[dict[str, str], dict[str, str]]:
+    """What leaves a client before the first round, and in a round of this stretch, and no valid release covers."""
+    void = [one for one in stretch.releases if _no_claim(one, stretch, unit, against)]
+    covered = {part for release in stretch.releases if release not in void for part in release.covers}
+    later = {part: told for part, told in stretch.leaves.items() if part not in covered}
+    first = {one.what: one.what for one in void if one.when == "once" and not one.covers}  # else it is among `later`
     if stretch.asks:
-        found["answers"] = "what clients answer before the first round"
-    return found
+        first["answers"] = "what clients answer before the first round"
+    return first, later
 
 
 def _told(parts: Mapping[str, str]) -> str:
@@ -216,7 +262,8 @@ def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple
     ]
     pairs = [(one, stretch) for stretch in stretches for one in stretch.releases if one.when == "round"]
     drawn = [SECRET_COHORT if _amplified(one, stretch) else _drawn(stretch) for one, stretch in pairs]
-    return tuple(dict.fromkeys([NEIGHBOURS, SEED, *filter(None, drawn), *rests, FOLDER, NUMBERS]))
+    always = [ALWAYS] if any(stretch.sealed for stretch in stretches) else []
+    return tuple(dict.fromkeys([NEIGHBOURS, ONE_RUN, SEED, *filter(None, drawn), *always, *rests, FOLDER, NUMBERS]))
 
 
 def _drawn(stretch: Stretch) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 # Okabe & Ito (2008): eight colours that stay apart for colour-blind readers; yellow last (weak on white).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))
+GAP = 0.052  # of two names right of their lines, in heights of the axes
+NAME_WIDTH, TITLE_WIDTH = 34, 96  # letters a line, in a picture of eight inches
 
 Curve = tuple[Sequence[int], Sequence[float]]  # rounds, accuracies
 Band = tuple[np.ndarray, np.ndarray, np.ndarray]  # rounds, mean, standard deviation
@@ -44,20 +47,35 @@ def learning_curves(
     figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    bands = {method: band(runs) for method, runs in curves.items()}
+    bands = {wrapped(method, NAME_WIDTH): band(runs) for method, runs in curves.items()}
     fewest, seeds = (choose(len(runs) for runs in curves.values()) for choose in (min, max))
     count = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
     if all(len(rounds) == 1 for rounds, _, _ in bands.values()):
         note = f"; {count} seeds, line: one standard deviation" if seeds > 1 else ""
         _draw_bars(axes, bands)
-        _dress_bars(axes, title + note, target)
+        _dress_bars(axes, target)
     else:
         note = f"; {count} seeds, band: one standard deviation" if seeds > 1 else ""
         ends = _draw_lines(axes, bands)
-        _dress(axes, title + note, max(int(rounds[-1]) for rounds, _, _ in bands.values()), target)
-        name_ends(axes, ends)
+        _dress(axes, max(int(rounds[-1]) for rounds, _, _ in bands.values()), target)
+        name_ends(axes, ends, gap=GAP * max(name.count("\n") + 1 for name in bands))
+    figure.suptitle(wrapped(title + note, TITLE_WIDTH), x=0.01, ha="left", fontsize=11)  # of all its width
     figure.savefig(path)
     return path
+
+
+def wrapped(text: str, width: int) -> str:
+    """In lines of at most `width` letters where a comma, a plus, a semicolon or a space lets it break.
+
+    >>> wrapped("fedaux(form='mean', epsilon=0.5)+simclr(epochs=100)", 34)
+    "fedaux(form='mean', epsilon=0.5)+\\nsimclr(epochs=100)"
+    """
+    lines = [""]
+    for piece in re.findall(r"[^,+; ]*[,+; ]*", text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _draw_lines(axes: Axes, bands: Mapping[str, Band]) -> list[tuple[float, str, str]]:
@@ -92,8 +110,7 @@ def _draw_bars(axes: Axes, bands: Mapping[str, Band]) -> None:
     axes.set_xlabel(f"test accuracy{after} (%)")
 
 
-def _dress_bars(axes: Axes, title: str, target: float | None) -> None:
-    axes.set_title(title, loc="left", fontsize=11)
+def _dress_bars(axes: Axes, target: float | None) -> None:
     axes.set_xlim(0, max(1.1 * axes.dataLim.x1, 1.0, 105 * (target or 0)))
     axes.grid(axis="x", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -104,10 +121,9 @@ def _dress_bars(axes: Axes, title: str, target: float | None) -> None:
         axes.set_xlabel(f"{axes.get_xlabel()}; dotted: target {100 * target:g}")
 
 
-def _dress(axes: Axes, title: str, last: int, target: float | None) -> None:
+def _dress(axes: Axes, last: int, target: float | None) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("round")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("test accuracy (%)")
@@ -128,7 +144,7 @@ def _dress(axes: Axes, title: str, last: int, target: float | None) -> None:
         )
 
 
-def name_ends(axes: Axes, ends: list[tuple[float, str, str]], *, gap: float = 0.052, form: str = ".1f") -> None:
+def name_ends(axes: Axes, ends: list[tuple[float, str, str]], *, gap: float = GAP, form: str = ".1f") -> None:
     """Names right of the lines' ends, moved apart where they would overlap; a thin line leads back to the end.
 
     gap: least distance of two names, in heights of the axes.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedstill.privacy.statement import shown
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -23,6 +25,7 @@ class MethodSummary:
     seconds: float
     bytes_up: int
     bytes_down: int
+    epsilon: float | None = None  # of one run, the largest over the seeds; None: nothing is claimed
 
     @property
     def mean(self) -> float:
@@ -44,12 +47,18 @@ class MethodSummary:
             "accuracies": list(self.last),
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
+            **({} if self.epsilon is None else {"epsilon": self.epsilon}),
         }
 
 
 def best_first(summaries: Iterable[MethodSummary]) -> list[MethodSummary]:
     """By mean accuracy; a run whose accuracy is not a number comes last."""
     return sorted(summaries, key=lambda row: (row.mean != row.mean, -row.mean, row.method))
+
+
+def columns(summaries: Sequence[MethodSummary]) -> tuple[str, ...]:
+    """What the table shows; privacy only where some method claims it."""
+    return (*COLUMNS, *(["epsilon"] if any(row.epsilon is not None for row in summaries) else []))
 
 
 def cells(summary: MethodSummary) -> tuple[str, ...]:
@@ -61,6 +70,7 @@ def cells(summary: MethodSummary) -> tuple[str, ...]:
         f"{summary.seconds:.1f}",
         human_bytes(summary.bytes_up),
         human_bytes(summary.bytes_down),
+        "none" if summary.epsilon is None else shown(summary.epsilon),
     )
 
 
@@ -87,7 +97,8 @@ def counted(number: int, thing: str) -> str:
 
 def plain_table(summaries: Sequence[MethodSummary]) -> str:
     """Columns by spaces: for logs, pipes and files."""
-    return align([COLUMNS, *(cells(row) for row in best_first(summaries))])
+    names = columns(summaries)
+    return align([names, *(cells(row)[: len(names)] for row in best_first(summaries))])
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -109,8 +120,9 @@ def rich_table(summaries: Sequence[MethodSummary]) -> Table:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
+    names = columns(summaries)
+    for name in names:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for place, row in enumerate(best_first(summaries)):
-        table.add_row(*(Text(cell) for cell in cells(row)), style="bold green" if place == 0 else None)
+        table.add_row(*(Text(cell) for cell in cells(row)[: len(names)]), style="bold green" if place == 0 else None)
     return table

@@ -16,7 +16,7 @@ from fedstill.core.types import Preparation, Seed
 def split_rows(count: int, share: float, seed: Seed) -> Tensor:
     """(M,) bool: floor(share M) rows at random are distilled on; the others are FedAUX's negatives.
 
-    One permutation, a function of the run's seed alone, so that every method of a run has the same two parts.
+    One permutation, a function of the run's seed alone, so that every method and phase of a run has the same parts.
 
     >>> int(split_rows(13, 0.8, seed=1).sum())
     10
@@ -30,7 +30,7 @@ def split_rows(count: int, share: float, seed: Seed) -> Tensor:
 def distilled_rows(preparation: Preparation, share: float) -> Tensor:
     """`split_rows` of the run's own unlabeled set; both parts hold at least one row."""
     assert preparation.unlabeled is not None  # declared as a need
-    chosen = split_rows(len(preparation.unlabeled), share, preparation.seed)
+    chosen = split_rows(len(preparation.unlabeled), share, preparation.run_seed)
     if not 0 < int(chosen.sum()) < len(chosen):
         raise FedstillError(
             f"algorithm.distill_share = {share} leaves one part of the {len(chosen)} unlabeled rows empty: "

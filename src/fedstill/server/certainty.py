@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.types import ClientData, Need, Preparation, Round, Seed, Tree, Weights
+from fedstill.core.types import Answers, ClientData, Need, Preparation, Round, Seed, Tree, Weights
 from fedstill.server.distill import TeacherShares
 from fedstill.server.logistic import Form, fit_logistic
 from fedstill.server.scorers import OtherScorer, log_scores, relative
@@ -19,8 +21,10 @@ from fedstill.server.teachers import teacher_ids
 Scorer = Literal["logistic", "uniform", "kde", "isolation_forest", "one_class_svm", "two_class_svm"]
 Bound = Literal["negatives", "both"]
 ScoreMode = Literal["probability", "odds"]
+Question = Callable[[ClientData], Tree]
 FLOOR = 1e-8  # xi: no score is 0
-UNKNOWN: dict[ScoreMode, float] = {"probability": 0.5 + FLOOR, "odds": 1.0}  # of a client that gave no answer
+ALIKE: dict[ScoreMode, float] = {"probability": 0.5 + FLOOR, "odds": 1.0}  # of every client, with scorer "uniform"
+SCORES = "certainty scores"  # what the accountant knows them by
 ROWS_AT_ONCE = 16_384  # scored in float64 at a time
 
 
@@ -87,11 +91,14 @@ class Features(NamedTuple):
 
 
 def score_table(candidate: Weights, distilled: Tensor, preparation: Preparation, scoring: Scoring) -> Tensor:
-    """(N, M) scores of every client for the rows that are distilled on; those of no answer are indifferent.
+    """(N, M) scores of every client for the rows that are distilled on.
+
+    A client that gave no answer has for each sample the mean of those that did: it counts as much as they do on average
+    (scores are mostly far below 0.5, so that no constant would do).
 
     Clients with several architectures are scored by the features of their own prototype, once for all prototypes.
     """
-    known, key = preparation.shared, f"certainty scores {scoring}"
+    known, key = preparation.shared, f"{SCORES} {scoring}"
     if key not in known:
         known[key] = _scored(_prototypes(candidate, preparation), distilled, scoring)
         preparation.metrics["largest_share"] = float(normalised(known[key]).amax(dim=0).mean())
@@ -107,14 +114,14 @@ def _prototypes(candidate: Weights, preparation: Preparation) -> list[tuple[Weig
 
 def _scored(prototypes: list[tuple[Weights, Preparation]], distilled: Tensor, scoring: Scoring) -> Tensor:
     population = sum(look.population for _, look in prototypes)
-    table = torch.full((population, int(distilled.sum())), UNKNOWN[scoring.score], device=distilled.device)
     if scoring.scorer == "uniform":
-        return table
+        return torch.full((population, int(distilled.sum())), ALIKE[scoring.score], device=distilled.device)
     ask = _parting if scoring.scorer == "logistic" else _others
     pairs = [ask(model, _public_features(model, distilled, look), look, scoring) for model, look in prototypes]
     ids, scores = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     scores = scores if scoring.scorer == "logistic" else relative(scores)
-    return table.to(scores.device).index_copy(0, ids.to(scores.device), scores.to(table.dtype))
+    table = scores.double().mean(dim=0).repeat(population, 1)
+    return table.index_copy(0, ids.to(table.device), scores.double()).float()
 
 
 def _public_features(candidate: Weights, distilled: Tensor, preparation: Preparation) -> Features:
@@ -126,8 +133,21 @@ def _public_features(candidate: Weights, distilled: Tensor, preparation: Prepara
 
 
 def _own_features(candidate: Weights, data: ClientData, preparation: Preparation) -> Tensor:
-    preparation.tell("certainty scores", (data.id + 1) / preparation.population)
-    return preparation.trainer.outputs(candidate, data.x, features=True).features.flatten(1).double()
+    return preparation.trainer.outputs(candidate, data.x, features=True, keep=False).features.flatten(1).double()
+
+
+def _asked(question: Question, sent: Tree, preparation: Preparation) -> Answers:
+    """Ask every client, and say how far that is."""
+    begun = itertools.count()
+
+    def told(data: ClientData) -> Tree:
+        preparation.tell(SCORES, min(1.0, next(begun) / preparation.population))
+        return question(data)
+
+    answers = preparation.ask(told, sent=sent, release=SCORES)
+    preparation.tell(SCORES, 1.0)
+    preparation.metrics["scored_clients"] = float(len(answers.ids))
+    return answers
 
 
 def _parting(candidate: Weights, public: Features, preparation: Preparation, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -137,8 +157,8 @@ def _parting(candidate: Weights, public: Features, preparation: Preparation, sco
         own = _own_features(candidate, data, preparation)
         return client_answer(own, public.negatives, scoring, seed_for(preparation.seed, "scores", data.id))
 
-    ids, answers = preparation.ask(question)
-    preparation.metrics["scored_clients"] = float(len(ids))
+    sent = {"model": candidate, "negatives": public.negatives.to(public.distilled.dtype)}
+    ids, answers = _asked(question, sent, preparation)
     return ids, scores_of(answers, public, scoring)
 
 
@@ -150,13 +170,17 @@ def _others(candidate: Weights, public: Features, preparation: Preparation, scor
         own, seed = _own_features(candidate, data, preparation), seed_for(preparation.seed, "scores", data.id)
         return {"log_scores": log_scores(scorer, own, public.negatives, public.distilled, seed).float()}
 
-    ids, answers = preparation.ask(question)
-    preparation.metrics["scored_clients"] = float(len(ids))
+    sent = {"model": candidate, **public._asdict(), "negatives": public.negatives.to(public.distilled.dtype)}
+    ids, answers = _asked(question, sent, preparation)
     return ids, answers["log_scores"]
 
 
 def client_answer(own: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) -> Tree:
-    """What one client sends: its w with noise, the intercept if there is one, and its norm bound if that is its own."""
+    """What one client sends: its w with noise, the intercept if there is one, and its norm bound if that is its own.
+
+    Features that are not finite count as 0: one sample must not decide whether the client answers at all.
+    """
+    own = torch.where(own.isfinite().all(dim=1, keepdim=True), own, 0.0)
     bound = norm_bound(negatives)
     if scoring.gamma == "both":
         bound = torch.maximum(bound, norm_bound(own))

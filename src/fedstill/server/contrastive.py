@@ -12,7 +12,20 @@ from torch import Tensor
 from fedstill.core.compose import weighted_mean
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for, torch_generator
-from fedstill.core.types import Apply, Batch, Local, Model, Need, Objective, Output, Params, Seed, Training, Weights
+from fedstill.core.types import (
+    Apply,
+    Batch,
+    Local,
+    Model,
+    Need,
+    Objective,
+    Outlook,
+    Output,
+    Params,
+    Seed,
+    Training,
+    Weights,
+)
 from fedstill.server.pools import full_precision
 from fedstill.server.pretrain import Pretext
 
@@ -28,7 +41,7 @@ def simclr_pretext(
     training: Training, *, temperature: float = 0.5, projection: int = 128, hidden: int = 512
 ) -> Pretext:
     """Tell the other view of an image from the views of all others in the batch, by projected features (NT-Xent)."""
-    return Pretext(
+    task = Pretext(
         "simclr",
         lambda model: projected(model, projection=projection, hidden=hidden),
         nt_xent(temperature),
@@ -38,14 +51,30 @@ def simclr_pretext(
         frozenset({Need.FEATURES}),
     )
 
+    def suited(outlook: Outlook) -> Pretext:
+        if outlook.unlabeled is not None:
+            check_images(outlook.unlabeled)
+        return task
+
+    return replace(task, suited=suited)
+
 
 def no_labels(x: Tensor) -> Tensor:
-    """Zeros in the place of labels; refuses what has no views."""
+    """Zeros in the place of labels."""
+    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+
+def check_images(x: Tensor) -> None:
+    """Refuses what has no views, and one image alone: there is none that its views could be told from."""
     if x.ndim != 4:
-        raise FedstillError(f"simclr needs images as unlabeled data, but samples have shape {tuple(x.shape[1:])}")
+        text = x.ndim == 2 and not x.is_floating_point()
+        cure = "on text use masked_lm or next_token" if text else "leave simclr out"
+        shape = tuple(x.shape[1:])
+        raise FedstillError(f"simclr needs images as unlabeled data, but samples have shape {shape}: {cure}")
+    if len(x) < 2:
+        raise FedstillError(f"simclr needs at least 2 unlabeled images, and there is {len(x)}: raise data.unlabeled")
     if x.is_floating_point() and (float(x.min()) < 0.0 or float(x.max()) > 1.0):
         raise FedstillError("simclr changes colours on a scale from 0 to 1: give images as bytes or on that scale")
-    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
 def nt_xent(temperature: float = 0.5) -> Objective:

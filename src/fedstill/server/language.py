@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for, to_signed, torch_generator, uniform
 from fedstill.core.types import (
@@ -19,6 +21,7 @@ from fedstill.core.types import (
     Model,
     Need,
     Objective,
+    Outlook,
     Output,
     Params,
     ReadTokens,
@@ -28,7 +31,6 @@ from fedstill.core.types import (
 )
 from fedstill.server.pretrain import Pretext
 
-PAD = 0  # fills a text up; never read, never to be told
 MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the rest stays as it is (BERT)
 TOKENS = frozenset({Need.TOKENS})
 HEAD = "language"  # where the parameters of the task's own head are
@@ -38,8 +40,8 @@ _STREAM = to_signed(seed_for(0, "masked tokens"))  # a step's dropout draws from
 class Words(NamedTuple):
     """Which ids are words."""
 
-    mask: int = 4  # [MASK]
-    first: int = 5  # smaller ids are marks: neither masked nor put in place of a word
+    mask: int  # [MASK]
+    first: int  # smaller ids are marks: neither masked nor put in place of a word
 
 
 class Places(NamedTuple):
@@ -105,7 +107,59 @@ def masked_words(share: float, words: Words, training: Training) -> Pretext:
         return states.gather(1, places.at.unsqueeze(2).expand(-1, -1, reader.width))
 
     identity = {"share": share, **words._asdict()}
-    return Pretext("masked_lm", _with_head(read), Objective(loss), training, _themselves, identity, needs=TOKENS)
+    model = _with_head(read, largest=max(words))
+    return Pretext("masked_lm", model, Objective(loss), training, _themselves, identity, needs=TOKENS)
+
+
+def masked_tokens(
+    share: float, training: Training, *, mask_id: int | None = None, first_word_id: int | None = None
+) -> Pretext:
+    """Masked prediction of every text's hidden words (Devlin et al. 2019), by the ids of the run's tokenizer."""
+
+    @cache
+    def known(words: Words) -> Pretext:
+        return masked_words(share, words, training)
+
+    def suited(outlook: Outlook) -> Pretext:
+        return known(words_of(outlook, mask_id, first_word_id))
+
+    return replace(known(Words(PAD, PAD)), suited=suited)  # as it is it is never trained
+
+
+def words_of(outlook: Outlook, mask_id: int | None = None, first_word_id: int | None = None) -> Words:
+    """Which ids are words: as given, else as the tokenizer says; refused where they cannot be those of this text."""
+    tokenizer = outlook.tokenizer
+    if tokenizer is None:
+        if mask_id is None or first_word_id is None:
+            raise FedstillError(
+                "masked_lm: these ids have no tokenizer that tells which one is [MASK] and where words begin: "
+                "set data.tokens, or algorithm.mask_id and algorithm.first_word_id"
+            )
+        size = 0 if outlook.unlabeled is None else int(outlook.unlabeled.max()) + 1
+        return _checked(Words(mask_id, first_word_id), size)
+    mask = tokenizer.mask if mask_id is None else mask_id
+    if mask is None:
+        raise FedstillError("masked_lm: the tokenizer has no [MASK]: use next_token, or another data.tokenizer")
+    if tokenizer.mask not in (mask, None):
+        raise FedstillError(
+            f"algorithm.mask_id = {mask} is not [MASK], which is {tokenizer.mask} in the run's tokenizer: leave it out"
+        )
+    if first_word_id is None:
+        return Words(mask, tokenizer.first_word)
+    return _checked(Words(mask, first_word_id), tokenizer.size)
+
+
+def _checked(words: Words, size: int) -> Words:
+    if words.first >= size:
+        raise FedstillError(
+            f"algorithm.first_word_id = {words.first} leaves no word to be hidden: the ids of this text end at "
+            f"{size - 1}; leave it out, with data.tokens the tokenizer knows it"
+        )
+    if words.first <= words.mask:
+        raise FedstillError(
+            f"algorithm.first_word_id = {words.first} is impossible: words have larger ids than [MASK], {words.mask}"
+        )
+    return words
 
 
 def next_words(training: Training) -> Pretext:
@@ -128,11 +182,18 @@ def _themselves(x: Tensor) -> Tensor:
 Read = Callable[[Reader, Weights, Tensor, bool, Tensor], Tensor]  # -> states (B, k, F) of the places to be told
 
 
-def _with_head(states_of: Read) -> Callable[[Model], Model]:
-    """The run's model up to its tokens, with BERT's head: dense, GELU, LayerNorm, then the embedding itself."""
+def _with_head(states_of: Read, *, largest: int = 0) -> Callable[[Model], Model]:
+    """The run's model up to its tokens, with BERT's head: dense, GELU, LayerNorm, then the embedding itself.
+
+    largest: id that it must know.
+    """
 
     def extend(model: Model) -> Model:
         reader = reader_of(model)
+        if largest >= reader.vocabulary:
+            raise FedstillError(
+                f"masked_lm uses id {largest}, and the network knows {reader.vocabulary}: use its own ids"
+            )
 
         def init(seed: Seed) -> Weights:
             params, buffers = model.init(seed)

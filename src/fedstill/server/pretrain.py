@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from fedstill.core.types import (
     Model,
     Need,
     Objective,
+    Outlook,
     Preparation,
     Seed,
     ServerStep,
@@ -49,6 +50,8 @@ class Pretext:
         `lr_epoch_decay`. An epoch's last, smaller batch is left out.
     targets: y (M, ...) from all unlabeled samples x (M, ...), in storage form.
     identity: all that the result follows from beside the training (names and numbers, for a JSON).
+    suited: the task for this run's data, of the same name and training (the same one for the same data: its objective
+        is made once); it refuses data that it cannot learn from. None: as it is.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Pretext:
     targets: Callable[[Tensor], Tensor]
     identity: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[Need] = frozenset()  # beyond unlabeled data and a head of its own
+    suited: Callable[[Outlook], Pretext] | None = None
 
     def __post_init__(self) -> None:
         if self.training.steps is not None or self.training.lr_schedule != "constant" or self.training.lr_decay != 1.0:
@@ -75,30 +79,41 @@ def pretrain(
 
     The result is kept by what it follows from (pretext, first weights, unlabeled rows, seed), and another run gets the
     same bits; of runs that need it at the same time one trains it, and the others wait. An unfinished training is kept
-    too, at the end of an epoch at most every `save_seconds`, and goes on there. Every epoch is a function of its
-    number, of the weights and of the optimiser's moments, which are all kept: on a CPU a training that was interrupted
-    ends with the bits of one that was not. On a GPU that is true up to what its kernels leave open (sums in an order of
-    their own).
-    Reports: pretrain_epochs (trained in this run: 0 if it was found), pretrain_loss (of the last epoch).
+    too, at the end of an epoch at most every `save_seconds`, and as far as it came when it is interrupted, and goes on
+    there. Every epoch is a function of its number, of the weights and of the optimiser's moments, which are all kept:
+    on a CPU a training that was interrupted ends with the bits of one that was not. On a GPU that is true up to what
+    its kernels leave open (sums in an order of their own).
+    Reports: <pretext>_epochs (trained in this run: 0 if it was found), <pretext>_loss (of the last epoch).
     """
+
+    def check(outlook: Outlook) -> None:
+        if pretext.training.epochs:
+            _suited(pretext, outlook)
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         if not pretext.training.epochs:
             return candidate, state
-        if preparation.round > 1:
-            raise FedstillError(
-                f"{pretext.name} would replace the model that {preparation.round - 1} rounds have trained: "
-                "let it stand in the first phase"
-            )
+        task = _suited(pretext, Outlook(preparation.round, preparation.unlabeled, preparation.tokenizer))
         if probe is not None:
             _report(preparation, probe(candidate, preparation), "_before")
-        extractor = _found_or_trained(pretext, candidate, preparation, seed, save_seconds)
+        extractor = _found_or_trained(task, candidate, preparation, seed, save_seconds)
         candidate = with_extractor(candidate, extractor)
         if probe is not None:
             _report(preparation, probe(candidate, preparation))
         return candidate, state
 
-    return ServerStep(prepare=prepare, needs=pretext.needs | {Need.UNLABELED, Need.HEAD}, stage=Stage.KEEP)
+    needs = pretext.needs | {Need.UNLABELED, Need.HEAD}
+    return ServerStep(prepare=prepare, needs=needs, stage=Stage.KEEP, check=check)
+
+
+def _suited(pretext: Pretext, outlook: Outlook) -> Pretext:
+    """The task as this run has it; refused where there is nothing to learn from, or much to lose."""
+    if outlook.round > 1:
+        raise FedstillError(
+            f"{pretext.name} would replace the model that {outlook.round - 1} rounds have trained: "
+            "let it stand in the first phase"
+        )
+    return pretext if pretext.suited is None else pretext.suited(outlook)
 
 
 def _report(preparation: Preparation, found: Mapping[str, float], suffix: str = "") -> None:
@@ -119,7 +134,7 @@ def _found_or_trained(
         kept = None if preparation.keeper is None else preparation.keeper.load(identity)
         if kept:
             preparation.tell(f"{pretext.name}: the extractor was found, trained by an earlier run", 1.0)
-            preparation.metrics.update({"pretrain_epochs": 0.0, "pretrain_loss": float(kept["loss"])})
+            _report(preparation, {f"{pretext.name}_epochs": 0.0, f"{pretext.name}_loss": float(kept["loss"])})
             return _like(Weights(kept["params"], kept.get("buffers", {})), candidate)
         work = _Training(pretext, preparation.trainer.lend(whole), x, chosen, preparation, identity, save_seconds)
         fitted = work.run(Fitted(start, {}, torch.zeros(())))
@@ -154,25 +169,43 @@ class _Training:
         self.identity = unfinished(identity)
 
     def run(self, fitted: Fitted) -> Fitted:
-        pretext, epochs, began = self.pretext, self.pretext.training.epochs, time.perf_counter()
+        pretext, epochs = self.pretext, self.pretext.training.epochs
         fitted, done = self._kept(fitted)
-        self.preparation.metrics["pretrain_epochs"] = float(epochs - done)
+        _report(self.preparation, {f"{pretext.name}_epochs": float(epochs - done)})
         batch = min(pretext.training.batch_size, len(self.x))
         once = replace(pretext.training, epochs=1, steps=len(self.x) // batch, batch_size=batch, lr_epoch_decay=1.0)
         y = pretext.targets(self.x)
-        for epoch in range(done, epochs):
+
+        def trained(fitted: Fitted, epoch: int) -> Fitted:
             rate = pretext.training.lr * pretext.training.lr_epoch_decay**epoch
-            fitted = self.trainer.proceed(
+            return self.trainer.proceed(
                 pretext.objective, fitted.weights, self.x, y, replace(once, lr=rate),
                 seed_for(self.seed, "pretrain", epoch), optimizer=fitted.optimizer,
             )  # fmt: skip
-            loss = self._checked(fitted, epoch)
-            line = f"{pretext.name}: epoch {epoch + 1}/{epochs}, loss {loss:.4f}"
-            self.preparation.tell(line, (epoch + 1) / epochs)
-            if epoch + 1 < epochs and time.perf_counter() - began >= self.save_seconds:
-                self._keep(fitted, epoch + 1)
-                began = time.perf_counter()
-        self.preparation.metrics["pretrain_loss"] = float(fitted.loss)
+
+        fitted = self._epochs(fitted, done, trained)
+        _report(self.preparation, {f"{pretext.name}_loss": float(fitted.loss)})
+        return fitted
+
+    def _epochs(self, fitted: Fitted, done: int, trained: Callable[[Fitted, int], Fitted]) -> Fitted:
+        """From epoch to epoch; whatever ends it early, the last whole epoch is kept."""
+        name, epochs, kept, began = self.pretext.name, self.pretext.training.epochs, done, time.perf_counter()
+        try:
+            while done < epochs:
+                after = trained(fitted, done)
+                loss = self._checked(after, done)
+                fitted, done = after, done + 1
+                self.preparation.tell(f"{name}: epoch {done}/{epochs}, loss {loss:.4f}", done / epochs)
+                if done < epochs and time.perf_counter() - began >= self.save_seconds:
+                    self._keep(fitted, done)
+                    kept, began = done, time.perf_counter()
+        except FedstillError:
+            raise  # it would end there again
+        except BaseException:
+            if done > kept:
+                with suppress(Exception):  # a broken device: what broke is the error to tell
+                    self._keep(fitted, done)
+            raise
         return fitted
 
     def _checked(self, fitted: Fitted, epoch: int) -> float:
