@@ -21,7 +21,7 @@ EVENLY = {"weighting": "uniform"}
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_table_and_figure_is_there_under_every_preset(preset):
     assert tuple(MRTF.recipe.presets) == PRESETS
-    assert tuple(MRTF.recipe.tables[preset]) == NAMES
+    assert tuple(MRTF.recipe.tables[preset]) == (*NAMES, *(["feedback"] if preset == "correct" else []))
 
 
 def test_methods_of_a_column_differ_in_nothing_but_the_method():
@@ -166,6 +166,17 @@ def test_networks_have_the_sizes_of_the_papers():
         assert parameters(MRTF.experiment(table, "fedavg", column), shape, classes) == count, column
     released = MRTF.experiment("figure-9", "fedavg", "femnist", "released")
     assert parameters(released, grey, 62) == 608_702
+
+
+def test_the_refined_model_is_sent_reported_or_sent_after_gentler_steps():
+    named = {
+        row: MRTF.method("feedback", row, "cifar10-dir-1") for row in ("mrtf-sent", "mrtf-reported", "feddf-gentle")
+    }
+    assert named["mrtf-sent"] == MRTF.method("3", "mrtf", "sigma-0")
+    assert named["mrtf-reported"]["feedback"] is False
+    assert named["feddf-gentle"]["server_lr"] == 3e-5
+    shared = MRTF.experiment("feedback", "mrtf-sent", "cifar10-dir-0.1")
+    assert shared == MRTF.experiment("figure-11", "st+rd+clr", "cifar10-dir-0.1")
 
 
 def test_runs_are_shared_between_tables_and_presets():
