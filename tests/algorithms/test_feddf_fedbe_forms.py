@@ -1,7 +1,6 @@
 """FedDF and FedBE in the forms of their papers, their code and the papers that compared with them.
 
-Numbers are those of the method cards (server.md): section 0.2, cards 3-5 and 8, the table of FedDF in the seeds.
-"""
+Numbers are those of the method cards (server.md): section 0.2, cards 3-5 and 8, the table of FedDF in the seeds."""
 
 import dataclasses
 
@@ -136,10 +135,9 @@ def test_every_form_builds_by_name_and_is_explained(name, preset):
 
 @pytest.mark.parametrize(("name", "preset"), FORMS)
 def test_only_forms_that_look_at_a_validation_set_need_one(name, preset):
-    wanted = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | ({Need.ONE_ARCHITECTURE} if name == "fedbe" else set())
-    if (name, preset) in (("feddf", "paper"), ("feddf", "released")):
-        wanted.add(Need.VALIDATION)
-    assert needs_of(METHODS[name](preset=preset)) == wanted
+    looks = {Need.VALIDATION} if preset in ("paper", "released") else set()
+    own = {Need.ONE_ARCHITECTURE} if name == "fedbe" else looks
+    assert needs_of(METHODS[name](preset=preset)) == {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | own
 
 
 @pytest.mark.parametrize(
