@@ -11,15 +11,18 @@ from fedstill.core.types import Training
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+CASES = [(row, net) for row in ROWS for net in (("mlp", "norm") if row.net == "mlp" else (row.net,))]
+
+
+@pytest.mark.parametrize(("row", "net"), CASES, ids=lambda part: part if isinstance(part, str) else part.id)
 @pytest.mark.parametrize("engine", ["batched", "looped"])
-@pytest.mark.parametrize("net", ["mlp", "norm"])
 def test_the_gpu_gives_what_the_cpu_gives(row, engine, net):
     """Strict float32, three rounds: 1e-4 of 1 + the largest weight, since sums run in another order.
 
-    A GPU draws noise of its own: such a row is held against the loop on the GPU.
+    A GPU draws noise of its own: such a row is held against the loop on the GPU. Pre-training runs in float64: its
+    Adam makes whole steps of gradients that are zero but for rounding (of a bias in front of a norm).
     """
-    options = {"net": net, "engine_options": {"precision": "float32"}}
+    options = {"net": net, "engine_options": {"precision": "float32" if row.net == "mlp" else "float64"}}
     found = run(row.build(), engine=engine, device="cuda", **options).weights
     place = "cuda" if row.noise_by_place else "cpu"
     wanted = run(row.build(), engine="looped", device=place, **options).weights
