@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedstill.callbacks import Callback, RunInfo
+from fedstill.core.compose import bound_to
 from fedstill.core.errors import FedstillError
 from fedstill.core.groups import check_groups, reported_name
 from fedstill.core.heads import heads_only
@@ -128,6 +129,8 @@ def _suited(
 ) -> tuple[Phase, ...]:
     """The methods as this model and training take them: for heads alone, for each of several architectures."""
     check_phases(phases, model=model, federation=federation, training=training, method=method)
+    if model.groups is None:
+        phases = tuple(phase._replace(algorithm=bound_to(phase.algorithm, model)) for phase in phases)
     phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
     suit = heads_only if training.part == "head" else as_it_is
     if model.groups is not None:

@@ -27,7 +27,7 @@ RUN = (
 MAY_IMPORT = {
     "core": set(),
     **{unit: {"core"} for unit in LEAVES},
-    "algorithms": {"core", "local", "server", "privacy"},
+    "algorithms": {"core", "local", "server", "privacy", "models"},
     **{unit: {"core", "engine", "privacy", *RUN} for unit in RUN},
 }
 PRIVATE_STREAMS = {"default_rng", "Generator", "PCG64", "RandomState", "SeedSequence"}  # of numpy.random, with a seed

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import interpolate
 from fedstill.core.types import (
+    Algorithm,
     Batch,
     Local,
     Model,
@@ -20,7 +21,6 @@ from fedstill.core.types import (
     Preparation,
     Round,
     ServerStep,
-    Targets,
     Tree,
     Weights,
     no_finish,
@@ -69,9 +69,28 @@ def combine(*terms: Objective) -> Objective:
     needs = frozenset().union(*(term.needs for term in terms))
     parts = tuple(part for term in terms for part in term.terms or (term,))
     finishes = any(term.finish is not no_finish for term in terms)
+    binds = any(term.bind is not None for term in terms)
     return Objective(
-        loss, frozen, init, measure if measures else None, finish if finishes else no_finish, needs, terms=parts
+        loss,
+        frozen,
+        init,
+        measure if measures else None,
+        finish if finishes else no_finish,
+        needs,
+        terms=parts,
+        bind=(lambda model: combine(*(bound(term, model) for term in terms))) if binds else None,
     )
+
+
+def bound(objective: Objective, model: Model) -> Objective:
+    """The objective for this model; itself where no term of it calls the model's head."""
+    return objective if objective.bind is None else objective.bind(model)
+
+
+def bound_to(algorithm: Algorithm, model: Model) -> Algorithm:
+    """The method for this model: see `bound`."""
+    objective = bound(algorithm.objective, model)
+    return algorithm if objective is algorithm.objective else replace(algorithm, objective=objective)
 
 
 def chain(*steps: ServerStep) -> ServerStep:
@@ -95,11 +114,8 @@ def chain(*steps: ServerStep) -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
 
-    def report(state: Tree) -> Weights | None:
-        return _last_of(step.report(state.get(str(i), {})) for i, step in enumerate(steps))
-
-    def targets(state: Tree) -> Targets | None:
-        return _last_of(step.targets(state.get(str(i), {})) for i, step in enumerate(steps))
+    def newest(ask: Callable[[ServerStep, Tree], T | None]) -> Callable[[Tree], T | None]:
+        return lambda state: _last_of(ask(step, state.get(str(i), {})) for i, step in enumerate(steps))
 
     return ServerStep(
         apply,
@@ -107,8 +123,9 @@ def chain(*steps: ServerStep) -> ServerStep:
         broadcast,
         frozenset().union(*(step.needs for step in steps)),
         steps=tuple(part for step in steps for part in step.steps or (step,)),
-        report=report,
-        targets=targets,
+        report=newest(lambda step, own: step.report(own)),
+        targets=newest(lambda step, own: step.targets(own)),
+        samples=newest(lambda step, own: step.samples(own)),
         prepare=prepare if any(step.prepare is not no_preparation for step in steps) else no_preparation,
         check=_checks(steps),
     )
@@ -185,6 +202,7 @@ def report_only(step: ServerStep) -> ServerStep:
         broadcast=lambda state: step.broadcast(own(state)),
         report=report,
         targets=lambda state: step.targets(own(state)),
+        samples=lambda state: step.samples(own(state)),
         name="",
         instead_of="",
         steps=(),
@@ -229,6 +247,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
         empty.needs,
         report=lambda state: empty.report(state.get("inner", {})),
         targets=lambda state: empty.targets(state.get("inner", {})),
+        samples=lambda state: empty.samples(state.get("inner", {})),
         prepare=prepare if empty.prepare is not no_preparation else no_preparation,
         check=empty.check,
     )

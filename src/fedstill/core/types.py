@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from fedstill.core.answers import Samples as Samples
+from fedstill.core.answers import Targets as Targets
 from fedstill.core.data import Dataset as Dataset
 from fedstill.core.data import Federation as Federation
 from fedstill.core.data import Tokenizer as Tokenizer
@@ -24,6 +26,9 @@ from fedstill.core.preparing import Keeper as Keeper
 from fedstill.core.preparing import Outlook as Outlook
 from fedstill.core.preparing import no_objection as no_objection
 from fedstill.core.release import Release as Release
+from fedstill.core.stage import Stage as Stage
+from fedstill.core.turns import Player as Player
+from fedstill.core.turns import Scene as Scene
 
 Params = dict[str, Tensor]  # flat names as in nn.Module.named_parameters()
 Tree = dict[str, Any]  # nested dicts with tensors at the leaves: states, slots, uploads
@@ -118,6 +123,9 @@ class Model:
     unbatchable: str | None = None  # why vmap cannot run it, in one sentence
     groups: Groups | None = None  # it stands for several architectures: see core/groups.py
     tokens: ReadTokens | None = None  # of a network that reads text
+    input_shape: tuple[int, ...] = ()  # of one sample
+    classes: int = 0  # K
+    feature_size: int = 0  # F; 0 where it has no features
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,7 @@ class Objective:
     risk: str = ""  # a name: it fits the labels, and a method has one such term; empty: it is added to one
     terms: tuple[Objective, ...] = ()  # what it is the sum of, when `combine` made it
     with_risk: Callable[[Objective], Objective] | None = None  # the same term, for one that differentiates the risk
+    bind: Callable[[Model], Objective] | None = None  # the term for this run's model, of one that calls its head
 
 
 class Uploads(NamedTuple):
@@ -270,16 +279,20 @@ class Trainer(Protocol):
         """`fit` as one part of a longer training: the optimiser goes on from `optimizer` (empty: a fresh one)."""
         ...
 
+    def take_turns(
+        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
+        optimizers: Mapping[str, Tree] | None = None,
+    ) -> dict[str, Fitted]:  # fmt: skip
+        """Train several models, each step of one seeing all: I exchanges, in each of them every player's turn in order.
+
+        drawn: (I, ...) a row for each exchange. given: what all of them see. optimizers: what a player's optimiser
+        goes on from, by name (none: a fresh one). The loss of a player is the mean over its steps.
+        """
+        ...
+
     def lend(self, model: Model) -> Trainer:
         """The same device, precision and data forms for another model (pre-training adds a projection head)."""
         ...
-
-
-class Targets(NamedTuple):
-    """What the server believes about its unlabeled data, and the rows it learns from."""
-
-    probabilities: Tensor  # (M, K), rows sum to 1
-    kept: Tensor  # (M,) bool
 
 
 @dataclass(frozen=True)
@@ -336,15 +349,6 @@ def nobody(_: Tree) -> None:
     return None
 
 
-class Stage(Enum):
-    """Where a server step stands when methods are joined: in this order."""
-
-    AGGREGATE = "make one model from the cohort's"  # one a method
-    MOVE = "decide the server's step from the sent model"  # at most one a method
-    KEEP = "keep something, and pass the model through"
-    REFINE = "improve the model"
-
-
 @dataclass(frozen=True)
 class ServerStep:
     """(candidate, state, round) -> (candidate, state); `chain(*steps)` runs them in order."""
@@ -359,6 +363,7 @@ class ServerStep:
     steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
     report: Callable[[Tree], Weights | None] = nobody  # the model that is looked at, where it is not the one sent
     targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
+    samples: Callable[[Tree], Samples | None] = nobody  # what its generator invented last
     # once, before the method's first round: the model that is sent then, and the step's state
     prepare: Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]] = no_preparation
     check: Callable[[Outlook], None] = no_objection  # refuses, before the run starts, what `prepare` could not do

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedstill.core.types import (
     Objective,
     Output,
     Params,
+    Player,
     Seed,
     Training,
     Tree,
@@ -36,15 +38,17 @@ from fedstill.engine.features import fill_features
 from fedstill.engine.feed import Feed
 from fedstill.engine.forward import ROWS_AT_ONCE, batch_statistics, forward, forward_many, forward_training
 from fedstill.engine.group import Inputs, client_at, columns_of, local_view, make_inputs
-from fedstill.engine.looped import Looped
+from fedstill.engine.looped import Looped, layout_alone
 from fedstill.engine.plan import Plan, check_training, make_plan
 from fedstill.engine.probe import chunk_budget, probe
-from fedstill.engine.program import Program, float32_mode
+from fedstill.engine.program import Program, autocast_to, float32_mode
 from fedstill.engine.results import Finished
+from fedstill.engine.turns import Turns, turns_key
 
 FEEDS = 4  # sets beside the train set that stay on the device
 SMALL_NET = 50_000  # parameters up to which a call costs more than the work in it, on a CPU
 OPTIMIZER = "optimizer"  # the slot of a client's state for what its optimiser remembers
+TURNS = 2  # games of several models that keep what they captured
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
@@ -71,6 +75,7 @@ class Engine:
         self.feed = self._feed(federation.train.x, federation.train.y)
         self.programs: dict[object, tuple[Program, Batched | Looped]] = {}
         self.feeds: dict[int, tuple[Tensor, Feed]] = {}
+        self.turns: dict[object, Turns] = {}
 
     def train(
         self, objective: Objective, training: Training, start: Weights, *,
@@ -184,10 +189,38 @@ class Engine:
         with float32_mode(self.precision):
             return batch_statistics(self.model, weights, self._feed_of(x), batch)
 
+    def take_turns(
+        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
+        optimizers: Mapping[str, Tree] | None = None,
+    ) -> dict[str, Fitted]:  # fmt: skip
+        """Several models, each step of one seeing all; see core.types.Trainer."""
+        key = turns_key(players, drawn, given)
+        with float32_mode(self.precision):
+            turns = self.turns.pop(key, None) or self._new_turns(players, start)
+            self.turns[key] = turns  # the newest stands last
+            if len(self.turns) > TURNS:
+                del self.turns[next(iter(self.turns))]
+            return turns.run(players, start, drawn, given, seed, optimizers or {})
+
+    def _new_turns(self, players: Mapping[str, Player], start: Mapping[str, Weights]) -> Turns:
+        for player in players.values():
+            check_training(player.training)
+        layouts = {name: layout_alone(weights.params, self.graphs) for name, weights in start.items()}
+        autocast = partial(autocast_to, self.precision, self.device)
+        return Turns(players, start, self._each, layouts=layouts, autocast=autocast, graphs=self.graphs)
+
+    def _each(self, weights: Weights, x: Tensor) -> Output:
+        """What several models say about the same inputs, (T, B, ...), with the gradient to the inputs."""
+        if self.model.unbatchable is None and not self._in_turn(weights, len(x)):
+            return torch.func.vmap(lambda one: self.model.apply(one, x, training=False)[0])(weights)
+        count = len(next(iter(weights.params.values())))
+        said = [self.model.apply(row_of(weights, i), x, training=False)[0] for i in range(count)]
+        return Output(torch.stack([one.logits for one in said]), torch.stack([one.features for one in said]))
+
     def lend(self, model: Model, *, stacked: bool | None = None) -> Engine:
         """An engine for another model of the same data; it keeps nothing in common that either could change."""
         other = copy.copy(self)
-        other.model, other.programs, other.feeds = model, {}, {}
+        other.model, other.programs, other.feeds, other.turns = model, {}, {}, {}
         if stacked is not None:
             other.stacked, other.name = stacked, "batched" if stacked else "looped"
         return other

@@ -21,6 +21,7 @@ from fedstill.core.types import (
     Objective,
     Output,
     Params,
+    Player,
     Seed,
     Training,
     Tree,
@@ -107,6 +108,12 @@ class MixedEngine:
         self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
         optimizer: Tree, rows: Tensor | None = None,
     ) -> Fitted:  # fmt: skip
+        raise self._one_by_one()
+
+    def take_turns(
+        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
+        optimizers: Mapping[str, Tree] | None = None,
+    ) -> dict[str, Fitted]:  # fmt: skip
         raise self._one_by_one()
 
     def _one_by_one(self) -> FedstillError:

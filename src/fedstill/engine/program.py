@@ -34,6 +34,10 @@ def float32_mode(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def autocast_to(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
 def _undeclared(output: Output, index: Tensor) -> Tensor:
     """NaN in the place of features that nobody declared, so that nobody reads them by mistake."""
     return output.features.new_full((*index.shape, *output.features.shape[1:]), float("nan"))
@@ -141,9 +145,7 @@ class Program:
         }
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "bf16":
-            return torch.autocast(self.feed.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        return autocast_to(self.precision, self.feed.device)
 
     def client_loss(
         self, params: Params, buffers: Params, batch: Batch, local: Local, full: bool

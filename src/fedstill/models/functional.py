@@ -68,6 +68,9 @@ def from_module(
         batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
         dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
         unbatchable=why_unbatchable(module, x) if check else None,
+        input_shape=tuple(input_shape),
+        classes=seen.classes,
+        feature_size=seen.feature_size,
     )
 
 
@@ -99,6 +102,8 @@ class _Seen(NamedTuple):
     has_features: bool
     reads_features: str | None  # path of the nn.Linear whose input are the features of a module that returns logits
     head: str | None  # path of the submodule that maps features to logits
+    classes: int
+    feature_size: int
 
 
 def _look(module: nn.Module, x: Tensor, *, name: str, classes: int | None) -> _Seen:
@@ -123,11 +128,13 @@ def _look(module: nn.Module, x: Tensor, *, name: str, classes: int | None) -> _S
         raise FedstillError(f"{what}: {first_line(error)}") from error
     features, logits = _split(result, name=name, rows=len(x), classes=classes)
     last = linears[-1] if linears and linears[-1][2] is logits else None
+    width = logits.shape[1]
     if features is not None:
-        return _Seen(True, None, _find_head(trial, features, logits, last[0] if last else None))
+        head = _find_head(trial, features, logits, last[0] if last else None)
+        return _Seen(True, None, head, width, features.shape[1])
     if last is not None and last[1].dim() == 2:
-        return _Seen(True, last[0], _find_head(trial, last[1], logits, last[0]))
-    return _Seen(False, None, None)
+        return _Seen(True, last[0], _find_head(trial, last[1], logits, last[0]), width, last[1].shape[1])
+    return _Seen(False, None, None, width, 0)
 
 
 def _split(result: Any, *, name: str, rows: int, classes: int | None) -> tuple[Tensor | None, Tensor]:
