@@ -51,6 +51,7 @@ from fedstill.partition import SHARES_ROWS
 from fedstill.privacy.budget import Privacy
 from fedstill.prototypes import MIXED, describe_model, prototypes_of
 from fedstill.report.curves import Curve, learning_curves
+from fedstill.report.generated import show_generated
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.rounds import check_promise, federate
 from fedstill.trackers import build_trackers
@@ -210,6 +211,7 @@ def run(
             resume=resume,
             keeper=KeptResults(),
         )
+    result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:
         draw_pictures(experiment, federation, {result.method: [result]}, folder)
     return result

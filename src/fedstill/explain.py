@@ -152,15 +152,19 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
     the model: seen in one tiny round.
     """
     seen: list[Uploads] = []
+    sent: list[Tree] = []
+
+    def broadcast(state: Tree) -> Tree:
+        sent.append(algorithm.server.broadcast(state))
+        return sent[-1]
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         seen.append(round.uploads)
         return algorithm.server.apply(candidate, state, round)
 
     told, prepare = _overhearing(algorithm.server)
-    trial_run(
-        dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply, prepare=prepare))
-    )
+    watched = dataclasses.replace(algorithm.server, apply=apply, broadcast=broadcast, prepare=prepare)
+    trial_run(dataclasses.replace(algorithm, server=watched))
     tried = _tried(trial_model(text=Need.TOKENS in needs_of(algorithm)))
     uploads, weights = seen[0], tried.weights
     leaves = ["the trained model"]
@@ -182,7 +186,7 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
         "stays_on_a_client": stays,
         "sent_to_a_client": [
             "the global model",
-            *_slots(algorithm.server.broadcast(algorithm.server.init(weights)), tried, 1),
+            *_slots(sent[0], tried, 1),
         ],
     }
 
@@ -241,7 +245,7 @@ def _size(value: Any, tried: _Tried, copies: int) -> str:
         return each[numbers]
     if 0.95 < share < 1.05:
         return "as large as the model"
-    if share >= 0.05:
+    if 0.05 <= share < 3:  # what is larger (a generator) does not grow with the trial's tiny model
         return f"{share:.2g} times the size of the model"
     sizes = f"{tried.features} features, {UNLABELED} unlabeled rows, {CLASSES} classes"
     return f"{numbers} numbers in a trial with {sizes}"

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from fedstill.core.types import Targets, Weights
+from fedstill.core.types import Samples, Targets, Weights
 from fedstill.guard import AuditRecord
 from fedstill.privacy.statement import PrivacyStatement
 
@@ -79,6 +79,8 @@ class Result:
     reported: str = ""  # of several architectures: which model the accuracy is of, and which one predicts
     prototypes: tuple[str, ...] = ()  # their names; a row has the accuracy of each as accuracy_<name>
     privacy: PrivacyStatement | None = None  # where a part of the run speaks of it
+    samples: Samples | None = None  # what the server's generator invented last, if the method has one
+    generated: Mapping[str, Any] | None = None  # generated.json: how near they are to training samples
 
     @property
     def audit(self) -> list[AuditRecord]:
@@ -98,10 +100,12 @@ class Result:
         if self.prototypes and last:
             reported["prototypes"] = {name: last[f"accuracy_{name}"] for name in self.prototypes}
         private = {} if self.privacy is None else {"privacy": self.privacy.text()}
+        invented = {} if self.generated is None else {"generated": self.generated["text"]}
         return {
             "method": self.method,
             **reported,
             **private,
+            **invented,
             "rounds": len(self.history.rows),
             "accuracy_last": last["accuracy"] if last else None,
             "accuracy_best": best["accuracy"] if best else None,

@@ -201,7 +201,7 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
     privacy = task.privacy
     if task.counts is not None and privacy.label_counts == "none":
         raise FedstillError(
-            "privacy.label_counts = 'none': this method needs each client's label counts: set 'dp' or 'exact'"
+            f"privacy.label_counts = 'none': this method needs each client's label counts: {_instead_of_counts(task)}"
         )
     if task.counts is not None and privacy.label_counts == "dp":
         task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.seed))
@@ -212,6 +212,14 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
     probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
     after = stretches_of(task.phases, weights, privacy, probability=probability, visits=_visits(task))
     return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+
+
+def _instead_of_counts(task: Task) -> str:
+    """What to do where label counts are needed and may not be sent."""
+    needing = [one.algorithm for one in task.phases if Need.LABEL_COUNTS_UPLOADED in needs_of(one.algorithm)]
+    own = dict.fromkeys(one.without_counts for one in needing)
+    use = f"use {' and '.join(own)}, or " if all(own) else ""
+    return f"{use}set 'dp' or 'exact'"
 
 
 def warn_of_kept_statistics(task: Task) -> None:

@@ -19,11 +19,16 @@ NEEDS = {
     "fedlmd_tf": {Need.LABEL_COUNTS},
     "fedrs": {Need.LABEL_COUNTS},
     **{name: {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} for name in ("avglogit", "avgprob", "feddf")},
+    **{
+        name: {Need.LABEL_COUNTS_UPLOADED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
+        for name in ("fedftg", "feddf_gen")
+    },
     "fedbe": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE},
     "fedaux": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.FEATURES},
     "mrtf": {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.FEATURES, Need.ONE_ARCHITECTURE},
     "simclr": {Need.UNLABELED, Need.HEAD, Need.FEATURES},
     **{name: {Need.UNLABELED, Need.HEAD, Need.TOKENS} for name in ("masked_lm", "next_token")},
+    "fedgen": {*(Need.HEAD, Need.FEATURES, Need.LABEL_COUNTS_UPLOADED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE)},
     "dp_fedavg": {Need.ONE_ARCHITECTURE},  # a trusted server shows one mean
     "d2cfl": {Need.UNLABELED, Need.ONE_ARCHITECTURE},
 }

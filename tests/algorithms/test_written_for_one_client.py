@@ -9,7 +9,9 @@ from fedstill.core.compose import combine
 from fedstill.core.tree import flatten, rows, stack, tree_map
 from fedstill.core.types import Algorithm, Weights
 
-OBJECTIVES = {name: factory() for name, factory in METHODS.items()} | {
+BUILT = {name: factory() for name, factory in METHODS.items()}
+# fedgen's term must be bound to a model with a head: tests/local/test_generated.py
+OBJECTIVES = {name: algorithm for name, algorithm in BUILT.items() if algorithm.objective.bind is None} | {
     "scaffold-I": scaffold(option="I"),
     "fednova-released": fednova(correction="released"),
     "fedcurv-per-sample": fedcurv(fisher="per_sample"),

@@ -134,3 +134,32 @@ def test_plain_text_has_the_same_numbers_within_a_terminal():
     text = text_table(summarize_table(table, RUNS, EXPECTED))
     assert "55.00 ± 7.07" in text
     assert max(len(line) for line in text.splitlines()) < 120
+
+
+def with_target(cell, target, column):
+    return Cell(cell.row, column, cell.experiment.replace(target=target))
+
+
+def test_a_column_with_a_target_tells_in_which_round_it_is_reached():
+    """FedAvg has 50 % in rounds 4 and 2, FedNTD in rounds 2 and 3; 60 % FedAvg once, in round 2, FedNTD once, in 3."""
+    cells = [with_target(cell, t, f"to-{t}") for t in (0.5, 0.6, 0.7) for cell in (FEDAVG, LMD)]
+    expected = {"1": {"to-0.5": {"fedntd": {"rounds": 2.67}}}}
+    half, more, most = summarize_table(recipe_of(*cells).tables["paper"]["1"], RUNS, expected)
+    assert [row.reached.mean for row in half.rows] == [3.0, 2.5]
+    assert [(row.reached.mean, row.reached.seeds) for row in more.rows] == [(2.0, 1), (3.0, 1)]
+    assert [row.reached for row in most.rows] == [None, None]
+    assert half.as_json()["target"] == 50.0
+    assert half.as_json()["rows"][1]["rounds_to_target"]["mean"] == 2.5
+    first, second, third = render_table(recipe_of(*cells), "paper", "1", RUNS, expected).split("**to-")[1:]
+    assert first.startswith("0.5**, 4 rounds, target 50 %")
+    assert cells_of(first, "fedntd")["rounds to the target"] == "2.50 ± 0.71"
+    assert cells_of(first, "fedntd")["paper's rounds"] == "2.67"
+    assert cells_of(second, "fedntd")["rounds to the target"] == "3.00 (1 of 2)"
+    assert "rounds to the target" not in cells_of(third, "fedntd"), "nobody has anything"
+    assert "first evaluated round with that accuracy" in third
+
+
+def test_a_target_does_not_make_another_run_of_a_cell():
+    plain, aimed = (rows(cells=(FEDAVG, cell))["fedntd"] for cell in (LMD, with_target(LMD, 0.5, "digits")))
+    assert plain.best == aimed.best
+    assert plain.reached is None

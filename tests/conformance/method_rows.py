@@ -28,6 +28,8 @@ class Row:
     own_first_step: bool = False  # a client's first step from the model it received is not FedAvg's
     sends: int = 0  # slots of the model's size that a client sends besides its model
     receives: int = 0  # ... and receives besides the model
+    receives_bytes: int = 0  # ... and what it receives that is not of the model's size
+    shows_in_round: int = 1  # the first whose model tells what the server looked at
     noise_by_place: bool = False  # draws a number for each weight: renamed classes get other draws
     net: str = "mlp"  # the network and data that it can run with: see `network`
 
@@ -50,6 +52,16 @@ VALIDATED = {"patience": 2, "look_every": 2, "teacher_weighting": "validation"}
 LABELS = {"threshold": 0.4, "epochs": 2, "batch_size": 4, "server_lr": 0.05}  # D2C-FL: some are kept in three rounds
 
 VIEWS = {"batch_size": 8, "projection": 4, "hidden": 8}  # SimCLR, small
+
+INVENTED = {"generator_steps": 3, "student_steps": 3, "batch_size": 8, "noise": 6}  # a short refinement without data
+
+FEATURES_INVENTED = {"label_weight": 0.5, "match_weight": 0.5, "gen_batch": 5, "steps": 4, "batch_size": 8, "noise": 6}
+
+# 256 hidden units read 6 + 4 numbers and make 8 features; BatchNorm and its count; the known classes, two weights
+FEDGEN = {"receives_bytes": 4 * (256 * 11 + 4 * 256 + 8 * 257 + 4 + 2) + 8, "shows_in_round": 2, "noise_by_place": True}
+
+# A slow generator: its Adam makes whole steps of gradients that are zero but for rounding (a bias in front of a norm).
+HARD_SAMPLES = {"iterations": 2, "student_steps": 2, "batch_size": 8, "noise": 6, "generator_lr": 3e-5}
 
 ROWS = (
     Row("fedavg", {}, {}),
@@ -80,6 +92,14 @@ ROWS = (
     Row("label_smoothing", {}, {"epsilon": 0.0}, own_first_step=True),
     Row("fedrs", {}, {"alpha": 1.0}),
     Row("fedrs", {"rule": "proportional"}, {"alpha": 1.0}, own_first_step=True),
+    *(
+        Row("fedgen", {**FEATURES_INVENTED, **options}, {"label_weight": 0.0, "match_weight": 0.0}, **FEDGEN)
+        for options in (
+            {},
+            {"preset": "released", "match_weight": 0.0, "keep_optimizer": False},
+            {"class_weights": "uniform", "noise_kind": "normal", "label_weight": 0.0},
+        )
+    ),
     Row("update_noise", {}, {"sigma": 0.0}, noise_by_place=True),
     Row("update_noise", {"sigma": 0.0, "clip": 0.1}, {"clip": None}),
     Row("dp_fedavg", {"clip": 100.0, "noise_multiplier": 1e-4}, noise_by_place=True),
@@ -97,6 +117,12 @@ ROWS = (
     Row("feddf", {"steps": 5, "batch_size": 8, "distill_share": 0.8}, {"steps": 0, "weighting": "size"}),
     Row("feddf", {**REFINED, "preset": "fedaux_released", "epochs": None}, {"steps": 0, **PLAIN}),
     Row("feddf", {"steps": 5, "batch_size": 8, "part": "head", "weighting": "size"}, {"steps": 0}),
+    Row("feddf_gen", INVENTED, {"student_steps": 0}, noise_by_place=True),
+    Row("feddf_gen", {**INVENTED, "ensemble": "class", "pool": "logits"}, {"student_steps": 0}, noise_by_place=True),
+    Row("feddf_gen", {**INVENTED, "labels": "uniform", "batch_norm": "restore"}, noise_by_place=True),
+    Row("fedftg", {**HARD_SAMPLES, "server_lr": 0.3}, {"iterations": 0}, noise_by_place=True),
+    Row("fedftg", {**HARD_SAMPLES, "preset": "paper"}, noise_by_place=True),
+    Row("fedftg", {**HARD_SAMPLES, "input": "feature", "labels": "uniform"}, {"iterations": 0}, noise_by_place=True),
     Row("fedaux", {"steps": 5, "batch_size": 8}, {"steps": 0}),
     Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, {"steps": 0}),
     Row("fedaux", {**REFINED, "score": "odds", "intercept": True, "gamma": "both", "feedback": False}, {"steps": 0}),
@@ -204,6 +230,29 @@ def run(algorithm: Algorithm, *, net: str = "mlp", **how: Any):
 def run_row(row: Row, changes: dict[str, Any] | None = None, **how: Any):
     """A run of a row's method on the data that it is made for."""
     return run(row.build(**(changes or {})), **{"net": row.net, **how})
+
+
+def first_broadcast(algorithm: Algorithm, net: str = "mlp") -> Any:
+    """What the first cohort receives beside the model: caught in a run where the server has to know the network."""
+    if algorithm.objective.bind is None:
+        return algorithm.server.broadcast(algorithm.server.init(network(net).init(1)))
+    seen = []
+
+    def broadcast(state: Any) -> Any:
+        seen.append(algorithm.server.broadcast(state))
+        return seen[-1]
+
+    run(
+        dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, broadcast=broadcast)),
+        net=net,
+        rounds=1,
+    )
+    return seen[0]
+
+
+def bytes_of_counts(algorithm: Algorithm) -> int:
+    """What a client sends when the server must know its label counts: a number of 4 bytes for each class."""
+    return 4 * CLASSES if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm) else 0
 
 
 def distance(found: Any, wanted: Any) -> float:

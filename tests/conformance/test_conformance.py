@@ -20,8 +20,10 @@ from method_rows import (
     TRAINING,
     UNLABELED,
     Row,
+    bytes_of_counts,
     distance,
     federation,
+    first_broadcast,
     form_of,
     network,
     poisoned,
@@ -33,6 +35,7 @@ from method_rows import (
 )
 
 from fedstill.algorithms import METHODS, fedavg
+from fedstill.core.compose import bound_to
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import byte_size, rows, stack
@@ -46,6 +49,7 @@ CLOSE = 1e-5
 
 # slots of a server's state that its preparation and first rounds fill
 FILLED_LATER = {"targets", "reported", "past", "past_labels", "past_probabilities", "distilled", "scores", "optimizer"}
+FILLED_LATER |= {"generator", "samples", "feature_generator"}
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 every_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -196,7 +200,7 @@ def test_declared_unlabeled_data_are_really_used(row):
 
 @every_row
 def test_label_counts_and_memory_are_there_only_where_they_are_declared(row):
-    algorithm = row.build()
+    algorithm = bound_to(row.build(), network(row.net))
     declared = needs_of(algorithm)
     first = algorithm.objective.init(network(row.net).init(0))
     assert (Need.CLIENT_STATE in declared) == bool(first)
@@ -244,7 +248,7 @@ def disguise(uploads, start, seed):
 
 @every_row
 def test_a_server_that_does_not_declare_it_looks_at_no_client_alone(row):
-    algorithm, how = row.build(), {"cohort": 6, "rounds": 1, "net": row.net}
+    algorithm, how = row.build(), {"cohort": 6, "rounds": row.shows_in_round, "net": row.net}
 
     def transmit(uploads, start, seed):
         return disguise(algorithm.transmit(uploads, start, seed), start, seed)
@@ -259,13 +263,13 @@ def test_a_server_that_does_not_declare_it_looks_at_no_client_alone(row):
 
 @every_row_and_engine
 def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(row, engine):
-    algorithm, data = row.build(), federation(row.net, sizes=(12,))
     model, training = network(row.net), Training(batch_size=12, lr=0.3)
+    algorithm, data = bound_to(row.build(), model), federation(row.net, sizes=(12,))
     start = model.init(1)
     first = stack([algorithm.objective.init(start)])
     runner = build_engine(engine, "cpu", model=model, federation=data)
     uploads = runner.train(
-        algorithm.objective, training, start, received=algorithm.server.broadcast(algorithm.server.init(start)),
+        algorithm.objective, training, start, received=first_broadcast(row.build(), row.net),
         states=first, ids=np.array([0]), round=1, seed=5,
     ).uploads  # fmt: skip
     x, y = data.train.x[data.indices], data.train.y[data.indices]
@@ -292,13 +296,14 @@ def _centralised(model, start: Weights, x, y) -> Weights:
 
 @every_row_and_engine
 def test_any_order_of_clients_gives_each_client_the_same(row, engine):
-    algorithm, data, model = row.build(), federation(row.net), network(row.net)
+    data, model = federation(row.net), network(row.net)
+    algorithm = bound_to(row.build(), model)
     runner = build_engine(engine, "cpu", model=model, federation=data)
     start = model.init(1)
     generator = torch.Generator().manual_seed(0)
     several = [algorithm.objective.init(start) for _ in SIZES]
     states = stack([_noisy(state, generator) for state in several])
-    received = _noisy(algorithm.server.broadcast(algorithm.server.init(start)), generator)
+    received = _noisy(first_broadcast(row.build(), row.net), generator)
 
     def trained(ids):
         return runner.train(
@@ -347,13 +352,13 @@ def test_calling_the_classes_by_other_names_changes_nothing_else(row):
 
 @every_row_and_engine
 def test_as_many_bytes_travel_as_the_row_declares(row, engine):
-    """The model, the row's slots, and four numbers: size (8 bytes), steps, travel and loss (4 each)."""
+    """The model, the row's slots, and four numbers: size (8 bytes), steps, travel and loss (4 each); label counts."""
     result = run_row(row, engine=engine)
     start = network(row.net).init(0)
     model, slot = byte_size(start), byte_size(start.params)
     for line in result.history.rows:
-        assert line["bytes_up"] == COHORT * (model + row.sends * slot + 8 + 3 * 4)
-        assert line["bytes_down"] == COHORT * (model + row.receives * slot)
+        assert line["bytes_up"] == COHORT * (model + row.sends * slot + 8 + 3 * 4 + bytes_of_counts(row.build()))
+        assert line["bytes_down"] == COHORT * (model + row.receives * slot + row.receives_bytes)
 
 
 def lasting(state):
@@ -365,8 +370,8 @@ def lasting(state):
 @pytest.mark.parametrize("net", ["mlp", "norm"])
 def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
     net = row.net if row.net != "mlp" else net
-    algorithm, model, data = row.build(), network(net), federation(net)
-    start = model.init(1)
+    model, data = network(net), federation(net)
+    algorithm, start = bound_to(row.build(), model), model.init(1)
     server, seen = algorithm.server, []
 
     def apply(candidate, state, round):
@@ -380,7 +385,7 @@ def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
         assert moved == form_of(start)
     first = algorithm.objective.init(start)
     trained = build_engine(engine, "cpu", model=model, federation=data).train(
-        algorithm.objective, TRAINING, start, received=server.broadcast(server.init(start)),
+        algorithm.objective, TRAINING, start, received=first_broadcast(row.build(), net),
         states=stack([first] * len(SIZES)), ids=np.arange(len(SIZES)), round=1, seed=5,
     )  # fmt: skip
     assert form_of(trained.states) == form_of(stack([first] * len(SIZES)))

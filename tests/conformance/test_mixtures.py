@@ -9,11 +9,16 @@ import pytest
 import torch
 from method_rows import (
     COHORT,
+    FEATURES_INVENTED,
+    HARD_SAMPLES,
+    ROUNDS,
     ROWS,
     SIZES,
     TRAINING,
+    bytes_of_counts,
     distance,
     federation,
+    first_broadcast,
     network,
     run,
     same_bits,
@@ -21,6 +26,7 @@ from method_rows import (
 from test_conformance import CLOSE, ENGINES, padded_plan, poisoned
 
 from fedstill.algorithms import METHODS
+from fedstill.core.compose import bound_to
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import byte_size, rows, stack
@@ -29,6 +35,7 @@ from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
 from fedstill.expression import parse, write
 from fedstill.methods import build_method
+from fedstill.rounds import check_promise
 
 NAMED = (
     "fedlmd+fedprox(mu=0.01)+fedavgm",
@@ -38,6 +45,8 @@ NAMED = (
     "mrtf(steps=5, batch_size=8)+fedlmd",
     'd2cfl(past=1, threshold=0.3, epochs=2, batch_size=4, mix_alpha=0.5)+scaffold(weighting="size")',
     "fedbe(samples=2, steps=5, batch_size=8)+moon+update_noise(sigma=0.01)",
+    f"scaffold+fedlmd+{write('fedftg', HARD_SAMPLES)}",
+    f"{write('fedgen', FEATURES_INVENTED)}+fedprox(mu=0.1)+scaffold(weighting='size')",
 )
 DRAWN = 10
 
@@ -48,15 +57,17 @@ def drawn() -> list[str]:
     So are those that refine the model twice: refinements run in the order given, and that order matters.
     """
     generator = numpy_generator(seed_for(0, "mixtures"))
-    rows_of_tables, found = [row for row in ROWS if row.net == "mlp"], list[str]()
+    toy = {"model": network(), "federation": federation(), "training": TRAINING}
+    rows_of_tables, found = [row for row in ROWS if row.net == "mlp" and None not in row.options.values()], list[str]()
     while len(found) < DRAWN:
         parts = [rows_of_tables[i] for i in generator.choice(len(rows_of_tables), size=3, replace=False)]
         text = "+".join(write(part.name, part.options) for part in parts)
         try:
-            steps = build_method(text)[0].algorithm.server.steps
+            phases = build_method(text)
+            check_promise(algorithm=phases, rounds=ROUNDS, cohort=COHORT, **toy)
         except FedstillError:
             continue
-        if sum(step.stage is Stage.REFINE for step in steps) < 2:
+        if sum(step.stage is Stage.REFINE for step in phases[0].algorithm.server.steps) < 2:
             found.append(text)
     return found
 
@@ -145,16 +156,17 @@ def test_as_many_bytes_travel_as_the_parts_declare(text):
     parts = [declared[part.name] for part in parse(text)[0].parts]
     start = network().init(0)
     sends, receives = sum(part.sends for part in parts), sum(part.receives for part in parts)
+    numbers, beside = 8 + 3 * 4 + bytes_of_counts(built(text)), sum(part.receives_bytes for part in parts)
     for line in run(built(text)).history.rows:
-        assert line["bytes_up"] == COHORT * (byte_size(start) + sends * byte_size(start.params) + 8 + 3 * 4)
-        assert line["bytes_down"] == COHORT * (byte_size(start) + receives * byte_size(start.params))
+        assert line["bytes_up"] == COHORT * (byte_size(start) + sends * byte_size(start.params) + numbers)
+        assert line["bytes_down"] == COHORT * (byte_size(start) + receives * byte_size(start.params) + beside)
 
 
 @every_mixture
 def test_any_order_of_clients_gives_each_client_the_same(text):
-    algorithm, start = built(text), network().init(1)
+    algorithm, start = bound_to(built(text), network()), network().init(1)
     runner = build_engine("batched", "cpu", model=network(), federation=federation())
-    received = algorithm.server.broadcast(algorithm.server.init(start))
+    received = first_broadcast(built(text))
     states = stack([algorithm.objective.init(start) for _ in SIZES])
 
     def trained(ids):

@@ -12,7 +12,8 @@ from fedstill.core.types import Model, Weights
 from fedstill.models import MODELS, READS_TEXT, build_model, model_options
 
 CIFAR, MNIST, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
-IMAGE_NETS = [name for name in MODELS if name not in READS_TEXT]  # others: test_model_recurrent, _transformer
+# others: test_model_recurrent, _transformer; resnet34, which is resnet18 with more blocks: test_model_deep
+IMAGE_NETS = [name for name in MODELS if name not in READS_TEXT | {"resnet34"}]
 
 # Parameter counts of the method cards: (name, input, classes, options, parameters, features)
 COUNTS = [
@@ -32,6 +33,10 @@ COUNTS = [
     ("vgg8", CIFAR, 10, {}, 4_444_170, 512),
     ("vgg8", CIFAR, 100, {}, 4_490_340, 512),
     ("vgg8", CIFAR, 10, {"norm": "none"}, 4_441_226, 512),
+    ("vgg11", CIFAR, 10, {}, 9_750_922, 512),
+    ("vgg11", MNIST, 10, {}, 9_750_922 - 2 * 9 * 64, 512),  # two colours less in the first convolution
+    ("vgg11", (3, 64, 64), 10, {}, 9_750_922 + 3 * 512 * 512, 512),  # four pixels of the last maps, not one
+    ("vgg11", CIFAR, 10, {"norm": "batch"}, 9_750_922 + 2 * 2752, 512),
     ("resnet8", CIFAR, 10, {}, 78_042, 64),
     ("resnet8", CIFAR, 100, {}, 83_892, 64),
     ("resnet20", CIFAR, 10, {}, 272_474, 64),
@@ -41,6 +46,7 @@ COUNTS = [
     ("resnet18", CIFAR, 10, {}, 11_181_642, 512),
     ("resnet18", CIFAR, 10, {"stem": "cifar"}, 11_173_962, 512),
     ("resnet18", CIFAR, 100, {}, 11_227_812, 512),
+    ("resnet34", CIFAR, 10, {}, 21_289_802, 512),
     ("mobilenet_v2", CIFAR, 10, {}, 2_296_922, 1280),
     ("mobilenet_v2", CIFAR, 10, {"width": 0.5}, 604_178, 640),
     ("mobilenet_v2", CIFAR, 100, {"width": 0.5}, 604_178 + 90 * 641, 640),
@@ -69,6 +75,7 @@ COUNTS = [
 # what the block adds), one a changed shortcut
 NORMED = {
     "vgg8": 64 + 128 + 256 + 512 + 512,
+    "vgg11": 64 + 128 + 2 * (256 + 512 + 512),
     "resnet8": 16 + 2 * (16 + 32 + 64) + 32 + 64,
     "resnet20": 16 + 6 * (16 + 32 + 64) + 32 + 64,
     "resnet8_wide": 64 + 2 * (64 + 128 + 256 + 512) + 128 + 256 + 512,
@@ -88,7 +95,7 @@ NORMED = {
     ),
 }
 # At 8x8 MobileNetV2's last BatchNorms read one value a row: gradients of 25,000, and a rounding error of 1e-6 in them.
-SMALLEST = {"vgg8": CIFAR} | dict.fromkeys(("lenet5", "lenet", "mobilenet_v2", "shufflenet"), (3, 16, 16))
+SMALLEST = {"vgg8": CIFAR} | dict.fromkeys(("lenet5", "lenet", "vgg11", "mobilenet_v2", "shufflenet"), (3, 16, 16))
 
 
 def small(name: str, **options: object) -> Model:
@@ -123,7 +130,7 @@ def test_the_choice_of_norm_changes_the_count_by_the_channels_it_norms(name):
     models = [small(name, norm=norm) for norm in ("batch", "group", "none")]
     batch, group, none = (model.init(0) for model in models)
     channels = NORMED[name]
-    own_biases = 0 if name == "vgg8" else channels  # a ResNet without norms has biases in its convolutions
+    own_biases = 0 if name.startswith("vgg") else channels  # a ResNet without norms has biases in its convolutions
     assert size(group) == size(batch)
     assert size(none) == size(batch) - 2 * channels + own_biases
     assert sum(leaf.numel() for leaf in batch.buffers.values() if leaf.dim()) == 2 * channels
@@ -142,6 +149,7 @@ def test_flags_say_what_a_network_is_made_of():
     assert small("vgg8").dropout
     assert not small("vgg8", dropout=0.0).dropout
     assert not small("resnet8").dropout
+    assert not small("vgg11").dropout
 
 
 def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tensor, Tensor]:
@@ -216,7 +224,7 @@ def pool_last(network: nn.Module) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("name", ["cnn", "lenet5", "lenet", "convnet", "fecnn", "vgg8", "resnet18"])
+@pytest.mark.parametrize("name", ["cnn", "lenet5", "lenet", "convnet", "fecnn", "vgg8", "vgg11", "resnet18"])
 def test_relu_after_pooling_equals_relu_before_pooling_in_values_and_gradients(name):
     shape = SMALLEST.get(name, (3, 8, 8))
     with torch_stream(0):
@@ -316,6 +324,8 @@ def test_mistakes_are_told_in_one_line_with_the_nearest_word():
     assert "did you mean 'imagenet'" in message("resnet18", stem="image")
     assert "needs images" in message("cnn", input_shape=(64,))
     assert "at least 32x32, these are 28x28" in message("vgg8", input_shape=MNIST)
+    assert "at least 16x16, these are 8x8" in message("vgg11", input_shape=DIGITS)
+    assert "did you mean 'resnet34'" in message("resnet-34")
     assert "must divide the 16 channels" in message("resnet8", norm="group", groups=3)
     assert "model.hidden" in message("mlp", hidden=[0])
     assert "model.dropout" in message("vgg8", dropout=1.5)

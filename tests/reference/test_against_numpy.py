@@ -133,6 +133,9 @@ CASES = [
 ELSEWHERE = {  # slow versions that need more than rounds by hand: a hidden layer, a memory, a distribution, noise
     "dp_fedavg": ("test_dp_fedavg_equals_its_equations_in_numpy", "reference/test_dp_fedavg_against_numpy.py"),
     "fedaux": ("test_two_rounds_of_fedaux_equal_its_equations_in_numpy", "reference/test_fedaux_against_numpy.py"),
+    "feddf_gen": ("by_hand", "server/test_invented_teaching.py"),
+    "fedftg": ("test_the_server_phase_equals_its_equations", "reference/test_fedftg_against_slow.py"),
+    "fedgen": ("by_hand", "server/test_generator_training.py"),
     "mrtf": ("numpy_target", "server/test_rectify.py"),
     "d2cfl": ("naive_rounds", "server/test_migrate.py"),
     "masked_lm": ("test_masked_prediction_by_hand", "server/test_language.py"),

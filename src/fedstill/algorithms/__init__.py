@@ -14,7 +14,10 @@ from fedstill.algorithms.fedavg import fedavg
 from fedstill.algorithms.fedbe import fedbe
 from fedstill.algorithms.fedcurv import fedcurv
 from fedstill.algorithms.feddf import feddf
+from fedstill.algorithms.feddf_gen import feddf_gen
 from fedstill.algorithms.feddyn import feddyn
+from fedstill.algorithms.fedftg import fedftg
+from fedstill.algorithms.fedgen import fedgen
 from fedstill.algorithms.fedlmd import fedlmd, fedlmd_tf
 from fedstill.algorithms.fedmmd import fedmmd
 from fedstill.algorithms.fednova import fednova
@@ -58,10 +61,13 @@ METHODS: dict[str, Callable[..., Algorithm]] = {
     "avglogit": avglogit,
     "avgprob": avgprob,
     "feddf": feddf,
+    "feddf_gen": feddf_gen,
     "fedaux": fedaux,
     "fedbe": fedbe,
     "mrtf": mrtf,
     "d2cfl": d2cfl,
+    "fedftg": fedftg,
+    "fedgen": fedgen,
     "update_noise": update_noise,
     "dp_fedavg": dp_fedavg,
     "simclr": simclr,
@@ -102,7 +108,10 @@ __all__ = [
     "fedbe",
     "fedcurv",
     "feddf",
+    "feddf_gen",
     "feddyn",
+    "fedftg",
+    "fedgen",
     "fedlmd",
     "fedlmd_tf",
     "fedmmd",

@@ -48,7 +48,8 @@ class Estimate:
 def group_of(experiment: Experiment) -> str:
     """Cells that cost the same but for their method's step; those whose server learns too are a group of their own."""
     sections = {"data", "partition", "model", "local", "cohort", "evaluate_every"}
-    learns = any(Need.UNLABELED in needs_of(phase.algorithm) for phase in _phases(experiment))
+    looks = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}  # at data, or at each client's model: with a generator
+    learns = any(looks & needs_of(phase.algorithm) for phase in _phases(experiment))
     return portable(experiment.model_dump(mode="json", include=sections)) + (" and a server that learns" * learns)
 
 

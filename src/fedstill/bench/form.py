@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fedstill.config import Experiment
 
 Number = float | str  # a word where the paper prints one instead of a number: "failed"
-# table -> column -> row -> {"best": percent, "last": percent, "speedup": times, "gain": points}: see expected.toml
+# table -> column -> row -> {"best": percent, "last": percent, "speedup": times, "gain": points, "rounds": to the
+# target of the column's experiments}: see expected.toml
 Expected = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Number]]]]
 
 

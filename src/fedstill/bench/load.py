@@ -13,7 +13,7 @@ from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError, suggest
 
 RECIPE_FILE, EXPECTED_FILE = "recipe.py", "expected.toml"
-FIGURES = ("best", "last", "speedup", "gain")  # what a paper prints of a cell
+FIGURES = ("best", "last", "speedup", "gain", "rounds")  # what a paper prints of a cell
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

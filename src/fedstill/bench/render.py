@@ -21,6 +21,7 @@ BESIDE = {  # column: what a run logs
     "pseudo-labels": "pseudo_labels",
 }
 LAST_ROUND, APART = "last round", "last round - paper"
+REACHED, PAPERS_ROUNDS = "rounds to the target", "paper's rounds"
 OPTIONAL = (
     "paper",
     "best - paper",
@@ -32,6 +33,8 @@ OPTIONAL = (
     APART,
     GAIN,
     PAPERS_GAIN,
+    REACHED,
+    PAPERS_ROUNDS,
     *BESIDE,
 )
 Rows = list[list[str]]  # header first
@@ -95,6 +98,8 @@ def cells(column: ColumnSummary) -> Rows:
         "speed-up": [_spread(row.speedup, "x") for row in column.rows],
         "paper's speed-up": [_number(row.paper.get("speedup"), "x") for row in column.rows],
         "FedAvg's rounds / ours": [_ratio(row) for row in column.rows],
+        REACHED: [_of_all(row.reached, row.seeds) for row in column.rows],
+        PAPERS_ROUNDS: [_number(row.paper.get("rounds")) for row in column.rows],
         **{name: [_spread(row.beside.get(logged)) for row in column.rows] for name, logged in BESIDE.items()},
         "seeds": [str(row.seeds) for row in column.rows],
     }
@@ -125,6 +130,8 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
             " (1 if none does); FedAvg's rounds / ours: the round of FedAvg's best over that round,"
             " over the seeds that reach it (how many of how many, where not all do)."
         )
+    if any(column.target is not None for column in columns):
+        told += " Rounds to the target: the first evaluated round with that accuracy, over the seeds that reach it."
     if any(row.beside for column in columns for row in column.rows):
         told += (
             f" Means of the last {LAST} rounds: before distillation, the accuracy of the averaged model; pseudo-label"
@@ -134,7 +141,8 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
 
 
 def _length(column: ColumnSummary) -> str:
-    return f", {' or '.join(map(str, column.rounds))} rounds"
+    told = f", {' or '.join(map(str, column.rounds))} rounds"
+    return told if column.target is None else f"{told}, target {column.target:g} %"
 
 
 def _spread(value: Spread | None, unit: str = "") -> str:
@@ -145,8 +153,13 @@ def _spread(value: Spread | None, unit: str = "") -> str:
 
 def _ratio(row: RowSummary) -> str:
     """1.26x (1 of 2): of two seeds, one reaches FedAvg's best."""
-    reached, all_seeds = (0 if value is None else value.seeds for value in (row.ratio, row.speedup))
-    return _spread(row.ratio, "x") + (f" ({reached} of {all_seeds})" if 0 < reached < all_seeds else "")
+    return _of_all(row.ratio, 0 if row.speedup is None else row.speedup.seeds, "x")
+
+
+def _of_all(value: Spread | None, all_seeds: int, unit: str = "") -> str:
+    """With how many of the seeds it is over, where that is neither all of them nor none."""
+    reached = 0 if value is None else value.seeds
+    return _spread(value, unit) + (f" ({reached} of {all_seeds})" if 0 < reached < all_seeds else "")
 
 
 def _number(value: Number | None, unit: str = "") -> str:

@@ -11,6 +11,7 @@ from fedstill.bench.metrics import (
     Curve,
     Spread,
     best,
+    first_round,
     last_known,
     last_round,
     last_ten,
@@ -38,6 +39,7 @@ class RowSummary:
     final: Spread | None = None  # after the last round
     gain: float | None = None  # last ten less those of the best other row of the column
     beside: Mapping[str, Spread] = field(default_factory=dict)  # other numbers, means of the last ten rounds
+    reached: Spread | None = None  # first round with the column's target accuracy, over the seeds that reach it
 
     @property
     def figure(self) -> float | None:
@@ -51,7 +53,7 @@ class RowSummary:
 
     def as_json(self) -> dict[str, Any]:
         numbers = {"best": self.best, "last_ten": self.last, "last_round": self.final}
-        times = {"speedup": self.speedup, "rounds_ratio": self.ratio}
+        times = {"speedup": self.speedup, "rounds_ratio": self.ratio, "rounds_to_target": self.reached}
         ours = {name: None if value is None else value.as_json() for name, value in {**numbers, **times}.items()}
         difference = {name: _rounded(self.above(value)) for name, value in numbers.items()}
         beside = {name: value.as_json() for name, value in self.beside.items()}
@@ -70,9 +72,11 @@ class ColumnSummary:
     column: str
     rounds: tuple[int, ...]  # T; several where methods run for different lengths
     rows: tuple[RowSummary, ...]
+    target: float | None = None  # in percent: `target` of its experiments
 
     def as_json(self) -> dict[str, Any]:
-        return {"column": self.column, "rounds": list(self.rounds), "rows": [row.as_json() for row in self.rows]}
+        head = {"column": self.column, "rounds": list(self.rounds), "target": self.target}
+        return {**head, "rows": [row.as_json() for row in self.rows]}
 
 
 Curves = dict[int, Curve]  # by seed
@@ -143,13 +147,23 @@ def _column(
     printed = expected.get(table.name, {}).get(column, {})
     shown = [cell for cell in cells if not rows or cell.row in rows]
     keys = [cell_key(cell.experiment) for cell in shown]
+    target = next((100 * cell.experiment.target for cell in shown if cell.experiment.target is not None), None)
     summaries = [
         replace(_row(cell.row, curves.get(key, {}), fedavg, printed.get(cell.row, {})), beside=beside.get(key, {}))
         for cell, key in zip(shown, keys, strict=True)
     ]
-    summaries = [replace(row, gain=_gain(row, summaries)) for row in summaries]
+    summaries = [
+        replace(row, gain=_gain(row, summaries), reached=_reached(curves.get(key, {}), target))
+        for row, key in zip(summaries, keys, strict=True)
+    ]
     lengths = sorted({cell.experiment.rounds for cell in shown})
-    return ColumnSummary(column, tuple(lengths), tuple(summaries))
+    return ColumnSummary(column, tuple(lengths), tuple(summaries), target)
+
+
+def _reached(curves: Curves, target: float | None) -> Spread | None:
+    if target is None:
+        return None
+    return spread(number for curve in curves.values() if (number := first_round(curve, target)) is not None)
 
 
 def _gain(row: RowSummary, rows: Sequence[RowSummary]) -> float | None:

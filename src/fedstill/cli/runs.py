@@ -150,6 +150,9 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     if result.privacy is not None:
         told = result.privacy.text().split("\n")
         lines += [f"  {'' if i else 'privacy':<14} {line}" for i, line in enumerate(told)]
+    if result.generated is not None:
+        lines.append(f"  generated      {result.generated['text']}")
+        lines.append("                 (a check against copies, no guarantee of privacy: see generated.json)")
     lines += _incidents(result)
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
     if result.targets is not None:

@@ -8,9 +8,11 @@ import torch
 
 from fedstill.core.compose import chain, combine
 from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import (
     Algorithm,
+    Need,
     Objective,
     Seal,
     Seed,
@@ -47,7 +49,7 @@ def join(methods: Named) -> Algorithm:
     server = chain(_aggregate(methods), *_move(methods), *kept)
     releases = tuple(release for one in methods.values() for release in one.releases)
     transmit = _in_turn([one.transmit for one in methods.values()])
-    return Algorithm(objective, server, transmit, releases, _seal(methods))
+    return Algorithm(objective, server, transmit, releases, _seal(methods), _without_counts(methods))
 
 
 def _terms(objective: Objective) -> tuple[Objective, ...]:
@@ -75,7 +77,10 @@ def _risk(methods: Named) -> Objective:
 
 
 def _aggregate(methods: Named) -> ServerStep:
-    """The one way in which all make a model from the cohort's; one may stand in for the plain average of the others."""
+    """The one way in which all make a model from the cohort's.
+
+    One may stand in for the plain average of the others; one that yields counts only where no other stands.
+    """
     found: dict[str, tuple[str, ServerStep]] = {}
     for method, one in methods.items():
         for step in _steps(one.server):
@@ -83,6 +88,7 @@ def _aggregate(methods: Named) -> ServerStep:
                 found.setdefault(step.name or f"the aggregate of {method}", (method, step))
     replaced = {step.instead_of for _, step in found.values()}
     left = {name: pair for name, pair in found.items() if name not in replaced}
+    left = {name: pair for name, pair in left.items() if not pair[1].yields} or left
     if not left:
         raise FedstillError(f"none of {', '.join(methods)} makes one model from the cohort's: add e.g. fedavg")
     if len(left) > 1:
@@ -105,6 +111,12 @@ def _seal(methods: Named) -> Seal | None:
     if len(sealed) > 1:
         raise FedstillError(f"{' and '.join(sealed)} both stand between clients and server: use one of them")
     return next(iter(sealed.values()), None)
+
+
+def _without_counts(methods: Named) -> str:
+    """How to write all of them that need uploaded label counts so that none does; empty where one has no such form."""
+    forms = [one.without_counts for one in methods.values() if Need.LABEL_COUNTS_UPLOADED in needs_of(one)]
+    return " and ".join(forms) if all(forms) else ""
 
 
 def _check_slots(methods: Named) -> None:

@@ -23,6 +23,7 @@ from fedstill.core.types import (
     Phase,
     Preparation,
     Round,
+    Samples,
     Seed,
     ServerStep,
     Stage,
@@ -88,7 +89,8 @@ def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> Se
 
     A prototype without an upload this round stays as it was sent; refinements (distillation) still reach it.
     State and broadcast: those of the step, under each prototype's name. Metrics are named "<prototype>/<metric>".
-    The model is reported once every prototype has one to report; targets are those of the first that has some.
+    The model is reported once every prototype has one to report; targets and samples are those of the first that has
+    some.
     """
     one_each = {name: step if isinstance(step, ServerStep) else step[name] for name in groups.models}
     chains = {name: chain(*(one.steps or (one,))) for name, one in one_each.items()}
@@ -107,6 +109,9 @@ def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> Se
     def targets(state: Tree) -> Targets | None:
         return next((found for name, own in state.items() if (found := chains[name].targets(own)) is not None), None)
 
+    def samples(state: Tree) -> Samples | None:
+        return next((found for name, own in state.items() if (found := chains[name].samples(own)) is not None), None)
+
     idle = all(one.prepare is no_preparation for one in chains.values())
     return ServerStep(
         _apply(chains, groups),
@@ -115,6 +120,7 @@ def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> Se
         frozenset().union(*(one.needs for one in chains.values())),
         report=report,
         targets=targets,
+        samples=samples,
         prepare=no_preparation if idle else _prepare(chains, groups),
     )
 

@@ -360,6 +360,7 @@ class ServerStep:
     stage: Stage = Stage.REFINE
     name: str = ""  # of an aggregate: the same name is the same step
     instead_of: str = ""  # of an aggregate: the plain one that it stands in for when methods are joined
+    yields: bool = False  # of an aggregate: in a join it leaves its place to that of any other method
     steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
     report: Callable[[Tree], Weights | None] = nobody  # the model that is looked at, where it is not the one sent
     targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
@@ -386,6 +387,7 @@ class Algorithm:
     transmit: Transmit = unchanged
     releases: tuple[Release, ...] = ()
     seal: Seal | None = None  # a trusted party: what the server's steps see instead of the admitted uploads
+    without_counts: str = ""  # of one that needs uploaded label counts: how to write it so that it needs none
 
 
 class Phase(NamedTuple):

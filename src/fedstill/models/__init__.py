@@ -17,11 +17,11 @@ from fedstill.models.mlp import mlp
 from fedstill.models.mobilenet import mobilenet_v2
 from fedstill.models.network import Network
 from fedstill.models.recurrent import char_lstm
-from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20
+from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20, resnet34
 from fedstill.models.shufflenet import shufflenet
 from fedstill.models.transformer import bert
 from fedstill.models.validate import why_unbatchable
-from fedstill.models.vgg import vgg8
+from fedstill.models.vgg import vgg8, vgg11
 
 __all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]
 
@@ -33,10 +33,12 @@ MODELS: dict[str, Callable[..., Network]] = {
     "convnet": convnet,
     "fecnn": fecnn,
     "vgg8": vgg8,
+    "vgg11": vgg11,
     "resnet8": resnet8,
     "resnet20": resnet20,
     "resnet8_wide": resnet8_wide,
     "resnet18": resnet18,
+    "resnet34": resnet34,
     "mobilenet_v2": mobilenet_v2,
     "shufflenet": shufflenet,
     "char_lstm": char_lstm,

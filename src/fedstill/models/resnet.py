@@ -20,6 +20,8 @@ from fedstill.models.network import (
     normed_conv,
 )
 
+Stages = tuple[tuple[int, int], ...]  # channels and number of blocks of each
+
 
 class BasicBlock(nn.Module):
     """relu(conv(relu(conv(x))) + x), with a 1x1 convolution on the shortcut where shapes change."""
@@ -35,13 +37,11 @@ class BasicBlock(nn.Module):
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
-def _residual(
-    stem: list[nn.Module], widths: tuple[int, ...], blocks: int, classes: int, norm: Norm, projection: int
-) -> Network:
-    """Stages of `blocks` blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
+def _residual(stem: list[nn.Module], stages: Stages, classes: int, norm: Norm, projection: int) -> Network:
+    """Stages of blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
     layers = list(stem)
-    before = widths[0]
-    for stage, width in enumerate(widths):
+    before = stages[0][0]
+    for stage, (width, blocks) in enumerate(stages):
         for block in range(blocks):
             layers.append(BasicBlock(before, width, 2 if stage > 0 and block == 0 else 1, norm))
             before = width
@@ -54,7 +54,8 @@ def _small(
 ) -> Network:
     channels, _, _ = image_shape(name, input_shape, least=1)
     stem = [normed_conv(channels, 16, kind, kernel=3, stride=1), nn.ReLU()]
-    return initialise(_residual(stem, (16, 32, 64), blocks, classes, kind, projection), init)
+    stages = tuple((width, blocks) for width in (16, 32, 64))
+    return initialise(_residual(stem, stages, classes, kind, projection), init)
 
 
 def resnet8(
@@ -90,7 +91,21 @@ def resnet8_wide(
     channels, _, _ = image_shape("resnet8_wide", input_shape, least=1)
     kind = Norm(norm, groups)
     stem = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
-    return _residual(stem, (64, 128, 256, 512), 1, classes, kind, projection)
+    return _residual(stem, ((64, 1), (128, 1), (256, 1), (512, 1)), classes, kind, projection)
+
+
+def _large(
+    name: str, stages: Stages, input_shape: tuple[int, ...], classes: int, stem: str, kind: Norm, projection: int
+) -> Network:
+    """Initialised as torchvision does: convolutions Kaiming-normal (fan out), the linear layer by PyTorch's default."""
+    channels, _, _ = image_shape(name, input_shape, least=1)
+    if choose("stem", stem, ("imagenet", "cifar")) == "cifar":
+        first = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
+    else:
+        first = [normed_conv(channels, 64, kind, kernel=7, stride=2), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
+    network = _residual(first, stages, classes, kind, projection)
+    initialise_convolutions(network)
+    return network
 
 
 def resnet18(
@@ -105,15 +120,21 @@ def resnet18(
     """ResNet-18: stages 64, 128, 256, 512 of two blocks; 512 features.
 
     stem 'imagenet' is FedFTG's code (7x7 stride 2, then 3x3 max-pooling stride 2, also on 32x32 images); 'cifar' is one
-    3x3 convolution. norm 'group' with 2 groups is FedDyn's. Initialised as torchvision does: convolutions
-    Kaiming-normal (fan out), the linear layer by PyTorch's default.
+    3x3 convolution. norm 'group' with 2 groups is FedDyn's. Initialised as torchvision does.
     """
-    channels, _, _ = image_shape("resnet18", input_shape, least=1)
-    kind = Norm(norm, groups)
-    if choose("stem", stem, ("imagenet", "cifar")) == "cifar":
-        first = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
-    else:
-        first = [normed_conv(channels, 64, kind, kernel=7, stride=2), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
-    network = _residual(first, (64, 128, 256, 512), 2, classes, kind, projection)
-    initialise_convolutions(network)
-    return network
+    stages = ((64, 2), (128, 2), (256, 2), (512, 2))
+    return _large("resnet18", stages, input_shape, classes, stem, Norm(norm, groups), projection)
+
+
+def resnet34(
+    input_shape: tuple[int, ...],
+    classes: int,
+    *,
+    stem: str = "imagenet",
+    norm: str = "batch",
+    groups: int = 2,
+    projection: int = 0,
+) -> Network:
+    """ResNet-34 (FedFTG, Table 10): stages 64, 128, 256, 512 of 3, 4, 6, 3 blocks; 512 features; else as resnet18."""
+    stages = ((64, 3), (128, 4), (256, 6), (512, 3))
+    return _large("resnet34", stages, input_shape, classes, stem, Norm(norm, groups), projection)

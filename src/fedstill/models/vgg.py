@@ -1,4 +1,4 @@
-"""VGG for 32x32 images."""
+"""VGG (Simonyan and Zisserman, ICLR 2015) for 32x32 images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from itertools import pairwise
 from torch import nn
 
 from fedstill.core.errors import FedstillError
-from fedstill.models.network import Network, image_shape, initialise, norm_layer
+from fedstill.models.network import (
+    Network,
+    classifier,
+    dense,
+    image_shape,
+    initialise,
+    initialise_convolutions,
+    norm_layer,
+)
+
+VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))  # convolutions before each pooling
 
 
 def vgg8(
@@ -35,3 +45,27 @@ def vgg8(
         head += [nn.Linear(width_before, 512), nn.ReLU(), nn.Dropout(dropout)]
     network = Network(nn.Sequential(*layers, nn.Flatten()), nn.Sequential(*head, nn.Linear(512, classes)))
     return initialise(network, init)
+
+
+def vgg11(
+    input_shape: tuple[int, ...], classes: int, *, norm: str = "none", groups: int = 2, projection: int = 0
+) -> Network:
+    """VGG11 as FedNTD has it: 3x3 convolutions 64 to 512 with five poolings, dense 512, 512; features the last 512.
+
+    Below 32x32 the last pooling is left out, as FedNTD does for MNIST. FedFTG names a VGG11 (Table 10) and does not say
+    which. Convolutions start Kaiming-normal (fan out), linear layers by PyTorch's default.
+    """
+    channels, height, width = image_shape("vgg11", input_shape, least=16)
+    small = min(height, width) < 32
+    layers: list[nn.Module] = []
+    for number, stage in enumerate(VGG11, start=1):
+        for before, after in pairwise((channels, *stage)):
+            layers += [nn.Conv2d(before, after, 3, padding=1), norm_layer(norm, after, groups), nn.ReLU()]
+        if not (small and number == len(VGG11)):
+            layers.insert(-1, nn.MaxPool2d(2))  # before the last ReLU, see cnn.py
+        channels = stage[-1]
+    shrunk = 16 if small else 32
+    layers += [nn.Flatten(), *dense(512 * (height // shrunk) * (width // shrunk), 512, 512)]
+    network = classifier(layers, 512, classes, projection)
+    initialise_convolutions(network)
+    return network

@@ -1,0 +1,241 @@
+"""Distillation on samples that a generator invents: first it learns what teachers recognise, then the student does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import leaves, tree_map
+from fedstill.core.types import (
+    Model,
+    Need,
+    Outlook,
+    Params,
+    Player,
+    Preparation,
+    Round,
+    Samples,
+    Scene,
+    Seed,
+    ServerStep,
+    Training,
+    Tree,
+    Weights,
+    no_preparation,
+)
+from fedstill.server.average import shares
+from fedstill.server.invented import (
+    GeneratorFor,
+    asked_for,
+    class_shares,
+    diversity,
+    gaussian_noise,
+    label_counts,
+    quota_labels,
+)
+from fedstill.server.pools import Pool, full_precision, pool_targets
+from fedstill.server.student import divergence
+
+Ensemble = Literal["uniform", "class"]
+Labels = Literal["quota", "uniform"]
+BatchNorm = Literal["train", "frozen", "restore"]
+SHOWN = 10  # samples of each class that are kept to be looked at
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """How the generator and then the student learn: their `steps` are those of a round, rates those of round 1.
+
+    lam_cls, lam_dis: weights of the teachers' cross-entropy and of the diversity in the generator's loss.
+    ensemble: teachers count alike, or class by class as in `class_shares`.
+    labels: classes are asked for in the cohort's proportions ("quota") or all as often.
+    batch_norm: of the student: "train", statistics of the invented samples; "frozen", eval mode; "restore", train
+        mode, and afterwards the statistics that it had before.
+    """
+
+    generator: Training
+    student: Training
+    noise: int = 100
+    pool: Pool = "probabilities"
+    ensemble: Ensemble = "uniform"
+    labels: Labels = "quota"
+    lam_cls: float = 1.0
+    lam_dis: float = 1.0
+    batch_norm: BatchNorm = "train"
+
+    @property
+    def idle(self) -> bool:
+        return not self.student.steps
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Label counts only where somebody looks at them."""
+        counts = {Need.LABEL_COUNTS_UPLOADED} if self.labels == "quota" or self.ensemble == "class" else set()
+        return frozenset({Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE} | counts)
+
+
+def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
+    """A generator learns to be recognised by the uploads, then the candidate learns from them what it invents.
+
+    Two phases a round, each with a fresh optimiser; every step draws noise z ~ N(0, 1) and classes y of its own.
+
+        G <- Adam on lam_dis L_div(G(z, y)) + lam_cls sum_k share_k CE(w_k(G(z, y)), y)
+        w <- SGD on KL(sum_k share_k softmax(w_k(x)) || softmax(w(x))),  x = G(z, y), G in eval mode
+
+    Zero steps of the student leave the candidate as it is, and the generator too. Teachers answer in eval mode.
+    State: "generator", kept from round to round; "samples", what it invents now.
+    Reports: generator_loss and distill_loss, the means over the steps of the two phases.
+    """
+    players = cache(lambda model: _players(teaching, generator(model), model))
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        if teaching.idle:
+            return candidate, state
+        inventor, student = players(round.model)
+        given = {"teachers": round.uploads.weights, "shares": _teacher_shares(teaching, round)}
+        turn = partial(_turn, round, _wanted(teaching, round), teaching.noise)
+        now, round.metrics["generator_loss"] = turn("generator", inventor, generator_of(state), given)
+        learnt, round.metrics["distill_loss"] = turn("student", student, candidate, {**given, "generator": now})
+        if teaching.batch_norm == "restore":
+            learnt = learnt._replace(buffers=candidate.buffers)
+        round.models["aggregated"] = candidate
+        seen = invented_samples(generator(round.model), now, round.model, teaching.noise, round.seed)
+        return learnt, {**state, "generator": now._asdict(), "samples": seen._asdict()}
+
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        return candidate, {**state, "generator": first_generator(generator, candidate, preparation)._asdict()}
+
+    return ServerStep(
+        apply,
+        init=lambda _: {"generator": {}, "samples": {}},
+        needs=teaching.needs,
+        samples=samples_of,
+        prepare=no_preparation if teaching.idle else prepare,
+        check=refuse_text,
+    )
+
+
+def _players(teaching: Teaching, generator: Model, model: Model) -> tuple[Player, Player]:
+    inventor = Player(_generator_loss(teaching, generator, model), teaching.generator)
+    return inventor, Player(_student_loss(teaching, model), teaching.student, _lesson(teaching, generator, model))
+
+
+def _generator_loss(
+    teaching: Teaching, generator: Model, model: Model
+) -> Callable[[Weights, Scene], tuple[Tensor, Params]]:
+    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
+        z, y = scene.drawn["z"], scene.drawn["y"]
+        output, buffers = generator.apply(own, asked_for(z, y, model.classes), training=True, seed=scene.seed)
+        x = output.logits.reshape(-1, *model.input_shape)
+        said = full_precision(scene.each(scene.given["teachers"], x).logits)  # (T, B, K)
+        count, rows = said.shape[:2]
+        wrong = F.cross_entropy(said.flatten(0, 1), y.repeat(count), reduction="none").reshape(count, rows)
+        recognised = (scene.given["shares"][:, y] * wrong).sum(0).mean()
+        varied = diversity(full_precision(x), full_precision(z))
+        return teaching.lam_cls * recognised + teaching.lam_dis * varied, buffers
+
+    return loss
+
+
+def _lesson(teaching: Teaching, generator: Model, model: Model) -> Callable[[Scene], Tree]:
+    """What the student is shown in a step, and what the teachers say together about it."""
+
+    def look(scene: Scene) -> Tree:
+        z, y = scene.drawn["z"], scene.drawn["y"]
+        x = _invent(generator, scene.given["generator"], model, z, y)
+        said = scene.each(scene.given["teachers"], x).logits
+        return {"x": x, "targets": pool_targets(said, teaching.pool, share=scene.given["shares"][:, y])}
+
+    return look
+
+
+def _student_loss(teaching: Teaching, model: Model) -> Callable[[Weights, Scene], tuple[Tensor, Params]]:
+    training = teaching.batch_norm != "frozen"
+
+    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
+        output, buffers = model.apply(own, scene.seen["x"], training=training, seed=scene.seed)
+        return divergence(scene.seen["targets"], output.logits).mean(), buffers if training else own.buffers
+
+    return loss
+
+
+def _invent(generator: Model, weights: Weights, model: Model, z: Tensor, y: Tensor) -> Tensor:
+    """Samples as the run's model reads them, of a generator in eval mode."""
+    output, _ = generator.apply(weights, asked_for(z, y, model.classes), training=False)
+    return output.logits.reshape(-1, *model.input_shape)
+
+
+def _teacher_shares(teaching: Teaching, round: Round) -> Tensor:
+    """(T, K) how much a teacher counts for a sample that is asked for as class y; all alike where nobody has any."""
+    like = next(leaves(round.start))
+    if teaching.ensemble == "class" and bool((counts := label_counts(round)).any()):
+        return class_shares(counts).to(like)
+    return shares(round.uploads, "uniform").to(like).unsqueeze(1).repeat(1, round.model.classes)
+
+
+def _wanted(teaching: Teaching, round: Round) -> Tensor:
+    """(K,) in which proportions classes are asked for."""
+    if teaching.labels == "uniform":
+        return torch.ones(round.model.classes, device=next(leaves(round.start)).device)
+    return label_counts(round).sum(0)
+
+
+def _turn(
+    round: Round, counts: Tensor, noise: int, name: str, player: Player, start: Weights, given: Tree
+) -> tuple[Weights, float]:  # fmt: skip
+    """All steps of one player, each an exchange of its own; -> the trained weights and the mean loss."""
+    training, seed = player.training, seed_for(round.seed, "invented", name)
+    rate = training.lr * training.lr_decay ** (round.number - 1)
+    one_step = replace(player, training=replace(training, steps=1, lr=rate, lr_decay=1.0))
+    drawn = _drawn(training, noise, counts, next(leaves(start)), seed)
+    fitted = round.trainer.take_turns({name: one_step}, {name: start}, drawn, given, seed)[name]
+    return fitted.weights, float(fitted.loss)
+
+
+def _drawn(training: Training, noise: int, counts: Tensor, like: Tensor, seed: Seed) -> Tree:
+    """A row for each step: z (B, d) and the classes y (B,), in the proportions of the counts over all steps."""
+    steps, batch = training.steps or 0, training.batch_size
+    y = quota_labels(counts, steps * batch, seed_for(seed, "labels")).reshape(steps, batch)
+    return {"z": gaussian_noise(seed, (steps, batch, noise), like), "y": y.to(like.device)}
+
+
+def first_generator(generator: GeneratorFor, candidate: Weights, preparation: Preparation) -> Weights:
+    """The generator that a run starts with, in the candidate's precision and place."""
+    like = next(leaves(candidate))
+    made = generator(preparation.model).init(seed_for(preparation.seed, "generator"))
+    return tree_map(lambda leaf: leaf.to(like) if leaf.is_floating_point() else leaf.to(like.device), made)
+
+
+def generator_of(state: Tree) -> Weights:
+    kept = state.get("generator")
+    if not kept:
+        raise FedstillError("this server step was not prepared: call its `prepare` before its first round")
+    return Weights(kept["params"], kept.get("buffers", {}))
+
+
+def samples_of(state: Tree) -> Samples | None:
+    """The samples that a step keeps in its state under "samples"."""
+    kept = state.get("samples")
+    return None if not kept else Samples(kept["x"], kept["y"])
+
+
+@torch.no_grad()
+def invented_samples(generator: Model, weights: Weights, model: Model, noise: int, seed: Seed) -> Samples:
+    """A few of each class, for people to look at."""
+    like = next(leaves(weights))
+    y = torch.arange(model.classes, device=like.device).repeat_interleave(SHOWN)
+    z = gaussian_noise(seed_for(seed, "shown"), (len(y), noise), like)
+    return Samples(_invent(generator, weights, model, z, y), y)
+
+
+def refuse_text(outlook: Outlook) -> None:
+    if outlook.tokenizer is not None:
+        raise FedstillError("a generator invents numbers, not words: use a method without one for text")

@@ -1,0 +1,90 @@
+"""FedDF with a generator: the numbers of FedFTG's code, mistakes, and what it is made to be joined with."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from server_rounds import furthest, run, same_bits
+
+from fedstill.algorithms import build_algorithm, fedavg, feddf_gen, scaffold
+from fedstill.core.errors import FedstillError
+from fedstill.core.join import join
+from fedstill.core.needs import needs_of
+from fedstill.core.types import Need
+
+SHORT = {"generator_steps": 2, "student_steps": 2, "batch_size": 8, "noise": 5}
+
+
+def test_the_defaults_are_those_of_fedftgs_code():
+    """Card 13.2 and 13.3; the weight of both terms of the generator's loss is 1."""
+    found = {name: one.default for name, one in inspect.signature(feddf_gen).parameters.items()}
+    numbers = {
+        "generator_steps": 50, "student_steps": 20, "batch_size": 50, "noise": 100, "lam_cls": 1.0, "lam_dis": 1.0,
+        "generator_lr": 0.01, "server_lr": 0.1, "lr_decay": 0.998, "weight_decay": 1e-3,
+    }  # fmt: skip
+    words = {
+        "pool": "probabilities", "labels": "quota", "ensemble": "uniform", "batch_norm": "train", "generator": "auto",
+        "weighting": None, "buffers": "average",
+    }  # fmt: skip
+    assert found == numbers | words
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"generator_steps": -1}, r"algorithm\.generator_steps = -1 is impossible"),
+        ({"student_steps": -1}, r"algorithm\.student_steps"),
+        ({"batch_size": 1}, r"algorithm\.batch_size"),
+        ({"noise": 0}, r"algorithm\.noise"),
+        ({"server_lr": 0.0}, r"algorithm\.server_lr"),
+        ({"generator_lr": -1.0}, r"algorithm\.generator_lr"),
+        ({"lr_decay": 0.0}, r"algorithm\.lr_decay"),
+        ({"lam_dis": -0.5}, r"algorithm\.lam_dis"),
+        ({"weight_decay": -1.0}, r"algorithm\.weight_decay"),
+        ({"pool": "mean"}, r"algorithm\.pool = 'mean' is unknown"),
+        ({"labels": "quotas"}, "quota"),
+        ({"batch_norm": "eval"}, "frozen"),
+    ],
+)
+def test_an_impossible_option_is_one_line_with_its_name(options, told):
+    with pytest.raises(FedstillError, match=told):
+        build_algorithm("feddf_gen", options)
+
+
+def test_an_unknown_generator_is_told_with_the_nearest_name():
+    with pytest.raises(FedstillError, match=r"generator = 'tabel' is unknown.*table"):
+        run(feddf_gen(**SHORT, generator="tabel"), rounds=1)
+
+
+def test_it_needs_no_data_on_the_server_and_label_counts_only_where_they_are_used():
+    assert Need.UNLABELED not in needs_of(feddf_gen())
+    assert Need.LABEL_COUNTS_UPLOADED in needs_of(feddf_gen())
+    assert Need.LABEL_COUNTS_UPLOADED not in needs_of(feddf_gen(labels="uniform"))
+
+
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_no_step_of_the_student_is_fedavg_bit_for_bit(net):
+    found, wanted = (run(one, net=net, rounds=2) for one in (feddf_gen(**{**SHORT, "student_steps": 0}), fedavg()))
+    assert same_bits(found.weights, wanted.weights)
+    assert not same_bits(run(feddf_gen(**SHORT), net=net, rounds=2).weights, wanted.weights)
+
+
+def test_a_round_reports_both_losses_and_the_average_before():
+    (row,) = run(feddf_gen(**SHORT), rounds=1).history.rows
+    assert {"server/generator_loss", "server/distill_loss", "accuracy_aggregated"} <= set(row)
+    (plain,) = run(fedavg(), rounds=1).history.rows
+    assert row["accuracy_aggregated"] == plain["accuracy"]
+
+
+def test_it_refines_what_another_method_has_made():
+    """SCAFFOLD averages evenly; its first round is its own, refined, and its controls go on from the model sent."""
+    both = join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**SHORT)})
+    alone = run(scaffold(), rounds=1)
+    joined = run(both, rounds=1)
+    assert joined.history.rows[0]["accuracy_aggregated"] == alone.history.rows[0]["accuracy"]
+    assert 1e-4 < furthest(joined.weights, alone.weights) < 1.0
+    off = join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**{**SHORT, "student_steps": 0})})
+    assert same_bits(run(off).weights, run(scaffold()).weights)
+    with pytest.raises(FedstillError, match="aggregate differently"):
+        join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**SHORT, weighting="size")})

@@ -1,0 +1,299 @@
+"""FedFTG: its forms, and what it is on top of other methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+
+import pytest
+import torch
+from server_rounds import LOCAL as TRAINING
+from server_rounds import federation, furthest, network, run, same_bits
+
+from fedstill.algorithms import METHODS, build_algorithm, fedavg, fedftg
+from fedstill.core.errors import FedstillError
+from fedstill.core.join import join
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.types import Need, Phase
+from fedstill.methods import build_method
+from fedstill.server.average import average
+from fedstill.trial import trial_federation, trial_model
+
+SHORT = {"iterations": 2, "student_steps": 2, "batch_size": 4, "noise": 3, "server_lr": 0.3}
+TINY = "fedftg(iterations=2, student_steps=2, batch_size=4, noise=3, server_lr=0.3)"
+ELSEWHERE = {"simclr", "masked_lm", "next_token", "fedftg"}  # images or text, and itself
+SERVERS = {"avglogit", "avgprob", "feddf", "feddf_gen", "fedaux", "fedbe", "mrtf", "d2cfl"}  # refine models too
+BASES = [name for name in METHODS if name not in ELSEWHERE]
+LOCAL = ["fedavg", "fedprox", "scaffold", "feddyn", "fedcurv", "moon", "fedmmd", "kd", "fedntd", "fedlmd", "fedlmd_tf"]
+LOCAL += ["fednova", "fedavgm", "fedrs", "label_smoothing"]
+QUICK = {"steps": 2, "batch_size": 8, "epochs": 2, "student_steps": 2, "generator_steps": 2, "samples": 2}
+
+
+def method(text: str):
+    (phase,) = build_method(text)
+    return phase.algorithm
+
+
+def quick(name: str) -> str:
+    """A server's own training, short."""
+    known = inspect.signature(METHODS[name]).parameters
+    options = {key: value for key, value in QUICK.items() if key in known} if name in SERVERS else {}
+    if "steps" in options:
+        options.pop("epochs", None)
+    return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_without_iterations_it_is_its_base_method_bit_for_bit(base):
+    joined, alone = (
+        run(method(text), rounds=2).weights for text in (f"{quick(base)}+fedftg(iterations=0)", quick(base))
+    )
+    assert same_bits(joined, alone)
+
+
+@pytest.mark.parametrize("base", ["fedavg", "scaffold", "feddyn", "moon", "fedlmd"])
+def test_with_iterations_it_changes_its_base_method(base):
+    assert furthest(run(method(f"{base}+{TINY}"), rounds=1).weights, run(method(base), rounds=1).weights) > 1e-6
+
+
+def test_alone_it_is_fedavg_with_fine_tuning():
+    alone, joined = (run(method(text), rounds=2).weights for text in (TINY, f"fedavg+{TINY}"))
+    assert same_bits(alone, joined)
+    assert same_bits(run(fedftg(iterations=0)).weights, run(fedavg()).weights)
+
+
+def compositions() -> list[str]:
+    """Ten pairs of local methods that can be joined, drawn from all pairs."""
+    generator = numpy_generator(seed_for(0, "fedftg compositions"))
+    pairs, found = list(itertools.combinations(LOCAL, 2)), list[str]()
+    for i in generator.permutation(len(pairs)):
+        text = "+".join((*pairs[i], TINY))
+        try:
+            method(text)
+        except FedstillError:
+            continue
+        found.append(text)
+        if len(found) == 10:
+            break
+    return found
+
+
+def test_the_draw_of_compositions_is_wide():
+    drawn = compositions()
+    assert len(set(drawn)) == 10
+    assert len({name for text in drawn for name in text.split("+")}) >= 10
+
+
+@pytest.mark.parametrize("text", compositions())
+def test_the_same_step_refines_any_local_composition(text):
+    result = run(method(text), rounds=2)
+    base = run(method(text.removesuffix(f"+{TINY}")), rounds=2)
+    assert furthest(result.weights, base.weights) > 1e-6
+    for row in result.history.rows:
+        assert {"server/generator_loss", "server/student_loss", "server/samples_right"} <= set(row)
+        assert 0 <= row["server/samples_right"] <= 1
+        assert "accuracy_aggregated" in row
+
+
+def watched(text, rounds=3):
+    """[(candidate before the round's last step, what was sent next, the round, server state after it)]."""
+    algorithm = method(text)
+    seen = []
+
+    def apply(candidate, state, round):
+        after, new = algorithm.server.apply(candidate, state, round)
+        seen.append((after, round, new))
+        return after, new
+
+    run(dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply)), rounds=rounds)
+    return seen
+
+
+def test_scaffolds_controls_refer_to_the_fine_tuned_model_that_was_sent():
+    """Option II: c_k+ - c_k = (w - w_k) / travel - c, with w as received and c as broadcast."""
+    first, second, _ = watched(f"scaffold+{TINY}")
+    sent, aggregated = first[0], first[1].models["aggregated"]
+    assert furthest(sent, aggregated) > 1e-5
+    assert same_bits(second[1].start, sent)
+    uploads, control = second[1].uploads, first[2]["1"]["control"]
+
+    def gap(start):
+        return max(
+            float(
+                (
+                    (start.params[name] - uploads.weights.params[name])
+                    / uploads.travel.reshape(-1, *[1] * leaf.ndim).to(leaf)
+                    - leaf
+                    - uploads.extra["control_delta"][name]
+                ).abs().max()
+            )
+            for name, leaf in control.items()
+        )  # fmt: skip
+
+    assert gap(sent) < 1e-5
+    assert gap(aggregated) > 1e-5
+
+
+def test_feddyns_memory_refers_to_the_fine_tuned_model_that_was_sent():
+    """h <- h - alpha (|S| / N) mean_k (w_k - w), with w as received."""
+    first, second, _ = watched(f"feddyn(alpha=0.1)+{TINY}")
+    sent, aggregated = first[0], first[1].models["aggregated"]
+    before, after = (step[2]["1"]["dyn_mean"] for step in (first, second))
+    uploads, share = second[1].uploads, 4 / 5
+
+    def gap(start):
+        return max(
+            float((before[n] - 0.1 * share * (uploads.weights.params[n] - start.params[n]).mean(0) - leaf).abs().max())
+            for n, leaf in after.items()
+        )
+
+    assert gap(sent) < 1e-6
+    assert gap(aggregated) > 1e-6
+
+
+def test_joined_it_takes_the_other_methods_average():
+    """FedAvg weighs by size, SCAFFOLD evenly; neither has to be told."""
+    for base, weighting in (("fedavg", "size"), ("scaffold", "uniform"), ("fedprox", "size")):
+        for text in (f"{base}+fedftg", f"fedftg+{base}"):
+            assert method(text).server.steps[0].name == average(weighting).name
+    assert method("fedftg+fednova").server.steps[0].name.startswith("normalized average")
+    assert fedftg().server.steps[0].name == average("size").name
+    assert method('scaffold+fedftg(weighting="size")').server.steps[0].name == average("size").name
+
+
+def test_methods_joined_in_python_take_the_other_ones_average_unless_they_were_told():
+    found = join({"fedftg": fedftg(), "scaffold": METHODS["scaffold"]()})
+    assert found.server.steps[0].name == average("uniform").name
+    for own in ({"weighting": "size"}, {"buffers": "pooled"}):
+        with pytest.raises(FedstillError, match="aggregate differently: give both the same weighting"):
+            join({"fedftg": fedftg(**own), "scaffold": METHODS["scaffold"]()})
+
+
+def test_presets_are_the_papers_text_and_its_code():
+    assert METHODS["fedftg"].presets == {
+        "paper": {
+            "clients": "joint", "discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl",
+            "student_scale": "batch", "weighting": "uniform",
+        },
+        "released": {"cls_weights": "client"},
+    }  # fmt: skip
+    found = [run(build_algorithm("fedftg", {"preset": preset, **SHORT}), rounds=1).weights for preset in
+             ("correct", "paper", "released")]  # fmt: skip
+    assert all(furthest(one, other) > 1e-7 for one, other in itertools.combinations(found, 2))
+
+
+def test_defaults_are_those_of_the_released_code():
+    """Card 14.3."""
+    defaults = {name: one.default for name, one in inspect.signature(METHODS["fedftg"]).parameters.items()}
+    wanted = {"iterations": 10, "generator_steps": 1, "student_steps": 5, "batch_size": 50, "noise": 100}
+    wanted |= {"lam_cls": 1.0, "lam_dis": 1.0, "server_lr": 0.1, "generator_lr": 0.01, "lr_decay": 0.998}
+    wanted |= {"weight_decay": 1e-3, "discrepancy": "l1", "student_loss": "forward_kl", "student_scale": "class"}
+    assert {name: defaults[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("preset", ["correct", "paper", "released"])
+def test_clients_trained_together_or_in_turn_give_the_same_model(preset):
+    """In float64: in float32 the generator's Adam makes whole steps of gradients that are nothing but rounding."""
+    exact = {"engine_options": {"precision": "float64"}, "rounds": 2}
+    together, in_turn = (
+        run(fedftg(preset=preset, **SHORT), engine=engine, **exact).weights for engine in ("batched", "looped")
+    )
+    assert furthest(together, in_turn) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "ablation",
+    [
+        {"discrepancy": "none"},
+        {"labels": "uniform"},
+        {"ensemble": "uniform"},
+        {"lam_cls": 0.0},
+        {"lam_dis": 0.0},
+        {"student_loss": "mse"},
+        {"input": "feature"},
+        {"clients": "joint"},
+    ],
+    ids=str,
+)
+def test_every_ablation_of_the_papers_tables_is_another_method(ablation):
+    found, plain = (run(fedftg(**{**SHORT, **options}), rounds=2).weights for options in (ablation, {}))
+    assert furthest(found, plain) > 1e-7
+
+
+def test_features_come_from_a_generator_without_bounds_and_samples_from_a_normalised_one():
+    """FedGen's dense layers; the last norm, which has statistics and no parameters, is that of inputs alone."""
+    for options, ends_normalised in (("", True), (', input="feature"', False)):
+        text = TINY.removesuffix(")") + options + ")"
+        ((_, _, state),) = watched(text, rounds=1)
+        kept = state["1"]["generator"]
+        assert ("4.running_mean" in kept["buffers"]) == ends_normalised
+        assert bool(state["1"]["samples"]) == ends_normalised
+
+
+def test_with_features_it_refines_the_head_of_linear_evaluation_alone():
+    how = {"training": dataclasses.replace(TRAINING, part="head"), "rounds": 2}
+    found, base = (run(one, **how).weights for one in (fedftg(**SHORT, input="feature"), fedavg()))
+    for name, leaf in base.params.items():
+        assert torch.equal(found.params[name], leaf) != name.startswith("head.")
+
+
+def test_text_is_refused_before_the_first_round_and_served_by_features():
+    text = {"model": trial_model(text=True), "federation": trial_federation(text=True), "rounds": 1}
+    with pytest.raises(FedstillError, match=r"numbers, not words: .*algorithm\.input = 'feature'"):
+        run(fedftg(**SHORT), **text)
+    result = run(fedftg(**SHORT, input="feature"), **text)
+    assert "server/samples_right" in result.history.rows[0]
+
+
+def test_label_counts_leave_clients_unless_nothing_is_made_of_them():
+    asks = {Need.LABEL_COUNTS_UPLOADED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
+    assert needs_of(fedftg()) == asks
+    assert Need.HEAD in needs_of(fedftg(input="feature"))
+    without = method(fedftg().without_counts)
+    assert needs_of(without) == asks - {Need.LABEL_COUNTS_UPLOADED}
+    assert run(method('fedftg(labels="uniform", ensemble="uniform", iterations=1, batch_size=4, noise=3)'), rounds=1)
+
+
+def test_a_generator_goes_on_when_another_local_method_takes_over():
+    phases = (Phase(method(TINY), 1), Phase(method(f"fedprox(mu=0.1)+{TINY}")))
+    result = run(phases, rounds=2)
+    assert result.history.rows[-1]["round"] == 2
+    assert "server/samples_right" in result.history.rows[-1]
+
+
+def test_it_runs_where_a_class_and_all_but_one_client_are_missing():
+    data = federation()
+    only = torch.nonzero(data.train.y[data.indices] < 2).flatten()
+    offsets = torch.tensor([0, *[min(int(o), len(only)) for o in data.offsets[1:]]])
+    fewer = dataclasses.replace(data, indices=data.indices[only], offsets=offsets)
+    result = run(fedftg(**SHORT), federation=fewer, cohort=1, rounds=2)
+    assert all(bool(leaf.isfinite().all()) for leaf in result.weights.params.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"iterations": -1}, "iterations = -1 is impossible"),
+        ({"batch_size": 1}, "batch_size = 1 is impossible: it must be 2 or more"),
+        ({"noise": 0}, "noise = 0 is impossible"),
+        ({"server_lr": 0.0}, "server_lr = 0.0 is impossible"),
+        ({"lr_decay": 0.0}, "lr_decay = 0.0 is impossible"),
+        ({"discrepancy": "none", "lam_cls": 0.0, "lam_dis": 0.0}, "leaves the generator nothing to learn"),
+        ({"discrepancy": "l2"}, "discrepancy = 'l2' is unknown"),
+        ({"batch_norm": "froze"}, "did you mean 'frozen'"),
+        ({"input": "features"}, "did you mean 'feature'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_option(options, told):
+    with pytest.raises(FedstillError, match=told) as error:
+        build_algorithm("fedftg", options)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_or_unfit_generator_is_told_before_the_first_round():
+    with pytest.raises(FedstillError, match="generator = 'covn' is unknown: did you mean 'conv'"):
+        run(fedftg(generator="covn"), rounds=1)
+    with pytest.raises(FedstillError, match="makes images"):
+        run(fedftg(generator="conv"), rounds=1, model=network())

@@ -1,0 +1,141 @@
+"""What a server's generator invents is handed over by the run, written into its folder, and told in its last lines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedstill
+from fedstill.algorithms import fedavg
+from fedstill.cli import app
+from fedstill.core.compose import chain
+from fedstill.core.groups import merge
+from fedstill.core.per_group import per_group
+from fedstill.core.types import Algorithm, Groups, Phase, Samples, ServerStep, Training
+from fedstill.rounds import federate
+from fedstill.trial import trial_federation, trial_model
+
+METHOD = '''
+import torch
+from fedstill.algorithms import fedavg
+from fedstill.core.compose import chain
+from fedstill.core.seeds import torch_generator
+from fedstill.core.types import Algorithm, Samples, ServerStep
+from fedstill.data import load
+from fedstill.report.nearest import inputs
+
+def inventing(*, copies: int = 0):
+    """Inventing: FedAvg and samples of noise, the first of them copied.
+
+    Args:
+        copies: samples that are training images.
+    """
+    train = load("digits").train
+
+    def apply(candidate, state, round):
+        x = torch.randn(20, 64, generator=torch_generator(round.number))
+        x[:copies] = inputs(train.x[:copies], train).flatten(1)
+        return candidate, {"samples": {"x": x, "y": torch.arange(20) % 10}}
+
+    def samples(state):
+        return Samples(**state["samples"]) if state.get("samples") else None
+
+    base = fedavg()
+    step = ServerStep(apply, lambda _: {"samples": {}}, samples=samples)
+    return Algorithm(base.objective, chain(base.server, step))
+'''
+
+
+def inventing() -> Algorithm:
+    """As many samples as rounds were played, all of the last round's number."""
+
+    def apply(candidate, state, round):
+        x, y = torch.full((round.number, 64), float(round.number)), torch.zeros(round.number, dtype=torch.int64)
+        return candidate, {"samples": {"x": x, "y": y}}
+
+    def samples(state):
+        return Samples(**state["samples"]) if state.get("samples") else None
+
+    base = fedavg()
+    step = ServerStep(apply, lambda _: {"samples": {}}, samples=samples)
+    return Algorithm(base.objective, chain(base.server, step))
+
+
+def run(algorithm, **how):
+    settings = {
+        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
+        "rounds": 3, "cohort": 2, "engine": "looped", "device": "cpu",
+    }  # fmt: skip
+    return federate(algorithm=algorithm, **{**settings, **how})
+
+
+def test_a_result_holds_what_was_invented_last_and_nothing_where_nothing_was():
+    assert run(inventing()).samples.x.shape == (3, 64)
+    assert run(fedavg()).samples is None
+
+
+def test_a_resumed_run_has_the_same_samples_also_one_that_was_finished(tmp_path):
+    where = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
+    run(inventing(), rounds=2, **where)
+    for _ in range(2):
+        assert run(inventing(), resume=True, **where).samples.x.unique().tolist() == [3.0]
+
+
+def test_a_method_that_follows_another_has_its_own():
+    assert run((Phase(inventing(), until=1), Phase(fedavg()))).samples is None
+    assert run((Phase(fedavg(), until=1), Phase(inventing()))).samples.x.shape == (3, 64)
+
+
+def test_of_several_architectures_those_of_the_first_that_has_some():
+    model = trial_model()
+    groups = Groups({"one": model, "two": model}, ("one", "two"))
+    step = per_group(inventing().server, groups)
+    state = step.init(merge({name: model.init(0) for name in groups.models}))
+    assert step.samples(state) is None
+    state["two"]["1"]["samples"] = {"x": torch.ones(5, 64), "y": torch.zeros(5)}
+    assert step.samples(state).x.shape == (5, 64)
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    (tmp_path / "inventing.py").write_text(METHOD)
+
+    def make(copies: int = 0) -> fedstill.Experiment:
+        return fedstill.Experiment(
+            rounds=2, cohort=2, algorithm={"name": f"{tmp_path / 'inventing.py'}:inventing(copies={copies})"},
+            data={"source": "digits"}, model={"name": "mlp", "hidden": [8]}, checkpoint_every=1,
+            partition={"scheme": "iid", "clients": 4},
+        )  # fmt: skip
+
+    return make
+
+
+def test_a_run_folder_tells_copies_from_noise(tmp_path, experiment):
+    result = fedstill.run(experiment(copies=4), run_dir=tmp_path / "run", pictures=False)
+    told = json.loads((tmp_path / "run" / "generated.json").read_text())
+    assert (told["as_near"], told["samples"]) == (4, 20)
+    assert told == result.generated
+    assert [one["training_row"] for one in told["closest"][:4]] == [0, 1, 2, 3]
+
+
+def test_the_files_are_there_after_a_resume_and_where_no_curves_are_drawn(tmp_path, experiment):
+    first = fedstill.run(experiment(), run_dir=tmp_path / "run", pictures=False)
+    folder, found = tmp_path / "run", (tmp_path / "run" / "generated.json").read_text()
+    assert not (folder / "curves.png").exists()
+    for name in ("generated.json", "generated.png", "generated_closest.png"):
+        (folder / name).unlink()  # raises where it is not there
+    again = fedstill.run(experiment(), run_dir=folder, resume=True)
+    assert (folder / "generated.json").read_text() == found
+    assert again.generated == first.generated
+    assert fedstill.run(experiment()).generated is None  # no folder, no look
+
+
+def test_the_last_lines_of_a_run_tell_what_was_found_and_what_it_is_not(tmp_path, experiment):
+    (tmp_path / "e.toml").write_text(experiment(3).to_toml())
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "e.toml"), "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0
+    assert "generated      3 of 20 generated samples are as near to a training sample as the nearest" in done.stdout
+    assert "(a check against copies, no guarantee of privacy: see generated.json)" in done.stdout

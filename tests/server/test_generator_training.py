@@ -1,0 +1,252 @@
+"""FedGen's server: worked numbers of its card, and all steps of two rounds against plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from server_rounds import CLASSES, clients_models, network, preparation_of, same_bits, server_round
+from torch import nn
+
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import rows
+from fedstill.core.types import Need, Stage, Training, Weights
+from fedstill.engine import turns
+from fedstill.models import from_module
+from fedstill.server.generator_training import (
+    GeneratorTraining,
+    draw_requests,
+    label_shares,
+    seen_labels,
+    train_generator,
+)
+
+NOISE, HIDDEN, CLIENTS = 5, 7, 3
+COUNTS = [[4.0, 2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 9.0, 0.0]]  # nobody holds the last class
+TRAINING = Training(
+    steps=50, batch_size=4, optimizer="adam", lr=3e-3, weight_decay=1e-2, lr_decay=0.98, keep_optimizer=True
+)
+HOW = GeneratorTraining(TRAINING, NOISE)
+
+
+def layers():
+    return nn.Sequential(
+        nn.Linear(NOISE + CLASSES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 6)
+    )  # fmt: skip
+
+
+MODEL = network()
+GENERATOR = from_module(layers, input_shape=(NOISE + CLASSES,), check=False, name="tiny")
+
+
+def round_with(counts=COUNTS, number=1):
+    this = server_round(clients_models(MODEL, CLIENTS), MODEL, number=number)
+    given = torch.tensor(counts, dtype=torch.float64)
+    return dataclasses.replace(this, uploads=this.uploads._replace(label_counts=given), seed=seed_for(7, number))
+
+
+def step_of(**changes):
+    return train_generator(lambda _: GENERATOR, dataclasses.replace(HOW, **changes))
+
+
+def prepared(step, this):
+    return step.prepare(this.start, step.init(this.start), preparation_of(this))[1]
+
+
+def played(step, rounds=1, **how):
+    """The state after some rounds."""
+    state = prepared(step, round_with())
+    for number in range(1, rounds + 1):
+        state = step.apply(round_with().start, state, round_with(number=number, **how))[1]
+    return state
+
+
+def own(state) -> Weights:
+    return Weights(**state["feature_generator"]["weights"])
+
+
+def by_hand(start: Weights, rounds, *, fresh=False, share_of=lambda share, losses: (share * losses).mean()):
+    """Plain torch from the equations: an nn.Module, torch's Adam, a loop over clients and over pairs."""
+    module = layers().double()
+    module.load_state_dict({**start.params, **start.buffers})
+
+    def adam(number):
+        return torch.optim.Adam(module.parameters(), lr=3e-3 * 0.98 ** (number - 1), weight_decay=1e-2)
+
+    optimizer = adam(1)
+    for number in rounds:
+        this = round_with(number=number)
+        optimizer = adam(number) if fresh else optimizer
+        optimizer.param_groups[0]["lr"] = 3e-3 * 0.98 ** (number - 1)
+        asked = draw_requests(HOW, seen_labels(this.uploads.label_counts), seed_for(this.seed, "generator"), WIDE)
+        started = np.array(COUNTS) + 1
+        for z, y in zip(asked["z"], asked["y"], strict=True):
+            features = module(torch.cat([z, torch.eye(CLASSES, dtype=torch.float64)[y]], 1))
+            loss = torch.exp(-torch.stack([
+                (z[i] - z[j]).square().mean() * (features[i] - features[j]).abs().mean()
+                for i in range(len(z)) for j in range(len(z))
+            ]).mean())  # fmt: skip
+            for k in range(CLIENTS):
+                params = rows(this.uploads.weights.params, k)
+                logits = features @ params["head.weight"].T + params["head.bias"]
+                share = torch.tensor([started[k, c] / started[:, c].sum() for c in y.tolist()])
+                loss = loss + share_of(share, nn.functional.cross_entropy(logits, y, reduction="none"))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return module.state_dict()
+
+
+WIDE = torch.zeros((), dtype=torch.float64)
+
+
+def assert_same(weights: Weights, wanted):
+    for name, leaf in {**weights.params, **weights.buffers}.items():
+        torch.testing.assert_close(leaf, wanted[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_shares_and_qualified_labels_are_those_of_the_card():
+    """Card 12.5: A holds four of label 0, B two, nobody label 1."""
+    counts = torch.tensor([[4.0, 0.0], [2.0, 0.0]])
+    assert label_shares(counts).T.tolist() == [[0.625, 0.375], [0.5, 0.5]]
+    assert seen_labels(counts).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_requests_are_for_labels_that_somebody_holds_alike(kind):
+    how = dataclasses.replace(HOW, noise_kind=kind)
+    asked = draw_requests(how, torch.tensor([True, False, True]), 3, WIDE)
+    assert asked["z"].shape == (50, 4, NOISE)
+    assert asked["z"].dtype == torch.float64
+    assert (float(asked["z"].min()) >= 0.0) == (kind == "uniform")
+    drawn = torch.bincount(asked["y"].flatten(), minlength=3)
+    assert int(drawn[1]) == 0
+    assert abs(int(drawn[0]) - 100) < 4 * np.sqrt(200 / 4)
+
+
+def test_two_rounds_of_fifty_steps_are_those_of_plain_torch():
+    """Adam and BatchNorm go on from round to round, the rate falls."""
+    step = step_of()
+    assert_same(own(played(step, 2)), by_hand(own(prepared(step, round_with())), (1, 2)))
+
+
+def test_a_fresh_optimiser_each_round_is_an_option():
+    step = step_of(training=dataclasses.replace(TRAINING, keep_optimizer=False))
+    state = played(step, 2)
+    assert_same(own(state), by_hand(own(prepared(step, round_with())), (1, 2), fresh=True))
+    assert state["feature_generator"]["optimizer"] == {}
+
+
+def test_the_released_broadcast_takes_the_mean_of_both_factors():
+    """There (B, 1) shares times (B,) losses make (B, B), whose mean is the product of the means."""
+
+    def outer(share, losses):
+        return (losses * share.reshape(-1, 1)).mean()
+
+    step = step_of(class_weights="batch")
+    wanted = by_hand(own(prepared(step, round_with())), (1,), share_of=outer)
+    assert_same(own(played(step)), wanted)
+    assert not torch.allclose(own(played(step_of())).params["0.weight"], wanted["0.weight"], atol=1e-6)
+
+
+def test_the_generator_learns_what_the_heads_recognise():
+    """The weighted cross-entropy starts near ln 3, that of heads which know nothing of the features."""
+    step, this = step_of(diversity=0.1, training=dataclasses.replace(TRAINING, lr=0.02)), round_with()
+    asked = draw_requests(HOW, seen_labels(this.uploads.label_counts), 9, WIDE)
+    z, y = asked["z"].flatten(0, 1), asked["y"].flatten()
+
+    def loss(state):
+        features = GENERATOR.apply(own(state), torch.cat([z, torch.eye(CLASSES, dtype=torch.float64)[y]], 1))[0].logits
+        heads, share = this.uploads.weights.params, label_shares(this.uploads.label_counts)
+        said = torch.einsum("bf,kcf->kbc", features, heads["head.weight"]) + heads["head.bias"].unsqueeze(1)
+        chosen = said.log_softmax(-1)[:, torch.arange(len(y)), y]
+        return -float((share[:, y] * chosen).sum(0).mean())
+
+    assert loss(prepared(step, this)) > 0.8
+    assert loss(played(step, 3)) < 0.1
+
+
+def test_what_a_gpu_captures_serves_rounds_with_other_heads_labels_and_rates(monkeypatch):
+    """A captured exchange without a GPU: the exchange itself, run again on static tensors."""
+
+    class Replay:
+        def __init__(self, game):
+            self.replay = game._once
+
+    def captured(game):
+        game.graph = game.graph or Replay(game)
+        return game.graph
+
+    monkeypatch.setattr(turns.Turns, "_captured", captured)
+    step, trainer = step_of(), round_with().trainer
+    eager = static = prepared(step, round_with())
+    trainer.engine.graphs = True
+    for number, counts in ((1, COUNTS), (2, [[1.0, 0.0, 3.0]] * 3), (3, COUNTS)):
+        this = round_with(counts, number)
+        eager = step.apply(this.start, eager, this)[1]
+        static = step.apply(this.start, static, dataclasses.replace(this, trainer=trainer))[1]
+        assert_same(own(static), {**own(eager).params, **own(eager).buffers})
+    assert len(trainer.engine.turns) == 1
+
+
+def test_clients_hear_of_it_with_weight_zero_before_it_was_trained_and_then_ever_less():
+    """a_t = max(1e-4, 10 * 0.98^(t - 1)): what is sent after round 1 is for round 2."""
+    step = step_of(match_weight=0.0)
+    assert step.broadcast(step.init(round_with().start)) == {}
+    first = step.broadcast(prepared(step, round_with()))
+    assert set(first) == {"generator", "labels", "label_weight", "match_weight"}
+    assert (float(first["label_weight"]), first["labels"].tolist()) == (0.0, [0.0, 0.0, 0.0])
+    after = step.broadcast(played(step, 2))
+    assert float(after["label_weight"]) == pytest.approx(10 * 0.98**2)
+    assert float(after["match_weight"]) == 0.0, "a part that is switched off stays off"
+    assert HOW.strength(10.0, 569) > 1e-4 == HOW.strength(10.0, 570)
+
+
+def test_labels_once_known_stay_known():
+    step = step_of()
+    state = played(step)
+    assert step.broadcast(state)["labels"].tolist() == [1.0, 1.0, 0.0]
+    later = step.apply(round_with().start, state, round_with([[0.0, 0.0, 5.0]] * 3, number=2))[1]
+    assert step.broadcast(later)["labels"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_round_whose_clients_hold_nothing_leaves_everything_as_it_is():
+    step = step_of()
+    state = played(step)
+    after = step.apply(round_with().start, state, round_with([[0.0] * 3] * 3, number=2))[1]
+    assert same_bits(after, state)
+
+
+def test_the_model_passes_through_and_the_loss_is_reported():
+    step, this = step_of(), round_with()
+    candidate, _ = step.apply(this.start, prepared(step, this), this)
+    assert candidate is this.start
+    assert 0 < this.metrics["generator_loss"] < 5
+    assert step.stage is Stage.KEEP
+
+
+def test_without_label_counts_all_clients_count_alike_and_all_classes_are_asked_for():
+    step, this = step_of(class_weights="uniform"), round_with()
+    this = dataclasses.replace(this, uploads=this.uploads._replace(label_counts=None))
+    assert Need.LABEL_COUNTS_UPLOADED not in step.needs
+    assert Need.LABEL_COUNTS_UPLOADED in step_of().needs
+    found = step.apply(this.start, prepared(step, this), this)[1]
+    alike = round_with([[1.0] * 3] * 3)
+    wanted = step_of().apply(alike.start, prepared(step, alike), alike)[1]
+    assert same_bits(found, wanted)
+    assert step.broadcast(found)["labels"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_later_phase_goes_on_with_the_generator_of_an_earlier_one_if_it_fits():
+    step, this = step_of(), round_with()
+    state = played(step)
+    later = dataclasses.replace(preparation_of(this), round=11, seed=99)
+    kept = step.prepare(this.start, state, later)[1]
+    assert same_bits(own(kept), own(state))
+    assert float(step.broadcast(kept)["label_weight"]) == pytest.approx(10 * 0.98**10)
+    other = from_module(lambda: nn.Linear(NOISE + CLASSES, 6), input_shape=(NOISE + CLASSES,), check=False)
+    fresh = train_generator(lambda _: other, HOW).prepare(this.start, state, later)[1]
+    assert set(own(fresh).params) == {"weight", "bias"}
+    assert float(step.broadcast(fresh)["label_weight"]) == 0.0
