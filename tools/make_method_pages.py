@@ -31,8 +31,8 @@ FILLED_LATER = {  # a server's slots, in words: M unlabeled rows, K classes, N c
     "distilled": "which of the M unlabeled rows are distilled on",
     "scores": "a score of each of the N clients for each of these rows",
     "past_labels": "a class and its probability of each of the last T teachers for each of the M unlabeled rows",
-    "generator": "the generator",
-    "samples": "ten invented samples of each class, to be looked at",
+    "hard_generator": "the generator",
+    "teaching_generator": "the generator",
     "feature_generator": "the generator of features and Adam's two numbers for each of its parameters",
 }
 
@@ -85,10 +85,10 @@ def cost(method: str) -> dict[str, str]:
         step += f", and a forward pass of {frozen} frozen model{'s' if frozen > 1 else ''}"
     if algorithm.objective.measure is not None:
         step += "; after training one more pass over the local data"
-    later = empty_slots(algorithm.server.init(weights))
-    down = (
-        "1 model and the generator" if "feature_generator" in later else models(row["bytes_down"] // row["cohort"], one)
-    )
+    down = models(row["bytes_down"] // row["cohort"], one)
+    if "feature_generator" in empty_slots(algorithm.server.init(weights)):
+        down = "1 model and the generator"
+        step += ", and for invented features two forward passes of the generator and two passes of the head"
     return {
         "sent to a client": down,
         "sent by a client": models(row["bytes_up"] // row["cohort"], one),

@@ -12,7 +12,7 @@ from fedstill.expression import write
 PRESETS = {
     "correct": "the released code's schedule and losses with its slips put right, and every baseline in its own form",
     "paper": "what the text says: KL(model || client) for both players, one generator step on all clients, Table 7(a)",
-    "released": "the public code: about 10 clients a round, FedProx as weight decay, one weight a client in the CE",
+    "released": "the public code: a generator step for each client, about 10 clients a round, FedProx as weight decay",
 }
 
 # Section 4.1 and the released script. Every cell starts from this.
@@ -84,7 +84,7 @@ LAMBDAS, NOISES = (0.5, 0.75, 1.0, 1.25, 1.5), (50, 100, 150, 200, 250)
 BETAS, COHORTS = (0.2, 0.3, 0.6, 1.0), (5, 10, 20, 50)  # of Figure 5 the text names 0.2; the others are ours
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
-    "joint": {"clients": "joint"},
+    "each": {"clients": "each"},
     "kl": {"discrepancy": "kl"},
     "kl-both": {"discrepancy": "kl", "discrepancy_through": "both"},
     "reverse-kl": {"student_loss": "reverse_kl"},

@@ -54,6 +54,7 @@ from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.rounds import check_promise, federate
+from fedstill.settings import describe_partition
 from fedstill.trackers import build_trackers
 
 CONFIG_FILE = "config.toml"
@@ -381,13 +382,6 @@ def _curves(results: dict[str, list[Result]]) -> dict[str, list[Curve]]:
 def _curve(result: Result, metric: str = "accuracy") -> Curve:
     rows = result.history.evaluated
     return [row["round"] for row in rows], [row[metric] for row in rows]
-
-
-def describe_partition(experiment: Experiment) -> str:
-    """The split in words: lda(alpha=0.1) over 100 clients."""
-    options = ", ".join(f"{key}={value}" for key, value in experiment.partition.options.items())
-    clients = f" over {experiment.partition.clients} clients" if experiment.partition.clients else ""
-    return f"{experiment.partition.scheme}({options}){clients}"
 
 
 def _owner_columns(experiment: Experiment) -> list[str]:

@@ -24,6 +24,7 @@ from fedstill.core.types import (
     Preparation,
     Round,
     ServerStep,
+    Stage,
     Tree,
     Uploads,
     Weights,
@@ -115,8 +116,14 @@ def first_line(function: Callable[..., Any]) -> str:
 
 
 def parts_of(factory: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The terms and steps that a recipe calls, read off the names its code refers to; the client's come first."""
-    return sorted(dict.fromkeys(_called(factory)), key=lambda part: list(_HOMES.values()).index(_where(part)))
+    """The terms and steps that a recipe calls, read off the names its code refers to, by where and when they run."""
+    return sorted(dict.fromkeys(_called(factory)), key=_turn)
+
+
+def _turn(part: Callable[..., Any]) -> tuple[int, int]:
+    """The client's parts, those on the way, the server's by the stage that their code names; without one it refines."""
+    stages = [stage for stage in Stage if stage.name in part.__code__.co_names]
+    return list(_HOMES.values()).index(_where(part)), list(Stage).index(next(iter(stages), Stage.REFINE))
 
 
 def _where(function: Callable[..., Any]) -> str:

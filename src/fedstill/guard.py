@@ -31,7 +31,8 @@ class Guard:
     norm_bound: largest ||params - start||_2 (None: any).
     extra_bound: largest norm of what a method uploads beside the model, such as SCAFFOLD's control (None: any; one
     huge finite value there would stop all learning).
-    size_cap: largest number of samples believed (None: any finite one).
+    size_cap: largest number of samples believed, in all and of one class (None: any finite one); with noise on the
+    label counts leave room for it.
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
     """
 
@@ -69,10 +70,13 @@ class Admitted(NamedTuple):
     records: list[AuditRecord]
 
 
-def admit(uploads: Uploads, start: Weights, guard: Guard, *, round: int) -> Admitted:
-    """Check a stacked cohort. One host sync when all is well."""
+def admit(uploads: Uploads, start: Weights, guard: Guard, *, round: int, exact_counts: bool = False) -> Admitted:
+    """Check a stacked cohort. One host sync when all is well.
+
+    exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
+    """
     cohort = len(uploads.ids)
-    faults = find_faults(uploads, start, guard)
+    faults = find_faults(uploads, start, guard, exact_counts=exact_counts)
     if faults is None:
         return _settle(uploads, np.arange(cohort), [], guard, cohort=cohort, round=round)
     ids = uploads.ids.tolist()
@@ -89,6 +93,7 @@ def admit_messages(
     guard: Guard,
     *,
     round: int,
+    exact_counts: bool = False,
 ) -> Admitted:
     """Check what each client sent (bytes, a mapping of tensors, or the exception its call ended with)."""
     arrived: list[Uploads] = []
@@ -105,26 +110,29 @@ def admit_messages(
     device = next(leaves(start)).device
     together = from_tree(stack([as_tree(upload) for upload in arrived]))
     stacked = from_tree(to_device(as_tree(together), device))._replace(ids=together.ids)
-    inner = admit(stacked, start, replace(guard, quorum=0), round=round)
+    inner = admit(stacked, start, replace(guard, quorum=0), round=round, exact_counts=exact_counts)
     quarantined = [record for record in inner.records if record["client"] is not None]
     kept = np.asarray(positions, np.int64)[inner.kept]
     return _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages), round=round)
 
 
-def find_faults(uploads: Uploads, start: Weights, guard: Guard) -> list[str | None] | None:
+def find_faults(
+    uploads: Uploads, start: Weights, guard: Guard, *, exact_counts: bool = False
+) -> list[str | None] | None:
     """The first fault of each client, in the order of the rules; None when nobody has one."""
     structure = _structure_fault(uploads, start)
     if structure is not None:
         return [structure] * len(uploads.ids)
-    if not bool(_suspicious(uploads, start, guard).any()):  # the one host sync
+    if not bool(_suspicious(uploads, start, guard, exact_counts).any()):  # the one host sync
         return None
-    rules = _rules(uploads, start, guard)
+    rules = _rules(uploads, start, guard, exact_counts)
     broken = torch.stack([mask for mask, _ in rules]).cpu().numpy()  # (rules, C)
     if not broken.any():
         return None
     size, norm = uploads.size.tolist(), _norms(uploads.weights.params, start.params).tolist()
+    counted = size if uploads.label_counts is None else uploads.label_counts.double().sum(dim=1).tolist()
     return [
-        rules[int(column.argmax())][1].format(size=size[i], norm=norm[i]) if column.any() else None
+        rules[int(column.argmax())][1].format(size=size[i], norm=norm[i], counted=counted[i]) if column.any() else None
         for i, column in enumerate(broken.T)
     ]
 
@@ -178,7 +186,7 @@ def _structure_fault(uploads: Uploads, start: Weights) -> str | None:
     return None
 
 
-def _suspicious(uploads: Uploads, start: Weights, guard: Guard) -> Tensor:
+def _suspicious(uploads: Uploads, start: Weights, guard: Guard, exact_counts: bool) -> Tensor:
     """(C,) a cheap superset of the faults.
 
     A sum is NaN or Inf when a term is, and costs a fortieth of isfinite().all() on a CPU; a sum that only
@@ -189,8 +197,8 @@ def _suspicious(uploads: Uploads, start: Weights, guard: Guard) -> Tensor:
         if leaf.is_floating_point():
             total = total + _per_client(leaf, torch.sum)
     flags = ~total.isfinite() | ~_size_is_fine(uploads.size, guard)
-    if uploads.label_counts is not None:
-        flags = flags | (uploads.label_counts < 0).any(dim=1)
+    for wrong, _ in _count_rules(uploads, guard, exact_counts):
+        flags = flags | wrong
     if guard.norm_bound is not None:
         flags = flags | ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
     if guard.extra_bound is not None and uploads.extra:
@@ -198,7 +206,7 @@ def _suspicious(uploads: Uploads, start: Weights, guard: Guard) -> Tensor:
     return flags
 
 
-def _rules(uploads: Uploads, start: Weights, guard: Guard) -> list[tuple[Tensor, str]]:
+def _rules(uploads: Uploads, start: Weights, guard: Guard, exact_counts: bool) -> list[tuple[Tensor, str]]:
     """(who breaks it (C,), how it is told) for each rule, the most telling first."""
     scalars = (uploads.steps, uploads.travel, uploads.loss)
     rules = [
@@ -208,9 +216,7 @@ def _rules(uploads: Uploads, start: Weights, guard: Guard) -> list[tuple[Tensor,
         (~_size_is_fine(uploads.size, guard), f"size {{size:g}} is not in (0, {guard.largest_size:g}]"),
         (_holds_non_finite(scalars, uploads), "steps, travel or loss is NaN or Inf"),
     ]
-    if uploads.label_counts is not None:
-        wrong = ~(uploads.label_counts.isfinite() & (uploads.label_counts >= 0)).all(dim=1)
-        rules.append((wrong, "label counts hold a negative number, NaN or Inf"))
+    rules += _count_rules(uploads, guard, exact_counts)
     if guard.norm_bound is not None:
         far = ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
         rules.append((far, f"update norm {{norm:g}} exceeds the bound {guard.norm_bound:g}"))
@@ -218,6 +224,19 @@ def _rules(uploads: Uploads, start: Weights, guard: Guard) -> list[tuple[Tensor,
         rules.append(
             (_extra_is_large(uploads, guard), f"norm of the extra upload exceeds the bound {guard.extra_bound:g}")
         )
+    return rules
+
+
+def _count_rules(uploads: Uploads, guard: Guard, exact: bool) -> list[tuple[Tensor, str]]:
+    if uploads.label_counts is None:
+        return []
+    counts, most = uploads.label_counts.double(), guard.largest_size  # their sums do not overflow
+    outside = ~((counts >= 0) & (counts <= most)).all(dim=1)  # NaN compares false
+    rules = [(outside, f"label counts hold a number that is not in [0, {most:g}]")]
+    if exact:
+        # counts above 2^24 are rounded in float32
+        other = ~((counts.sum(dim=1) - uploads.size).abs() <= 1e-6 * uploads.size)
+        rules.append((other, "label counts sum to {counted:g}, and size is {size:g}"))
     return rules
 
 

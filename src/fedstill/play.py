@@ -284,15 +284,17 @@ def _bytes_down(task: Task, start: Weights, received: Tree, ids: np.ndarray) -> 
 
 
 def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitted:
+    # what a method changes on the way may be the size
+    exact = task.privacy.label_counts == "exact" and task.algorithm(number).transmit is unchanged
     if task.tamper is None:
-        return admit(uploads, start, task.guard, round=number)
+        return admit(uploads, start, task.guard, round=number, exact_counts=exact)
     messages: dict[int, bytes | Mapping[str, Any] | Exception] = {}
     for position, client in enumerate(uploads.ids.tolist()):
         try:
             messages[client] = _message(task, uploads, start, position, number)
         except Exception as error:  # whatever a client's call ends with is that client's fault alone
             messages[client] = error
-    return admit_messages(messages, template_of(uploads), start, task.guard, round=number)
+    return admit_messages(messages, template_of(uploads), start, task.guard, round=number, exact_counts=exact)
 
 
 def _message(task: Task, uploads: Uploads, start: Weights, position: int, number: int) -> bytes | Mapping[str, Any]:

@@ -169,7 +169,7 @@ def _run(
         best = state.best if state.best is not None else last
         seconds = earlier + time.perf_counter() - began
         result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, targets)
-        samples = task.algorithm(max(state.round, 1)).server.samples(state.server)
+        samples = task.algorithm(max(state.round, 1)).server.samples(state.server, task.model)
         result = dataclasses.replace(result, privacy=promise.statement(state.history, state.round), samples=samples)
         write_statement(result.privacy, plan.folder)
         if task.model.groups is not None:

@@ -1,4 +1,4 @@
-"""Words of the command line as parts of an experiment: `--set local.lr=0.1` and `fedprox(mu=0.1)`."""
+"""Words of the command line as parts of an experiment (`--set local.lr=0.1`, `fedprox(mu=0.1)`); a split in words."""
 
 from __future__ import annotations
 
@@ -65,3 +65,10 @@ def parse_method(entry: str, experiment: Experiment) -> AlgorithmSection:
     """One entry of compare: a name takes the experiment's own options when it is the experiment's method."""
     own = experiment.algorithm
     return own if entry.strip() == own.name else AlgorithmSection.model_validate({"name": entry.strip()})
+
+
+def describe_partition(experiment: Experiment) -> str:
+    """The split in words: lda(alpha=0.1) over 100 clients."""
+    options = ", ".join(f"{key}={value}" for key, value in experiment.partition.options.items())
+    clients = f" over {experiment.partition.clients} clients" if experiment.partition.clients else ""
+    return f"{experiment.partition.scheme}({options}){clients}"

@@ -12,6 +12,10 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.join import join
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need
+from fedstill.expression import write
+from fedstill.methods import build_method
+from fedstill.privacy.budget import Privacy
+from fedstill.trial import trial_federation, trial_model
 
 SHORT = {"generator_steps": 2, "student_steps": 2, "batch_size": 8, "noise": 5}
 
@@ -25,7 +29,7 @@ def test_the_defaults_are_those_of_fedftgs_code():
     }  # fmt: skip
     words = {
         "pool": "probabilities", "labels": "quota", "ensemble": "uniform", "batch_norm": "train", "generator": "auto",
-        "weighting": None, "buffers": "average",
+        "weighting": "size", "buffers": "average",
     }  # fmt: skip
     assert found == numbers | words
 
@@ -72,19 +76,27 @@ def test_no_step_of_the_student_is_fedavg_bit_for_bit(net):
 
 def test_a_round_reports_both_losses_and_the_average_before():
     (row,) = run(feddf_gen(**SHORT), rounds=1).history.rows
-    assert {"server/generator_loss", "server/distill_loss", "accuracy_aggregated"} <= set(row)
+    assert {"server/teaching_generator_loss", "server/distill_loss", "accuracy_aggregated"} <= set(row)
     (plain,) = run(fedavg(), rounds=1).history.rows
     assert row["accuracy_aggregated"] == plain["accuracy"]
 
 
 def test_it_refines_what_another_method_has_made():
     """SCAFFOLD averages evenly; its first round is its own, refined, and its controls go on from the model sent."""
-    both = join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**SHORT)})
+    both = build_method(f"scaffold+{write('feddf_gen', SHORT)}")[0].algorithm
     alone = run(scaffold(), rounds=1)
     joined = run(both, rounds=1)
     assert joined.history.rows[0]["accuracy_aggregated"] == alone.history.rows[0]["accuracy"]
     assert 1e-4 < furthest(joined.weights, alone.weights) < 1.0
-    off = join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**{**SHORT, "student_steps": 0})})
+    off = join({"scaffold": scaffold(), "feddf_gen": feddf_gen(student_steps=0, weighting="uniform")})
     assert same_bits(run(off).weights, run(scaffold()).weights)
-    with pytest.raises(FedstillError, match="aggregate differently"):
-        join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**SHORT, weighting="size")})
+    with pytest.raises(FedstillError, match="aggregate differently: give both the same weighting"):
+        join({"scaffold": scaffold(), "feddf_gen": feddf_gen(**SHORT)})
+
+
+def test_where_the_student_takes_no_step_nothing_is_needed_or_refused():
+    assert needs_of(feddf_gen(student_steps=0)) == set()
+    text = {"model": trial_model(text=True), "federation": trial_federation(text=True), "rounds": 1}
+    run(feddf_gen(student_steps=0), **text, privacy=Privacy(label_counts="none"))
+    with pytest.raises(FedstillError, match="numbers, not words"):
+        run(feddf_gen(**SHORT), **text)

@@ -163,10 +163,10 @@ def test_joined_it_takes_the_other_methods_average():
     assert method('scaffold+fedftg(weighting="size")').server.steps[0].name == average("size").name
 
 
-def test_methods_joined_in_python_take_the_other_ones_average_unless_they_were_told():
-    found = join({"fedftg": fedftg(), "scaffold": METHODS["scaffold"]()})
+def test_methods_joined_in_python_must_average_alike():
+    found = join({"fedftg": fedftg(weighting="uniform"), "scaffold": METHODS["scaffold"]()})
     assert found.server.steps[0].name == average("uniform").name
-    for own in ({"weighting": "size"}, {"buffers": "pooled"}):
+    for own in ({}, {"weighting": "uniform", "buffers": "pooled"}):
         with pytest.raises(FedstillError, match="aggregate differently: give both the same weighting"):
             join({"fedftg": fedftg(**own), "scaffold": METHODS["scaffold"]()})
 
@@ -177,19 +177,20 @@ def test_presets_are_the_papers_text_and_its_code():
             "clients": "joint", "discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl",
             "student_scale": "batch", "weighting": "uniform",
         },
-        "released": {"cls_weights": "client"},
+        "released": {"clients": "each", "cls_weights": "client"},
     }  # fmt: skip
     found = [run(build_algorithm("fedftg", {"preset": preset, **SHORT}), rounds=1).weights for preset in
              ("correct", "paper", "released")]  # fmt: skip
     assert all(furthest(one, other) > 1e-7 for one, other in itertools.combinations(found, 2))
 
 
-def test_defaults_are_those_of_the_released_code():
+def test_defaults_are_those_of_the_released_code_but_for_one_step_of_the_generator_on_all_clients():
     """Card 14.3."""
     defaults = {name: one.default for name, one in inspect.signature(METHODS["fedftg"]).parameters.items()}
     wanted = {"iterations": 10, "generator_steps": 1, "student_steps": 5, "batch_size": 50, "noise": 100}
     wanted |= {"lam_cls": 1.0, "lam_dis": 1.0, "server_lr": 0.1, "generator_lr": 0.01, "lr_decay": 0.998}
     wanted |= {"weight_decay": 1e-3, "discrepancy": "l1", "student_loss": "forward_kl", "student_scale": "class"}
+    wanted |= {"clients": "joint"}
     assert {name: defaults[name] for name in wanted} == wanted
 
 
@@ -213,7 +214,7 @@ def test_clients_trained_together_or_in_turn_give_the_same_model(preset):
         {"lam_dis": 0.0},
         {"student_loss": "mse"},
         {"input": "feature"},
-        {"clients": "joint"},
+        {"clients": "each"},
     ],
     ids=str,
 )
@@ -227,9 +228,9 @@ def test_features_come_from_a_generator_without_bounds_and_samples_from_a_normal
     for options, ends_normalised in (("", True), (', input="feature"', False)):
         text = TINY.removesuffix(")") + options + ")"
         ((_, _, state),) = watched(text, rounds=1)
-        kept = state["1"]["generator"]
+        kept = state["1"]["hard_generator"]
         assert ("4.running_mean" in kept["buffers"]) == ends_normalised
-        assert bool(state["1"]["samples"]) == ends_normalised
+        assert (method(text).server.samples(state, network()) is not None) == ends_normalised
 
 
 def test_with_features_it_refines_the_head_of_linear_evaluation_alone():
@@ -257,10 +258,22 @@ def test_label_counts_leave_clients_unless_nothing_is_made_of_them():
 
 
 def test_a_generator_goes_on_when_another_local_method_takes_over():
-    phases = (Phase(method(TINY), 1), Phase(method(f"fedprox(mu=0.1)+{TINY}")))
-    result = run(phases, rounds=2)
-    assert result.history.rows[-1]["round"] == 2
-    assert "server/samples_right" in result.history.rows[-1]
+    seen = []
+
+    def overheard(text):
+        algorithm = method(text)
+
+        def apply(candidate, state, round):
+            after, new = algorithm.server.apply(candidate, state, round)
+            seen.append((state["1"]["hard_generator"], new["1"]["hard_generator"]))
+            return after, new
+
+        return dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply))
+
+    run((Phase(overheard(TINY), 1), Phase(overheard(f"fedprox(mu=0.1)+{TINY}"))), rounds=2)
+    (first, trained), (second, _) = seen
+    assert furthest(first, trained) > 1e-3
+    assert same_bits(second, trained)
 
 
 def test_it_runs_where_a_class_and_all_but_one_client_are_missing():

@@ -129,7 +129,7 @@ def test_label_counts_may_have_noise_or_not_be_sent_at_all():
 def test_it_runs_in_other_precisions(precision):
     found = run(fedgen(**SHORT), rounds=2, engine_options={"precision": precision})
     assert all(bool(leaf.isfinite().all()) for leaf in found.weights.params.values())
-    assert torch.isfinite(torch.tensor(found.history.rows[-1]["server/generator_loss"]))
+    assert torch.isfinite(torch.tensor(found.history.rows[-1]["server/feature_generator_loss"]))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,7 @@ def test_it_runs_in_other_precisions(precision):
     [
         ({"label_weight": -1.0}, "label_weight"),
         ({"steps": 0}, "steps"),
+        ({"batch_size": 1}, "batch_size = 1 is impossible: it must be 2 or more"),
         ({"decay": 1.5}, "decay"),
         ({"gen_batch": 0}, "gen_batch"),
         ({"generator": "dens"}, "dense"),

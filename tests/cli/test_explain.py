@@ -62,6 +62,19 @@ def test_parts_are_found_through_private_helpers():
     assert {part.__name__ for part in parts_of(METHODS["fedadam"])} == {"cross_entropy", "average", "adaptive"}
 
 
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        ("fedftg", ["average", "hard_samples"]),
+        ("fedadam", ["average", "adaptive"]),
+        ("scaffold", ["average", "sgd", "update_control"]),
+        ("fedgen", ["average", "train_generator"]),
+    ],
+)
+def test_the_servers_parts_are_named_in_the_order_in_which_they_run(method, parts):
+    assert [part["part"] for part in explain(method)["parts"] if part["where"] == "server"] == parts
+
+
 def test_a_docstring_is_read_by_its_headings():
     def method():
         """A method: it does.

@@ -55,7 +55,7 @@ VIEWS = {"batch_size": 8, "projection": 4, "hidden": 8}  # SimCLR, small
 
 INVENTED = {"generator_steps": 3, "student_steps": 3, "batch_size": 8, "noise": 6}  # a short refinement without data
 
-FEATURES_INVENTED = {"label_weight": 0.5, "match_weight": 0.5, "gen_batch": 5, "steps": 4, "batch_size": 8, "noise": 6}
+FEATURES_INVENTED = {"label_weight": 1.0, "match_weight": 1.0, "gen_batch": 5, "steps": 4, "batch_size": 8, "noise": 6}
 
 # 256 hidden units read 6 + 4 numbers and make 8 features; BatchNorm and its count; the known classes, two weights
 FEDGEN = {"receives_bytes": 4 * (256 * 11 + 4 * 256 + 8 * 257 + 4 + 2) + 8, "shows_in_round": 2, "noise_by_place": True}

@@ -49,7 +49,7 @@ CLOSE = 1e-5
 
 # slots of a server's state that its preparation and first rounds fill
 FILLED_LATER = {"targets", "reported", "past", "past_labels", "past_probabilities", "distilled", "scores", "optimizer"}
-FILLED_LATER |= {"generator", "samples", "feature_generator"}
+FILLED_LATER |= {"hard_generator", "teaching_generator", "feature_generator"}
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 every_engine = pytest.mark.parametrize("engine", ENGINES)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
-from engine_cases import engine_for, network
+from engine_cases import assert_close, engine_for, network
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.tree import stack
-from fedstill.core.types import Player, Training, Weights
+from fedstill.core.seeds import torch_generator
+from fedstill.core.tree import clone, stack
+from fedstill.core.types import Output, Player, Training, Weights
 from fedstill.engine import turns
 
 
@@ -98,11 +102,12 @@ def test_no_exchange_and_no_step_leave_everything_as_it_was():
         assert all(torch.equal(found[name].weights.params["w"], start[name].params["w"]) for name in start)
 
 
-def test_a_turn_begins_with_one_look_and_steps_know_their_number_and_seed():
+def test_a_turn_begins_with_one_look_and_each_look_and_step_knows_its_number_and_has_a_seed_of_its_own():
     looked, steps, seeds = [], [], []
 
     def look(scene):
-        looked.append(float(scene.weights["a"].params["w"]))
+        looked.append((float(scene.weights["a"].params["w"]), int(scene.step)))
+        seeds.append(int(scene.seed))
         return {"then": scene.weights["a"].params["w"].clone()}
 
     def loss(own, scene):
@@ -113,9 +118,60 @@ def test_a_turn_begins_with_one_look_and_steps_know_their_number_and_seed():
 
     player = Player(loss, Training(steps=3, lr=0.5), look)
     engine().take_turns({"a": player}, {"a": one(0.0)}, {"row": torch.zeros(2, 1)}, {}, 5)
-    assert looked == [0.0, 1.0]
+    assert looked == [(0.0, 0), (1.0, 0)]
     assert steps == [0, 1, 2, 0, 1, 2]
-    assert len(set(seeds)) == 6
+    assert len(set(seeds)) == 2 * (1 + 3)
+    assert len(seeds) == 2 * (1 + 3)
+
+
+def test_players_of_one_exchange_share_no_seed():
+    seeds = []
+
+    def loss(own, scene):
+        seeds.append(int(scene.seed))
+        return own.params["w"].sum(), own.buffers
+
+    players = {name: Player(loss, Training(steps=2, lr=0.1), lambda scene: seeds.append(int(scene.seed)) or {})
+               for name in ("a", "b")}  # fmt: skip
+    engine().take_turns(players, {"a": one(0.0), "b": one(0.0)}, {"row": torch.zeros(3, 1)}, {}, 5)
+    assert len(set(seeds)) == len(seeds) == 3 * 2 * (1 + 2)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (4, 1, 3, 3)])
+def test_filters_come_back_in_the_memory_order_of_a_checkpoint(shape):
+    """With one input channel both orders are contiguous, so it is the strides that must be equal."""
+    start = Weights({"w": torch.rand(shape, generator=torch_generator(0))}, {})
+    player = Player(lambda own, scene: (own.params["w"].square().sum(), own.buffers), Training(steps=1, lr=0.1))
+    trained = engine().take_turns({"a": player}, {"a": start}, {"row": torch.zeros(1, 1)}, {}, 5)["a"].weights
+    assert trained.params["w"].stride() == start.params["w"].stride() == torch.empty(shape).stride()
+
+
+def test_an_eager_game_lets_go_of_what_it_was_given():
+    trainer, teacher, row = engine(), torch.zeros(1), torch.zeros(1, 1)
+    alive = [weakref.ref(teacher), weakref.ref(row)]
+    trainer.take_turns(game(), {"hunter": one(3.0), "hare": one(-1.0)}, {"shift": row}, {"shift": teacher}, 0)
+    del teacher, row
+    gc.collect()
+    assert len(trainer.turns) == 1
+    assert [one() for one in alive] == [None, None]
+
+
+def test_four_games_are_kept_and_the_oldest_goes_before_a_new_one_is_built(monkeypatch):
+    trainer, built = engine(), []
+    make = trainer._new_turns
+    monkeypatch.setattr(trainer, "_new_turns", lambda *a: (built.append(len(trainer.turns)), make(*a))[1])
+    start, games = {"hunter": one(3.0), "hare": one(-1.0)}, [game() for _ in range(5)]
+
+    def play(*numbers):
+        for number in numbers:
+            trainer.take_turns(games[number], start, {"shift": torch.zeros(1, 1)}, {"shift": torch.zeros(1)}, 0)
+
+    play(0, 1, 2, 3, 0, 1, 2, 3)
+    assert built == [0, 1, 2, 3]
+    play(0, 4, 0)  # 1 is the oldest now
+    assert built == [0, 1, 2, 3, 3]
+    play(1)
+    assert built == [0, 1, 2, 3, 3, 3]
 
 
 def test_static_inputs_serve_later_rounds_with_other_rates_teachers_and_lengths(monkeypatch):
@@ -141,15 +197,27 @@ def test_static_inputs_serve_later_rounds_with_other_rates_teachers_and_lengths(
     assert len(static.turns) == 1
 
 
-def test_many_models_answer_alike_together_and_in_turn_and_inputs_get_their_gradient():
-    trainer, model = engine(), network()
-    teachers = stack([model.init(seed) for seed in range(3)])
-    x = torch.rand(5, *model.input_shape, requires_grad=True)
-    said = trainer._each(teachers, x)
-    for i in range(3):
-        torch.testing.assert_close(said.logits[i], model.apply(model.init(i), x)[0].logits)
-    (gradient,) = torch.autograd.grad(said.logits.sum(), x)
-    assert float(gradient.abs().sum()) > 0
+@pytest.mark.parametrize("net", ["mlp", "cnn", "convnorm"])
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_many_models_answer_as_each_alone_together_and_in_turn_and_inputs_get_their_gradient(monkeypatch, net, in_turn):
+    trainer, model, generator = engine_for("looped", net), network(net), torch_generator(0)
+    vmaps = []
+    vmap = torch.func.vmap
+    monkeypatch.setattr(torch.func, "vmap", lambda f: (vmaps.append(1), vmap(f))[1])
+    monkeypatch.setattr(trainer, "_in_turn", lambda *_: in_turn)
+    alone = [model.init(seed) for seed in range(3)]
+    x = torch.rand(5, *model.input_shape, generator=generator).requires_grad_()
+
+    def told(said):
+        weighed = sum((leaf * torch.linspace(-1, 2, leaf.numel()).reshape(leaf.shape)).sum() for leaf in said)
+        return {"said": clone(said), "gradient": torch.autograd.grad(weighed, x)[0]}
+
+    found = told(trainer._each(stack(alone), x))
+    assert bool(vmaps) != in_turn
+    answers = [model.apply(weights, x, training=False)[0] for weights in alone]
+    wanted = told(Output(torch.stack([a.logits for a in answers]), torch.stack([a.features for a in answers])))
+    assert_close(found, wanted, tolerance=1e-5)
+    assert float(wanted["gradient"].abs().min()) > 0
 
 
 def test_what_cannot_be_played_is_refused_with_a_reason():

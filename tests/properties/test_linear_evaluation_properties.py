@@ -39,11 +39,13 @@ SHORT = {"steps": 6, "batch_size": 8}
 STUDENTS = {name for name, method in METHODS.items() if "part" in inspect.signature(method).parameters}
 # the server of these trains or mixes whole models, and has no option for a part
 WHOLE = {name for name in METHODS if name not in STUDENTS and Need.UNLABELED in needs_of(build_algorithm(name))}
+WHOLE.add("feddf_gen")  # which is refused
 
 
 def options_of(name: str) -> dict:
     found = {"part": "head"} if name in STUDENTS else {}
     known = inspect.signature(METHODS[name]).parameters
+    found |= {"input": "feature"} if "input" in known else {}
     return {**found, **{key: value for key, value in SHORT.items() if key in known}}
 
 

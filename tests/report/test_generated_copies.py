@@ -11,7 +11,7 @@ import torch
 from fedstill.core.seeds import torch_generator
 from fedstill.core.types import Dataset, Federation, Samples
 from fedstill.report import nearest as module
-from fedstill.report.nearest import SHOWS_NOT, inputs, look_for_copies, nearest
+from fedstill.report.nearest import SHOWS_NOT, Copies, Nearest, inputs, look_for_copies, nearest
 
 CLASSES = ("cat", "dog", "owl")
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -108,6 +108,18 @@ def test_noise_is_not_taken_for_copies():
     found = look_for_copies(noise(40), WORLD, seed=0)
     assert found.near == 0
     assert found.text().startswith("0 of 40 generated samples are as near to a training sample as the nearest 1 %")
+
+
+def test_a_short_line_says_whether_copies_were_found_how_near_they_came_and_what_counts_as_one():
+    some, none, one = (Nearest(torch.tensor(at), torch.zeros(4, dtype=torch.int64)) for at in
+                       ([0.125, 0.9, 0.25, 0.5], [0.9, 0.781, 2.0, 3.0], [0.0, 0.8, 0.9, 1.0]))  # fmt: skip
+    held_out = Nearest(torch.tensor([0.25, 0.5]), torch.zeros(2, dtype=torch.int64))  # the nearest 1 %: the first
+    told = [Copies(noise(4), found, found, held_out, {}).line() for found in (some, none, one)]
+    assert told == [
+        "2 of 4 generated samples may be copied: nearest training sample at 0.125 (a copy: 0.25 or less)",
+        "no copies found among 4 generated samples: nearest training sample at 0.781 (a copy: 0.25 or less)",
+        "1 of 4 generated samples may be copied: nearest training sample at 0 (a copy: 0.25 or less)",
+    ]
 
 
 def test_new_samples_of_the_same_kind_are_as_near_as_held_out_ones_are():

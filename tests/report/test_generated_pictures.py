@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from pictures import assert_no_label_is_clipped
 
 from fedstill.core.seeds import torch_generator
@@ -102,7 +103,7 @@ def test_flat_samples_of_a_set_of_images_are_images():
 def test_what_is_no_sample_of_the_data_is_left_out(tmp_path, made, stored):
     shown = show_generated(result(made), federation(stored), tmp_path, seed=0)
     assert shown.generated is None
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("generated*")) == []
 
 
 def test_rows_are_classes_and_columns_the_samples_that_were_asked_for(drawn):
@@ -148,9 +149,31 @@ def test_no_label_is_clipped_and_more_than_a_hundred_classes_are_told(drawn, cla
     assert ("first 100 of 120 classes" in " ".join(figure.get_suptitle().split())) == (classes == 120)
 
 
+@pytest.mark.parametrize("shape", [(1, 6, 6), (3, 28, 28)])
+def test_nothing_is_left_empty_beside_the_images(tmp_path, shape):
+    toys = dataset(shape, mean=(0.25,) * shape[0], std=(0.5,) * shape[0], classes=tuple("0123456789"))
+    made = Samples(torch.full((100, *shape), -0.5), torch.arange(100) % 10)  # black
+    picture = imread(generated_picture(made, toys, tmp_path / "x.png", title="t"))[..., :3]
+    ink = np.flatnonzero(picture[len(picture) // 10 :].min(axis=(0, 2)) < 0.5)  # below the title
+    assert ink[0] < 0.02 * picture.shape[1]
+    assert ink[-1] > 0.98 * picture.shape[1]
+
+
+def test_a_generator_of_features_is_told_in_the_log_and_other_methods_are_not(tmp_path, caplog):
+    caplog.set_level("INFO", logger="fedstill.run")
+    plain = result(None)
+    show_generated(plain, federation(dataset()), tmp_path, seed=0)
+    assert caplog.text == ""
+    rows = [{"round": 1, "server/feature_generator_loss": 0.5}]
+    show_generated(dataclasses.replace(plain, history=History(rows)), federation(dataset()), tmp_path, seed=0)
+    assert [one.message for one in caplog.records] == [
+        "the generator of inventing invents features, no samples: no generated.json"
+    ]
+
+
 def test_a_folder_gets_the_numbers_and_both_pictures(tmp_path):
     shown = show_generated(result(samples()), federation(dataset()), tmp_path, seed=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.glob("generated*")) == [
         "generated.json", "generated.png", "generated_closest.png",
     ]  # fmt: skip
     assert json.loads((tmp_path / "generated.json").read_text()) == shown.generated
@@ -162,7 +185,7 @@ def test_rows_of_a_table_are_compared_and_not_drawn(tmp_path):
     table = dataset(x=torch.randn(30, 4, generator=torch_generator(5)))
     other = dataset(x=torch.randn(30, 4, generator=torch_generator(6)))
     shown = show_generated(result(samples(values=4)), federation(table, other), tmp_path, seed=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["generated.json"]
+    assert [path.name for path in tmp_path.glob("generated*")] == ["generated.json"]
     assert shown.generated["samples"] == 6
 
 
@@ -181,5 +204,5 @@ def test_without_matplotlib_the_numbers_are_there_and_a_line_says_what_is_missin
     monkeypatch.setattr(builtins, "__import__", without)
     shown = show_generated(result(samples()), federation(dataset()), tmp_path, seed=0)
     assert shown.generated is not None
-    assert [path.name for path in tmp_path.iterdir()] == ["generated.json"]
+    assert [path.name for path in tmp_path.glob("generated*")] == ["generated.json"]
     assert "pip install 'fedstill[plots]'" in caplog.text

@@ -56,23 +56,28 @@ FAULTS = {
     "NaN loss": (lambda u: u._replace(loss=with_row(u.loss, math.nan)), "loss is NaN or Inf"),
     "negative count": (lambda u: u._replace(label_counts=with_row(u.label_counts, -1)), "label counts"),
     "NaN count": (lambda u: u._replace(label_counts=with_row(u.label_counts, math.nan)), "label counts"),
+    "count 3e38": (
+        lambda u: u._replace(label_counts=with_row(u.label_counts, 3e38)),
+        r"label counts hold a number that is not in \[0, 1e\+09\]",
+    ),
+    "count Inf": (lambda u: u._replace(label_counts=with_row(u.label_counts, math.inf)), "label counts hold a number"),
     "far away": (lambda u: poison_params(u, 10.0), "update norm 10.0.* exceeds the bound 1"),
 }
 GUARD = Guard(norm_bound=1.0)
 
 
-def through_stack(uploads, start, guard):
-    return admit(uploads, start, guard, round=5)
+def through_stack(uploads, start, guard, **how):
+    return admit(uploads, start, guard, round=5, **how)
 
 
-def through_bytes(uploads, start, guard):
+def through_bytes(uploads, start, guard, **how):
     messages = {int(c): encode(select(uploads, i), round=5) for i, c in enumerate(uploads.ids)}
-    return admit_messages(messages, template_of(uploads), start, guard, round=5)
+    return admit_messages(messages, template_of(uploads), start, guard, round=5, **how)
 
 
-def through_mappings(uploads, start, guard):
+def through_mappings(uploads, start, guard, **how):
     messages = {int(c): as_tree(select(uploads, i)) for i, c in enumerate(uploads.ids)}
-    return admit_messages(messages, template_of(uploads), start, guard, round=5)
+    return admit_messages(messages, template_of(uploads), start, guard, round=5, **how)
 
 
 DOORS = pytest.mark.parametrize("door", [through_stack, through_bytes, through_mappings])
@@ -100,6 +105,25 @@ def test_a_clean_cohort_passes_untouched(door):
     assert admitted.kept.tolist() == [0, 1, 2, 3]
     expected, found = flatten(as_tree(uploads)), flatten(as_tree(admitted.uploads))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@DOORS
+def test_exact_label_counts_sum_to_the_size_and_noisy_ones_need_not(door):
+    uploads, start = toy_uploads(label_counts=True)
+    counts = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [2.0, 2.0, 0.0], [4.0, 0.0, 0.0]])  # sizes 1, 2, 3, 4
+    uploads = uploads._replace(label_counts=counts)
+    records = door(uploads, start, GUARD, exact_counts=True).records
+    assert [(r["client"], r["reason"]) for r in records] == [(12, "label counts sum to 4, and size is 3")]
+    assert door(uploads, start, GUARD).records == []
+
+
+def test_exact_counts_of_a_huge_client_may_be_rounded():
+    """2^24 + 1 is no float32."""
+    uploads, start = toy_uploads(label_counts=True)
+    sizes = uploads._replace(size=torch.full((4,), 2.0**24 + 1, dtype=torch.float64))
+    counts = torch.zeros(4, 3).index_fill(1, torch.tensor([0]), 2.0**24 + 1)
+    assert float(counts[0, 0]) != float(sizes.size[0])
+    assert find_faults(sizes._replace(label_counts=counts), start, Guard(), exact_counts=True) is None
 
 
 def test_a_clean_cohort_costs_one_host_sync(monkeypatch):
@@ -199,4 +223,12 @@ def test_without_a_cap_any_finite_size_is_believed():
     big = uploads._replace(size=with_row(uploads.size, 1e300))
     assert admit(big, start, Guard(size_cap=None), round=1).records == []
     endless = uploads._replace(size=with_row(uploads.size, np.inf))
+    assert [r["client"] for r in admit(endless, start, Guard(size_cap=None), round=1).records] == [12]
+
+
+def test_without_a_cap_any_finite_label_count_is_believed():
+    uploads, start = toy_uploads(label_counts=True)
+    big = uploads._replace(label_counts=with_row(uploads.label_counts, 3e38))
+    assert admit(big, start, Guard(size_cap=None), round=1).records == []
+    endless = uploads._replace(label_counts=with_row(uploads.label_counts, np.inf))
     assert [r["client"] for r in admit(endless, start, Guard(size_cap=None), round=1).records] == [12]

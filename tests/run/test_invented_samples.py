@@ -40,7 +40,7 @@ def inventing(*, copies: int = 0):
         x[:copies] = inputs(train.x[:copies], train).flatten(1)
         return candidate, {"samples": {"x": x, "y": torch.arange(20) % 10}}
 
-    def samples(state):
+    def samples(state, model):
         return Samples(**state["samples"]) if state.get("samples") else None
 
     base = fedavg()
@@ -56,7 +56,7 @@ def inventing() -> Algorithm:
         x, y = torch.full((round.number, 64), float(round.number)), torch.zeros(round.number, dtype=torch.int64)
         return candidate, {"samples": {"x": x, "y": y}}
 
-    def samples(state):
+    def samples(state, model):
         return Samples(**state["samples"]) if state.get("samples") else None
 
     base = fedavg()
@@ -94,18 +94,19 @@ def test_of_several_architectures_those_of_the_first_that_has_some():
     groups = Groups({"one": model, "two": model}, ("one", "two"))
     step = per_group(inventing().server, groups)
     state = step.init(merge({name: model.init(0) for name in groups.models}))
-    assert step.samples(state) is None
+    assert step.samples(state, model) is None
     state["two"]["1"]["samples"] = {"x": torch.ones(5, 64), "y": torch.zeros(5)}
-    assert step.samples(state).x.shape == (5, 64)
+    assert step.samples(state, model).x.shape == (5, 64)
 
 
 @pytest.fixture
 def experiment(tmp_path):
     (tmp_path / "inventing.py").write_text(METHOD)
 
-    def make(copies: int = 0) -> fedstill.Experiment:
+    def make(copies: int = 0, method: str = "") -> fedstill.Experiment:
+        own = f"{tmp_path / 'inventing.py'}:inventing(copies={copies})"
         return fedstill.Experiment(
-            rounds=2, cohort=2, algorithm={"name": f"{tmp_path / 'inventing.py'}:inventing(copies={copies})"},
+            rounds=2, cohort=2, algorithm={"name": method or own},
             data={"source": "digits"}, model={"name": "mlp", "hidden": [8]}, checkpoint_every=1,
             partition={"scheme": "iid", "clients": 4},
         )  # fmt: skip
@@ -133,9 +134,18 @@ def test_the_files_are_there_after_a_resume_and_where_no_curves_are_drawn(tmp_pa
     assert fedstill.run(experiment()).generated is None  # no folder, no look
 
 
+@pytest.mark.parametrize("method", ["fedgen(steps=1)", 'fedftg(input="feature", iterations=1, student_steps=1)'])
+def test_a_folder_of_a_method_that_invents_features_has_no_such_file_and_its_log_says_so(tmp_path, experiment, method):
+    assert fedstill.run(experiment(method=method), run_dir=tmp_path / "run", pictures=False).generated is None
+    assert not list((tmp_path / "run").glob("generated*"))
+    assert (tmp_path / "run" / "log.txt").read_text().count("invents features, no samples: no generated.json") == 1
+
+
 def test_the_last_lines_of_a_run_tell_what_was_found_and_what_it_is_not(tmp_path, experiment):
     (tmp_path / "e.toml").write_text(experiment(3).to_toml())
     done = CliRunner().invoke(app, ["run", str(tmp_path / "e.toml"), "--out", str(tmp_path / "run")])
     assert done.exit_code == 0
-    assert "generated      3 of 20 generated samples are as near to a training sample as the nearest" in done.stdout
+    told = "generated      3 of 20 generated samples may be copied: nearest training sample at 0 (a copy: "
+    assert told in done.stdout
+    assert max(map(len, done.stdout.split("Everything is in")[0].splitlines())) <= 120
     assert "(a check against copies, no guarantee of privacy: see generated.json)" in done.stdout

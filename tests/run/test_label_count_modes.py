@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
+import struct
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
-from fedstill.algorithms import METHODS, fedavg, fedprox
+from fedstill.algorithms import METHODS, dp_fedavg, fedavg, fedprox
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.join import join
@@ -26,6 +29,7 @@ from fedstill.trial import trial_federation, trial_model
 
 DP = Privacy(label_counts="dp", label_epsilon=2.0)
 NONE = Privacy(label_counts="none")
+ZERO = torch.tensor([0])
 FORM = "counter(labels='uniform', ensemble='uniform')"
 
 
@@ -94,6 +98,49 @@ def test_a_resumed_run_sends_the_same_noise_and_is_charged_once(tmp_path):
     assert resumed.privacy.as_dict() == all_of_it.privacy.as_dict()
     with pytest.raises(FedstillError, match=r"privacy\.label_epsilon was 2\.0 and is 1\.0"):
         run(counter([]), resume=True, **{**where, "privacy": Privacy(label_counts="dp")})
+
+
+def lying(counts):
+    """Clients 0 and 1 send other label counts."""
+
+    def tamper(_, client, data):
+        if client > 1:
+            return data
+        tensors = safetensors.torch.load(data)
+        tensors["label_counts"] = counts(tensors["label_counts"])
+        (length,) = struct.unpack("<Q", data[:8])
+        return safetensors.torch.save(tensors, metadata=json.loads(data[8 : 8 + length])["__metadata__"])
+
+    return tamper
+
+
+@pytest.mark.parametrize("privacy", [Privacy(), DP])
+def test_label_counts_that_no_client_can_hold_are_quarantined_and_the_run_goes_on(privacy):
+    """Two of 3e38 are inf in float32, and labels in such proportions cannot be drawn."""
+    seen: list = []
+    result = run(
+        counter(seen), rounds=2, cohort=4, privacy=privacy, tamper=lying(lambda c: c.index_fill(0, ZERO, 3e38))
+    )
+    told = "label counts hold a number that is not in [0, 1e+09]"
+    assert [(r["round"], r["client"], r["reason"]) for r in result.audit] == [
+        (t, c, told) for t in (1, 2) for c in (0, 1)
+    ]
+    assert [sorted(own) for _, own in seen] == [[2, 3], [2, 3]]
+
+
+def test_exact_counts_that_do_not_sum_to_the_size_are_quarantined_and_noisy_ones_are_not():
+    more = {"rounds": 1, "cohort": 4, "tamper": lying(lambda c: c + 1.0)}
+    told = "label counts sum to 27, and size is 24"
+    assert [(r["client"], r["reason"]) for r in run(counter([]), **more).audit] == [(0, told), (1, told)]
+    assert run(counter([]), privacy=DP, **more).audit == []
+
+
+def test_honest_counts_pass_where_the_size_does_not_leave_the_client():
+    """`dp_fedavg` with nobody trusted sends 1 for the size."""
+    seen: list = []
+    hidden = dataclasses.replace(counter(seen), transmit=dp_fedavg(trust="nobody").transmit)
+    assert run(hidden, rounds=1, cohort=4).audit == []
+    assert torch.equal(torch.stack(list(seen[0][1].values())), label_counts(trial_federation()))
 
 
 def test_a_budget_for_the_counts_alone_does_not_shrink_with_the_rounds():

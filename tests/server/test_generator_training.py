@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,13 +16,17 @@ from fedstill.core.tree import rows
 from fedstill.core.types import Need, Stage, Training, Weights
 from fedstill.engine import turns
 from fedstill.models import from_module
+from fedstill.server import generator_training
 from fedstill.server.generator_training import (
+    SLOT,
     GeneratorTraining,
     draw_requests,
+    generator_player,
     label_shares,
     seen_labels,
     train_generator,
 )
+from fedstill.server.invented import diversity
 
 NOISE, HIDDEN, CLIENTS = 5, 7, 3
 COUNTS = [[4.0, 2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 9.0, 0.0]]  # nobody holds the last class
@@ -212,18 +217,23 @@ def test_labels_once_known_stay_known():
     assert step.broadcast(later)["labels"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_round_whose_clients_hold_nothing_leaves_everything_as_it_is():
-    step = step_of()
+def test_a_round_whose_clients_hold_nothing_leaves_the_generator_as_it_is_and_its_weights_fall_on():
+    """After round 5 clients hear of it with 10 * 0.98^5; a generator that was never trained stays silent."""
+    step, empty = step_of(), round_with([[0.0] * 3] * 3, number=5)
     state = played(step)
-    after = step.apply(round_with().start, state, round_with([[0.0] * 3] * 3, number=2))[1]
-    assert same_bits(after, state)
+    after = step.apply(empty.start, state, empty)[1]
+    for slot in ("weights", "optimizer", "labels"):
+        assert same_bits({slot: after[SLOT][slot]}, {slot: state[SLOT][slot]})
+    assert [float(after[SLOT][slot]) for slot in ("label_weight", "match_weight")] == [pytest.approx(10 * 0.98**5)] * 2
+    silent = prepared(step, empty)
+    assert same_bits(step.apply(empty.start, silent, empty)[1], silent)
 
 
 def test_the_model_passes_through_and_the_loss_is_reported():
     step, this = step_of(), round_with()
     candidate, _ = step.apply(this.start, prepared(step, this), this)
     assert candidate is this.start
-    assert 0 < this.metrics["generator_loss"] < 5
+    assert 0 < this.metrics["feature_generator_loss"] < 5
     assert step.stage is Stage.KEEP
 
 
@@ -250,3 +260,47 @@ def test_a_later_phase_goes_on_with_the_generator_of_an_earlier_one_if_it_fits()
     fresh = train_generator(lambda _: other, HOW).prepare(this.start, state, later)[1]
     assert set(own(fresh).params) == {"weight", "bias"}
     assert float(step.broadcast(fresh)["label_weight"]) == 0.0
+
+
+def test_a_phase_that_keeps_no_optimiser_does_not_start_with_an_earlier_ones():
+    state, this = played(step_of()), round_with(number=2)
+    fresh = step_of(training=dataclasses.replace(TRAINING, keep_optimizer=False))
+    kept = fresh.prepare(this.start, state, dataclasses.replace(preparation_of(this), round=2))[1]
+    empty = {SLOT: {**kept[SLOT], "optimizer": {}}}
+    found, wanted = (fresh.apply(this.start, one, this)[1] for one in (kept, empty))
+    assert same_bits(found, wanted)
+    assert not same_bits(own(found), own(step_of().apply(this.start, kept, this)[1]))
+
+
+def test_an_upload_without_samples_spreads_nothing():
+    step, this = step_of(), round_with()
+    broken = {
+        n: torch.cat([p[:2], torch.full_like(p[2:], float("nan"))]) for n, p in this.uploads.weights.params.items()
+    }
+    sizes = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
+    uploads = this.uploads._replace(size=sizes, weights=this.uploads.weights._replace(params=broken))
+    found = step.apply(this.start, prepared(step, this), dataclasses.replace(this, uploads=uploads))[1]
+    two = server_round(clients_models(MODEL, CLIENTS)[:2], MODEL)
+    counts = torch.tensor(COUNTS[:2], dtype=torch.float64)
+    two = dataclasses.replace(two, uploads=two.uploads._replace(label_counts=counts), seed=this.seed)
+    assert same_bits(found, step.apply(this.start, prepared(step, this), two)[1])
+
+
+def test_in_half_precision_the_diversity_is_of_full_precision(monkeypatch):
+    seen = []
+
+    def noted(x, z):
+        seen.append((x.dtype, z.dtype))
+        return diversity(x, z)
+
+    monkeypatch.setattr(generator_training, "diversity", noted)
+    half = GENERATOR.apply(own(prepared(step_of(), round_with())), torch.zeros(4, NOISE + CLASSES).double())[0]
+    made = dataclasses.replace(GENERATOR, apply=lambda *_, **__: (half._replace(logits=half.logits.bfloat16()), {}))
+    z = torch.zeros(4, NOISE, dtype=torch.bfloat16)
+    scene = SimpleNamespace(
+        drawn={"z": z, "y": torch.zeros(4, dtype=torch.int64)},
+        given={"heads": {n: p.bfloat16() for n, p in round_with().uploads.weights.params.items()},
+               "shares": torch.ones(CLIENTS, CLASSES)},
+    )  # fmt: skip
+    generator_player(MODEL, made, HOW).loss(None, scene)
+    assert seen == [(torch.float32, torch.float32)]

@@ -190,7 +190,7 @@ def test_features_are_invented_for_the_last_layer_and_only_it_moves():
     ]
     again = play(contest(input="feature"), net=net, models=spoiled)
     assert torch.equal(again.learnt.params["head.weight"], played.learnt.params["head.weight"])
-    assert played.state["samples"] == {}
+    assert hard_samples(features_for, contest(input="feature")).samples(played.state, net) is None
     assert Need.HEAD in hard_samples(generator_for, contest(input="feature")).needs
 
 
@@ -200,7 +200,7 @@ def test_labels_come_in_the_cohorts_proportions_and_absent_classes_are_never_ask
     assert played.drawn["y"].shape == (5, 6)
     share = played.round.trainer.games[0][3]["share"]
     torch.testing.assert_close(share[:, 0], torch.tensor([0.4, 0.3, 0.3], dtype=torch.float64), atol=1e-6, rtol=0)
-    assert share[:, 1].tolist() == [0.0] * 3
+    assert share[:, 1].tolist() == [1 / 3] * 3
     even = play(contest(labels="uniform", ensemble="uniform"), counts=[[4.0, 0.0, 1.0]] * 3)
     assert torch.bincount(even.drawn["y"].flatten()).tolist() == [6, 6, 6]
     torch.testing.assert_close(
@@ -290,38 +290,42 @@ def test_it_reports_how_many_samples_the_ensemble_names_as_asked():
     ]
     played = play(contest(labels="uniform"), models=models)
     assert played.round.metrics["samples_right"] == pytest.approx(1 / 3)
+    for held, share in (([1.0, 1.0, 0.0], 1 / 2), ([1.0, 0.0, 1.0], 0.0)):
+        some = play(contest(labels="uniform"), models=models, counts=[held] * 3)
+        assert some.round.metrics["samples_right"] == pytest.approx(share), "of classes that somebody holds"
     assert set(played.round.metrics) == {"generator_loss", "student_loss", "samples_right"}
     assert same_bits(played.round.models["aggregated"], played.candidate)
 
 
-def test_the_generator_and_its_samples_live_on_from_round_to_round():
+def test_the_generator_lives_on_from_round_to_round_and_shows_what_it_invents():
     first = play(contest())
     kept = unflatten(flatten(first.state))  # as a checkpoint writes and reads it
     second = play(contest(), state=kept)
     assert furthest(second.generator(), first.generator()) > 1e-3
     assert not same_bits(second.learnt, first.learnt)
-    step = hard_samples(generator_for, contest())
-    samples = step.samples(first.state)
+    step, net = hard_samples(generator_for, contest()), first.round.model
+    samples, later = step.samples(kept, net), step.samples(second.state, net)
     assert samples.x.shape == (10 * CLASSES, FEATURES)
     assert torch.bincount(samples.y).tolist() == [10] * CLASSES
-    assert step.samples(step.init(first.candidate)) is None
+    assert furthest({"x": samples.x}, {"x": later.x}) > 1e-3
+    assert step.samples(step.init(first.candidate), net) is None
 
 
 def test_a_later_phase_goes_on_with_the_generator_that_it_finds_if_it_fits():
     first = play(contest())
     step, preparation = hard_samples(generator_for, contest()), preparation_of(first.round)
     _, state = step.prepare(first.candidate, first.state, preparation)
-    assert same_bits(state["generator"], first.state["generator"])
-    other = {**first.state, "generator": {"params": {"w": torch.zeros(2)}, "buffers": {}}}
+    assert same_bits(state["hard_generator"], first.state["hard_generator"])
+    other = {**first.state, "hard_generator": {"params": {"w": torch.zeros(2)}, "buffers": {}}}
     _, state = step.prepare(first.candidate, other, preparation)
-    assert same_bits(state["generator"], first.before["generator"])
+    assert same_bits(state["hard_generator"], first.before["hard_generator"])
 
 
 def test_no_iteration_returns_the_candidate_without_asking_anybody():
     played = play(contest(iterations=0))
     assert played.learnt is played.candidate
     assert played.round.trainer.games == []
-    assert played.state == {"generator": {}, "samples": {}}
+    assert played.state == {"hard_generator": {}}
 
 
 class Dropped(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from server_rounds import network, server_round
 
-from fedstill.server.invented import asked_for, class_shares, diversity, gaussian_noise, quota_labels
+from fedstill.server.invented import asked_for, class_shares, diversity, gaussian_noise, label_counts, quota_labels
 
 
 def counted(labels, classes):
@@ -43,6 +45,16 @@ def test_labels_are_shuffled_by_the_seed():
 
 def test_without_any_count_all_classes_are_asked_for_alike():
     assert counted(quota_labels(torch.zeros(4), 8, 0), 4) == [2, 2, 2, 2]
+
+
+def test_counts_near_the_largest_float32_give_labels_and_shares():
+    """What a guard without a cap lets through: their sum is no float32."""
+    model = network()
+    this = server_round([model.init(0), model.init(1)], model)
+    told = torch.tensor([[3e38, 0.0, 1.0], [3e38, 3e38, 0.0]])
+    counts = label_counts(dataclasses.replace(this, uploads=this.uploads._replace(label_counts=told)))
+    assert counted(quota_labels(counts.sum(0), 12, 1), 3) == [8, 4, 0]
+    torch.testing.assert_close(class_shares(counts)[:, 0], torch.tensor([0.5, 0.5], dtype=torch.float64))
 
 
 def test_class_shares_are_those_of_the_card():

@@ -16,8 +16,9 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import clone, flatten, unflatten
 from fedstill.core.types import Need, Outlook, Tokenizer, Training
 from fedstill.models import from_module
+from fedstill.server import invented
 from fedstill.server.invented import diversity
-from fedstill.server.invented_teaching import Teaching, generator_of, teach_invented
+from fedstill.server.invented_teaching import SLOT, Teaching, teach_invented
 from fedstill.server.pools import pool_targets
 
 NOISE, BATCH = 4, 8
@@ -76,6 +77,10 @@ def taught(how: Teaching, this, candidate=None):
     _, first = step.prepare(candidate, step.init(candidate), preparation_of(this))
     learnt, state = step.apply(candidate, first, this)
     return learnt, state, first
+
+
+def generator_of(state):
+    return invented.generator_of(state, SLOT)
 
 
 def models_of(net="mlp", count=3):
@@ -171,12 +176,12 @@ def test_restored_statistics_come_after_training_in_train_mode():
 
 def test_while_the_student_learns_generator_and_teachers_stay():
     short, long = (taught(teaching(student_steps=n), round_of(models_of()))[1] for n in (1, 4))
-    assert same_bits(short["generator"], long["generator"])
+    assert same_bits(short[SLOT], long[SLOT])
     this = round_of(models_of())
     before = clone(this.uploads.weights)
     _, state, first = taught(teaching(), this)
     assert same_bits(this.uploads.weights, before)
-    assert not same_bits(state["generator"], first["generator"])
+    assert not same_bits(state[SLOT], first[SLOT])
 
 
 def test_the_generator_of_a_round_is_where_the_next_one_starts():
@@ -225,6 +230,35 @@ def test_by_class_only_those_who_hold_a_class_teach_it():
     assert furthest(alike, wanted) > 1e-3
 
 
+@pytest.mark.parametrize("pool", ["probabilities", "logits"])
+def test_a_class_that_nobody_holds_is_taught_by_all_alike(pool):
+    """COUNTS has none of the last class. Sure teachers that are the student still teach it nothing."""
+    sure = [one._replace(params={n: 4 * p for n, p in one.params.items()}) for one in models_of(count=1) * 3]
+    how = teaching(student_steps=5, weight_decay=0.0, labels="uniform", ensemble="class", pool=pool)
+    learnt, _, _ = taught(how, this := round_of(sure))
+    assert furthest(learnt, this.start) < 1e-6
+
+
+def test_an_upload_without_samples_spreads_nothing():
+    models = models_of(count=3)
+    lost = models[2]._replace(params={n: torch.full_like(p, float("nan")) for n, p in models[2].params.items()})
+    for how in (teaching(), teaching(ensemble="class", labels="uniform")):
+        this = round_of([*models[:2], lost])
+        this = replace(this, uploads=this.uploads._replace(size=torch.tensor([1.0, 1.0, 0.0])))
+        assert same_bits(taught(how, this)[0], taught(how, round_of(models[:2]))[0])
+        gone = replace(this, uploads=this.uploads._replace(size=torch.zeros(3)))
+        assert taught(how, gone)[0] is gone.start
+
+
+def test_a_later_phase_goes_on_with_the_generator_that_it_finds():
+    this = round_of(models_of())
+    _, state, first = taught(teaching(), this)
+    later = replace(preparation_of(this), round=9, seed=99)
+    kept = teach_invented(teaching(), lambda _: GENERATOR).prepare(this.start, state, later)[1]
+    assert same_bits(kept, state)
+    assert not same_bits(kept, first)
+
+
 def test_where_noise_has_left_no_count_all_teachers_and_classes_count_alike():
     none = [[0.0] * CLASSES] * 3
     found, wanted = (
@@ -253,10 +287,11 @@ def test_the_generator_learns_to_be_recognised_and_diversity_pulls_the_other_way
     assert losses[0.0, "after"] > losses[1.0, "after"]
 
 
-def test_ten_samples_of_each_class_are_kept_and_survive_a_checkpoint():
-    step, (_, state, first) = teach_invented(teaching(), lambda _: GENERATOR), taught(teaching(), round_of(models_of()))
-    assert step.samples(first) is None
-    kept = step.samples(unflatten(flatten(state)))
+def test_ten_samples_of_each_class_are_shown_of_the_generator_as_it_is_also_after_a_checkpoint():
+    step, (_, state, _) = teach_invented(teaching(), lambda _: GENERATOR), taught(teaching(), round_of(models_of()))
+    assert step.samples(step.init(models_of()[0]), network()) is None
+    kept = step.samples(unflatten(flatten(state)), network())
+    assert torch.equal(kept.x, step.samples(state, network()).x)
     assert torch.bincount(kept.y).tolist() == [10] * CLASSES
     assert kept.x.shape == (10 * CLASSES, FEATURES)
     back = generator_of(unflatten(flatten(state)))
@@ -267,7 +302,7 @@ def test_the_model_before_the_lesson_is_left_to_be_looked_at_and_losses_are_repo
     this = round_of(models_of())
     taught(teaching(), this)
     assert this.models == {"aggregated": this.start}
-    assert set(this.metrics) == {"generator_loss", "distill_loss"}
+    assert set(this.metrics) == {"teaching_generator_loss", "distill_loss"}
     assert all(value > 0 for value in this.metrics.values())
 
 

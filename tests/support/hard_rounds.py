@@ -15,7 +15,9 @@ from fedstill.server.hard_samples import Contest, hard_samples
 
 NOISE = 3
 COUNTS = [[5.0, 1.0, 2.0], [1.0, 6.0, 2.0], [3.0, 3.0, 4.0]]  # of three clients
-SHORT: dict[str, Any] = {"iterations": 3, "student_steps": 2, "batch_size": 6, "noise": NOISE, "generator_lr": 0.05}
+SHORT: dict[str, Any] = {
+    "iterations": 3, "student_steps": 2, "batch_size": 6, "noise": NOISE, "generator_lr": 0.05, "clients": "each",
+}  # fmt: skip
 
 
 def generator_for(model: Model) -> Model:
@@ -83,7 +85,7 @@ class Played:
         return self.round.trainer.games[0][0]
 
     def generator(self, when: str = "after") -> Weights:
-        kept = (self.state if when == "after" else self.before)["generator"]
+        kept = (self.state if when == "after" else self.before)["hard_generator"]
         return Weights(kept["params"], kept["buffers"])
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from fedstill.algorithms.options import not_negative, positive
+from fedstill.algorithms.options import batch_of_a_generator, not_negative, positive
 from fedstill.core.compose import chain
-from fedstill.core.errors import FedstillError
 from fedstill.core.types import Algorithm, Model, Training
 from fedstill.local.terms import cross_entropy
-from fedstill.models.generators import build_generator
+from fedstill.models.generators import build_generator, check_generator
 from fedstill.server.average import BufferPolicy, Weighting, average
 from fedstill.server.invented import GeneratorFor
 from fedstill.server.invented_teaching import BatchNorm, Ensemble, Labels, Teaching, teach_invented
@@ -24,7 +22,7 @@ def feddf_gen(
     generator_lr: float = 0.01, server_lr: float = 0.1, lr_decay: float = 0.998, weight_decay: float = 1e-3,
     pool: Pool = "probabilities", labels: Labels = "quota", ensemble: Ensemble = "uniform",
     batch_norm: BatchNorm = "train",
-    weighting: Weighting | None = None, buffers: BufferPolicy = "average",
+    weighting: Weighting = "size", buffers: BufferPolicy = "average",
 ) -> Algorithm:  # fmt: skip
     """FedDF (generator): FedDF whose unlabeled samples a generator on the server invents.
 
@@ -53,8 +51,7 @@ def feddf_gen(
         ensemble: teachers count alike ("uniform"), or for class y by the share of it that they hold ("class").
         batch_norm: BatchNorm of the student: "train", its statistics become those of invented samples; "frozen", eval
             mode; "restore", train mode, and the averaged statistics afterwards.
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform"); None: as the method that it is
-            joined with, alone "size".
+        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
         buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
@@ -72,9 +69,7 @@ def feddf_gen(
     for key, weight in {"lam_cls": lam_cls, "lam_dis": lam_dis, "weight_decay": weight_decay}.items():
         not_negative(key, weight)
     positive("noise", noise)
-    if batch_size < 2:
-        told = f"algorithm.batch_size = {batch_size!r} is impossible"
-        raise FedstillError(f"{told}: it must be 2 or more, for the generator's BatchNorm")
+    batch_of_a_generator("batch_size", batch_size)
     both: dict[str, Any] = {"batch_size": batch_size, "lr_decay": lr_decay, "weight_decay": weight_decay}
     teaching = Teaching(
         Training(steps=generator_steps, optimizer="adam", lr=generator_lr, **both),
@@ -82,12 +77,9 @@ def feddf_gen(
         noise=noise, pool=pool, labels=labels, ensemble=ensemble, lam_cls=lam_cls, lam_dis=lam_dis,
         batch_norm=batch_norm,
     )  # fmt: skip
-    step = teach_invented(teaching, _generator_for(generator, noise))
-    # an average that nobody asked for gives way to the other method's
-    plain = replace(average(weighting or "size", buffers=buffers), yields=weighting is None and buffers == "average")
-    return Algorithm(
-        cross_entropy(), chain(plain, step), without_counts='feddf_gen(labels="uniform", ensemble="uniform")'
-    )
+    step = teach_invented(teaching, _generator_for(check_generator(generator), noise))
+    server = chain(average(weighting, buffers=buffers), step)
+    return Algorithm(cross_entropy(), server, without_counts='feddf_gen(labels="uniform", ensemble="uniform")')
 
 
 def _generator_for(name: str, noise: int) -> GeneratorFor:

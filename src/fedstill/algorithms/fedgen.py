@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fedstill.algorithms.options import not_negative, positive, presets, share
+from fedstill.algorithms.options import batch_of_a_generator, not_negative, positive, presets, share
 from fedstill.core.compose import chain, combine
-from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Algorithm, Model, Training
 from fedstill.local.generated import NoiseKind, generated_features
 from fedstill.local.terms import cross_entropy
-from fedstill.models.generators import AUTO, GENERATORS, build_generator
+from fedstill.models.generators import build_generator, check_generator
 from fedstill.server.average import BufferPolicy, Weighting, average
 from fedstill.server.generator_training import ClassWeights, GeneratorTraining, train_generator
 from fedstill.server.invented import GeneratorFor
@@ -43,9 +42,9 @@ def fedgen(
     second term moves the head alone, the target of the third gets no gradient. G persists over the rounds.
 
     Args:
-        preset: "correct" (the defaults below), "paper" (no matching term, Gaussian noise), "released" (the authors'
-            code, with what it does to omega), "fedftg" (as FedFTG ran it: its Table 7(b), 72 M parameters, clients'
-            batches of 50).
+        preset: "correct" (the defaults below), "paper" (without the client's matching term and with Gaussian noise, and
+            nothing else: all other numbers are the code's), "released" (the authors' code, with what it does to
+            omega), "fedftg" (as FedFTG ran it: its Table 7(b), 72 M parameters, clients' batches of 50).
         label_weight: weight of the generated samples' cross-entropy (a); with match_weight = 0 too, FedAvg bit for bit.
         match_weight: weight of the term that is in the code only (b).
         decay: factor of both from round to round.
@@ -67,9 +66,10 @@ def fedgen(
         weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
         buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
-    Reveals: the trained model, the number of samples n_k and how many of them are of each class; the server runs every
-        client's head on its own, so secure aggregation is impossible. What the heads know of a class goes to all
-        clients as a generator of its features.
+    Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless class_weights
+        is "uniform"); the server runs every client's head on its own, so secure aggregation is impossible. What the
+        heads know of a class goes to all clients as a generator of its features, and with it which classes the clients
+        seen so far hold.
     Differs from the paper: clients train whole epochs on their data; the code's "local epochs" are 20 mini-batches, and
         its generated samples end after 20 of them. omega counts the samples that a client holds, there those that it
         has seen in the round, with repetition. y' are labels of clients that took part so far, there of all clients.
@@ -79,12 +79,12 @@ def fedgen(
         Algorithm 1; as a baseline: Zhang et al., Fine-tuning Global Model via Data-Free Knowledge Distillation for
         Non-IID Federated Learning, CVPR 2022.
     """
-    _check(generator, steps=steps, batch_size=batch_size, gen_batch=gen_batch, noise=noise, generator_lr=generator_lr,
-           lr_decay=lr_decay)  # fmt: skip
+    _check(generator, steps=steps, gen_batch=gen_batch, noise=noise, generator_lr=generator_lr, lr_decay=lr_decay)
     least = {"label_weight": label_weight, "match_weight": match_weight, "floor": floor, "ratio": ratio}
     for key, value in {**least, "weight_decay": weight_decay, "diversity": diversity}.items():
         not_negative(key, value)
     share("decay", decay)
+    batch_of_a_generator("batch_size", batch_size)
     step = average(weighting, buffers=buffers)
     if not label_weight and not match_weight:
         return Algorithm(cross_entropy(), step)
@@ -105,8 +105,7 @@ def fedgen(
 
 
 def _check(generator: str, **above: float) -> None:
-    if generator not in (*GENERATORS, AUTO):
-        raise FedstillError(f"algorithm.generator = {generator!r} is unknown: {suggest(generator, GENERATORS)}")
+    check_generator(generator)
     for key, value in above.items():
         positive(key, value)
 

@@ -47,6 +47,11 @@ def positive(key: str, value: float) -> None:
         raise _refuse(key, value, "a number above 0")
 
 
+def batch_of_a_generator(key: str, value: int) -> None:
+    if value < 2:
+        raise _refuse(key, value, "2 or more, for the generator's BatchNorm")
+
+
 def not_negative(key: str, value: float) -> None:
     if not (value >= 0 and math.isfinite(value)):
         raise _refuse(key, value, "0 or a number above it")

@@ -13,7 +13,7 @@ from fedstill.settings import read_experiment
 app = typer.Typer(
     cls=OneLineErrors,
     help="Federated learning on non-IID data by knowledge distillation.",
-    epilog="Start with: fedstill compare (seven methods on embedded data, within a minute)",
+    epilog="Start with: fedstill compare (eight methods on embedded data, within a minute)",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},

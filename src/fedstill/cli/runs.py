@@ -19,7 +19,6 @@ from fedstill.core.errors import FedstillError
 from fedstill.experiment import (
     CONFIG_FILE,
     build_federation,
-    describe_partition,
     load_source,
     new_run_dir,
     read_description,
@@ -29,7 +28,7 @@ from fedstill.expression import label, parse, split_methods, write
 from fedstill.history import History, Result
 from fedstill.prototypes import describe_model
 from fedstill.report.table import counted, human_bytes, plain_table, rich_table
-from fedstill.settings import parse_method
+from fedstill.settings import describe_partition, parse_method
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
@@ -151,7 +150,7 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
         told = result.privacy.text().split("\n")
         lines += [f"  {'' if i else 'privacy':<14} {line}" for i, line in enumerate(told)]
     if result.generated is not None:
-        lines.append(f"  generated      {result.generated['text']}")
+        lines.append(f"  generated      {result.generated['line']}")
         lines.append("                 (a check against copies, no guarantee of privacy: see generated.json)")
     lines += _incidents(result)
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")

@@ -125,7 +125,7 @@ def chain(*steps: ServerStep) -> ServerStep:
         steps=tuple(part for step in steps for part in step.steps or (step,)),
         report=newest(lambda step, own: step.report(own)),
         targets=newest(lambda step, own: step.targets(own)),
-        samples=newest(lambda step, own: step.samples(own)),
+        samples=lambda state, model: newest(lambda step, own: step.samples(own, model))(state),
         prepare=prepare if any(step.prepare is not no_preparation for step in steps) else no_preparation,
         check=_checks(steps),
     )
@@ -202,7 +202,7 @@ def report_only(step: ServerStep) -> ServerStep:
         broadcast=lambda state: step.broadcast(own(state)),
         report=report,
         targets=lambda state: step.targets(own(state)),
-        samples=lambda state: step.samples(own(state)),
+        samples=lambda state, model: step.samples(own(state), model),
         name="",
         instead_of="",
         steps=(),
@@ -247,7 +247,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
         empty.needs,
         report=lambda state: empty.report(state.get("inner", {})),
         targets=lambda state: empty.targets(state.get("inner", {})),
-        samples=lambda state: empty.samples(state.get("inner", {})),
+        samples=lambda state, model: empty.samples(state.get("inner", {}), model),
         prepare=prepare if empty.prepare is not no_preparation else no_preparation,
         check=empty.check,
     )

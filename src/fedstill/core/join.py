@@ -79,7 +79,7 @@ def _risk(methods: Named) -> Objective:
 def _aggregate(methods: Named) -> ServerStep:
     """The one way in which all make a model from the cohort's.
 
-    One may stand in for the plain average of the others; one that yields counts only where no other stands.
+    One may stand in for the plain average of the others.
     """
     found: dict[str, tuple[str, ServerStep]] = {}
     for method, one in methods.items():
@@ -88,7 +88,6 @@ def _aggregate(methods: Named) -> ServerStep:
                 found.setdefault(step.name or f"the aggregate of {method}", (method, step))
     replaced = {step.instead_of for _, step in found.values()}
     left = {name: pair for name, pair in found.items() if name not in replaced}
-    left = {name: pair for name, pair in left.items() if not pair[1].yields} or left
     if not left:
         raise FedstillError(f"none of {', '.join(methods)} makes one model from the cohort's: add e.g. fedavg")
     if len(left) > 1:

@@ -109,8 +109,9 @@ def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> Se
     def targets(state: Tree) -> Targets | None:
         return next((found for name, own in state.items() if (found := chains[name].targets(own)) is not None), None)
 
-    def samples(state: Tree) -> Samples | None:
-        return next((found for name, own in state.items() if (found := chains[name].samples(own)) is not None), None)
+    def samples(state: Tree, _: Model) -> Samples | None:
+        each = (chains[name].samples(own, groups.models[name]) for name, own in state.items())
+        return next((found for found in each if found is not None), None)
 
     idle = all(one.prepare is no_preparation for one in chains.values())
     return ServerStep(

@@ -17,6 +17,7 @@ class Outlook(NamedTuple):
     round: int  # its first: 1, or later where it follows another method
     unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
     tokenizer: Tokenizer | None = None  # of text whose ids are tokens
+    part: str = "all"  # what clients train: see core.types.Training
 
 
 def no_objection(_: Outlook) -> None:

@@ -19,8 +19,8 @@ class Scene(NamedTuple):
     drawn: Tree  # of this exchange: its row of what `take_turns` was given
     given: Tree  # the same in all exchanges: teachers, class weights
     seen: Tree  # what the player's own `look` found when its turn began
-    step: Tensor  # int64 scalar: its step within the turn, from 0
-    seed: Tensor  # int64 scalar of this exchange, player and step; draw with core.seeds.uniform / normal
+    step: Tensor  # int64 scalar: its step within the turn, from 0; a look comes before step 0 and reads 0
+    seed: Tensor  # int64 scalar of this exchange, player and step, or of its look; for core.seeds.uniform / normal
     each: Callable[[Weights, Tensor], Output]  # (stacked weights, x) -> (T, B, ...) in eval mode; x gets its gradient
 
 

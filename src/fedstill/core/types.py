@@ -345,7 +345,7 @@ def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]
     return candidate, state
 
 
-def nobody(_: Tree) -> None:
+def nobody(*_: Any) -> None:
     return None
 
 
@@ -360,11 +360,10 @@ class ServerStep:
     stage: Stage = Stage.REFINE
     name: str = ""  # of an aggregate: the same name is the same step
     instead_of: str = ""  # of an aggregate: the plain one that it stands in for when methods are joined
-    yields: bool = False  # of an aggregate: in a join it leaves its place to that of any other method
     steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
     report: Callable[[Tree], Weights | None] = nobody  # the model that is looked at, where it is not the one sent
     targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
-    samples: Callable[[Tree], Samples | None] = nobody  # what its generator invented last
+    samples: Callable[[Tree, Model], Samples | None] = nobody  # what its generator invents now, for this run's model
     # once, before the method's first round: the model that is sent then, and the step's state
     prepare: Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]] = no_preparation
     check: Callable[[Outlook], None] = no_objection  # refuses, before the run starts, what `prepare` could not do

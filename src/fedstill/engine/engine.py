@@ -48,7 +48,7 @@ from fedstill.engine.turns import Turns, turns_key
 FEEDS = 4  # sets beside the train set that stay on the device
 SMALL_NET = 50_000  # parameters up to which a call costs more than the work in it, on a CPU
 OPTIMIZER = "optimizer"  # the slot of a client's state for what its optimiser remembers
-TURNS = 2  # games of several models that keep what they captured
+TURNS = 4  # games of several models that keep what they captured: feddf_gen+fedftg plays three a round
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
@@ -196,10 +196,12 @@ class Engine:
         """Several models, each step of one seeing all; see core.types.Trainer."""
         key = turns_key(players, drawn, given)
         with float32_mode(self.precision):
-            turns = self.turns.pop(key, None) or self._new_turns(players, start)
+            turns = self.turns.pop(key, None)
+            if turns is None:
+                if len(self.turns) >= TURNS:  # before the new one takes its memory
+                    del self.turns[next(iter(self.turns))]
+                turns = self._new_turns(players, start)
             self.turns[key] = turns  # the newest stands last
-            if len(self.turns) > TURNS:
-                del self.turns[next(iter(self.turns))]
             return turns.run(players, start, drawn, given, seed, optimizers or {})
 
     def _new_turns(self, players: Mapping[str, Player], start: Mapping[str, Weights]) -> Turns:

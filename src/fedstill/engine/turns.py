@@ -37,7 +37,11 @@ def exchanges_of(drawn: Tree) -> int:
 
 
 class Turns:
-    """Runs exchanges: in each of them every player takes the steps of its turn, in order."""
+    """Runs exchanges: in each of them every player takes the steps of its turn, in order.
+
+    A captured exchange reads copies of its own of all that is drawn and given, and they stay as long as it does: of
+    ten teachers that is ten models more on the device, for each game.
+    """
 
     def __init__(
         self, players: Mapping[str, Player], start: Mapping[str, Weights], each: Each, *,
@@ -53,7 +57,7 @@ class Turns:
         self.cursor = torch.zeros((), dtype=torch.int64, device=self.device)
         self.drawn: Tree = {}
         self.given: Tree = {}
-        self.seeds = torch.zeros((0,), dtype=torch.int64, device=self.device)  # (I, steps of all players)
+        self.seeds = torch.zeros((0,), dtype=torch.int64, device=self.device)  # (I, one look and the steps of each)
         self.rates: dict[str, Tensor] = {}
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -74,12 +78,17 @@ class Turns:
                 self._captured().replay()
             else:
                 self._exchange(exchange)
+        if not self.graphs:
+            self.drawn, self.given = {}, {}  # a cohort's uploads, which would outlive the next one's training
         return {name: self._fitted(name, exchanges) for name in self.players}
 
     def _fitted(self, name: str, exchanges: int) -> Fitted:
         stack, steps = self.stacks[name], exchanges * self._steps(name)
-        weights = clone(rows(Weights(stack.params, stack.buffers), 0))
-        return Fitted(weights, stack.optimizer(), stack.loss[0] / max(steps, 1))
+        weights = rows(Weights(stack.params, stack.buffers), 0)
+        # Not clones: those keep channels last, which a model out of a checkpoint does not have. Other strides take
+        # other kernels, and a resumed run would differ in the last digits.
+        plain = tree_map(lambda leaf: leaf.new_empty(leaf.shape).copy_(leaf), weights)
+        return Fitted(plain, stack.optimizer(), stack.loss[0] / max(steps, 1))
 
     def _steps(self, name: str) -> int:
         steps = self.players[name].training.steps
@@ -88,7 +97,7 @@ class Turns:
         return steps
 
     def _load(self, drawn: Tree, given: Tree, seed: Seed, exchanges: int) -> None:
-        total = sum(self._steps(name) for name in self.players)
+        total = sum(1 + self._steps(name) for name in self.players)
         paths = seed_for(seed, np.arange(exchanges * total)) if exchanges * total else np.zeros(0, np.uint64)
         seeds = torch.from_numpy(np.ascontiguousarray(to_signed(paths)).reshape(exchanges, total)).to(self.device)
         rates = {name: self._rate(name) for name in self.players}
@@ -114,20 +123,20 @@ class Turns:
         drawn: Tree = tree_map(lambda leaf: row_at(leaf, exchange), self.drawn)
         seeds, at = row_at(self.seeds, exchange), 0
         for name in self.players:
-            steps = self._steps(name)
-            self._turn(name, drawn, seeds[at : at + steps])
-            at += steps
+            after = at + 1 + self._steps(name)
+            self._turn(name, drawn, *seeds[at:after].unbind())
+            at = after
 
-    def _turn(self, name: str, drawn: Tree, seeds: Tensor) -> None:
+    def _turn(self, name: str, drawn: Tree, look_seed: Tensor, *seeds: Tensor) -> None:
         player, view = self.players[name], self.views[name]
         now = {other: _detached(self.views[other]) for other in self.players}
-        scene = Scene(now, drawn, self.given, {}, self.cursor, self.cursor, self.each)
-        if len(seeds):
+        scene = Scene(now, drawn, self.given, {}, self._number(0), look_seed, self.each)
+        if seeds:
             with torch.no_grad(), self.autocast():
                 scene = scene._replace(seen=player.look(scene))
         rate: float | Tensor = self.rates[name] if self.graphs else player.training.lr
-        for step, seed in enumerate(seeds.unbind()):
-            here = torch.full((), step, dtype=torch.int64, device=self.device)
+        for step, seed in enumerate(seeds):
+            here = self._number(step)
             with self.autocast():
                 loss, buffers = player.loss(Weights(view.params, view.buffers), scene._replace(step=here, seed=seed))
             gradients = torch.autograd.grad(loss, view.leaves, materialize_grads=True)
@@ -136,6 +145,9 @@ class Turns:
                 for slot, buffer in buffers.items():
                     view.buffers[slot].copy_(buffer)
                 view.update(gradients, rate)
+
+    def _number(self, value: int) -> Tensor:
+        return torch.full((), value, dtype=torch.int64, device=self.device)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         """One exchange as a CUDA graph; captured once, everything put back as it was."""

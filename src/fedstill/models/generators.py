@@ -227,9 +227,15 @@ def build_generator(
             raise FedstillError(f"generator: {key} = {numbers} must be of whole numbers of at least 1")
     if name == AUTO:
         wanted = wanted._replace(name=_fitting(wanted))
-    if wanted.name not in GENERATORS:
-        raise FedstillError(f"algorithm.generator = '{name}' is unknown: {suggest(str(name), (*GENERATORS, AUTO))}")
+    check_generator(wanted.name)
     return _built(wanted)
+
+
+def check_generator(name: str) -> str:
+    """The name, if there is such a generator: known before any round, whatever the data are."""
+    if name not in (*GENERATORS, AUTO):
+        raise FedstillError(f"algorithm.generator = '{name}' is unknown: {suggest(str(name), (*GENERATORS, AUTO))}")
+    return name
 
 
 def _fitting(wanted: Wanted) -> str:

@@ -18,10 +18,12 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.history import Result
 from fedstill.report.nearest import Copies, inputs, look_for_copies
+from fedstill.resume import log_to
 
 COPIES_FILE = "generated.json"
 SAMPLES_PICTURE = "generated.png"
 PAIRS_PICTURE = "generated_closest.png"
+GENERATOR_LOSS = "generator_loss"  # how a row's key ends where a generator was trained
 COLUMNS = 10
 MOST_CLASSES = 100
 LONGEST_NAME = 20
@@ -34,7 +36,14 @@ def show_generated(result: Result, federation: Federation, folder: Path | None, 
 
     Features that a generator invents instead of samples are no images, and nothing is written for them.
     """
+    with log_to(folder):
+        return _show(result, federation, folder, seed)
+
+
+def _show(result: Result, federation: Federation, folder: Path | None, seed: Seed) -> Result:
     samples = as_stored(result.samples, federation.train)
+    if result.samples is None and any(key.endswith(GENERATOR_LOSS) for row in result.history.rows[-1:] for key in row):
+        _log.info("the generator of %s invents features, no samples: no %s", result.method, COPIES_FILE)
     if folder is None or samples is None:
         return result
     copies = look_for_copies(samples, federation, seed=seed)
@@ -56,7 +65,8 @@ def as_stored(samples: Samples | None, dataset: Dataset) -> Samples | None:
         return None
     x, shape = samples.x.detach().float().cpu(), dataset.x.shape[1:]
     if x[0].numel() != shape.numel():
-        _log.info("generated samples of %d values are no samples of %s: no picture", x[0].numel(), dataset.name)
+        values = x[0].numel()
+        _log.info("generated samples of %d values are no samples of %s: no %s", values, dataset.name, COPIES_FILE)
         return None
     return Samples(x.reshape(-1, *shape), samples.y.cpu())
 
@@ -97,7 +107,7 @@ def closest_picture(copies: Copies, dataset: Dataset, path: Path, *, title: str)
     made = copies.samples.x[chosen].reshape(stored.shape)
     rows = [pixels(made, dataset), pixels(stored, dataset)]
     apart = [f"{one:.3g}" for one in copies.to_training.distance[chosen].tolist()]
-    return _draw(rows, ["generated", "nearest in training"], path, title=f"{title}. {copies.text()}", below=apart)
+    return _draw(rows, ["generated", "nearest in training"], path, title=f"{title}: {copies.line()}", below=apart)
 
 
 def _draw(
@@ -116,13 +126,14 @@ def _draw(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.imshow(sheet, interpolation="nearest", aspect="equal")
+    axes.set_anchor("W")  # names and images at the left, where the title begins; what is empty is cut off below
     short = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
     axes.set_yticks([high * one + (high - gap - 1) / 2 for one in range(len(rows))], labels=short, fontsize=8)
     axes.set_xticks([wide * one + (wide - gap - 1) / 2 for one in range(len(below))], labels=list(below), fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle(textwrap.fill(title, int(LETTERS_AN_INCH * size[0])), x=0.01, ha="left", fontsize=9)
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.08)
     return path
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.engine.feed import Feed
+from fedstill.report.table import counted
 
 NUMBERS_AT_ONCE = 1 << 20  # of stored samples as inputs: 4 MiB
 HELD_OUT = 500  # at least, where there are so many: the nearest 1 % of 100 would be a single sample
@@ -61,8 +62,16 @@ class Copies:
         """The generated samples that are nearest to a training sample, nearest first."""
         return self.to_training.distance.argsort(stable=True)[:PAIRS].tolist()
 
+    def line(self) -> str:
+        """The short form, for a terminal and above a picture."""
+        count, least = len(self.samples.y), float(self.to_training.distance.min())
+        found = f"no copies found among {counted(count, 'generated sample')}"
+        if self.near:
+            found = f"{self.near} of {counted(count, 'generated sample')} may be copied"
+        return f"{found}: nearest training sample at {least:.3g} (a copy: {self.bound:.3g} or less)"
+
     def text(self) -> str:
-        """One line for people."""
+        """What `line` says, with what its bound is."""
         count, least = len(self.samples.y), float(self.to_training.distance.min())
         return (
             f"{self.near} of {count} generated samples are as near to a training sample as the nearest {PERCENT:g} % "
@@ -73,6 +82,7 @@ class Copies:
         """What generated.json holds; rows are those of the training set."""
         pairs = [(one, int(self.to_training.row[one])) for one in self.closest]
         return {
+            "line": self.line(),
             "text": self.text(),
             "samples": len(self.samples.y),
             "distance": DISTANCE,

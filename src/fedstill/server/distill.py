@@ -104,7 +104,7 @@ def distill(
         round.metrics["teacher_agreement"] = agreement(logits, said.probabilities)
         round.metrics["distill_loss_before"] = loss_of(candidate, taught, round, student.temperature, rows=rows)
         round.metrics["distill_loss_after"] = loss_of(learnt, taught, round, student.temperature, rows=rows)
-        round.models["aggregated"] = candidate
+        round.models.setdefault("aggregated", candidate)  # another refinement may have come before
         return learnt, keep_targets(state, targets if rows is None else filled(targets, rows, learnt, round))
 
     needs = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | student.needs | (shares.needs if shares else frozenset())

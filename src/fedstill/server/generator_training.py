@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.seeds import numpy_generator, seed_for, to_signed, uniform
-from fedstill.core.tree import flatten, leaves, tree_map
+from fedstill.core.tree import leaves
 from fedstill.core.types import (
     Fitted,
     Model,
@@ -28,12 +28,21 @@ from fedstill.core.types import (
     Tree,
     Weights,
 )
-from fedstill.server.invented import GeneratorFor, asked_for, diversity, gaussian_noise, label_counts
+from fedstill.server.invented import (
+    GeneratorFor,
+    asked_for,
+    diversity,
+    first_generator,
+    gaussian_noise,
+    label_counts,
+    same_form,
+    with_samples,
+)
 from fedstill.server.pools import full_precision
 
 NoiseKind = Literal["uniform", "normal"]
 ClassWeights = Literal["sample", "batch", "uniform"]
-SLOT = "feature_generator"  # not "generator": another method's, in the phase before, invents something else
+SLOT = "feature_generator"  # not "generator": another method's, beside it or in the phase before, is its own
 RECEIVED = ("labels", "label_weight", "match_weight")
 
 
@@ -107,7 +116,8 @@ def generator_player(model: Model, generator: Model, how: GeneratorTraining) -> 
         share = scene.given["shares"].index_select(1, y)  # (C, B)
         if how.class_weights == "batch":
             share = share.mean(1, keepdim=True)
-        return (share * losses).mean(1).sum() + how.diversity * diversity(said.logits, z), buffers
+        varied = diversity(full_precision(said.logits), full_precision(z))
+        return (share * losses).mean(1).sum() + how.diversity * varied, buffers
 
     return Player(loss, replace(how.training, steps=1))
 
@@ -117,8 +127,8 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
 
     State: "feature_generator" with its weights, what its optimiser remembers (training.keep_optimizer), the classes
     that any client held so far and the weights of the clients' terms, which are 0 until it has been trained once.
-    Broadcasts "generator", "labels", "label_weight", "match_weight". Reports: generator_loss.
-    A round whose cohort holds no sample by its label counts leaves the generator as it is.
+    Broadcasts "generator", "labels", "label_weight", "match_weight". Reports: feature_generator_loss.
+    A round whose cohort holds no sample by its label counts leaves the generator as it is; the weights fall on.
     """
     counted = how.class_weights != "uniform"
 
@@ -127,16 +137,17 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
         return generator_player(model, generator(model), how)
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        return candidate, {SLOT: _prepared(generator(preparation.model), how, state.get(SLOT), candidate, preparation)}
+        return candidate, {SLOT: _prepared(generator, how, state.get(SLOT), candidate, preparation)}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        own, like = state[SLOT], next(leaves(candidate.params))
+        own, like, round = state[SLOT], next(leaves(candidate.params)), with_samples(round)
         counts = label_counts(round) if counted else like.new_ones(len(round.uploads.ids), round.model.classes)
         seen = seen_labels(counts)
         if not bool(seen.any()):
-            return candidate, state
+            trained = bool(own["labels"].any())
+            return candidate, {SLOT: {**own, **(_strengths(how, round.number, like) if trained else {})}}
         fitted = _trained(player_for(round.model), how, own, counts, round)
-        round.metrics["generator_loss"] = float(fitted.loss)
+        round.metrics[f"{SLOT}_loss"] = float(fitted.loss)
         after = {
             "weights": fitted.weights._asdict(),
             "optimizer": fitted.optimizer if how.training.keep_optimizer else {},
@@ -151,12 +162,11 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
 
 
 def _prepared(
-    generator: Model, how: GeneratorTraining, kept: Tree | None, candidate: Weights, look: Preparation
+    generator: GeneratorFor, how: GeneratorTraining, kept: Tree | None, candidate: Weights, look: Preparation
 ) -> Tree:
     """A first generator, which counts nothing yet; or one that an earlier phase has trained, if it is alike."""
-    like = next(leaves(candidate.params))
-    first = _fitting(generator.init(seed_for(look.seed, "generator")), like)._asdict()
-    if kept and bool(kept["labels"].any()) and _same_form(kept["weights"], first):
+    like, first = next(leaves(candidate.params)), first_generator(generator, SLOT, candidate, look)
+    if kept and bool(kept["labels"].any()) and same_form(kept["weights"], first):
         return {**kept, **_strengths(how, look.round - 1, like)}
     labels = like.new_zeros(look.model.classes)
     return {"weights": first, "optimizer": {}, "labels": labels, **_weights(0.0, 0.0, like)}
@@ -172,7 +182,7 @@ def _trained(player: Player, how: GeneratorTraining, own: Tree, counts: Tensor, 
         draw_requests(how, seen_labels(counts), seed, like),
         {"heads": _heads(round), "shares": label_shares(counts).to(like)},
         seed,
-        optimizers={"generator": own.get("optimizer", {})},
+        optimizers={"generator": own.get("optimizer", {}) if how.training.keep_optimizer else {}},
     )["generator"]
 
 
@@ -200,13 +210,3 @@ def _strengths(how: GeneratorTraining, rounds: int, like: Tensor) -> Tree:
 
 def _weights(label: float, match: float, like: Tensor) -> Tree:
     return {"label_weight": like.new_tensor(label), "match_weight": like.new_tensor(match)}
-
-
-def _fitting(weights: Weights, like: Tensor) -> Weights:
-    """On the device and in the precision of the run."""
-    return tree_map(lambda leaf: leaf.to(like) if leaf.is_floating_point() else leaf.to(like.device), weights)
-
-
-def _same_form(one: Tree, other: Tree) -> bool:
-    forms = [{name: (leaf.shape, leaf.dtype) for name, leaf in flatten(tree).items()} for tree in (one, other)]
-    return forms[0] == forms[1]

@@ -13,12 +13,11 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.heads import head_of
 from fedstill.core.seeds import seed_for, to_signed
-from fedstill.core.tree import flatten, leaves, rows, tree_map
+from fedstill.core.tree import leaves, tree_map
 from fedstill.core.types import (
     Fitted,
     Model,
     Need,
-    Outlook,
     Params,
     Player,
     Preparation,
@@ -31,19 +30,26 @@ from fedstill.core.types import (
     Weights,
     no_objection,
     no_preparation,
+    nobody,
 )
-from fedstill.server.average import shares
 from fedstill.server.hard_losses import ClassWeights, Distance, discrepancy, ensemble_names, lesson_loss, recognition
 from fedstill.server.invented import (
+    WORDS,
     GeneratorFor,
     asked_for,
-    class_shares,
     diversity,
     gaussian_noise,
-    label_counts,
+    generator_of,
+    invent,
+    invent_many,
+    prepared_generator,
     quota_labels,
+    refuse_text_and_heads,
+    samples_of,
+    teacher_shares,
+    wanted_classes,
+    with_samples,
 )
-from fedstill.server.invented_teaching import first_generator, generator_of, invented_samples, samples_of
 from fedstill.server.pools import full_precision
 
 Clients = Literal["each", "joint"]
@@ -56,7 +62,8 @@ Ensemble = Literal["class", "uniform"]
 BatchNorm = Literal["train", "frozen", "restore", "reestimate"]
 Level = Literal["sample", "feature"]
 SOUGHT: dict[Discrepancy, Distance] = {"l1": "l1", "kl": "reverse_kl", "mse": "mse"}
-RIGHT = "hard samples: share right"  # a sum over the student's steps that travels with its buffers
+SLOT = "hard_generator"  # not "generator": another method's, beside it or in the phase before, is its own
+RIGHT = "hard samples: right, of all"  # sums over the student's steps that travel with its buffers
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class Contest:
     generator_lr: float = 0.01
     lr_decay: float = 0.998
     weight_decay: float = 1e-3
-    clients: Clients = "each"
+    clients: Clients = "joint"
     discrepancy: Discrepancy = "l1"
     discrepancy_through: Through = "student"
     cls_weights: ClassWeights = "sample"
@@ -126,64 +133,60 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
     """The candidate learns from all clients' models on samples that a generator finds where it differs from them.
 
         a_k(y) = n_k^y / n^y,   p(y) = n^y / n,   for i = 1..I:  y ~ p (B of them),  z ~ N(0, 1)
-        theta <- Adam on -md_k + lam_cls cls_k + (lam_dis / |S|) div, I_g times for each client k in turn
-                 (or once on the sum over k),  x = G(z, y; theta)
+        theta <- Adam on sum_k (-md_k + lam_cls cls_k) + lam_dis div, I_g times,  x = G(z, y; theta)
+                 (or on -md_k + lam_cls cls_k + (lam_dis / |S|) div, I_g times for each client k in turn)
         w <- SGD on sum_k a_k(y) KL(softmax t_k(x) || softmax s(x; w)) / K, I_d times,  x = G(z, y; theta)
 
     Teachers answer in eval mode, the student too while the generator moves; x and the teachers' answers are worked
     out once for the student's I_d steps. One upload teaches alone. Without any label count in the cohort every class
     is as likely and every client counts alike. Zero iterations leave the candidate as it is.
-    State: "generator", which lives on from round to round; "samples", what it invents now (not at feature level).
+    State: "hard_generator", which lives on from round to round.
     Reports: generator_loss and student_loss (means over their steps), samples_right: the share of invented samples
-    whose class the ensemble names.
+    whose class the ensemble names, among those of classes that somebody holds.
     """
     roles = lru_cache(maxsize=4)(lambda model: _roles(contest, generator(model), model))
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        present = round.uploads.size > 0
-        if not contest.iterations or not bool(present.any()):
+        round = with_samples(round)
+        if not contest.iterations or not len(round.uploads.ids):
             return candidate, state
-        net, made = _net(contest, round.model), generator(round.model)
-        given, wanted = _teaching(contest, net, round, present)
-        like = next(leaves(candidate))
-        seed = seed_for(round.seed, "hard samples")
-        drawn = _drawn(contest, wanted, like, seed)
+        net, like = _net(contest, round.model), next(leaves(candidate))
+        given, seed = _teaching(contest, net, round), seed_for(round.seed, "hard samples")
+        drawn = _drawn(contest, wanted_classes(round, quota=contest.labels == "quota"), like, seed)
         pupil = net.part(candidate)
-        tallied = pupil._replace(buffers={**pupil.buffers, RIGHT: like.new_zeros(())})
+        tallied = pupil._replace(buffers={**pupil.buffers, RIGHT: like.new_zeros(2)})
         found = round.trainer.take_turns(
             _players(contest, roles(round.model), round.number, len(given["share"])),
-            {"generator": generator_of(state), "student": tallied}, drawn, given, seed,
+            {"generator": generator_of(state, SLOT), "student": tallied}, drawn, given, seed,
         )  # fmt: skip
         moved, now = found["student"].weights, found["generator"].weights
         learnt = Weights({**candidate.params, **moved.params}, _network(moved).buffers)
         if contest.input == "feature" or contest.batch_norm == "restore":
             learnt = learnt._replace(buffers=candidate.buffers)
         elif contest.batch_norm == "reestimate":
-            x = _invented(made, net, now, round.model.classes, z=drawn["z"].flatten(0, 1), y=drawn["y"].flatten())
+            z, y, made = drawn["z"].flatten(0, 1), drawn["y"].flatten(), generator(round.model)
+            x = invent_many(made, now, round.model.classes, z=z, y=y, shape=net.shape)
             learnt = learnt._replace(buffers=fresh_statistics(round.model, learnt, x, round.seed))
         _report(contest, round, candidate, found)
-        state = {**state, "generator": now._asdict()}
-        if contest.input == "sample":
-            state["samples"] = invented_samples(made, now, round.model, contest.noise, round.seed)._asdict()
-        return learnt, state
+        return learnt, {**state, SLOT: now._asdict()}
 
     return ServerStep(
         apply,
-        init=lambda _: {"generator": {}, "samples": {}},
+        init=lambda _: {SLOT: {}},
         needs=contest.needs,
-        samples=samples_of,
+        samples=samples_of(SLOT, generator, contest.noise) if contest.input == "sample" else nobody,
         prepare=_preparing(generator, contest) if contest.iterations else no_preparation,
-        check=_refuse_text if contest.iterations and contest.input == "sample" else no_objection,
+        check=refuse_text_and_heads if contest.iterations and contest.input == "sample" else no_objection,
     )
 
 
 def _report(contest: Contest, round: Round, candidate: Weights, found: Mapping[str, Fitted]) -> None:
     round.metrics["generator_loss"] = float(found["generator"].loss)
     round.metrics["student_loss"] = float(found["student"].loss)
-    if contest.student_steps:
-        right = float(found["student"].weights.buffers[RIGHT])
-        round.metrics["samples_right"] = right / (contest.iterations * contest.student_steps)
-    round.models["aggregated"] = candidate
+    right, asked = found["student"].weights.buffers[RIGHT].tolist()
+    if asked:
+        round.metrics["samples_right"] = right / asked
+    round.models.setdefault("aggregated", candidate)
 
 
 def _players(contest: Contest, roles: Roles, number: int, teachers: int) -> dict[str, Player]:
@@ -234,9 +237,10 @@ def _look(generator: Model, net: Net, model: Model) -> Callable[[Scene], Tree]:
 
     def look(scene: Scene) -> Tree:
         z, y = scene.drawn["z"], scene.drawn["y"]
-        x = _invented(generator, net, scene.weights["generator"], model.classes, z=z, y=y)
+        x = invent(generator, scene.weights["generator"], model.classes, z=z, y=y, shape=net.shape)
         said, weight = net.many(scene, scene.given["teachers"], x), scene.given["share"].index_select(1, y)
-        right = (ensemble_names(said, weight) == y).to(scene.given["share"].dtype).mean()
+        asked = scene.given["held"].index_select(0, y)
+        right = torch.stack([asked * (ensemble_names(said, weight) == y), asked]).sum(1)
         return {"x": x, "said": said, "weight": weight, "right": right}
 
     return look
@@ -251,12 +255,6 @@ def _learn(contest: Contest, net: Net) -> Loss:
         return found, {**buffers, RIGHT: own.buffers[RIGHT] + seen["right"]}
 
     return loss
-
-
-@torch.no_grad()
-def _invented(generator: Model, net: Net, weights: Weights, classes: int, *, z: Tensor, y: Tensor) -> Tensor:
-    output, _ = generator.apply(weights, asked_for(z, y, classes), training=False)
-    return output.logits.reshape(-1, *net.shape)
 
 
 def _network(student: Weights) -> Weights:
@@ -294,17 +292,12 @@ def _last_layer(model: Model) -> Net:
     )
 
 
-def _teaching(contest: Contest, net: Net, round: Round, present: Tensor) -> tuple[Tree, Tensor]:
-    """The teachers and how much each counts for a class, (T, K); and how much each class is asked for, (K,)."""
-    like, classes = next(leaves(round.start)), round.model.classes
-    here = present.nonzero().flatten()
-    teachers = round.uploads.weights if len(here) == len(present) else rows(round.uploads.weights, here)
-    counts = label_counts(round)[here] if contest.counts else like.new_zeros((len(here), classes))
-    known = bool((counts > 0).any())
-    alike = shares(round.uploads, "uniform")[here].to(like).unsqueeze(1).expand(-1, classes).contiguous()
-    share = class_shares(counts).to(like) if contest.ensemble == "class" and known else alike
-    wanted = counts.sum(0) if contest.labels == "quota" and known else torch.ones(classes, dtype=torch.float64)
-    return {"teachers": net.part(teachers), "share": share}, wanted
+def _teaching(contest: Contest, net: Net, round: Round) -> Tree:
+    """The teachers, how much each counts for a class (T, K), and 1 for classes that somebody holds (K,)."""
+    share = teacher_shares(round, by_class=contest.ensemble == "class")
+    held = wanted_classes(round, quota=contest.counts) > 0
+    held = (held | ~held.any()).to(share)  # without any count nobody knows
+    return {"teachers": net.part(round.uploads.weights), "share": share, "held": held}
 
 
 def _drawn(contest: Contest, wanted: Tensor, like: Tensor, seed: Seed) -> Tree:
@@ -318,20 +311,30 @@ def _drawn(contest: Contest, wanted: Tensor, like: Tensor, seed: Seed) -> Tree:
 def fresh_statistics(model: Model, weights: Weights, x: Tensor, seed: Seed) -> Params:
     """Buffers whose running means and variances are those of the batch x alone.
 
-    A layer moves them from r to r + m (batch - r) by a momentum m of its own: from 0 to m batch, from 1 to 1 - m more.
+    A layer moves them from r to r + m (batch - r) by a momentum m of its own: from 0 to m batch, and from the size s of
+    that to (1 - m) s more. A layer that does not move them keeps its own. Outside the engine, as `invent_many` is.
     """
     key = torch.tensor(to_signed(seed_for(seed, "statistics")), device=x.device)
     running = [name for name in weights.buffers if name.endswith(("running_mean", "running_var"))]
     if not running or not model.batch_statistics:
         return weights.buffers
 
-    def moved(value: float) -> Params:
-        held = {name: torch.full_like(weights.buffers[name], value) for name in running}
-        return model.apply(Weights(weights.params, {**weights.buffers, **held}), x, training=True, seed=key)[1]
+    uncounted = {n: torch.zeros_like(b) for n, b in weights.buffers.items() if n.endswith("num_batches_tracked")}
 
-    from_zero, from_one = moved(0.0), moved(1.0)
-    told = {name: from_zero[name] / (1.0 - (from_one[name] - from_zero[name])) for name in running}
-    return {**weights.buffers, **told}
+    def moved(held: Params) -> Params:
+        start = Weights(weights.params, {**weights.buffers, **uncounted, **held})
+        return model.apply(start, x, training=True, seed=key)[1]
+
+    from_zero = moved({name: torch.zeros_like(weights.buffers[name]) for name in running})
+    tops = {name: from_zero[name].abs().amax() for name in running}
+    size = {name: torch.where(top > 0, top, torch.ones_like(top)) for name, top in tops.items()}
+    from_size = moved({name: size[name].expand_as(weights.buffers[name]).clone() for name in running})
+    told = dict(weights.buffers)
+    for name in running:
+        momentum = 1.0 - ((from_size[name] - from_zero[name]).double() / size[name]).mean()
+        if bool(momentum > 0):
+            told[name] = from_zero[name] / momentum.to(x)
+    return told
 
 
 def _preparing(
@@ -341,15 +344,9 @@ def _preparing(
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         check_network(contest, preparation.model)
-        fresh = first_generator(generator, candidate, preparation)._asdict()
-        kept = state.get("generator") or {}
-        return candidate, {**state, "generator": kept if _form(kept) == _form(fresh) else fresh}
+        return candidate, {**state, SLOT: prepared_generator(generator, SLOT, candidate, state, preparation)}
 
     return prepare
-
-
-def _form(tree: Tree) -> dict[str, torch.Size]:
-    return {name: leaf.shape for name, leaf in flatten(tree).items()}
 
 
 def check_network(contest: Contest, model: Model) -> None:
@@ -362,20 +359,9 @@ def check_network(contest: Contest, model: Model) -> None:
             )
         return
     if model.tokens is not None:
-        raise FedstillError(_WORDS)
+        raise FedstillError(WORDS)
     if not model.input_shape or not model.classes:
         raise FedstillError(
             f"model '{model.name}' does not say what one sample looks like: make it with from_module, which sets "
             "input_shape and classes"
         )
-
-
-_WORDS = (
-    "a generator invents numbers, not words: for text set algorithm.input = 'feature', which invents what the last "
-    "layer reads, or use a method without a generator"
-)
-
-
-def _refuse_text(outlook: Outlook) -> None:
-    if outlook.tokenizer is not None:
-        raise FedstillError(_WORDS)

@@ -7,39 +7,41 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.tree import leaves, tree_map
+from fedstill.core.tree import leaves
 from fedstill.core.types import (
     Model,
     Need,
-    Outlook,
     Params,
     Player,
     Preparation,
     Round,
-    Samples,
     Scene,
     Seed,
     ServerStep,
     Training,
     Tree,
     Weights,
+    no_objection,
     no_preparation,
 )
-from fedstill.server.average import shares
 from fedstill.server.invented import (
     GeneratorFor,
     asked_for,
-    class_shares,
     diversity,
     gaussian_noise,
-    label_counts,
+    generator_of,
+    invent,
+    prepared_generator,
     quota_labels,
+    refuse_text_and_heads,
+    samples_of,
+    teacher_shares,
+    wanted_classes,
+    with_samples,
 )
 from fedstill.server.pools import Pool, full_precision, pool_targets
 from fedstill.server.student import divergence
@@ -47,7 +49,7 @@ from fedstill.server.student import divergence
 Ensemble = Literal["uniform", "class"]
 Labels = Literal["quota", "uniform"]
 BatchNorm = Literal["train", "frozen", "restore"]
-SHOWN = 10  # samples of each class that are kept to be looked at
+SLOT = "teaching_generator"  # not "generator": another method's, beside it or in the phase before, is its own
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Teaching:
     """How the generator and then the student learn: their `steps` are those of a round, rates those of round 1.
 
     lam_cls, lam_dis: weights of the teachers' cross-entropy and of the diversity in the generator's loss.
-    ensemble: teachers count alike, or class by class as in `class_shares`.
+    ensemble: teachers count alike, or class by class as in `teacher_shares`.
     labels: classes are asked for in the cohort's proportions ("quota") or all as often.
     batch_norm: of the student: "train", statistics of the invented samples; "frozen", eval mode; "restore", train
         mode, and afterwards the statistics that it had before.
@@ -77,7 +79,9 @@ class Teaching:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Label counts only where somebody looks at them."""
+        """Label counts only where somebody looks at them; nothing where nobody learns."""
+        if self.idle:
+            return frozenset()
         counts = {Need.LABEL_COUNTS_UPLOADED} if self.labels == "quota" or self.ensemble == "class" else set()
         return frozenset({Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE} | counts)
 
@@ -91,35 +95,38 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
         w <- SGD on KL(sum_k share_k softmax(w_k(x)) || softmax(w(x))),  x = G(z, y), G in eval mode
 
     Zero steps of the student leave the candidate as it is, and the generator too. Teachers answer in eval mode.
-    State: "generator", kept from round to round; "samples", what it invents now.
-    Reports: generator_loss and distill_loss, the means over the steps of the two phases.
+    State: "teaching_generator", kept from round to round.
+    Reports: teaching_generator_loss and distill_loss, the means over the steps of the two phases.
     """
     players = cache(lambda model: _players(teaching, generator(model), model))
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         if teaching.idle:
             return candidate, state
+        round = with_samples(round)
+        if not len(round.uploads.ids):
+            return candidate, state
         inventor, student = players(round.model)
-        given = {"teachers": round.uploads.weights, "shares": _teacher_shares(teaching, round)}
-        turn = partial(_turn, round, _wanted(teaching, round), teaching.noise)
-        now, round.metrics["generator_loss"] = turn("generator", inventor, generator_of(state), given)
+        share = teacher_shares(round, by_class=teaching.ensemble == "class")
+        given = {"teachers": round.uploads.weights, "shares": share}
+        turn = partial(_turn, round, wanted_classes(round, quota=teaching.labels == "quota"), teaching.noise)
+        now, round.metrics[f"{SLOT}_loss"] = turn("generator", inventor, generator_of(state, SLOT), given)
         learnt, round.metrics["distill_loss"] = turn("student", student, candidate, {**given, "generator": now})
         if teaching.batch_norm == "restore":
             learnt = learnt._replace(buffers=candidate.buffers)
-        round.models["aggregated"] = candidate
-        seen = invented_samples(generator(round.model), now, round.model, teaching.noise, round.seed)
-        return learnt, {**state, "generator": now._asdict(), "samples": seen._asdict()}
+        round.models.setdefault("aggregated", candidate)
+        return learnt, {**state, SLOT: now._asdict()}
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        return candidate, {**state, "generator": first_generator(generator, candidate, preparation)._asdict()}
+        return candidate, {**state, SLOT: prepared_generator(generator, SLOT, candidate, state, preparation)}
 
     return ServerStep(
         apply,
-        init=lambda _: {"generator": {}, "samples": {}},
+        init=lambda _: {SLOT: {}},
         needs=teaching.needs,
-        samples=samples_of,
+        samples=samples_of(SLOT, generator, teaching.noise),
         prepare=no_preparation if teaching.idle else prepare,
-        check=refuse_text,
+        check=no_objection if teaching.idle else refuse_text_and_heads,
     )
 
 
@@ -150,7 +157,7 @@ def _lesson(teaching: Teaching, generator: Model, model: Model) -> Callable[[Sce
 
     def look(scene: Scene) -> Tree:
         z, y = scene.drawn["z"], scene.drawn["y"]
-        x = _invent(generator, scene.given["generator"], model, z, y)
+        x = invent(generator, scene.given["generator"], model.classes, z=z, y=y, shape=model.input_shape)
         said = scene.each(scene.given["teachers"], x).logits
         return {"x": x, "targets": pool_targets(said, teaching.pool, share=scene.given["shares"][:, y])}
 
@@ -165,27 +172,6 @@ def _student_loss(teaching: Teaching, model: Model) -> Callable[[Weights, Scene]
         return divergence(scene.seen["targets"], output.logits).mean(), buffers if training else own.buffers
 
     return loss
-
-
-def _invent(generator: Model, weights: Weights, model: Model, z: Tensor, y: Tensor) -> Tensor:
-    """Samples as the run's model reads them, of a generator in eval mode."""
-    output, _ = generator.apply(weights, asked_for(z, y, model.classes), training=False)
-    return output.logits.reshape(-1, *model.input_shape)
-
-
-def _teacher_shares(teaching: Teaching, round: Round) -> Tensor:
-    """(T, K) how much a teacher counts for a sample that is asked for as class y; all alike where nobody has any."""
-    like = next(leaves(round.start))
-    if teaching.ensemble == "class" and bool((counts := label_counts(round)).any()):
-        return class_shares(counts).to(like)
-    return shares(round.uploads, "uniform").to(like).unsqueeze(1).repeat(1, round.model.classes)
-
-
-def _wanted(teaching: Teaching, round: Round) -> Tensor:
-    """(K,) in which proportions classes are asked for."""
-    if teaching.labels == "uniform":
-        return torch.ones(round.model.classes, device=next(leaves(round.start)).device)
-    return label_counts(round).sum(0)
 
 
 def _turn(
@@ -205,37 +191,3 @@ def _drawn(training: Training, noise: int, counts: Tensor, like: Tensor, seed: S
     steps, batch = training.steps or 0, training.batch_size
     y = quota_labels(counts, steps * batch, seed_for(seed, "labels")).reshape(steps, batch)
     return {"z": gaussian_noise(seed, (steps, batch, noise), like), "y": y.to(like.device)}
-
-
-def first_generator(generator: GeneratorFor, candidate: Weights, preparation: Preparation) -> Weights:
-    """The generator that a run starts with, in the candidate's precision and place."""
-    like = next(leaves(candidate))
-    made = generator(preparation.model).init(seed_for(preparation.seed, "generator"))
-    return tree_map(lambda leaf: leaf.to(like) if leaf.is_floating_point() else leaf.to(like.device), made)
-
-
-def generator_of(state: Tree) -> Weights:
-    kept = state.get("generator")
-    if not kept:
-        raise FedstillError("this server step was not prepared: call its `prepare` before its first round")
-    return Weights(kept["params"], kept.get("buffers", {}))
-
-
-def samples_of(state: Tree) -> Samples | None:
-    """The samples that a step keeps in its state under "samples"."""
-    kept = state.get("samples")
-    return None if not kept else Samples(kept["x"], kept["y"])
-
-
-@torch.no_grad()
-def invented_samples(generator: Model, weights: Weights, model: Model, noise: int, seed: Seed) -> Samples:
-    """A few of each class, for people to look at."""
-    like = next(leaves(weights))
-    y = torch.arange(model.classes, device=like.device).repeat_interleave(SHOWN)
-    z = gaussian_noise(seed_for(seed, "shown"), (len(y), noise), like)
-    return Samples(_invent(generator, weights, model, z, y), y)
-
-
-def refuse_text(outlook: Outlook) -> None:
-    if outlook.tokenizer is not None:
-        raise FedstillError("a generator invents numbers, not words: use a method without one for text")

@@ -63,7 +63,8 @@ def migrate(
                 learnt = learn(restart(candidate, state, round), targets, round)
                 teacher = blend(candidate, learnt, mix_alpha, counts=candidate)
                 round.metrics["student_loss"] = label_loss(learnt, targets, round)
-            round.models.update(aggregated=candidate, student=learnt)
+            round.models.setdefault("aggregated", candidate)
+            round.models["student"] = learnt
         belief = full_precision(round.trainer.outputs(teacher, unlabeled_data(round), features=False).logits).softmax(1)
         if targets is None:
             targets = Targets(belief, torch.zeros(len(belief), dtype=torch.bool, device=belief.device))

@@ -167,7 +167,7 @@ def rectified_distillation(student: Student, form: Refinery) -> ServerStep:
         round.metrics["teacher_agreement"] = agreement(logits, targets.probabilities)
         round.metrics["distill_loss_before"] = float(divergence(targets.probabilities, average.logits).mean())
         round.metrics["distill_loss_after"] = loss_of(learnt, targets, round)
-        round.models["aggregated"] = candidate
+        round.models.setdefault("aggregated", candidate)
         return learnt, keep_targets(_log_loss(state, round) if window else state, targets)
 
     needs = student.needs | {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
