@@ -101,9 +101,11 @@ def fedftg(
         Learning, CVPR 2022, Algorithm 2.
     """
     contest = Contest(
-        iterations, generator_steps, student_steps, batch_size, noise, lam_cls, lam_dis, server_lr, generator_lr,
-        lr_decay, weight_decay, clients, discrepancy, discrepancy_through, cls_weights, student_loss, student_scale,
-        labels, ensemble, batch_norm, input,
+        iterations=iterations, generator_steps=generator_steps, student_steps=student_steps, batch_size=batch_size,
+        noise=noise, lam_cls=lam_cls, lam_dis=lam_dis, server_lr=server_lr, generator_lr=generator_lr,
+        lr_decay=lr_decay, weight_decay=weight_decay, clients=clients, discrepancy=discrepancy,
+        discrepancy_through=discrepancy_through, cls_weights=cls_weights, student_loss=student_loss,
+        student_scale=student_scale, labels=labels, ensemble=ensemble, batch_norm=batch_norm, input=input,
     )  # fmt: skip
     _check(contest)
     step = hard_samples(_generator_for(check_generator(generator), contest), contest)

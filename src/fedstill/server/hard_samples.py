@@ -66,7 +66,7 @@ SLOT = "hard_generator"  # not "generator": another method's, beside it or in th
 RIGHT = "hard samples: right, of all"  # sums over the student's steps that travel with its buffers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Contest:
     """How hard samples are sought and learnt; see `fedftg` for what each field means.
 
