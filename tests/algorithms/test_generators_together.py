@@ -96,3 +96,21 @@ def test_they_may_train_heads_alone_where_it_does_not(text):
 def test_an_unknown_generator_is_told_before_the_phases_in_front_of_it_are_played(method):
     with pytest.raises(FedstillError, match=r"algorithm\.generator = 'cnv' is unknown.*conv"):
         build_method(f'fedavg until 500 then {method}(generator="cnv")')
+
+
+@pytest.mark.parametrize(
+    "text", ['fedftg(generator="deconv")', 'feddf_gen(generator="conv")', 'fedgen(generator="small")']
+)
+def test_a_generator_that_does_not_fit_is_told_before_the_phases_in_front_of_it_are_played(text):
+    seen = []
+    first = build_method("fedavg")[0].algorithm
+
+    def apply(candidate, state, round):
+        seen.append(round.number)
+        return first.server.apply(candidate, state, round)
+
+    watched = dataclasses.replace(first, server=dataclasses.replace(first.server, apply=apply))
+    phases = (Phase(watched, until=2), Phase(build_method(text)[0].algorithm))
+    with pytest.raises(FedstillError, match="generator = "):
+        run(phases, rounds=3)
+    assert seen == []

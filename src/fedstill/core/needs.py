@@ -60,5 +60,5 @@ def check_phases(
     for algorithm, until in phases:
         check_needs(algorithm, model=model, federation=federation, training=training, method=method)
         unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(algorithm) else None
-        algorithm.server.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part))
+        algorithm.server.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))
         first = first if until is None else until + 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from fedstill.core.data import Tokenizer
+
+if TYPE_CHECKING:
+    from fedstill.core.types import Model
 
 
 class Outlook(NamedTuple):
@@ -18,6 +21,7 @@ class Outlook(NamedTuple):
     unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
     tokenizer: Tokenizer | None = None  # of text whose ids are tokens
     part: str = "all"  # what clients train: see core.types.Training
+    model: Model | None = None
 
 
 def no_objection(_: Outlook) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ from fedstill.core.types import (
 from fedstill.server.invented import (
     GeneratorFor,
     asked_for,
+    check_fit,
     diversity,
     first_generator,
     gaussian_noise,
@@ -158,7 +159,10 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
     needs = {Need.HEAD, Need.FEATURES, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
     if counted:
         needs.add(Need.LABEL_COUNTS_UPLOADED)
-    return ServerStep(apply, lambda _: {SLOT: {}}, broadcast, needs=frozenset(needs), stage=Stage.KEEP, prepare=prepare)
+    return ServerStep(
+        apply, lambda _: {SLOT: {}}, broadcast, needs=frozenset(needs), stage=Stage.KEEP, prepare=prepare,
+        check=partial(check_fit, generator),
+    )  # fmt: skip
 
 
 def _prepared(

@@ -18,6 +18,7 @@ from fedstill.core.types import (
     Fitted,
     Model,
     Need,
+    Outlook,
     Params,
     Player,
     Preparation,
@@ -37,6 +38,7 @@ from fedstill.server.invented import (
     WORDS,
     GeneratorFor,
     asked_for,
+    check_fit,
     diversity,
     gaussian_noise,
     generator_of,
@@ -176,7 +178,7 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
         needs=contest.needs,
         samples=samples_of(SLOT, generator, contest.noise) if contest.input == "sample" else nobody,
         prepare=_preparing(generator, contest) if contest.iterations else no_preparation,
-        check=refuse_text_and_heads if contest.iterations and contest.input == "sample" else no_objection,
+        check=_checking(generator, contest) if contest.iterations else no_objection,
     )
 
 
@@ -335,6 +337,17 @@ def fresh_statistics(model: Model, weights: Weights, x: Tensor, seed: Seed) -> P
         if bool(momentum > 0):
             told[name] = from_zero[name] / momentum.to(x)
     return told
+
+
+def _checking(generator: GeneratorFor, contest: Contest) -> Callable[[Outlook], None]:
+    def check(outlook: Outlook) -> None:
+        if contest.input == "sample":
+            refuse_text_and_heads(outlook)
+        if outlook.model is not None:
+            check_network(contest, outlook.model)
+        check_fit(generator, outlook)
+
+    return check
 
 
 def _preparing(

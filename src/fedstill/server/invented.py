@@ -178,3 +178,9 @@ def refuse_text_and_heads(outlook: Outlook) -> None:
             "local.part = 'head' leaves the extractor as it is, and a student that learns from invented samples moves "
             "it: use fedftg(input='feature'), which invents what the head reads"
         )
+
+
+def check_fit(generator: GeneratorFor, outlook: Outlook) -> None:
+    """Refuse, before the run starts, a generator that cannot invent what the run's model reads."""
+    if outlook.model is not None:
+        generator(outlook.model)

@@ -15,6 +15,7 @@ from fedstill.core.tree import leaves
 from fedstill.core.types import (
     Model,
     Need,
+    Outlook,
     Params,
     Player,
     Preparation,
@@ -31,6 +32,7 @@ from fedstill.core.types import (
 from fedstill.server.invented import (
     GeneratorFor,
     asked_for,
+    check_fit,
     diversity,
     gaussian_noise,
     generator_of,
@@ -120,13 +122,17 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         return candidate, {**state, SLOT: prepared_generator(generator, SLOT, candidate, state, preparation)}
 
+    def check(outlook: Outlook) -> None:
+        refuse_text_and_heads(outlook)
+        check_fit(generator, outlook)
+
     return ServerStep(
         apply,
         init=lambda _: {SLOT: {}},
         needs=teaching.needs,
         samples=samples_of(SLOT, generator, teaching.noise),
         prepare=no_preparation if teaching.idle else prepare,
-        check=no_objection if teaching.idle else refuse_text_and_heads,
+        check=no_objection if teaching.idle else check,
     )
 
 
