@@ -21,13 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from costs import HEAD, Line, shortest, show
 from torch import Tensor, nn
 
 from fedstill.algorithms import build_algorithm
@@ -46,18 +46,6 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 PARTS = ("phase", "round", "memory")
 PHASE_PROMISE, ROUND_LIMIT = 4.0, 2.0
 WAYS = ("each", "joint")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure, and whether it is as promised (None: nothing is promised)."""
-
-    part: str
-    what: str
-    seconds: float | None
-    factor: float | None
-    kept: bool | None = None
-    note: str = ""
 
 
 def make_federation(clients: int, samples: int) -> Federation:
@@ -164,26 +152,6 @@ class PlainLoop:
         optimizer.step()
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def shortest(runs: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Seconds of each: once to warm up, then all in turn `repeats` times."""
-    for run in runs.values():
-        run()
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            synchronize(device)
-            begin = time.perf_counter()
-            run()
-            synchronize(device)
-            found[name].append(time.perf_counter() - begin)
-    return {name: min(seconds) for name, seconds in found.items()}
-
-
 def measure_phase(options: argparse.Namespace, device: torch.device) -> list[Line]:
     engine = make_engine(options, make_federation(options.clients, 4), device)
     runs: dict[str, Callable[[], Any]] = {way: server_phase(way, engine, options) for way in WAYS}
@@ -245,13 +213,6 @@ def measure_memory(options: argparse.Namespace, device: torch.device) -> list[Li
 MEASURES = {"phase": measure_phase, "round": measure_round, "memory": measure_memory}
 
 
-def show(line: Line) -> None:
-    seconds = "" if line.seconds is None else f"{1e3 * line.seconds:.1f}"
-    factor = "" if line.factor is None else f"{line.factor:.2f}"
-    kept = {None: "", True: "ok", False: "not as promised"}[line.kept]
-    print(f"{line.part:7s} {line.what:24s} {seconds:>10s} {factor:>8s}  {kept} {line.note}".rstrip(), flush=True)
-
-
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -286,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
                                                   "epochs", "iterations", "repeats")},
     }  # fmt: skip
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"{'part':7s} {'what':24s} {'ms':>10s} {'factor':>8s}")
+    print(HEAD)
     lines = []
     for part in options.parts:
         for line in MEASURES[part](options, device):

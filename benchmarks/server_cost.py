@@ -28,12 +28,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from costs import HEAD, Line, shortest, show
 from torch import Tensor, nn
 
 from fedstill.algorithms import build_algorithm
@@ -55,18 +55,6 @@ CPU_PROMISE = 0.9  # times every loop
 ROUND_LIMIT, MEMORY_LIMIT = 1.5, 1.5
 
 
-@dataclass(frozen=True)
-class Line:
-    """One figure, and whether it is as promised (None: nothing is promised)."""
-
-    part: str
-    what: str
-    seconds: float | None
-    factor: float | None
-    kept: bool | None = None
-    note: str = ""
-
-
 def images(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, *IMAGE), generator=generator, dtype=torch.uint8)
@@ -79,26 +67,6 @@ def make_federation(clients: int, samples: int, unlabeled: int) -> Federation:
     test = Dataset("noise", train.x[:100], y[:100], train.classes, MEAN, STD)
     offsets = torch.arange(0, total + 1, samples)
     return Federation(train, test, torch.arange(total), offsets, images(unlabeled, seed=2))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def shortest(runs: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Seconds of each: once to warm up, then all in turn `repeats` times."""
-    for run in runs.values():
-        run()
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            synchronize(device)
-            begin = time.perf_counter()
-            run()
-            synchronize(device)
-            found[name].append(time.perf_counter() - begin)
-    return {name: min(seconds) for name, seconds in found.items()}
 
 
 def make_engine(name: str, federation: Federation, device: torch.device) -> Engine:
@@ -236,13 +204,6 @@ def measure_memory(name: str, options: argparse.Namespace, device: torch.device)
 MEASURES = {"pass": measure_pass, "round": measure_round, "memory": measure_memory}
 
 
-def show(line: Line) -> None:
-    seconds = "" if line.seconds is None else f"{1e3 * line.seconds:.1f}"
-    factor = "" if line.factor is None else f"{line.factor:.2f}"
-    kept = {None: "", True: "ok", False: "not as promised"}[line.kept]
-    print(f"{line.part:7s} {line.what:40s} {seconds:>10s} {factor:>8s}  {kept} {line.note}".rstrip(), flush=True)
-
-
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -277,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
                                                   "steps", "repeats")},
     }  # fmt: skip
     print(", ".join(f"{key} {value}" for key, value in about.items()))
-    print(f"{'part':7s} {'what':40s} {'ms':>10s} {'factor':>8s}")
+    print(HEAD)
     lines = []
     for part in options.parts:
         for name in [options.round_model] if part == "round" else options.models:

@@ -12,7 +12,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
-def cost():
+def cost(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as it is for a script: its own folder
     return runpy.run_path(str(ROOT / "benchmarks" / "hard_samples_cost.py"))
 
 
