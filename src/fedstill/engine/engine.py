@@ -129,7 +129,7 @@ class Engine:
         """One part of a longer training; see core.types.Trainer."""
         places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
-        with float32_mode(self.precision):
+        with float32_mode(self.precision, alone=True):
             self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
             return runner.run_alone(plan, inputs, lambda done, now: False, optimizer)
 

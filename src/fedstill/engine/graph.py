@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedstill.core.tree import tree_map
 from fedstill.core.types import Tree
+from fedstill.engine.capture import capture
 from fedstill.engine.group import Group, Inputs, row_at
 from fedstill.engine.plan import Plan
 from fedstill.engine.program import Program
@@ -75,26 +76,9 @@ class CapturedGroup:
         return self.graphs[key]
 
     def _capture(self, width: int, full: bool, shared_rate: bool) -> torch.cuda.CUDAGraph:
-        """Warm up, capture, and put everything back as it was."""
-        tensors = [*self.stack.tensors(), self.cursor]
-        saved = [tensor.clone() for tensor in tensors]
         view = View(self.stack, width, stacked=self.stacked)
         self.views.append(view)
-        current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.cursor.zero_()
-                self._once(view, full, shared_rate)
-        current.wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            self._once(view, full, shared_rate)
-        for tensor, old in zip(tensors, saved, strict=True):
-            tensor.copy_(old)
-        return graph
+        return capture(lambda: self._once(view, full, shared_rate), self.cursor, list(self.stack.tensors()))
 
     def _once(self, view: View, full: bool, shared_rate: bool) -> None:
         assert self.inputs is not None

@@ -159,8 +159,7 @@ class Group:
                 still = step < local.steps
                 losses = torch.where(still if self.stacked else still[0], losses.detach(), 0.0)
             view.loss.add_(losses.detach())
-            for name, buffer in buffers.items():
-                view.buffers[name].copy_(buffer)
+            view.keep(buffers)
             view.update(gradients, rate)
 
     def stacked_loss(

@@ -42,7 +42,7 @@ def step(
         )  # fmt: skip
         return
     function = {"adam": adam, "adamw": adamw}[training.optimizer]
-    counts = [count.clone() for _ in params]  # the fused kernel advances one count a parameter
+    counts = list(count.repeat(len(params)).unbind())  # the fused kernel advances one count a parameter
     function(
         params, gradients, moments[0], moments[1], [], counts, fused=True, foreach=False, amsgrad=False,
         beta1=0.9, beta2=0.999, lr=rate, weight_decay=decay, eps=1e-8, maximize=False,

@@ -99,6 +99,13 @@ class View:
         self.moments = [[cut(m) for m in moments.values()] for moments in stack.moments.values()]
 
     @torch.no_grad()
+    def keep(self, buffers: Params) -> None:
+        """New buffers, all of a kind in one kernel: a BatchNorm net has three times as many as it has layers."""
+        for kind in {buffer.dtype for buffer in buffers.values()}:
+            names = [name for name, buffer in buffers.items() if buffer.dtype == kind]
+            torch._foreach_copy_([self.buffers[name] for name in names], [buffers[name] for name in names])
+
+    @torch.no_grad()
     def update(self, gradients: Iterable[Tensor], rate: float | Tensor) -> None:
         """One optimiser step; `rate` is a number, a device scalar, or one number per client (C,)."""
         training = self.stack.training

@@ -15,6 +15,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for, to_signed
 from fedstill.core.tree import clone, flatten, leaves, rows, tree_map
 from fedstill.core.types import Fitted, Output, Player, Scene, Seed, Tree, Weights
+from fedstill.engine.capture import capture
 from fedstill.engine.group import row_at
 from fedstill.engine.stack import Layout, Stack, View, allocate_weights
 
@@ -142,32 +143,17 @@ class Turns:
             gradients = torch.autograd.grad(loss, view.leaves, materialize_grads=True)
             with torch.no_grad():
                 view.loss.add_(loss.detach())
-                for slot, buffer in buffers.items():
-                    view.buffers[slot].copy_(buffer)
+                view.keep(buffers)
                 view.update(gradients, rate)
 
     def _number(self, value: int) -> Tensor:
         return torch.full((), value, dtype=torch.int64, device=self.device)
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        """One exchange as a CUDA graph; captured once, everything put back as it was."""
+        """One exchange as a CUDA graph, captured once."""
         if self.graph is None:
-            tensors = [*(t for stack in self.stacks.values() for t in stack.tensors()), self.cursor]
-            saved = [tensor.clone() for tensor in tensors]
-            current = torch.cuda.current_stream()
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self._once()
-                    self.cursor.zero_()
-            current.wait_stream(side)
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=side):
-                self._once()
-            for tensor, old in zip(tensors, saved, strict=True):
-                tensor.copy_(old)
+            changed = [tensor for stack in self.stacks.values() for tensor in stack.tensors()]
+            self.graph = capture(self._once, self.cursor, changed)
         return self.graph
 
     def _once(self) -> None:
