@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedopt": {"optimizer": "sgd", "server_lr": 0.1, "momentum": 0.9, **EVENLY},
     "scaffold": {"option": "II", **EVENLY},
     "feddf": {"preset": "mrtf"},
-    "mrtf": {},
+    "mrtf": {"feedback": True},
 }
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,

@@ -16,6 +16,7 @@ PRESETS = ("correct", "paper", "released")
 NAMES = ("2", "3", "figure-7", "figure-8", "figure-9", "figure-10", "figure-11")
 AT_HAND = {"cifar10", "mnist", "shakespeare"}
 EVENLY = {"weighting": "uniform"}
+SENT = {"feedback": True}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -55,11 +56,11 @@ def test_table_3_adds_noise_to_the_updates_and_none_at_sigma_0():
     assert [MRTF.method("3", row, "sigma-0") for row in ("fedavg", "feddf", "mrtf")] == [
         {"name": "fedavg", **EVENLY},
         {"name": "feddf", "preset": "mrtf"},
-        {"name": "mrtf"},
+        {"name": "mrtf", **SENT},
     ]
     assert MRTF.method("3", "fedavg", "sigma-0.01") == 'fedavg(weighting="uniform")+update_noise(sigma=0.01)'
     assert MRTF.method("3", "feddf", "sigma-0.001") == 'feddf(preset="mrtf")+update_noise(sigma=0.001)'
-    assert MRTF.method("3", "mrtf", "sigma-0.1") == "mrtf+update_noise(sigma=0.1)"
+    assert MRTF.method("3", "mrtf", "sigma-0.1") == "mrtf(feedback=true)+update_noise(sigma=0.1)"
     assert MRTF.recipe.tables["correct"]["3"].columns == ("sigma-0", "sigma-0.001", "sigma-0.01", "sigma-0.1")
 
 
@@ -69,10 +70,10 @@ def test_figure_11_takes_the_modules_away_one_by_one_in_50_rounds():
     column, off = "cifar10-dir-0.1", False
     assert {row: MRTF.method("figure-11", row, column) for row in table.rows} == {
         "pa": {"name": "fedavg", **EVENLY},
-        "al": {"name": "mrtf", "stabilise": off, "rectify": off, "refine": off},
-        "st": {"name": "mrtf", "rectify": off, "refine": off},
-        "st+rd": {"name": "mrtf", "refine": off},
-        "st+rd+clr": {"name": "mrtf"},
+        "al": {"name": "mrtf", **SENT, "stabilise": off, "rectify": off, "refine": off},
+        "st": {"name": "mrtf", **SENT, "rectify": off, "refine": off},
+        "st+rd": {"name": "mrtf", **SENT, "refine": off},
+        "st+rd+clr": {"name": "mrtf", **SENT},
     }
     one = MRTF.experiment("figure-11", "st", column)
     assert (one.rounds, one.cohort, one.partition.clients, one.partition.options) == (50, 10, 100, {"alpha": 0.1})

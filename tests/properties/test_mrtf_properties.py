@@ -78,7 +78,8 @@ def test_without_steps_it_is_fedavg_of_the_same_weighting_bit_for_bit(engine, we
 
 def test_without_feedback_clients_get_the_average_and_the_refined_model_is_reported():
     ours, plain, fed = (
-        run(method) for method in (mrtf(feedback=False, **QUICK), fedavg(weighting="uniform"), mrtf(**QUICK))
+        run(method)
+        for method in (mrtf(**QUICK), fedavg(weighting="uniform"), mrtf(feedback=True, **QUICK))
     )
     assert told(ours, "train_loss") == told(plain, "train_loss")
     assert told(ours, "accuracy_aggregated") == told(plain, "accuracy")
@@ -109,10 +110,11 @@ def test_the_more_clients_have_learnt_the_more_the_global_models_count():
     assert told(result, "server/u")[-1] < told(result, "server/u")[0] - 0.1
 
 
-def test_paper_and_default_are_the_same_while_the_loss_is_below_that_of_a_guess():
-    assert same_bits(run(mrtf(preset="paper", **QUICK)).weights, run(mrtf(**QUICK)).weights)
+def test_the_paper_s_form_and_the_default_one_with_feedback_are_the_same_while_the_loss_is_below_that_of_a_guess():
+    sent = mrtf(feedback=True, **QUICK)
+    assert same_bits(run(mrtf(preset="paper", **QUICK)).weights, run(sent).weights)
     bold = {"training": dataclasses.replace(TRAINING, lr=20.0), "rounds": 1}
-    printed, bounded = (run(mrtf(preset=preset, **QUICK), **bold) for preset in ("paper", "correct"))
+    printed, bounded = (run(method, **bold) for method in (mrtf(preset="paper", **QUICK), sent))
     assert told(printed, "server/u")[0] > 1.0 == told(bounded, "server/u")[0]
     assert not same_bits(printed.weights, bounded.weights)
     assert printed.audit == []  # its model is finite and was taken
@@ -227,7 +229,7 @@ def transductive(form: str, seed: int):
     parts = PARTITIONS["mrtf"](source.train.y.numpy(), 20, seed=seed, alpha=0.1)
     wanted = Unlabeled(source.test.x, tuple(str(row) for row in range(len(source.test.x))), source.test.y)
     result = run(
-        mrtf(steps=40, server_lr=1e-3, warm_up=2, **FORMS[form]), rounds=6, cohort=4, seed=seed,
+        mrtf(steps=40, server_lr=1e-3, warm_up=2, feedback=True, **FORMS[form]), rounds=6, cohort=4, seed=seed,
         model=build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(32,), init="torch"),
         federation=make_federation(source, parts, unlabeled=wanted),
         training=Training(batch_size=16, epochs=3, lr=0.05, momentum=0.9),
