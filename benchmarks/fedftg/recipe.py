@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scaffold": {"option": "II"},
     "fedgen": {"preset": "fedftg"},
     "feddf_gen": {},
-    "fedftg": {},
+    "fedftg": {"report": "average"},
 }
 EVENLY = {"weighting": "uniform"}  # Algorithm 1
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {

@@ -387,7 +387,7 @@ def look_at(task: Task, state: State, row: Row) -> None:
     weights = reported(task, state)
     row.update(plain(evaluate(weights, task.exam, task.engine)))
     row["forgetting"] = state.forgetting.see(row["class_accuracy"])
-    others = dict(state.models)
+    others = {name: other for name, other in state.models.items() if other is not weights}
     if task.model.groups is not None:
         others |= {prototype: only(weights, prototype) for prototype in task.model.groups.models}
     for name, other in others.items():

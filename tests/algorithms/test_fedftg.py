@@ -64,6 +64,19 @@ def test_alone_it_is_fedavg_with_fine_tuning():
     assert same_bits(run(fedftg(iterations=0)).weights, run(fedavg()).weights)
 
 
+@pytest.mark.parametrize("base", ["fedavg", "scaffold"])
+def test_the_model_before_fine_tuning_can_be_reported_and_training_is_the_same(base):
+    tuned, average = (
+        run(method(f"{base}+{text}"), rounds=3) for text in (TINY, TINY.replace(")", ', report="average")'))
+    )
+    rows, others = tuned.history.rows, average.history.rows
+    assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in others]
+    assert [row["accuracy_aggregated"] for row in rows] == [row["accuracy"] for row in others]
+    assert [row["accuracy"] for row in rows] == [row["accuracy_sent"] for row in others]
+    assert all("accuracy_aggregated" not in row for row in others), "it would be told twice"
+    assert furthest(tuned.weights, average.weights) > 1e-6
+
+
 def compositions() -> list[str]:
     """Ten pairs of local methods that can be joined, drawn from all pairs."""
     generator = numpy_generator(seed_for(0, "fedftg compositions"))

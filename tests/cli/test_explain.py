@@ -65,7 +65,7 @@ def test_parts_are_found_through_private_helpers():
 @pytest.mark.parametrize(
     ("method", "parts"),
     [
-        ("fedftg", ["average", "hard_samples"]),
+        ("fedftg", ["average", "hard_samples", "send_only"]),
         ("fedadam", ["average", "adaptive"]),
         ("scaffold", ["average", "sgd", "update_control"]),
         ("fedgen", ["average", "train_generator"]),

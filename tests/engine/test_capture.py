@@ -46,7 +46,8 @@ def test_buffers_of_two_kinds_are_written_into_the_stack(stacked):
     for name, buffer in new.items():
         assert torch.equal(stack.buffers[name][:width], buffer[:width])
     if not stacked:
-        assert stack.buffers["count"][1] == 0 and stack.buffers["mean"][1].eq(0).all()
+        assert stack.buffers["count"][1] == 0
+        assert stack.buffers["mean"][1].eq(0).all()
 
 
 @pytest.mark.gpu

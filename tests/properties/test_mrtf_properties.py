@@ -78,8 +78,7 @@ def test_without_steps_it_is_fedavg_of_the_same_weighting_bit_for_bit(engine, we
 
 def test_without_feedback_clients_get_the_average_and_the_refined_model_is_reported():
     ours, plain, fed = (
-        run(method)
-        for method in (mrtf(**QUICK), fedavg(weighting="uniform"), mrtf(feedback=True, **QUICK))
+        run(method) for method in (mrtf(**QUICK), fedavg(weighting="uniform"), mrtf(feedback=True, **QUICK))
     )
     assert told(ours, "train_loss") == told(plain, "train_loss")
     assert told(ours, "accuracy_aggregated") == told(plain, "accuracy")

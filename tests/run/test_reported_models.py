@@ -11,7 +11,7 @@ from run_helpers import LoopEngine, cross_entropy, linear_model, toy_federation,
 from run_helpers import average as apply_average
 
 from fedstill.checkpoint import load_weights
-from fedstill.core.compose import chain, report_only
+from fedstill.core.compose import chain, report_only, send_only
 from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Algorithm, Need, Objective, ServerStep, Targets, Training
 from fedstill.play import look_at_targets
@@ -54,8 +54,17 @@ def test_a_model_that_is_only_reported_is_evaluated_but_never_sent():
     assert told.history.last["accuracy"] < plain.history.last["accuracy"] - 0.3
 
 
-def test_the_run_folder_holds_the_reported_model_and_a_resumed_run_goes_on_from_the_one_sent(tmp_path):
-    server = chain(average(), report_only(ruin()))
+def test_a_model_that_is_only_sent_is_what_clients_start_from_and_the_one_before_it_is_evaluated():
+    plain, sent = run(chain(average(), ruin())), run(chain(average(), send_only(ruin())))
+    assert same_bits(sent.weights, negated(plain.weights))
+    assert [row["train_loss"] for row in sent.history.rows] == [row["train_loss"] for row in plain.history.rows]
+    assert [row["accuracy_sent"] for row in sent.history.rows] == [row["accuracy"] for row in plain.history.rows]
+    assert sent.history.rows[0]["accuracy"] > plain.history.rows[0]["accuracy"] + 0.3
+
+
+@pytest.mark.parametrize("two_models", [report_only, send_only])
+def test_the_run_folder_holds_the_reported_model_and_a_resumed_run_goes_on_from_the_one_sent(tmp_path, two_models):
+    server = chain(average(), two_models(ruin()))
     whole = run(server, run_dir=tmp_path / "whole", checkpoint_every=1)
     run(server, rounds=2, run_dir=tmp_path / "cut", checkpoint_every=1)
     resumed = run(server, run_dir=tmp_path / "cut", checkpoint_every=1, resume=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fedstill.algorithms.options import batch_of_a_generator, not_negative, positive, presets
-from fedstill.core.compose import chain
+from fedstill.core.compose import chain, send_only
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Algorithm, Model
 from fedstill.local.terms import cross_entropy
@@ -27,6 +27,7 @@ from fedstill.server.hard_samples import (
 )
 from fedstill.server.invented import GeneratorFor
 
+Report = Literal["tuned", "average"]
 PAPER: dict[str, Any] = {
     "clients": "joint", "discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl",
     "student_scale": "batch", "weighting": "uniform",
@@ -43,7 +44,7 @@ def fedftg(
     clients: Clients = "joint", discrepancy: Discrepancy = "l1", discrepancy_through: Through = "student",
     cls_weights: ClassWeights = "sample", student_loss: StudentLoss = "forward_kl", student_scale: Scale = "class",
     labels: Labels = "quota", ensemble: Ensemble = "class", batch_norm: BatchNorm = "train",
-    weighting: Weighting = "size", buffers: BufferPolicy = "average",
+    report: Report = "tuned", weighting: Weighting = "size", buffers: BufferPolicy = "average",
 ) -> Algorithm:  # fmt: skip
     """FedFTG: the averaged model learns from the clients' models on samples that a generator finds hard for it.
 
@@ -86,6 +87,10 @@ def fedftg(
         batch_norm: BatchNorm of the model: "train", its statistics become those of invented samples; "frozen", eval
             mode (dropout too); "restore", train mode, and the averaged statistics afterwards; "reestimate", train mode,
             and afterwards the statistics of all samples of the round, invented anew.
+        report: the run's model, whose accuracy is told: the "tuned" one, which the next clients start from, or the
+            "average" of this round's clients. Training is the same. In long runs the average was better (ResNet-18 on
+            CIFAR-10, 150 rounds: by five and eight points), in the first ten the tuned one. Say "average" only where
+            nothing refines the model after this.
         weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
         buffers: BatchNorm statistics before fine-tuning: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
@@ -109,7 +114,8 @@ def fedftg(
     )  # fmt: skip
     _check(contest)
     step = hard_samples(_generator_for(check_generator(generator), contest), contest)
-    server = chain(average(weighting, buffers=buffers), step)
+    tuning = send_only(step) if report == "average" and iterations else step
+    server = chain(average(weighting, buffers=buffers), tuning)
     return Algorithm(cross_entropy(), server, without_counts='fedftg(labels="uniform", ensemble="uniform")')
 
 

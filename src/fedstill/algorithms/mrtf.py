@@ -85,10 +85,10 @@ def mrtf(
 
     Reveals: the trained model, the number of samples n_k and the mean training loss, which sets u_t; the server runs
         every client's model on its own, so secure aggregation is impossible.
-    Differs from the paper: the refined model is not sent to the clients (as in the authors' code; preset "paper": it is);
-        u_t is clipped to [floor, 1] (preset "paper": it is not); a class without mass gets
-        probability 0, where the paper divides 0 by 0; teachers answer in eval mode and a step has 64 samples, on both
-        of which the paper is silent; loss_k is the whole local objective, so terms of a joined method count.
+    Differs from the paper: the refined model is not sent to clients, as in the authors' code (preset "paper": it is);
+        u_t is clipped to [floor, 1] (preset "paper": it is not); a class without mass gets probability 0, where the
+        paper divides 0 by 0; teachers answer in eval mode and a step has 64 samples, on both of which the paper is
+        silent; loss_k is the whole local objective, so terms of a joined method count.
     Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, 2023, Eqs. 6, 10-12.
     """
     form = Refinery(

@@ -17,6 +17,7 @@ NOTHING = "–"
 GAIN, PAPERS_GAIN = f"last {LAST} above the best other", "paper's gain"
 BESIDE = {  # column: what a run logs
     "before distillation": "accuracy_aggregated",
+    "as it is sent": "accuracy_sent",
     "pseudo-label accuracy": "pseudo_label_accuracy",
     "pseudo-labels": "pseudo_labels",
 }
@@ -134,8 +135,9 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
         told += " Rounds to the target: the first evaluated round with that accuracy, over the seeds that reach it."
     if any(row.beside for column in columns for row in column.rows):
         told += (
-            f" Means of the last {LAST} rounds: before distillation, the accuracy of the averaged model; pseudo-label"
-            " accuracy, of the labels that the server learns from, and how many they are."
+            f" Means of the last {LAST} rounds: before distillation, the accuracy of the averaged model; as it is sent,"
+            " of the refined one, where the average is reported; pseudo-label accuracy, of the labels that the server"
+            " learns from, and how many they are."
         )
     return told
 

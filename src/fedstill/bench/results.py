@@ -19,7 +19,7 @@ from fedstill.experiment import write_whole
 from fedstill.options import find
 
 # What a round logs beside its accuracy and a record keeps: name -> times this (shares become percent).
-BESIDE = {"accuracy_aggregated": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
+BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
 # What changes neither the data, nor the method, nor (but for rounding) the numbers.
 NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
 

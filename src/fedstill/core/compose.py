@@ -171,28 +171,53 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
 
 
 def report_only(step: ServerStep) -> ServerStep:
-    """Run `step` for the sake of its model: that one is looked at and reported, and not sent to the clients.
+    """Run `step` for the sake of its model: that one is looked at and reported, and not sent to the clients."""
 
-    State: "reported" beside the step's own slots, so that each of them is found again when methods follow each other;
-    before the first round there is none.
+    def apart(candidate: Weights, moved: Weights, _: Round) -> tuple[Weights, Weights]:
+        return candidate, moved
+
+    return _with_two_models(step, apart, slot="reported")
+
+
+def send_only(step: ServerStep) -> ServerStep:
+    """Run `step` for the sake of the clients: they get its model, and the one that it began with is reported.
+
+    The accuracy of the model that is sent is logged beside, as `accuracy_sent`.
+    """
+
+    def apart(candidate: Weights, moved: Weights, round: Round) -> tuple[Weights, Weights]:
+        round.models["sent"] = moved
+        return moved, candidate
+
+    return _with_two_models(step, apart, slot="before")
+
+
+def _with_two_models(
+    step: ServerStep, apart: Callable[[Weights, Weights, Round], tuple[Weights, Weights]], *, slot: str
+) -> ServerStep:
+    """apart: (the model before the step, after it, round) -> (the one that is sent, the one that is reported).
+
+    State: the reported model in a slot beside the step's own, so that each of them is found again when methods follow
+    each other; before the first round there is none.
     """
 
     def own(state: Tree) -> Tree:
-        return {slot: value for slot, value in state.items() if slot != "reported"}
+        return {name: value for name, value in state.items() if name != slot}
 
     def init(weights: Weights) -> Tree:
-        return _merge("server state", [step.init(weights), {"reported": {}}])
+        return _merge("server state", [step.init(weights), {slot: {}}])
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         moved, after = step.apply(candidate, own(state), round)
-        return candidate, {**after, "reported": moved}
+        sent, reported = apart(candidate, moved, round)
+        return sent, {**after, slot: reported}
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         candidate, after = step.prepare(candidate, own(state), preparation)
         return candidate, {**state, **after}
 
     def report(state: Tree) -> Weights | None:
-        return state.get("reported") or None
+        return state.get(slot) or None
 
     return replace(
         step,
