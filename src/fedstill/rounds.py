@@ -26,7 +26,7 @@ from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Algorithm, Federation, Keeper, Model, Need, Phase, Seed, Targets, Training
-from fedstill.engine.store import BUDGET, ClientStore
+from fedstill.engine.store import ClientStore
 from fedstill.evaluate import answered_in_train_mode, label_counts, make_exam
 from fedstill.guard import AuditRecord, Guard
 from fedstill.history import Journal, Result, Row
@@ -62,7 +62,7 @@ def federate(
     resume: bool = False,
     tamper: Tamper | None = None,
     engine_options: Mapping[str, Any] | None = None,
-    state_budget: int = BUDGET,
+    state_budget: int | None = None,
     keeper: Keeper | None = None,
     sampling: Sampling = "fixed",
     privacy: Privacy | None = None,
@@ -74,7 +74,7 @@ def federate(
     resume: go on from the newest checkpoint of `run_dir` that verifies; the result equals an uninterrupted run.
     evaluate_batch: evaluate in train mode, so many test rows at a time (BatchNorm by the batch); None: in eval mode.
     tamper: sends every upload through its wire form and this function (fault injection).
-    state_budget: bytes of client states kept in memory; beyond it they live in a sparse file.
+    state_budget: bytes of client states kept in memory, beyond which they live in a sparse file; None: see ClientStore.
     keeper: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
     sampling: "fixed" draws cohorts of one size; with "poisson" each client takes part by its own coin.
     privacy: a budget, before which the run ends, and what may be sent for it; None: no limit.
@@ -149,7 +149,7 @@ def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
 
 
 def _run(
-    task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int, began: float
+    task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int | None, began: float
 ) -> Result:
     state, population = _first_state(task), task.federation.population
     warn_of_kept_statistics(task)

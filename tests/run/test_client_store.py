@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator
 from fedstill.core.tree import flatten, rows
+from fedstill.engine import store as store_module
+from fedstill.engine.memory import free_memory
 from fedstill.engine.store import ClientStore
 
 POPULATION = 12
@@ -124,10 +126,53 @@ def test_a_population_larger_than_memory_lives_in_a_sparse_file(tmp_path):
     ids = np.arange(0, 1_000_000, 25_000)
     states = {"a": torch.randn(len(ids), 1 << 14, generator=torch_generator(0))}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with ClientStore({"a": torch.zeros(1 << 14)}, 1_000_000, folder=tmp_path) as store:
+    with ClientStore({"a": torch.zeros(1 << 14)}, 1_000_000, folder=tmp_path, budget=2 << 30) as store:
         assert store.on_disk
         store.write(ids, states)
         assert torch.equal(store.read(ids)["a"], states["a"])
         assert not store.read(ids + 1)["a"].any()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("free", "on_disk"), [(4 * 8 * 100, False), (4 * 8 * 100 - 4, True)])
+def test_records_lie_in_memory_while_they_take_a_quarter_of_what_is_free(monkeypatch, free, on_disk):
+    """100 clients with eight bytes each."""
+    monkeypatch.setattr(store_module, "free_memory", lambda device: free)
+    with ClientStore({"a": torch.zeros(2)}, 100) as store:
+        assert store.on_disk is on_disk
+
+
+def test_what_a_gpu_cannot_hold_lies_in_the_host_and_what_neither_can_in_a_file():
+    host, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    free = {host: 1000, gpu: 400}
+
+    def place(wanted):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_module, "free_memory", free.__getitem__)
+            return store_module._place(wanted, gpu, None)
+
+    assert [place(wanted) for wanted in (100, 101, 250, 251)] == [gpu, host, host, None]
+
+
+def test_free_memory_is_what_the_system_says_within_the_limit_of_the_group(tmp_path):
+    def free(limit, used=100):
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(str(used))
+        return free_memory(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path)
+
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16 kB\nMemAvailable:    4 kB\n")
+    assert (free("max\n"), free("1100\n"), free("50\n")) == (4096, 1000, 0)
+    elsewhere = free_memory(torch.device("cpu"), meminfo=tmp_path / "none", cgroup=tmp_path / "none")
+    assert 1 << 26 < elsewhere < 1 << 50
+
+
+@pytest.mark.gpu
+def test_states_that_lie_in_the_host_come_to_the_gpu(monkeypatch):
+    monkeypatch.setattr(store_module, "free_memory", lambda device: 0 if device.type == "cuda" else 1 << 40)
+    with ClientStore({"a": torch.zeros(2)}, 3, device="cuda") as store:
+        store.write(np.array([1]), {"a": torch.ones(1, 2, device="cuda")})
+        read = store.read(np.array([0, 1]))["a"]
+        assert read.is_cuda
+        assert read.tolist() == [[0.0, 0.0], [1.0, 1.0]]

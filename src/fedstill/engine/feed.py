@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedstill.core.types import Dataset
 from fedstill.engine.augment import VIEWS, cutout, gather_augmented
+from fedstill.engine.memory import free_memory
 from fedstill.engine.views import random_views
 
 CPU_FLOAT_BYTES = 1 << 30  # a normalised float copy above this stays uint8 on the CPU
@@ -33,7 +34,7 @@ class Feed:
         """Whether so many numbers can be kept beside the samples."""
         wanted = numbers * self.dtype.itemsize
         if self.device.type == "cuda":
-            return wanted < torch.cuda.mem_get_info(self.device)[0] // 4
+            return wanted < free_memory(self.device) // 4
         return wanted <= CPU_FLOAT_BYTES
 
     def _normalise(self, x: Tensor) -> Tensor:

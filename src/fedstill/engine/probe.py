@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedstill.engine.group import Group, Inputs, local_view
+from fedstill.engine.memory import free_memory
 from fedstill.engine.program import Program
 from fedstill.engine.stack import Stack, View, allocate_weights, layout_of
 
@@ -41,6 +42,6 @@ def probe(program: Program, inputs: Inputs) -> None:
 def chunk_budget(device: torch.device, program: Program) -> int:
     """Bytes a chunk may take: half of what is free on the GPU; on the CPU about what the caches hold."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+        return free_memory(device) // 2
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(max(CPU_CHUNK_BYTES, 8 * program.memory), physical // 4)

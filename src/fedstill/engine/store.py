@@ -1,7 +1,8 @@
 """What each client remembers between rounds: one record a client, all alike until they are written.
 
-In memory while population x record fits the budget, otherwise in a sparse file that is read and written
-record by record (no mmap, so resident memory does not grow with the population).
+In the memory of the engine's device while all records take at most a quarter of what is free there, else in that of
+the host by the same rule, otherwise in a sparse file that is read and written record by record (no mmap, so resident
+memory does not grow with the population).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import byte_size, leaves, to_device, tree_map
 from fedstill.core.types import Tree
+from fedstill.engine.memory import free_memory
 
-BUDGET = 2 << 30
 SNAPSHOT_PART = 256 << 20
 
 ClientRows = tuple[np.ndarray, Tree]  # (ids, their states stacked in that order)
@@ -30,6 +31,7 @@ ClientRows = tuple[np.ndarray, Tree]  # (ids, their states stacked in that order
 class ClientStore:
     """States of a whole population; `read` and `write` take distinct client ids and stacked trees.
 
+    budget: bytes that may lie on the device, with the file beyond; None: see above.
     Close it (or use it in a `with`) when it may live on disk.
     """
 
@@ -39,7 +41,7 @@ class ClientStore:
         population: int,
         *,
         device: torch.device | str = "cpu",
-        budget: int = BUDGET,
+        budget: int | None = None,
         folder: Path | None = None,
     ) -> None:
         self.template = to_device(template, device)
@@ -47,9 +49,12 @@ class ClientStore:
         self.device = torch.device(device)
         self.record_bytes = byte_size(template)
         outline = list(leaves(self.template))
-        self.on_disk = self.record_bytes * population > budget
+        place = _place(self.record_bytes * population, self.device, budget)
+        self.on_disk = place is None
         self._table: _Memory | _File = (
-            _File(outline, population, folder) if self.on_disk else _Memory(outline, population)
+            _File(outline, population, folder)
+            if place is None
+            else _Memory([leaf.to(place) for leaf in outline], population)
         )
 
     def __enter__(self) -> ClientStore:
@@ -104,6 +109,14 @@ class ClientStore:
         return found
 
 
+def _place(wanted: int, device: torch.device, budget: int | None) -> torch.device | None:
+    """Whose memory the records lie in; None: nobody's."""
+    if budget is not None:
+        return device if wanted <= budget else None
+    places = dict.fromkeys((device, torch.device("cpu")))
+    return next((place for place in places if wanted <= free_memory(place) // 4), None)
+
+
 def _placed(column: Tensor | None, outline: Tensor, count: int) -> Tensor:
     if column is None:  # only leaves without elements: nothing is stored for them
         return outline.new_empty((count, *outline.shape))
@@ -111,7 +124,7 @@ def _placed(column: Tensor | None, outline: Tensor, count: int) -> Tensor:
 
 
 class _Memory:
-    """One tensor (N, ...) a leaf, on the template's device."""
+    """One tensor (N, ...) a leaf, where the outline lies."""
 
     def __init__(self, outline: list[Tensor], population: int) -> None:
         # a clone of the expanded leaf touches every page: memory is committed now, not in the middle of a run
