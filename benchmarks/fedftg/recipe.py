@@ -93,6 +93,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "bn-restore": {"batch_norm": "restore"},
     "bn-reestimate": {"batch_norm": "reestimate"},
     "conv-paper": {"generator": "conv_paper"},
+    "no-hsm": GONE["hsm"],
+    "low-rate": {"server_lr": 0.01},
 }
 NO_COUNTS = {"labels": "uniform", "ensemble": "uniform"}
 COUNTS: dict[str, dict[str, Any]] = {
