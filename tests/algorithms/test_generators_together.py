@@ -114,3 +114,35 @@ def test_a_generator_that_does_not_fit_is_told_before_the_phases_in_front_of_it_
     with pytest.raises(FedstillError, match="generator = "):
         run(phases, rounds=3)
     assert seen == []
+
+
+MRTF = "mrtf(steps=2, batch_size=8)"
+
+
+def test_a_model_that_is_only_reported_is_refined_last_wherever_it_is_written():
+    first, last = (run(build_method(text)[0].algorithm, rounds=2) for text in (f"{MRTF}+{HARD}", f"{HARD}+{MRTF}"))
+    assert same_bits(first.weights, last.weights)
+    alone = run(build_method(MRTF)[0].algorithm, rounds=2)
+    assert furthest(first.weights, alone.weights) > 1e-6, "it starts from the fine-tuned model"
+
+
+AVERAGE = HARD.replace(")", ', report="average")')
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second"),
+    [
+        (f"{AVERAGE}+feddf(steps=2)", "fedftg", "feddf"),
+        (f"{MRTF}+{AVERAGE}", "fedftg", "mrtf"),
+        (f"{MRTF}+feddf(steps=2, feedback=false)", "mrtf", "feddf"),
+    ],
+)
+def test_of_two_models_to_report_none_is_lost_without_a_word(text, first, second):
+    with pytest.raises(FedstillError, match=rf"{first}.* reports a model before {second}.* works on it"):
+        build_method(text)
+
+
+def test_the_model_before_fine_tuning_may_be_another_ones_student():
+    found = run(build_method(f"feddf(steps=2)+{AVERAGE}")[0].algorithm, rounds=1)
+    student = run(build_method("feddf(steps=2)+fedavg")[0].algorithm, rounds=1)
+    assert same_bits(found.weights, student.weights)

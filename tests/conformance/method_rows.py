@@ -138,7 +138,7 @@ ROWS = (
     Row("fedbe", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
     Row("mrtf", {**REFINED, "warm_up": 1}, {"steps": 0, "weighting": "size"}),
     Row("mrtf", {**REFINED, "preset": "released"}, {"steps": 0, "weighting": "size"}),
-    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": False}, {"steps": 0, "weighting": "size"}),
+    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": True}, {"steps": 0, "weighting": "size"}),
     Row("mrtf", {**REFINED, "refine": False}),
     Row("mrtf", {**REFINED, "rectify": False, "refine": False}),
     Row("mrtf", {**REFINED, "stabilise": False, "rectify": False, "refine": False}),

@@ -48,8 +48,7 @@ ENGINES = ("batched", "looped")
 CLOSE = 1e-5
 
 # slots of a server's state that its preparation and first rounds fill
-FILLED_LATER = {"targets", "reported", "before", "past", "past_labels", "past_probabilities", "distilled", "scores"}
-FILLED_LATER |= {"optimizer"}
+FILLED_LATER = {"targets", "reported", "past", "past_labels", "past_probabilities", "distilled", "scores", "optimizer"}
 FILLED_LATER |= {"hard_generator", "teaching_generator", "feature_generator"}
 
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)

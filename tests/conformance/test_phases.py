@@ -65,9 +65,9 @@ def test_a_switch_before_the_first_or_after_the_last_round_is_no_switch(engine):
         f"feddf({REFINED})",
         f"feddf({REFINED}, feedback=false)",
         f"mrtf({REFINED}, smooth=true, warm_up=1)",
-        f"mrtf({REFINED}, smooth=true, loss_window=3)",
+        f"mrtf({REFINED}, smooth=true, loss_window=3, feedback=true)",
         f'mrtf({REFINED}, preset="released")',
-        f"mrtf({REFINED}, feedback=false, every=3)",
+        f"mrtf({REFINED}, every=3)",
         f"d2cfl({LABELS})",
         f"d2cfl({LABELS}, feedback=false)",
         f'd2cfl({LABELS}, rule="mean", rollback="fixed")',
@@ -83,6 +83,17 @@ def test_switching_to_the_same_method_changes_nothing(text, until, engine):
     )
     assert same_bits(found.weights, wanted.weights)
     assert without_clock(found) == without_clock(wanted)
+
+
+def test_a_model_that_was_reported_in_one_phase_is_not_reported_in_the_next():
+    """Which only warms up, and so has none of its own."""
+    first, second = f"mrtf({REFINED})", f"feddf({REFINED}, feedback=false, warm_up=5)"
+    found, plain = (
+        run(build_method(f"{first} until 2 then {one}"), rounds=4) for one in (second, "fedavg(weighting=uniform)")
+    )
+    told, wanted = ([row["loss"] for row in result.history.rows] for result in (found, plain))
+    assert told == wanted
+    assert len(set(told)) == 4
 
 
 def test_a_server_that_labels_by_another_rule_collects_its_teachers_anew():

@@ -240,7 +240,7 @@ def test_a_step_that_only_reports_still_broadcasts_believes_and_needs():
     _, state = step.apply(model_at(0.0), state, at_round(1))
     assert strength(step.targets(state)) == 1.0
     assert step.broadcast(state) == {"runs of 1.0": torch.tensor(1)}
-    assert (step.needs, step.stage) == (plain.needs, plain.stage)
+    assert (step.needs, step.stage) == (plain.needs, Stage.REPORT)
     assert (step.name, step.instead_of, step.steps) == ("", "", ())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedstill.core.types import Training, Weights
-from fedstill.engine.capture import capture, no_collection
+from fedstill.engine.capture import WARM_UPS, capture, no_collection
 from fedstill.engine.stack import Stack, View
 
 
@@ -55,17 +55,23 @@ def test_a_graph_that_nobody_holds_any_more_does_not_break_the_next_capture():
     cursor, total = (torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2))
 
     class Lost:
-        def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-            self.graph, self.myself = graph, self
+        def __init__(self, held: list[torch.cuda.CUDAGraph]) -> None:
+            self.graphs, self.myself = held, self
 
-    def once() -> None:
+    def step() -> None:
         total.add_(cursor)
         cursor.add_(1)
-        for _ in range(2000):  # enough objects in cycles for the collector to run, if it may
-            Lost(None)  # type: ignore[arg-type]
 
-    for _ in range(3):
-        Lost(capture(once, cursor, [total]))
+    old, calls = [capture(step, cursor, [total])], []
+
+    def once() -> None:
+        step()
+        calls.append(1)
+        if len(calls) == WARM_UPS + 1:  # the one that is captured: the old graph is garbage from now on
+            Lost([old.pop()])
+        for _ in range(2000):  # enough objects in cycles for the collector to run, if it may
+            Lost([])
+
     graph = capture(once, cursor, [total])
     for _ in range(4):
         graph.replay()

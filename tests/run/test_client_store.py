@@ -135,8 +135,8 @@ def test_a_population_larger_than_memory_lives_in_a_sparse_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("free", "on_disk"), [(4 * 8 * 100, False), (4 * 8 * 100 - 4, True)])
-def test_records_lie_in_memory_while_they_take_a_quarter_of_what_is_free(monkeypatch, free, on_disk):
+@pytest.mark.parametrize(("free", "on_disk"), [(8 * 8 * 100, False), (8 * 8 * 100 - 8, True)])
+def test_records_lie_in_memory_while_they_take_an_eighth_of_what_is_free(monkeypatch, free, on_disk):
     """100 clients with eight bytes each."""
     monkeypatch.setattr(store_module, "free_memory", lambda device: free)
     with ClientStore({"a": torch.zeros(2)}, 100) as store:
@@ -145,7 +145,7 @@ def test_records_lie_in_memory_while_they_take_a_quarter_of_what_is_free(monkeyp
 
 def test_what_a_gpu_cannot_hold_lies_in_the_host_and_what_neither_can_in_a_file():
     host, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    free = {host: 1000, gpu: 400}
+    free = {host: 2000, gpu: 800}
 
     def place(wanted):
         with pytest.MonkeyPatch.context() as patch:
@@ -159,11 +159,12 @@ def test_free_memory_is_what_the_system_says_within_the_limit_of_the_group(tmp_p
     def free(limit, used=100):
         (tmp_path / "memory.max").write_text(limit)
         (tmp_path / "memory.current").write_text(str(used))
+        (tmp_path / "memory.stat").write_text("anon 60\ninactive_file 40\n")
         return free_memory(torch.device("cpu"), meminfo=meminfo, cgroup=tmp_path)
 
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       16 kB\nMemAvailable:    4 kB\n")
-    assert (free("max\n"), free("1100\n"), free("50\n")) == (4096, 1000, 0)
+    assert (free("max\n"), free("1100\n"), free("50\n")) == (4096, 1040, 0)
     elsewhere = free_memory(torch.device("cpu"), meminfo=tmp_path / "none", cgroup=tmp_path / "none")
     assert 1 << 26 < elsewhere < 1 << 50
 

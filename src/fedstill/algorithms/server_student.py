@@ -66,5 +66,5 @@ def check_voters(labels: Labels, weighting: TeacherWeighting) -> None:
 def placed(step: ServerStep, *, warm_up: int, feedback: bool = True) -> ServerStep:
     """The step after so many rounds without it; its model is sent, or only reported."""
     not_negative("warm_up", warm_up)
-    step = step if feedback else report_only(step)
-    return after(warm_up, step) if warm_up else step
+    step = after(warm_up, step) if warm_up else step
+    return step if feedback else report_only(step)

@@ -21,6 +21,12 @@ BESIDE = {  # column: what a run logs
     "pseudo-label accuracy": "pseudo_label_accuracy",
     "pseudo-labels": "pseudo_labels",
 }
+MEANINGS = {
+    "accuracy_aggregated": "before distillation, the accuracy of the averaged model",
+    "accuracy_sent": "as it is sent, the accuracy of the model that clients get, where another one is reported",
+    "pseudo_label_accuracy": "pseudo-label accuracy, of the labels that the server learns from",
+    "pseudo_labels": "pseudo-labels, how many these are",
+}
 LAST_ROUND, APART = "last round", "last round - paper"
 REACHED, PAPERS_ROUNDS = "rounds to the target", "paper's rounds"
 OPTIONAL = (
@@ -133,12 +139,9 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
         )
     if any(column.target is not None for column in columns):
         told += " Rounds to the target: the first evaluated round with that accuracy, over the seeds that reach it."
-    if any(row.beside for column in columns for row in column.rows):
-        told += (
-            f" Means of the last {LAST} rounds: before distillation, the accuracy of the averaged model; as it is sent,"
-            " of the refined one, where the average is reported; pseudo-label accuracy, of the labels that the server"
-            " learns from, and how many they are."
-        )
+    logged = {name for column in columns for row in column.rows for name in row.beside}
+    if words := [meaning for name, meaning in MEANINGS.items() if name in logged]:
+        told += f" Means of the last {LAST} rounds: {'; '.join(words)}."
     return told
 
 

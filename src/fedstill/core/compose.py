@@ -21,6 +21,7 @@ from fedstill.core.types import (
     Preparation,
     Round,
     ServerStep,
+    Stage,
     Tree,
     Weights,
     no_finish,
@@ -28,6 +29,7 @@ from fedstill.core.types import (
 )
 
 T = TypeVar("T")
+REPORTED = "reported"  # slot of the model that is looked at, where it is not the one sent
 
 
 def _merge(kind: str, parts: list[Tree]) -> Tree:
@@ -176,7 +178,7 @@ def report_only(step: ServerStep) -> ServerStep:
     def apart(candidate: Weights, moved: Weights, _: Round) -> tuple[Weights, Weights]:
         return candidate, moved
 
-    return _with_two_models(step, apart, slot="reported")
+    return replace(_with_two_models(step, apart), stage=Stage.REPORT)
 
 
 def send_only(step: ServerStep) -> ServerStep:
@@ -189,35 +191,35 @@ def send_only(step: ServerStep) -> ServerStep:
         round.models["sent"] = moved
         return moved, candidate
 
-    return _with_two_models(step, apart, slot="before")
+    return _with_two_models(step, apart)
 
 
 def _with_two_models(
-    step: ServerStep, apart: Callable[[Weights, Weights, Round], tuple[Weights, Weights]], *, slot: str
+    step: ServerStep, apart: Callable[[Weights, Weights, Round], tuple[Weights, Weights]]
 ) -> ServerStep:
     """apart: (the model before the step, after it, round) -> (the one that is sent, the one that is reported).
 
-    State: the reported model in a slot beside the step's own, so that each of them is found again when methods follow
-    each other; before the first round there is none.
+    State: REPORTED beside the step's own slots, so that each of them is found again when methods follow each other;
+    before the first round there is none.
     """
 
     def own(state: Tree) -> Tree:
-        return {name: value for name, value in state.items() if name != slot}
+        return {name: value for name, value in state.items() if name != REPORTED}
 
     def init(weights: Weights) -> Tree:
-        return _merge("server state", [step.init(weights), {slot: {}}])
+        return _merge("server state", [step.init(weights), {REPORTED: {}}])
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         moved, after = step.apply(candidate, own(state), round)
         sent, reported = apart(candidate, moved, round)
-        return sent, {**after, slot: reported}
+        return sent, {**after, REPORTED: reported}
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         candidate, after = step.prepare(candidate, own(state), preparation)
         return candidate, {**state, **after}
 
     def report(state: Tree) -> Weights | None:
-        return state.get(slot) or None
+        return state.get(REPORTED) or None
 
     return replace(
         step,

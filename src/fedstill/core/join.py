@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -21,6 +22,7 @@ from fedstill.core.types import (
     Transmit,
     Uploads,
     Weights,
+    nobody,
     unchanged,
 )
 
@@ -32,10 +34,11 @@ def join(methods: Named) -> Algorithm:
     """One method from several, by the names that mistakes should mention.
 
         client:  one risk (cross-entropy, unless one method replaces it) + the terms of all
-        server:  one aggregate -> at most one move -> whatever is kept -> refinements, in the order given
+        server:  one aggregate -> at most one move -> whatever is kept -> refinements, in the order given -> one whose
+                 model is only reported
 
-    Two methods that replace the cross-entropy, aggregate differently, both decide the server's step or write one
-    slot clash: that is an error. A single method comes back as it is.
+    Two methods that replace the cross-entropy, aggregate differently, both decide the server's step, report two models
+    or write one slot clash: that is an error. A single method comes back as it is.
     """
     if not methods:
         raise FedstillError("no method is named: give at least one")
@@ -45,7 +48,8 @@ def join(methods: Named) -> Algorithm:
     risk = _risk(methods)
     terms = [term for one in methods.values() for term in _terms(one.objective) if not term.risk]
     objective = combine(risk, *(term.with_risk(risk) if term.with_risk else term for term in terms))
-    kept = [step for stage in (Stage.KEEP, Stage.REFINE) for step in _steps_at(stage, methods)]
+    kept = [step for stage in (Stage.KEEP, Stage.REFINE, Stage.REPORT) for step in _steps_at(stage, methods)]
+    _check_reports(kept, methods)
     server = chain(_aggregate(methods), *_move(methods), *kept)
     releases = tuple(release for one in methods.values() for release in one.releases)
     transmit = _in_turn([one.transmit for one in methods.values()])
@@ -62,6 +66,22 @@ def _steps(server: ServerStep) -> tuple[ServerStep, ...]:
 
 def _steps_at(stage: Stage, methods: Named) -> Iterable[ServerStep]:
     return (step for one in methods.values() for step in _steps(one.server) if step.stage is stage)
+
+
+def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
+    """A model that is reported must be that of the last step: what a later one makes of it, nobody would see."""
+    for step, later in pairwise(steps):
+        if step.report is nobody:
+            continue
+        name, other = (_owner(one, methods) for one in (step, later))
+        raise FedstillError(
+            f"{name} reports a model before {other} works on it, and a run reports one: leave the report to {other} "
+            f"({name} with feedback = true, or report = 'tuned' where it has that), or take one of them"
+        )
+
+
+def _owner(step: ServerStep, methods: Named) -> str:
+    return next(name for name, one in methods.items() if any(step is own for own in _steps(one.server)))
 
 
 def _risk(methods: Named) -> Objective:

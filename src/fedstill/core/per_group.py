@@ -139,7 +139,7 @@ def _apply(chains: Mapping[str, ServerStep], groups: Groups) -> Callable[[Weight
         after = {prototype: dict(own) for prototype, own in state.items()}
         for place, prototype, step in _in_step(chains):
             look = rounds[prototype]
-            if len(look.uploads.ids) or step.stage is Stage.REFINE:
+            if len(look.uploads.ids) or step.stage in (Stage.REFINE, Stage.REPORT):
                 moved = step.apply(parts[prototype], after[prototype].get(place, {}), look)
                 parts[prototype], after[prototype][place] = moved
         _hand_up(round, rounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fedstill.core.compose import REPORTED
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Algorithm, Local, Objective, Phase, Tree, Weights
@@ -70,6 +71,7 @@ def carry_over(old: Tree, fresh: Tree) -> Tree:
     all c_k, FedCurv's U the sum of all u_k.
     """
     known = {**old.get(WAITING, {}), **_slots(old)}
+    known.pop(REPORTED, None)  # of a round that is over
 
     def taken(state: Tree) -> Tree:
         return {slot: taken(value) if slot.isdecimal() else _take(known, slot, value) for slot, value in state.items()}

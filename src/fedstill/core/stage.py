@@ -12,3 +12,4 @@ class Stage(Enum):
     MOVE = "decide the server's step from the sent model"  # at most one a method
     KEEP = "keep something, and pass the model through"
     REFINE = "improve the model"
+    REPORT = "improve a copy that is reported, and pass the model through"

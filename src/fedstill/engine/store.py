@@ -1,8 +1,8 @@
 """What each client remembers between rounds: one record a client, all alike until they are written.
 
-In the memory of the engine's device while all records take at most a quarter of what is free there, else in that of
-the host by the same rule, otherwise in a sparse file that is read and written record by record (no mmap, so resident
-memory does not grow with the population).
+In the memory of the engine's device while all records take at most an eighth of what is free there (several runs may
+share it), else in that of the host by the same rule, otherwise in a sparse file that is read and written record by
+record (no mmap, so resident memory does not grow with the population).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fedstill.core.types import Tree
 from fedstill.engine.memory import free_memory
 
 SNAPSHOT_PART = 256 << 20
+SHARE = 8  # one part of so many of the free memory may hold records
 
 ClientRows = tuple[np.ndarray, Tree]  # (ids, their states stacked in that order)
 
@@ -114,7 +115,7 @@ def _place(wanted: int, device: torch.device, budget: int | None) -> torch.devic
     if budget is not None:
         return device if wanted <= budget else None
     places = dict.fromkeys((device, torch.device("cpu")))
-    return next((place for place in places if wanted <= free_memory(place) // 4), None)
+    return next((place for place in places if wanted <= free_memory(place) // SHARE), None)
 
 
 def _placed(column: Tensor | None, outline: Tensor, count: int) -> Tensor:
