@@ -188,22 +188,22 @@ def test_presets_are_the_papers_text_and_its_code():
     assert METHODS["fedftg"].presets == {
         "paper": {
             "clients": "joint", "discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl",
-            "student_scale": "batch", "weighting": "uniform",
+            "student_scale": "batch", "batch_norm": "train", "weighting": "uniform",
         },
-        "released": {"clients": "each", "cls_weights": "client"},
+        "released": {"clients": "each", "cls_weights": "client", "batch_norm": "train"},
     }  # fmt: skip
     found = [run(build_algorithm("fedftg", {"preset": preset, **SHORT}), rounds=1).weights for preset in
              ("correct", "paper", "released")]  # fmt: skip
     assert all(furthest(one, other) > 1e-7 for one, other in itertools.combinations(found, 2))
 
 
-def test_defaults_are_those_of_the_released_code_but_for_one_step_of_the_generator_on_all_clients():
+def test_defaults_are_those_of_the_released_code_but_for_one_generator_step_on_all_clients_and_eval_mode():
     """Card 14.3."""
     defaults = {name: one.default for name, one in inspect.signature(METHODS["fedftg"]).parameters.items()}
     wanted = {"iterations": 10, "generator_steps": 1, "student_steps": 5, "batch_size": 50, "noise": 100}
     wanted |= {"lam_cls": 1.0, "lam_dis": 1.0, "server_lr": 0.1, "generator_lr": 0.01, "lr_decay": 0.998}
     wanted |= {"weight_decay": 1e-3, "discrepancy": "l1", "student_loss": "forward_kl", "student_scale": "class"}
-    wanted |= {"clients": "joint"}
+    wanted |= {"clients": "joint", "batch_norm": "frozen"}
     assert {name: defaults[name] for name in wanted} == wanted
 
 
