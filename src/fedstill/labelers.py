@@ -119,7 +119,7 @@ def _no_match(saved: Saved, model: Answer) -> str:
     if model.round is not None and saved.round != model.round:
         return f"they are of round {saved.round}, the model of round {model.round}"
     if not saved.model_sent:
-        return "the model is refined by them and not sent to the clients, whose models form them"
+        return "the model is refined by them and is not the one that clients get, whose models form them"
     return "" if bool(saved.targets.kept.any()) else f"the server learnt from none of them in round {saved.round}"
 
 

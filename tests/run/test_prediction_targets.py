@@ -150,7 +150,7 @@ def test_a_model_that_is_refined_but_not_sent_answers_before_its_targets(tmp_pat
     assert fedstill.predict(sent).source == "targets"
     found = fedstill.predict(reported)
     assert found.source == "model"
-    assert "not sent to the clients" in found.why
+    assert "is not the one that clients get" in found.why
 
 
 def test_targets_that_the_server_did_not_learn_from_are_not_chosen(tmp_path):
