@@ -34,7 +34,7 @@ from fedstill.algorithms import build_algorithm
 from fedstill.core.tree import rows, stack, to_device
 from fedstill.core.types import Dataset, Federation, Preparation, Round, Training, Tree, Uploads, Weights
 from fedstill.engine import Engine, build_engine, choose_device
-from fedstill.engine.program import float32_mode
+from fedstill.engine.program import precision_mode
 from fedstill.models import MODELS
 from fedstill.models import build_model as build_network
 from fedstill.models.generators import GENERATORS, Wanted
@@ -156,7 +156,7 @@ def measure_phase(options: argparse.Namespace, device: torch.device) -> list[Lin
     engine = make_engine(options, make_federation(options.clients, 4), device)
     runs: dict[str, Callable[[], Any]] = {way: server_phase(way, engine, options) for way in WAYS}
     runs["loop"] = PlainLoop(engine, options)
-    with float32_mode(engine.precision):
+    with precision_mode(engine.precision):
         seconds = shortest(runs, options.repeats, device)
     return phase_lines(seconds, device)
 

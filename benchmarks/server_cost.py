@@ -41,7 +41,7 @@ from fedstill.core.tree import byte_size, rows, stack, to_device
 from fedstill.core.types import Dataset, Federation, Training, Weights
 from fedstill.engine import Engine, build_engine, choose_device
 from fedstill.engine.forward import ROWS_AT_ONCE, forward_many
-from fedstill.engine.program import float32_mode
+from fedstill.engine.program import precision_mode
 from fedstill.models import MODELS, build_model
 from fedstill.rounds import federate
 from fedstill.server.student import soft_target_loss
@@ -114,7 +114,7 @@ def measure_pass(name: str, options: argparse.Namespace, device: torch.device) -
     runs: dict[str, Callable[[], Any]] = {"engine": ours, "together": way(False), "in turn": way(True)}
     batches = sorted({*BATCHES, ROWS_AT_ONCE.get(device.type, 512)})
     runs |= {f"loop {batch}": loop(batch) for batch in batches}
-    with float32_mode(engine.precision):
+    with precision_mode(engine.precision):
         gap = float((ours() - plain_loop(modules, inputs, 640)).abs().max())
         seconds = shortest(runs, options.repeats, device)
     return pass_lines(name, seconds, device, gap)

@@ -15,17 +15,11 @@ from fedstill.report.table import align
 NOTHING = "–"
 # Where the paper prints something to stand beside, or a run has logged it.
 GAIN, PAPERS_GAIN = f"last {LAST} above the best other", "paper's gain"
-BESIDE = {  # column: what a run logs
-    "before distillation": "accuracy_aggregated",
-    "as it is sent": "accuracy_sent",
-    "pseudo-label accuracy": "pseudo_label_accuracy",
-    "pseudo-labels": "pseudo_labels",
-}
-MEANINGS = {
-    "accuracy_aggregated": "before distillation, the accuracy of the averaged model",
-    "accuracy_sent": "as it is sent, the accuracy of the model that clients get, where another one is reported",
-    "pseudo_label_accuracy": "pseudo-label accuracy, of the labels that the server learns from",
-    "pseudo_labels": "pseudo-labels, how many these are",
+BESIDE = {  # column: what a run logs, and what that is
+    "before distillation": ("accuracy_aggregated", "the accuracy of the averaged model"),
+    "as it is sent": ("accuracy_sent", "the accuracy of the model that clients get, where another one is reported"),
+    "pseudo-label accuracy": ("pseudo_label_accuracy", "of the labels that the server learns from"),
+    "pseudo-labels": ("pseudo_labels", "how many these are"),
 }
 LAST_ROUND, APART = "last round", "last round - paper"
 REACHED, PAPERS_ROUNDS = "rounds to the target", "paper's rounds"
@@ -107,7 +101,7 @@ def cells(column: ColumnSummary) -> Rows:
         "FedAvg's rounds / ours": [_ratio(row) for row in column.rows],
         REACHED: [_of_all(row.reached, row.seeds) for row in column.rows],
         PAPERS_ROUNDS: [_number(row.paper.get("rounds")) for row in column.rows],
-        **{name: [_spread(row.beside.get(logged)) for row in column.rows] for name, logged in BESIDE.items()},
+        **{name: [_spread(row.beside.get(logged)) for row in column.rows] for name, (logged, _) in BESIDE.items()},
         "seeds": [str(row.seeds) for row in column.rows],
     }
     shown = {name: values for name, values in kept.items() if name not in OPTIONAL or set(values) != {NOTHING}}
@@ -140,7 +134,7 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
     if any(column.target is not None for column in columns):
         told += " Rounds to the target: the first evaluated round with that accuracy, over the seeds that reach it."
     logged = {name for column in columns for row in column.rows for name in row.beside}
-    if words := [meaning for name, meaning in MEANINGS.items() if name in logged]:
+    if words := [f"{name}, {meaning}" for name, (key, meaning) in BESIDE.items() if key in logged]:
         told += f" Means of the last {LAST} rounds: {'; '.join(words)}."
     return told
 

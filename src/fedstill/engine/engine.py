@@ -41,7 +41,7 @@ from fedstill.engine.group import Inputs, client_at, columns_of, local_view, mak
 from fedstill.engine.looped import Looped, layout_alone
 from fedstill.engine.plan import Plan, check_training, make_plan
 from fedstill.engine.probe import chunk_budget, probe
-from fedstill.engine.program import Program, autocast_to, float32_mode
+from fedstill.engine.program import Program, autocast_to, precision_mode
 from fedstill.engine.results import Finished
 from fedstill.engine.turns import Turns, turns_key
 
@@ -82,7 +82,7 @@ class Engine:
         received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
     ) -> Trained:  # fmt: skip
         """Train the clients `ids` from `start`; everything comes back stacked in the order of `ids`."""
-        with float32_mode(self.precision):
+        with precision_mode(self.precision):
             return self._train(objective, training, start, received, states, ids, round, seed)
 
     def _train(
@@ -116,7 +116,7 @@ class Engine:
         """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.types.Trainer."""
         places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
-        with float32_mode(self.precision):
+        with precision_mode(self.precision):
             if watch is None:
                 return row_of(self._run(program, plan, inputs, places, np.array([len(places)])).weights, 0)
             self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
@@ -129,7 +129,7 @@ class Engine:
         """One part of a longer training; see core.types.Trainer."""
         places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
-        with float32_mode(self.precision, alone=True):
+        with precision_mode(self.precision, alone=True):
             self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
             return runner.run_alone(plan, inputs, lambda done, now: False, optimizer)
 
@@ -161,7 +161,7 @@ class Engine:
         """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
         feed = self._feed_of(x) if keep else self._passing_feed(x)
         rows = None if rows is None else rows.to(self.device)
-        with float32_mode(self.precision):
+        with precision_mode(self.precision):
             if batch is not None:
                 how = {"stacked": stacked, "features": features}
                 return forward_training(self.model, weights, feed, batch, seed, rows, **how)
@@ -186,7 +186,7 @@ class Engine:
         return self.model.convolutional or samples > ROWS_AT_ONCE["cpu"] or weight > SMALL_NET
 
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
-        with float32_mode(self.precision):
+        with precision_mode(self.precision):
             return batch_statistics(self.model, weights, self._feed_of(x), batch)
 
     def take_turns(
@@ -195,7 +195,7 @@ class Engine:
     ) -> dict[str, Fitted]:  # fmt: skip
         """Several models, each step of one seeing all; see core.types.Trainer."""
         key = turns_key(players, drawn, given)
-        with float32_mode(self.precision):
+        with precision_mode(self.precision):
             turns = self.turns.pop(key, None)
             if turns is None:
                 if len(self.turns) >= TURNS:  # before the new one takes its memory

@@ -20,8 +20,8 @@ from fedstill.engine.stack import Layout
 
 
 @contextmanager
-def float32_mode(precision: str, *, alone: bool = False) -> Iterator[None]:
-    """Whether float32 matrix products and convolutions on a GPU may use TF32; restored afterwards.
+def precision_mode(precision: str, *, alone: bool = False) -> Iterator[None]:
+    """What a GPU's kernels may do for speed, restored afterwards: float32 matrix products and convolutions in TF32.
 
     In bf16 one model that trains `alone`, with the same shapes in every step, may also have its convolutions timed and
     the fastest taken: SimCLR's step 10.5 instead of 11.3 ms. Stacks of clients have many shapes, and no such step.
