@@ -1,14 +1,14 @@
 """How fast SimCLR pre-training goes: images a second through the augmentation alone and through whole steps.
 
     python benchmarks/pretrain_speed.py [--device cuda] [--model resnet8_wide] [--batch 512] [--steps 100] [--side 32]
-                                        [--precision auto] [--repeats 3] [--check]
+                                        [--precision auto] [--compile] [--repeats 3] [--check]
 
 On random bytes, in one process; an image counts once, though two views of it are made and trained on. The shortest of
 the repeats counts (other work on the machine only ever adds).
 
     views    `Feed.batch` with two random views a sample, normalised; on a GPU replayed as a CUDA graph, as in a step.
     step     One epoch of `Trainer.proceed` as the server's pre-training calls it: plan, views, two forward passes,
-             NT-Xent, gradient and Adam. The first call (which captures the step on a GPU) is not timed.
+             NT-Xent, gradient and Adam. The first call (which compiles and captures the step) is not timed.
 
 With --check the exit code is 1 if whole steps on a GPU take 50,000 images a second or fewer.
 """
@@ -43,6 +43,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", default="auto")
     for name, default in {"batch": 512, "steps": 100, "side": 32, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--compile", action="store_true", help="steps by torch.compile, as engine.compile = true")
     parser.add_argument("--check", action="store_true")
     return parser.parse_args(arguments)
 
@@ -55,7 +56,8 @@ def make_engine(chosen: argparse.Namespace) -> tuple[Engine, Tensor]:
     train = Dataset("noise", x[:8], torch.zeros(8, dtype=torch.int64), tuple("0123456789"), MEAN, STD)
     data = Federation(train, train, torch.arange(8), torch.tensor([0, 8]))
     model = build_model(chosen.model, input_shape=shape[1:], classes=CLASSES)
-    engine = build_engine("auto", chosen.device, model=model, federation=data, precision=chosen.precision)
+    how = {"precision": chosen.precision, "compile": chosen.compile}
+    engine = build_engine("auto", chosen.device, model=model, federation=data, **how)
     return engine, x.to(engine.device)
 
 
@@ -109,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     images = chosen.batch * chosen.steps
     views = images / seconds(views_alone(engine, x, chosen.batch, chosen.steps), chosen.repeats, engine.device)
     steps = images / seconds(whole_steps(engine, x, chosen.batch), chosen.repeats, engine.device)
-    where = f"{engine.device}, {engine.precision}, batch {chosen.batch}, {chosen.side}x{chosen.side}"
+    kernels = ", compiled" if chosen.compile else ""
+    where = f"{engine.device}, {engine.precision}{kernels}, batch {chosen.batch}, {chosen.side}x{chosen.side}"
     print(f"views  {views:12,.0f} images/s  {1e3 * chosen.batch / views:9.3f} ms a batch  ({where})")
     print(f"step   {steps:12,.0f} images/s  {1e3 * chosen.batch / steps:9.3f} ms a batch  ({chosen.model}, {where})")
     if not kept(steps, engine.device):

@@ -155,6 +155,7 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     chunk: int | None = Field(default=None, ge=1, examples=[16])
     precision: Literal["auto", "float32", "float64", "tf32", "bf16"] = "auto"
     graphs: bool | None = None
+    compile: bool = False
     threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
 
 

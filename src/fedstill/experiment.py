@@ -238,7 +238,7 @@ def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "evaluate_batch": experiment.evaluate_batch,
         "guard": Guard(**experiment.guard.model_dump()),
         "target": experiment.target,
-        "engine_options": {"chunk": engine.chunk, "precision": engine.precision, "graphs": engine.graphs},
+        "engine_options": engine.model_dump(include={"chunk", "precision", "graphs", "compile"}),
     }
 
 

@@ -53,12 +53,14 @@ def build_engine(
     chunk: int | None = None,
     precision: str = "auto",
     graphs: bool | None = None,
+    compile: bool = False,
 ) -> Engine | MixedEngine:
     """An engine for one model and federation; `chunk` clients at once (None: what fits in memory).
 
     precision: float32 (strict) | float64 (weights, inputs and states, for comparing to many digits) |
     tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
     auto is tf32 on a GPU, as PyTorch's convolutions are by default, and float32 on a CPU.
+    compile: the server's own training (pre-training, distillation) by torch.compile, which pays in long trainings.
     """
     if name not in ENGINES:
         raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
@@ -75,6 +77,7 @@ def build_engine(
         chunk=chunk,
         precision=("tf32" if where.type == "cuda" else "float32") if precision == "auto" else precision,
         graphs=where.type == "cuda" if graphs is None else graphs and where.type == "cuda",
+        compiled=compile,
     )
     if model.groups is None:
         return engine

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,10 +64,10 @@ class Engine:
 
     def __init__(
         self, model: Model, federation: Federation, *, stacked: bool, device: torch.device,
-        chunk: int | None = None, precision: str = "float32", graphs: bool = False,
+        chunk: int | None = None, precision: str = "float32", graphs: bool = False, compiled: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.device, self.stacked = model, device, stacked
-        self.chunk, self.precision, self.graphs = chunk, precision, graphs
+        self.chunk, self.precision, self.graphs, self.compiled = chunk, precision, graphs, compiled
         self.name = "batched" if stacked else "looped"
         self.dtype = torch.float64 if precision == "float64" else torch.float32  # of the weights it is given, too
         self.dataset: Dataset = federation.train
@@ -116,7 +116,7 @@ class Engine:
         """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.types.Trainer."""
         places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
-        with precision_mode(self.precision):
+        with precision_mode(self.precision, alone=True):
             if watch is None:
                 return row_of(self._run(program, plan, inputs, places, np.array([len(places)])).weights, 0)
             self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
@@ -161,15 +161,17 @@ class Engine:
         """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
         feed = self._feed_of(x) if keep else self._passing_feed(x)
         rows = None if rows is None else rows.to(self.device)
-        with precision_mode(self.precision):
+        with precision_mode(self.precision), autocast_to(self.precision, self.device):
             if batch is not None:
                 how = {"stacked": stacked, "features": features}
-                return forward_training(self.model, weights, feed, batch, seed, rows, **how)
-            if stacked:
+                said = forward_training(self.model, weights, feed, batch, seed, rows, **how)
+            elif stacked:
                 samples = len(x) if rows is None else len(rows)
                 loop = self.model.unbatchable is not None or self._in_turn(weights, samples)
-                return forward_many(self.model, weights, feed, rows, loop=loop, features=features)
-            return forward(self.model, weights, feed, rows, features=features)
+                said = forward_many(self.model, weights, feed, rows, loop=loop, features=features)
+            else:
+                said = forward(self.model, weights, feed, rows, features=features)
+        return Output(*(part.to(self.dtype) for part in said))
 
     def _in_turn(self, teachers: Weights, samples: int) -> bool:
         """Whether models answer faster one after another than under vmap.
@@ -292,7 +294,10 @@ class Engine:
     ) -> tuple[Program, Batched | Looped]:
         key = self._key(objective, training, feed)
         if key not in self.programs:
-            program = Program(self.model, objective, training, feed, static=self.graphs, precision=self.precision)
+            how: dict[str, Any] = {"static": self.graphs, "precision": self.precision}
+            # a client's batches are of many sizes, and each would be compiled anew
+            compiled = self.compiled and feed is not self.feed
+            program = Program(self.model, objective, training, feed, **how, compiled=compiled)
             runner: Batched | Looped
             # A stack counts its clients' steps as one, and kept optimisers have taken different numbers of them.
             if self.stacked and feed is self.feed and not training.keep_optimizer:

@@ -66,10 +66,13 @@ class Program:
     """
 
     def __init__(
-        self, model: Model, objective: Objective, training: Training, feed: Feed, *, static: bool, precision: str
-    ) -> None:
+        self, model: Model, objective: Objective, training: Training, feed: Feed, *, static: bool, precision: str,
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.objective, self.training, self.feed = model, objective, training, feed
         self.static, self.precision = static, precision
+        # (loss, new buffers) of a client that runs alone: kernels made for this very step, or PyTorch's
+        self.loss_alone = torch.compile(self.client_loss, dynamic=False) if compiled else self.client_loss
         self.start = Weights({}, {})
         self.received: Tree = {}
         self.layout: Layout = {}  # how a stack's parameters lie in memory: as their gradients do

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -20,6 +19,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
 from fedstill.models.recurrent import StepwiseLSTM
 from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, has_stacked_kernels, pools_by_two
+from fedstill.models.transforms import is_wrapped
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.
 _DRAW_STRIDE = 0xD1B54A32D192ED03
@@ -108,7 +108,7 @@ class MaskedBatchNorm(nn.Module):
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         # A stacked convolution leaves channels last, which batch_norm cannot ask for under vmap. A client alone keeps
         # them: a copy here makes the next convolution copy back (half MobileNetV2 on a CPU: 540 ms a step, else 210).
-        if is_functorch_wrapped_tensor(x):
+        if is_wrapped(x):
             x = x.contiguous()
         mean, variance = self.running_mean.clone(), self.running_var.clone()
         out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, self.momentum or 0.0, self.eps)

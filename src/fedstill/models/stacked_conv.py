@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 from torch.nn.modules.conv import _ConvNd
+
+from fedstill.models.transforms import is_batched, is_differentiated
 
 LARGEST = 64  # channels and filters; beyond, cuDNN a client on streams of its own is faster (docs/concepts.md)
 
@@ -116,7 +117,7 @@ class StackedConv2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         plain = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-        if plain and is_batchedtensor(weight) and torch.backends.cudnn.allow_tf32:
+        if plain and is_batched(weight) and torch.backends.cudnn.allow_tf32:
             out: Tensor = _PerClient.apply(x, weight, bias, self.padding)  # type: ignore[no-untyped-call]
             return out
         return F.conv2d(x, weight, bias, padding=self.padding)
@@ -175,9 +176,10 @@ class StackedMaxPool2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fits = x.is_cuda and x.dtype == torch.float32 and x.ndim == 4 and not (x.shape[2] % 2 or x.shape[3] % 2)
-        if not fits or is_gradtrackingtensor(x):  # torch.func.grad needs a rule that these kernels do not have
+        # torch.func.grad needs a rule that these kernels do not have, and torch.compile makes its own
+        if not fits or is_differentiated(x) or torch.compiler.is_compiling():
             return F.max_pool2d(x, 2)
-        pool = _PoolPerClient if is_batchedtensor(x) else _Pool
+        pool = _PoolPerClient if is_batched(x) else _Pool
         out: Tensor = pool.apply(x)  # type: ignore[no-untyped-call]
         return out
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedstill.core.types import Params, Weights
@@ -77,18 +78,23 @@ class Skeleton:
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
         """The module's result, and in train mode the new value of each buffer (`tensors` stays as it is)."""
+        if torch.compiler.is_compiling():  # traced once; it knows no locks
+            return self._lent(tensors, x, step)
         with self.lock:
-            before = [table[leaf] for _, table, leaf in self.slots], self.context.step
-            try:
-                self.context.step = step
-                for name, table, leaf in self.slots:
-                    table[leaf] = tensors[name]
-                for _, table, leaf, foreign in self.written:
-                    if foreign:
-                        table[leaf] = table[leaf].clone()
-                result = self.module(x)
-                return result, {name: table[leaf].detach() for name, table, leaf, _ in self.written}
-            finally:
-                self.context.step = before[1]
-                for (_, table, leaf), tensor in zip(self.slots, before[0], strict=True):
-                    table[leaf] = tensor
+            return self._lent(tensors, x, step)
+
+    def _lent(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
+        before = [table[leaf] for _, table, leaf in self.slots], self.context.step
+        try:
+            self.context.step = step
+            for name, table, leaf in self.slots:
+                table[leaf] = tensors[name]
+            for _, table, leaf, foreign in self.written:
+                if foreign:
+                    table[leaf] = table[leaf].clone()
+            result = self.module(x)
+            return result, {name: table[leaf].detach() for name, table, leaf, _ in self.written}
+        finally:
+            self.context.step = before[1]
+            for (_, table, leaf), tensor in zip(self.slots, before[0], strict=True):
+                table[leaf] = tensor

@@ -1,0 +1,22 @@
+"""Which of torch's transforms a tensor is under. torch.compile cannot ask, and what it traces is one model alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether vmap sees several of it."""
+    return not torch.compiler.is_compiling() and _functorch.is_batchedtensor(x)
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether it is under vmap, torch.func.grad or another of them."""
+    return not torch.compiler.is_compiling() and _functorch.is_functorch_wrapped_tensor(x)
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether it is under torch.func.grad."""
+    return not torch.compiler.is_compiling() and _functorch.is_gradtrackingtensor(x)
