@@ -60,7 +60,8 @@ def build_engine(
     precision: float32 (strict) | float64 (weights, inputs and states, for comparing to many digits) |
     tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
     auto is tf32 on a GPU, as PyTorch's convolutions are by default, and float32 on a CPU.
-    compile: the server's own training (pre-training, distillation) by torch.compile, which pays in long trainings.
+    compile: models that train alone by torch.compile: the server's own (pre-training, distillation), and on a GPU
+    clients that are not stacked. It takes half a minute or more before the first step: for long trainings.
     """
     if name not in ENGINES:
         raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")

@@ -295,8 +295,8 @@ class Engine:
         key = self._key(objective, training, feed)
         if key not in self.programs:
             how: dict[str, Any] = {"static": self.graphs, "precision": self.precision}
-            # a client's batches are of many sizes, and each would be compiled anew
-            compiled = self.compiled and feed is not self.feed
+            # without graphs a client's batches are cut to their rows, and each size would be compiled anew
+            compiled = self.compiled and (self.graphs or feed is not self.feed)
             program = Program(self.model, objective, training, feed, **how, compiled=compiled)
             runner: Batched | Looped
             # A stack counts its clients' steps as one, and kept optimisers have taken different numbers of them.
