@@ -174,8 +174,12 @@ def pictures(paper: Paper, preset: str) -> Iterator[tuple[str, Picture]]:
             drawn.append(set(keys.values()))
             curves = {row: [trailing_mean(run) for run in paper.done[key]] for row, key in keys.items()}
             place = f"{table.name if table.name.startswith('figure') else f'table-{table.name}'}-{column}"
-            title = f"{column}, mean of the last {LAST} rounds"
+            title = column if one_round(curves) else f"{column}, mean of the last {LAST} rounds"
             yield table.name, Picture(f"{paper.name}/{preset}-{place}.png", title, curves)
+
+
+def one_round(curves: dict[str, list[Curve]]) -> bool:
+    return all(rounds == [1] for runs in curves.values() for rounds, _ in runs)
 
 
 def in_few_colours(path: Path, digest: str) -> None:

@@ -101,6 +101,18 @@ def test_outputs_take_samples_as_they_are_stored():
     assert_close({"z": engine.outputs(weights, x).logits}, {"z": wanted})
 
 
+@pytest.mark.parametrize("how", [{}, {"stacked": True}, {"batch": 4}, {"stacked": True, "batch": 4}], ids=str)
+def test_in_bf16_models_answer_in_bf16_and_are_told_in_float32(how):
+    """What a student is trained in its teachers may answer in: eight bits of a number, and no code meets half of one."""
+    exact, rough = (engine_for("looped", "cnn", precision=precision) for precision in ("float32", "bf16"))
+    x, weights = dataset(9, images=True, seed=4).x, exact.model.init(0)
+    weights = stack([weights, weights]) if "stacked" in how else weights
+    wanted, found = exact.outputs(weights, x, **how), rough.outputs(weights, x, **how)
+    for true, told in zip(wanted, found, strict=True):
+        assert told.dtype == torch.float32
+        assert 0 < (told - true).abs().max() < 2**-6 * true.abs().max()
+
+
 @pytest.mark.parametrize("name", ["batched", "looped"])
 @pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
 def test_stacked_outputs_are_each_models_own(name, net):
