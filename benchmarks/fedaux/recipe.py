@@ -47,6 +47,7 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 NOISE = {"epsilon": 0.1, "delta": 1e-5, "mechanism": "classic"}
 FEDBE = {"samples": 10, "optimizer": "adam", "server_lr": 5e-5, "lr_schedule": "constant", "weight_decay": 0.0}
+FEDBE |= {"distill_share": 0.8}
 
 PLAIN = ("fedavg", "fedprox", "feddf", "fedbe")
 TABLE_1 = (*PLAIN, *(f"{name}+p" for name in PLAIN), "fedaux")

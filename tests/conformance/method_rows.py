@@ -135,6 +135,7 @@ ROWS = (
     Row("fedaux", {**REFINED, "scorer": "one_class_svm", "teacher_mode": "train"}, {"steps": 0}),
     Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "cycle": 2}, {"epochs": 0}, noise_by_place=True),
     Row("fedbe", {"preset": "released", "epochs": 4, "batch_size": 8, "server_lr": 0.3}, noise_by_place=True),
+    Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "distill_share": 0.8}, noise_by_place=True),
     Row("fedbe", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
     Row("mrtf", {**REFINED, "warm_up": 1}, {"steps": 0, "weighting": "size"}),
     Row("mrtf", {**REFINED, "preset": "released"}, {"steps": 0, "weighting": "size"}),

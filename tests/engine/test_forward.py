@@ -103,7 +103,7 @@ def test_outputs_take_samples_as_they_are_stored():
 
 @pytest.mark.parametrize("how", [{}, {"stacked": True}, {"batch": 4}, {"stacked": True, "batch": 4}], ids=str)
 def test_in_bf16_models_answer_in_bf16_and_are_told_in_float32(how):
-    """What a student is trained in its teachers may answer in: eight bits of a number, and no code meets half of one."""
+    """Eight bits of a number are kept, as in training; the code around never meets a half-precision tensor."""
     exact, rough = (engine_for("looped", "cnn", precision=precision) for precision in ("float32", "bf16"))
     x, weights = dataset(9, images=True, seed=4).x, exact.model.init(0)
     weights = stack([weights, weights]) if "stacked" in how else weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from fedstill.algorithms.options import not_negative, positive, presets, temperature_of
+from fedstill.algorithms.options import not_negative, positive, presets, share, temperature_of
 from fedstill.algorithms.server_student import Part, belief_of, check_student, placed
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
@@ -47,8 +47,8 @@ def fedbe(
     optimizer: Literal["sgd", "adam"] = "sgd", server_lr: float = 1e-3, momentum: float = 0.9,
     lr_schedule: Literal["cyclic", "constant"] = "cyclic", lr_low: float = 4e-4, cycle: int = 25,
     lr_epoch_decay: float = 1.0, weight_decay: float = 1e-5, per_class: bool = False,
-    swa_after: int | None = 0, reestimate: bool = True, part: Part = "all", warm_up: int = 0,
-    weighting: Weighting = "size", buffers: BufferPolicy = "average",
+    swa_after: int | None = 0, reestimate: bool = True, distill_share: float = 1.0,
+    part: Part = "all", warm_up: int = 0, weighting: Weighting = "size", buffers: BufferPolicy = "average",
 ) -> Algorithm:  # fmt: skip
     """FedBE: models drawn from a distribution over the clients' teach the average, beside it and the clients.
 
@@ -85,6 +85,7 @@ def fedbe(
         swa_after: snapshots are averaged from this step on; None switches it off (in TOML: a large number), and
             without any snapshot the result is the last model.
         reestimate: BatchNorm statistics are taken anew on the unlabeled set at the end (not with part = "head").
+        distill_share: part of the unlabeled rows that is distilled on, the same for all methods of a run.
         part: what the student trains: "all", or "head", the last layer (linear evaluation, with local.part = "head").
         warm_up: first rounds without distillation.
         weighting: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform"), of the average and of mu, v, g.
@@ -110,11 +111,14 @@ def fedbe(
     )  # fmt: skip
     check_student(student)
     temperature_of("sharpen", sharpen)
+    positive("distill_share", distill_share)
+    share("distill_share", distill_share)
     teachers = _ensemble(_sampler(samples, sampling, alpha, spread, weighting), with_average, with_clients)
     believe = belief_of(
         labels, pool="probabilities", temperature=1.0, exponent=1.0 / sharpen, rule=rule, threshold=threshold
     )  # fmt: skip
-    refine = placed(distill(student, teachers=teachers, pool=believe), warm_up=warm_up)
+    step = distill(student, teachers=teachers, pool=believe, distill_share=distill_share)
+    refine = placed(step, warm_up=warm_up)
     return Algorithm(cross_entropy(), chain(average(weighting, buffers=buffers), refine))
 
 
