@@ -37,7 +37,7 @@ from fedstill.data import (
 )
 from fedstill.data.datasets import is_embedded
 from fedstill.data.kept_parts import kept_parts
-from fedstill.engine import choose_device
+from fedstill.engine import check_compiler, choose_device
 from fedstill.environment import environment
 from fedstill.evaluate import label_counts
 from fedstill.expression import anchored, label, write
@@ -169,7 +169,9 @@ def _check_reads(name: str, federation: Federation) -> None:
 
 def check_ready(experiment: Experiment, federation: Federation) -> None:
     """Every mistake that can be found before the first round: device, model, method, what it needs and promises."""
-    choose_device(experiment.engine.device)
+    where = choose_device(experiment.engine.device)
+    if experiment.engine.compile:
+        check_compiler(where)
     parts = arguments(experiment, federation)
     named, wanted = f"algorithm.name = '{experiment.algorithm.name}'", ("model", "federation", "training")
     check_phases(phases_of(parts["algorithm"]), **{key: parts[key] for key in wanted}, method=named)

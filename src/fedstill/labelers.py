@@ -197,8 +197,9 @@ def model_scores(folder: Path, experiment: Experiment, federation: Federation) -
     """The run's last model as a function; on the CPU where the run's GPU is not at hand."""
     network, options = build_network(experiment, federation), experiment.engine
     device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
+    precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     engine = build_engine(
-        options.name, device, model=network, federation=federation, chunk=options.chunk, precision=options.precision
+        options.name, device, model=network, federation=federation, chunk=options.chunk, precision=precision
     )
     weights = load_weights(folder / "last", engine.device)
     shapes = [{name: leaf.shape for name, leaf in one.params.items()} for one in (weights, network.init(0))]

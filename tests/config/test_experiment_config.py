@@ -49,7 +49,7 @@ experiments = st.fixed_dictionaries(
         "algorithm": st.fixed_dictionaries({"name": st.just("fedprox"), "mu": st.floats(0, 10)}),
         "guard": st.fixed_dictionaries({"quorum": st.integers(0, 9) | share}),
         "engine": st.fixed_dictionaries(
-            {"device": st.sampled_from(["auto", "cpu", "cuda:1"]), "graphs": st.booleans()}
+            {"device": st.sampled_from(["auto", "cpu", "cuda:1"]), "graphs": st.booleans(), "compile": st.booleans()}
         ),
     },
 )

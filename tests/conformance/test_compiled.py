@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from method_rows import ROWS, distance, run
@@ -19,19 +21,18 @@ def test_a_traced_step_is_the_step(row, monkeypatch):
     wanted = run(row.build(), engine="looped", net=row.net).weights
     traced = []
 
-    def compile(function, **how):
-        traced.append(function)
-        return COMPILE(function, backend="aot_eager", fullgraph=True, **how)
+    def backend(graph, examples):
+        traced.append(graph)
+        return graph
 
-    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch, "compile", partial(COMPILE, backend=backend, fullgraph=True))
     monkeypatch.setattr(
         Program, "__init__", lambda self, *parts, **how: BUILD(self, *parts, **how | {"compiled": True})
     )
     torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):  # a trace for each size of a batch
-        found = run(row.build(), engine="looped", net=row.net).weights
+    found = run(row.build(), engine="looped", net=row.net).weights
     assert traced
-    assert distance(found, wanted) == 0
+    assert distance(found, wanted) < 1e-5  # a batch that is not full is cut to its rows, and padded where it is traced
 
 
 @pytest.mark.gpu

@@ -303,6 +303,35 @@ def test_calls_from_several_threads_do_not_mix_their_weights():
     assert not wrong
 
 
+def test_calls_from_other_threads_wait_while_one_compiles():
+    model = from_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), input_shape=(8,))
+    x = draw(16, 8)
+    weights = [model.init(seed) for seed in range(3)]
+    expected = [model.apply(one, x)[0].logits for one in weights]
+    wrong, done = [], threading.Event()
+
+    def work(seed: int) -> None:
+        while not done.is_set():
+            if not torch.equal(model.apply(weights[seed], x)[0].logits, expected[seed]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for size in (2, 3, 4, 5):  # each a trace of its own
+            traced = torch.compile(
+                lambda one, some: model.apply(one, some)[0].logits, backend="aot_eager", dynamic=False
+            )
+            assert torch.allclose(traced(weights[0], x[:size]), expected[0][:size], atol=1e-6)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        torch.compiler.reset()
+    assert not wrong
+
+
 def test_stacked_buffers_and_integer_counters_survive_vmap():
     model = from_module(LogitsOnly, input_shape=(6,))
     both = stack([model.init(1), model.init(2)])

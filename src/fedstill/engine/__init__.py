@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
+
 import torch
 
 from fedstill.core.errors import FedstillError, suggest
@@ -9,7 +14,16 @@ from fedstill.core.types import Federation, Model
 from fedstill.engine.engine import Engine, Trained
 from fedstill.engine.mixed import MixedEngine
 
-__all__ = ["ENGINES", "PRECISIONS", "Engine", "MixedEngine", "Trained", "build_engine", "choose_device"]
+__all__ = [
+    "ENGINES",
+    "PRECISIONS",
+    "Engine",
+    "MixedEngine",
+    "Trained",
+    "build_engine",
+    "check_compiler",
+    "choose_device",
+]
 
 ENGINES = ("auto", "batched", "looped")
 PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
@@ -28,6 +42,20 @@ def choose_device(name: str = "auto") -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise FedstillError("engine.device: 'cuda' asked for, but torch sees no GPU; use 'auto' or 'cpu'")
     return device
+
+
+def check_compiler(device: torch.device) -> None:
+    """Before the first round, not in the middle of it."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise FedstillError(
+            "engine.compile: torch.compile needs triton on a GPU: pip install triton, or set it to false"
+        )
+    wanted = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
+    if device.type == "cpu" and shutil.which(wanted) is None:
+        raise FedstillError(
+            f"engine.compile: torch.compile needs a C++ compiler on a CPU, and there is no '{wanted}': install g++, "
+            "or set it to false"
+        )
 
 
 def _stacked(name: str, device: torch.device, model: Model) -> bool:
@@ -60,14 +88,16 @@ def build_engine(
     precision: float32 (strict) | float64 (weights, inputs and states, for comparing to many digits) |
     tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
     auto is tf32 on a GPU, as PyTorch's convolutions are by default, and float32 on a CPU.
-    compile: models that train alone by torch.compile: the server's own (pre-training, distillation), and on a GPU
-    clients that are not stacked. It takes half a minute or more before the first step: for long trainings.
+    bf16 counts for answers too: teachers, evaluation. compile: models that train alone by torch.compile, see
+    docs/performance.md.
     """
     if name not in ENGINES:
         raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
     if precision not in PRECISIONS:
         raise FedstillError(f"engine.precision: unknown precision '{precision}'; {suggest(precision, PRECISIONS)}")
     where = choose_device(device)
+    if compile:
+        check_compiler(where)
     prototypes = {"": model} if model.groups is None else dict(model.groups.models)
     first = next(iter(prototypes.values()))
     engine = Engine(

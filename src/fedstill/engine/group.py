@@ -133,7 +133,8 @@ class Group:
             width = int((steps > step).sum()) if self.stacked else 1
             if width not in views:
                 views = {width: View(self.stack, width, stacked=self.stacked)}
-            real = None if self.stacked else int(plan.weight[step].sum())
+            # a trace is of one shape: the few batches that are not full stay padded
+            real = None if self.stacked or self.program.compiled else int(plan.weight[step].sum())
             rate = rates[step] if shared_rate else inputs.lr[step, :width]
             self.step(views[width], inputs, step, rate=rate, full=bool(full[step]) or real is not None, real=real)
             yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,13 @@ def autocast_to(precision: str, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
+def _own_code(method: Any) -> Any:
+    """A copy of a bound method with a code object of its own, on which dynamo counts traces: at most eight."""
+    made = method.__func__
+    own = FunctionType(made.__code__.replace(), made.__globals__, made.__name__, made.__defaults__, made.__closure__)
+    return MethodType(own, method.__self__)
+
+
 def _undeclared(output: Output, index: Tensor) -> Tensor:
     """NaN in the place of features that nobody declared, so that nobody reads them by mistake."""
     return output.features.new_full((*index.shape, *output.features.shape[1:]), float("nan"))
@@ -71,8 +79,9 @@ class Program:
     ) -> None:  # fmt: skip
         self.model, self.objective, self.training, self.feed = model, objective, training, feed
         self.static, self.precision = static, precision
-        # (loss, new buffers) of a client that runs alone: kernels made for this very step, or PyTorch's
-        self.loss_alone = torch.compile(self.client_loss, dynamic=False) if compiled else self.client_loss
+        self.compiled = compiled
+        # `client_loss` of a model that trains alone, the server's or a client's
+        self.loss_alone = torch.compile(_own_code(self.client_loss), dynamic=False) if compiled else self.client_loss
         self.start = Weights({}, {})
         self.received: Tree = {}
         self.layout: Layout = {}  # how a stack's parameters lie in memory: as their gradients do

@@ -177,7 +177,7 @@ class StackedMaxPool2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fits = x.is_cuda and x.dtype == torch.float32 and x.ndim == 4 and not (x.shape[2] % 2 or x.shape[3] % 2)
         # torch.func.grad needs a rule that these kernels do not have, and torch.compile makes its own
-        if not fits or is_differentiated(x) or torch.compiler.is_compiling():
+        if not fits or is_differentiated(x) or torch.compiler.is_dynamo_compiling():
             return F.max_pool2d(x, 2)
         pool = _PoolPerClient if is_batched(x) else _Pool
         out: Tensor = pool.apply(x)  # type: ignore[no-untyped-call]

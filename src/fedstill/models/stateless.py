@@ -78,7 +78,7 @@ class Skeleton:
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
         """The module's result, and in train mode the new value of each buffer (`tensors` stays as it is)."""
-        if torch.compiler.is_compiling():  # traced once; it knows no locks
+        if torch.compiler.is_dynamo_compiling():  # a trace knows no locks, and reads no weights
             return self._lent(tensors, x, step)
         with self.lock:
             return self._lent(tensors, x, step)

@@ -1,4 +1,7 @@
-"""Which of torch's transforms a tensor is under. torch.compile cannot ask, and what it traces is one model alone."""
+"""Which of torch's transforms a tensor is under. torch.compile cannot ask, and what it traces is one model alone.
+
+`is_dynamo_compiling` is true in a trace alone; `is_compiling` also in other threads while one compiles.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from torch._C import _functorch
 
 def is_batched(x: Tensor) -> bool:
     """Whether vmap sees several of it."""
-    return not torch.compiler.is_compiling() and _functorch.is_batchedtensor(x)
+    return not torch.compiler.is_dynamo_compiling() and _functorch.is_batchedtensor(x)
 
 
 def is_wrapped(x: Tensor) -> bool:
     """Whether it is under vmap, torch.func.grad or another of them."""
-    return not torch.compiler.is_compiling() and _functorch.is_functorch_wrapped_tensor(x)
+    return not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(x)
 
 
 def is_differentiated(x: Tensor) -> bool:
     """Whether it is under torch.func.grad."""
-    return not torch.compiler.is_compiling() and _functorch.is_gradtrackingtensor(x)
+    return not torch.compiler.is_dynamo_compiling() and _functorch.is_gradtrackingtensor(x)
