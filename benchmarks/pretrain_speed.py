@@ -10,8 +10,8 @@ the repeats counts (other work on the machine only ever adds).
     step     One epoch of `Trainer.proceed` as the server's pre-training calls it: plan, views, two forward passes,
              NT-Xent, gradient and Adam. The first call (which compiles and captures the step) is not timed.
 
-With --check the exit code is 1 if a GPU takes 50,000 images a second or fewer through whole steps; on an H200 more needs
-bf16 and --compile.
+With --check the exit code is 1 if a GPU takes 50,000 images a second or fewer through whole steps. An H200 takes
+more in bf16 with --compile.
 """
 
 from __future__ import annotations
