@@ -89,6 +89,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 ROWS = {"fedavg": "fedavg", **{name: write("fedftg", options) for name, options in FORMS.items()}}
 ROWS |= {name: name for name in ("scaffold", "scaffold+fedftg", "feddf_gen")}
+ROWS |= {f"feddf_gen-{name}": write("feddf_gen", FORMS[name]) for name in ("bn-train", "bn-frozen", "bn-restore")}
 TAIL = 5  # rounds that "last" is the mean of: single rounds jump by several points
 BASE = "fedavg"
 

@@ -51,14 +51,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedftg": {},
 }
 EVENLY = {"weighting": "uniform"}  # Algorithm 1
+BY_BATCH = {"batch_norm": "train"}  # statistics of invented images; what FedFTG's presets say themselves
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
     "paper": {name: {**own, **EVENLY} for name, own in OPTIONS.items()}
     | {
-        "feddf_gen": {**EVENLY, "generator": "conv_paper"},
+        "feddf_gen": {**EVENLY, **BY_BATCH, "generator": "conv_paper"},
         "fedftg": {"preset": "paper", "generator": "conv_paper"},
     },
-    "released": {**OPTIONS, "fedftg": {"preset": "released"}},
+    "released": {**OPTIONS, "feddf_gen": BY_BATCH, "fedftg": {"preset": "released"}},
 }
 INVENTING = ("fedgen", "feddf_gen", "fedftg")
 FEDPROX_AS_DECAY = 1e-3 + 1e-4  # the released FedProx: no term around the received model

@@ -20,7 +20,7 @@ from fedstill.trial import trial_federation, trial_model
 SHORT = {"generator_steps": 2, "student_steps": 2, "batch_size": 8, "noise": 5}
 
 
-def test_the_defaults_are_those_of_fedftgs_code():
+def test_the_defaults_are_those_of_fedftgs_code_but_for_batch_norm():
     """Card 13.2 and 13.3; the weight of both terms of the generator's loss is 1."""
     found = {name: one.default for name, one in inspect.signature(feddf_gen).parameters.items()}
     numbers = {
@@ -28,7 +28,7 @@ def test_the_defaults_are_those_of_fedftgs_code():
         "generator_lr": 0.01, "server_lr": 0.1, "lr_decay": 0.998, "weight_decay": 1e-3,
     }  # fmt: skip
     words = {
-        "pool": "probabilities", "labels": "quota", "ensemble": "uniform", "batch_norm": "train", "generator": "auto",
+        "pool": "probabilities", "labels": "quota", "ensemble": "uniform", "batch_norm": "restore", "generator": "auto",
         "weighting": "size", "buffers": "average",
     }  # fmt: skip
     assert found == numbers | words

@@ -119,7 +119,7 @@ ROWS = (
     Row("feddf", {"steps": 5, "batch_size": 8, "part": "head", "weighting": "size"}, {"steps": 0}),
     Row("feddf_gen", INVENTED, {"student_steps": 0}, noise_by_place=True),
     Row("feddf_gen", {**INVENTED, "ensemble": "class", "pool": "logits"}, {"student_steps": 0}, noise_by_place=True),
-    Row("feddf_gen", {**INVENTED, "labels": "uniform", "batch_norm": "restore"}, noise_by_place=True),
+    Row("feddf_gen", {**INVENTED, "labels": "uniform", "batch_norm": "train"}, noise_by_place=True),
     Row("fedftg", {**HARD_SAMPLES, "server_lr": 0.3}, {"iterations": 0}, noise_by_place=True),
     Row("fedftg", {**HARD_SAMPLES, "preset": "paper"}, noise_by_place=True),
     Row(

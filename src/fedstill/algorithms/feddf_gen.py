@@ -21,7 +21,7 @@ def feddf_gen(
     generator: str = "auto", lam_cls: float = 1.0, lam_dis: float = 1.0,
     generator_lr: float = 0.01, server_lr: float = 0.1, lr_decay: float = 0.998, weight_decay: float = 1e-3,
     pool: Pool = "probabilities", labels: Labels = "quota", ensemble: Ensemble = "uniform",
-    batch_norm: BatchNorm = "train",
+    batch_norm: BatchNorm = "restore",
     weighting: Weighting = "size", buffers: BufferPolicy = "average",
 ) -> Algorithm:  # fmt: skip
     """FedDF (generator): FedDF whose unlabeled samples a generator on the server invents.
@@ -49,15 +49,17 @@ def feddf_gen(
         labels: classes y are asked for in the proportions that the cohort's clients hold ("quota"), or all as often
             ("uniform"), for which nobody must tell them.
         ensemble: teachers count alike ("uniform"), or for class y by the share of it that they hold ("class").
-        batch_norm: BatchNorm of the student: "train", its statistics become those of invented samples; "frozen", eval
-            mode; "restore", train mode, and the averaged statistics afterwards.
+        batch_norm: BatchNorm of the student: "restore", train mode, and the averaged statistics afterwards; "train",
+            its statistics become those of invented samples, as in FedFTG's code, which costs accuracy; "frozen", eval
+            mode.
         weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
         buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
         ensemble are "uniform"); the server runs every client's model on its own, so secure aggregation is impossible.
     Differs from the paper: FedFTG's text names the idea alone; all numbers are those of its code. There G makes a batch
-        anew for every teacher, so that its BatchNorm statistics move eleven times in a step; here once.
+        anew for every teacher, so that its BatchNorm statistics move eleven times in a step; here once. And there the
+        student keeps statistics of invented samples (batch_norm = "train").
     Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020; with a
         generator: Zhang et al., Fine-tuning Global Model via Data-Free Knowledge Distillation for Non-IID Federated
         Learning, CVPR 2022, Section 4.1.
