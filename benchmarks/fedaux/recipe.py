@@ -46,8 +46,14 @@ SCORES: dict[str, dict[str, Any]] = {
     "released": {"form": "sum", "lam": 0.01, "intercept": True, "gamma": "both"},
 }
 NOISE = {"epsilon": 0.1, "delta": 1e-5, "mechanism": "classic"}
-FEDBE = {"samples": 10, "optimizer": "adam", "server_lr": 5e-5, "lr_schedule": "constant", "weight_decay": 0.0}
-FEDBE |= {"distill_share": 0.8}
+FEDBE: dict[str, Any] = {
+    "samples": 10,
+    "optimizer": "adam",
+    "server_lr": 5e-5,
+    "lr_schedule": "constant",
+    "weight_decay": 0.0,
+    "distill_share": 0.8,  # as FedDF and FedAUX
+}
 
 PLAIN = ("fedavg", "fedprox", "feddf", "fedbe")
 TABLE_1 = (*PLAIN, *(f"{name}+p" for name in PLAIN), "fedaux")

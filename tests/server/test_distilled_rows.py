@@ -6,7 +6,7 @@ import pytest
 import torch
 from server_rounds import clients_models, furthest, network, preparation_of, run, same_bits, server_round
 
-from fedstill.algorithms import feddf
+from fedstill.algorithms import fedbe, feddf
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Need, Targets, Training
 from fedstill.server.auxiliary import split_rows
@@ -141,9 +141,10 @@ def test_all_rows_are_the_default_and_prepare_nothing():
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
-def test_an_impossible_part_is_refused_by_name(share):
-    with pytest.raises(FedstillError, match=r"algorithm\.distill_share"):
-        feddf(distill_share=share)
+@pytest.mark.parametrize("method", [feddf, fedbe])
+def test_an_impossible_part_is_refused_by_name(method, share):
+    with pytest.raises(FedstillError, match=r"algorithm\.distill_share = .* above 0 and at most 1"):
+        method(distill_share=share)
 
 
 def test_fedaux_compares_with_feddf_on_its_own_rows():

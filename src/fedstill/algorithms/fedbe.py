@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from fedstill.algorithms.options import not_negative, positive, presets, share, temperature_of
+from fedstill.algorithms.options import not_negative, positive, positive_share, presets, temperature_of
 from fedstill.algorithms.server_student import Part, belief_of, check_student, placed
 from fedstill.core.compose import chain
 from fedstill.core.errors import FedstillError
@@ -111,8 +111,7 @@ def fedbe(
     )  # fmt: skip
     check_student(student)
     temperature_of("sharpen", sharpen)
-    positive("distill_share", distill_share)
-    share("distill_share", distill_share)
+    positive_share("distill_share", distill_share)
     teachers = _ensemble(_sampler(samples, sampling, alpha, spread, weighting), with_average, with_clients)
     believe = belief_of(
         labels, pool="probabilities", temperature=1.0, exponent=1.0 / sharpen, rule=rule, threshold=threshold

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fedstill.algorithms.options import positive, presets, share
+from fedstill.algorithms.options import positive, positive_share, presets
 from fedstill.algorithms.server_student import (
     AUGMENTATIONS,
     Augment,
@@ -136,8 +136,7 @@ def feddf(
     check_student(student)
     check_voters(labels, teacher_weighting)
     positive("teacher_batch", teacher_batch)
-    positive("distill_share", distill_share)
-    share("distill_share", distill_share)
+    positive_share("distill_share", distill_share)
     believe = belief_of(
         labels, pool=pool, temperature=temperature, exponent=exponent, rule=rule, threshold=threshold
     )  # fmt: skip

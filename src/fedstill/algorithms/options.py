@@ -73,6 +73,11 @@ def share(key: str, value: float) -> None:
         raise _refuse(key, value, "from 0 to 1")
 
 
+def positive_share(key: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise _refuse(key, value, "above 0 and at most 1")
+
+
 def open_share(key: str, value: float) -> None:
     if not 0 < value < 1:
         raise _refuse(key, value, "above 0 and below 1")

@@ -29,7 +29,7 @@ Message = dict[str, Any]  # plain values only
 Send = Callable[[Message], None]
 
 PROBE_ROUNDS = 3
-PROBE_SECONDS = 20.0  # no further round after this many
+PROBE_SECONDS = 20.0  # no third round after this many
 QUIET = 0.5  # seconds between two messages about rounds
 SPLITS_KEPT = 8
 
@@ -189,7 +189,7 @@ class Ticker(Callback):
 
 
 class Clock(Ticker):
-    """Seconds a round; stops a probe that takes long."""
+    """Seconds a round; stops a probe that takes long, after its second round: the first one compiles and captures."""
 
     def __init__(self, tell: Send) -> None:
         super().__init__(tell)
@@ -204,7 +204,7 @@ class Clock(Ticker):
         now = time.perf_counter()
         self.seconds.append(now - self._began - row.get("seconds_prepared", 0.0))
         self._began = now
-        return sum(self.seconds) > PROBE_SECONDS
+        return len(self.seconds) > 1 and sum(self.seconds) > PROBE_SECONDS
 
 
 def serve(pipe: Connection, at_once: int, threads: int) -> None:

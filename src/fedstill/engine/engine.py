@@ -295,7 +295,7 @@ class Engine:
         key = self._key(objective, training, feed)
         if key not in self.programs:
             how: dict[str, Any] = {"static": self.graphs, "precision": self.precision}
-            # without graphs clients run on a CPU, where a trace saves little and takes longer than most cohorts
+            # clients without graphs are those of a CPU, where a trace saves little and takes longer than most cohorts
             compiled = self.compiled and (self.graphs or feed is not self.feed)
             program = Program(self.model, objective, training, feed, **how, compiled=compiled)
             runner: Batched | Looped
