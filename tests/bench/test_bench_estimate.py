@@ -71,7 +71,7 @@ def test_a_probe_leaves_out_what_the_method_prepares_and_says_what_it_is(tmp_pat
     """Pre-training is done once for many runs, and the probe has done it."""
     experiment = small(
         algorithm="simclr(epochs=2, batch_size=32, neighbours=0)", data={"source": "digits", "unlabeled": 400},
-        model={"name": "mlp", "hidden": [8]}, rounds=1, cohort=1, engine={"device": "cpu"},
+        model={"name": "mlp", "hidden": [8]}, rounds=2, cohort=1, engine={"device": "cpu"},
     )  # fmt: skip
     heard = []
     prepared = worker.Clock(heard.append)
@@ -84,6 +84,27 @@ def test_a_probe_leaves_out_what_the_method_prepares_and_says_what_it_is(tmp_pat
     found = worker.Workshop().probe(experiment, heard.append)
     assert found.first > 0
     assert heard[1]["what"].startswith("simclr: epoch 1/2, loss ")
+
+
+def test_a_run_of_one_round_is_not_run_twice_to_see_how_long_it_takes(monkeypatch):
+    """Forty epochs of a hundred clients took as long to measure as to run. Their data are looked at all the same."""
+    monkeypatch.setattr(worker, "run", None)
+    assert worker.Workshop().probe(small(rounds=1), print) is None
+    with pytest.raises(worker.NoData):
+        worker.Workshop().probe(small(rounds=1, data={"source": "no/such/folder"}), print)
+    once, prober = orders("fedavg", rounds=1), Prober()
+    prober.answer = {"kind": "done", "answer": None}
+    known = estimate(once, once, [], prober, jobs=1)
+    assert (known.failures, estimate_line(once, known, jobs=1, device="cpu")) == (
+        (), "1 run of 1 round, time unknown, one at a time on cpu",
+    )  # fmt: skip
+
+
+def test_of_short_and_long_runs_of_a_kind_a_long_one_is_measured():
+    some, prober = orders("fedavg", rounds=1) + orders("fedntd", rounds=20), Prober(first=5.0, later=4.0)
+    known = estimate(some, some, [], prober, jobs=1)
+    assert prober.asked == ["fedntd"]
+    assert [known.of(order) for order in some] == pytest.approx([5.0, 5 + 19 * 4])
 
 
 def test_a_first_round_that_compiles_does_not_stand_for_all(monkeypatch):

@@ -36,6 +36,7 @@ def test_a_traced_step_is_the_step(row, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # a release's own compiler may use what that release deprecates
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["fedavg", "fedlmd", "feddf", "fedaux", "simclr"])
 def test_compiled_kernels_on_a_gpu_give_what_the_cpu_gives(name):

@@ -86,7 +86,8 @@ def estimate(
         groups.setdefault(group_of(order.experiment), []).append(order)
     earlier = _earlier(table, runs, jobs)
     rates = _rates(table, earlier)
-    unknown = {name: some[0] for name, some in groups.items() if name not in rates}
+    longest = {name: max(some, key=lambda order: order.experiment.rounds) for name, some in groups.items()}
+    unknown = {name: order for name, order in longest.items() if name not in rates}
     probes, failures, no_data = _probe(unknown, crew, jobs, tell)
     seconds: dict[tuple[str, int], float | None] = {}
     for name, some in groups.items():
@@ -94,7 +95,7 @@ def estimate(
             if name in rates:
                 spent: float | None = earlier.get(order.key, rates[name] * _size(order))
             else:
-                spent = _from_probe(order, some[0], probes.get(name))
+                spent = _from_probe(order, longest[name], probes.get(name))
             seconds[order.key, order.experiment.seed] = spent
     return Estimate(seconds, failures, no_data)
 
@@ -127,7 +128,7 @@ def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[st
 def _probe(
     firsts: Mapping[str, Order], crew: Crew, jobs: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, Probe], tuple[str, ...], dict[str, str]]:
-    """Each group's first cell on all workers at once, because runs that share a device slow each other down.
+    """A cell of each group on all workers at once, because runs that share a device slow each other down.
 
     Seconds by group, what failed, and groups without data.
     """
@@ -145,7 +146,7 @@ def _probe(
             told(f"{order.row} {order.column}, {message['what']}")
             return
         if message["kind"] == "done":
-            answers.setdefault(name, []).append(Probe(*message["answer"]))
+            answers.setdefault(name, []).extend(Probe(*found) for found in [message["answer"]] if found)
         elif message.get("no_data"):
             no_data[name] = message["error"]
         else:
@@ -160,6 +161,7 @@ def _probe(
     means = {
         name: Probe(statistics.fmean(one.first for one in probes), statistics.fmean(one.later for one in probes))
         for name, probes in answers.items()
+        if probes
     }
     return means, tuple(failures), no_data
 

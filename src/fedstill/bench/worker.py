@@ -113,7 +113,7 @@ class Workshop:
                 raise Unheard(error) from error
 
         order = Order.from_json(task["order"])
-        return list(self.probe(order.experiment, tell)) if task["kind"] == "probe" else self.perform(order, tell)
+        return self.probe(order.experiment, tell) if task["kind"] == "probe" else self.perform(order, tell)
 
     def perform(self, order: Order, tell: Send) -> Run:
         """Run the order in its folder, or go on with it there."""
@@ -133,11 +133,17 @@ class Workshop:
         tidy(order.folder)
         return make_run(order, result.history.rows, result.seconds, made)
 
-    def probe(self, experiment: Experiment, tell: Send) -> Probe:
-        """A few rounds that leave nothing behind but a pre-trained extractor, to see how long they take."""
+    def probe(self, experiment: Experiment, tell: Send) -> Probe | None:
+        """A few rounds that leave nothing behind but a pre-trained extractor, to see how long they take.
+
+        None, after no more than a look at the data, where a round is the whole run.
+        """
+        federation = self.federation(experiment)
+        if experiment.rounds == 1:
+            return None
         clock = Clock(tell)
         short = experiment.replace(rounds=min(PROBE_ROUNDS, experiment.rounds), track=())
-        run(short, callbacks=[clock], federation=self.federation(experiment))
+        run(short, callbacks=[clock], federation=federation)
         later = clock.seconds[1:]
         return Probe(clock.seconds[0], sum(later) / len(later) if later else clock.seconds[0])
 
