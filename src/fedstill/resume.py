@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ from fedstill.play import State
 from fedstill.privacy.budget import Privacy
 from fedstill.promises import settings_of
 
+SAVE_SECONDS = 60.0  # without a checkpoint: a run that is stopped loses no more
+SAVE_SHARE = 0.05  # of a run's time at most goes into checkpoints that only time asks for
 TARGETS_FILE = "targets.safetensors"  # what the server believes about its unlabeled data: probabilities, kept
 # What a checkpoint means that was written before a key, or a key of one of these tables, was written down.
 _BEFORE = {"sampling": "fixed", "noise": [], "privacy": settings_of(Privacy()), "training": asdict(Training())}
@@ -55,8 +58,25 @@ class Plan:
     def evaluates(self, number: int) -> bool:
         return number % self.evaluate_every == 0 or number == self.rounds
 
-    def checkpoints(self, number: int) -> bool:
-        return self.folder is not None and number % self.checkpoint_every == 0
+    def checkpoints(self, number: int, *, due: bool) -> bool:
+        return self.folder is not None and (due or number % self.checkpoint_every == 0)
+
+
+class SaveClock:
+    """Whether it is time to save although `checkpoint_every` rounds are not over; around a saving, what it costs."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = time.perf_counter()
+
+    def is_due(self) -> bool:
+        cost = self._ended - self._began
+        return time.perf_counter() - self._ended > max(SAVE_SECONDS, cost / SAVE_SHARE)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended = time.perf_counter()
 
 
 def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:

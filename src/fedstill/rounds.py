@@ -34,7 +34,7 @@ from fedstill.kept_optimizer import keep_optimizers
 from fedstill.play import CohortTrainer, Sampling, State, Tamper, Task, look_at, play_round, reported
 from fedstill.privacy.budget import Privacy
 from fedstill.promises import make_promise, noise_of, settings_of, warn_of_kept_statistics, write_statement
-from fedstill.resume import Plan, log_to, restore, rows_digest, save, save_last
+from fedstill.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_last
 
 _ANY = "this method"
 _log = logging.getLogger("fedstill.run")
@@ -306,6 +306,7 @@ def _loop(
     answers = [callback.on_start(info) for callback in callbacks]
     if cut:
         task.tell(cut, 1.0)
+    clock = SaveClock()
     while state.round < plan.rounds and not any(answers):
         began = time.perf_counter()
         state.round += 1
@@ -321,8 +322,9 @@ def _loop(
         if journal is not None:
             journal.add(row, records)
         _tell(row, records)
-        if plan.checkpoints(state.round):
-            save(plan, state, store, reported(task, state), _targets(task, state))
+        if plan.checkpoints(state.round, due=clock.is_due()):
+            with clock:
+                save(plan, state, store, reported(task, state), _targets(task, state))
 
 
 def _describe(task: Task, plan: Plan, state: State) -> RunInfo:
