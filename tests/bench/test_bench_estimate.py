@@ -138,9 +138,10 @@ def test_earlier_runs_on_this_device_replace_the_probe():
     assert prober.asked == []
     found = {(order.row, order.experiment.seed): known.of(order) for order in some[1:]}
     assert found == pytest.approx({("fedavg", 1): 110.0, ("fedntd", 0): 110 * 4 / 3, ("fedntd", 1): 110 * 4 / 3})
-    for changes in ({"device": "cuda NVIDIA H200"}, {"at_once": 4}):
+    others = {"device": "cuda NVIDIA H200"}, {"at_once": 4}, {"engine": {"precision": "bf16"}}
+    for changes in others:
         estimate(some[1:], some, [{**done, **changes}], prober, jobs=1)
-    assert prober.asked == ["fedntd", "fedntd"], "another device, or another number at a time, says little"
+    assert prober.asked == ["fedntd"] * 3, "another device, engine, or number at a time says little"
 
 
 def test_the_line_says_how_many_how_long_and_where():

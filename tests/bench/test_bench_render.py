@@ -70,6 +70,20 @@ def test_markdown_has_the_papers_number_beside_ours_and_says_which_is_which():
     assert "1.00x ± 0.00 |" in first, "no count where all seeds reach it"
 
 
+@pytest.mark.parametrize(
+    ("engines", "told"),
+    [
+        ([{}, {}, {}, {}], ""),
+        ([{"precision": "bf16"}] * 4, ", precision = bf16"),
+        ([{}, {}, {"precision": "bf16", "compile": True}, {}], ", precision = bf16, compile = true (fedntd)"),
+    ],
+)
+def test_a_column_says_which_of_its_runs_had_another_engine(engines, told):
+    runs = [{**run, "engine": engine} for run, engine in zip(RUNS, engines, strict=True)]
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, EXPECTED)
+    assert text.splitlines()[0] == f"**digits**, 4 rounds{told}"
+
+
 def test_what_was_not_run_and_what_is_not_printed_are_dashes():
     text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS[:2], {})
     line = next(line for line in text.splitlines() if line.startswith("| fedntd"))

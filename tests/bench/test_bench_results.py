@@ -112,6 +112,12 @@ def test_what_stands_beside_must_have_a_value_for_every_evaluated_round(tmp_path
         read_runs(tmp_path / "results.json")
 
 
+def test_an_engine_that_is_no_table_is_no_record(tmp_path):
+    write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=1), [10.0], engine="bf16")])
+    with pytest.raises(FedstillError, match="engine is no table"):
+        read_runs(tmp_path / "results.json")
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"runs": 3}', '{"runs": [{"key": "a"}]}'])
 def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path, text):
     file = tmp_path / "results.json"

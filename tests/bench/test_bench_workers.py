@@ -104,6 +104,14 @@ def test_seconds_of_short_runs_are_not_rounded_away(tmp_path):
     assert run["seconds"] == 0.012
 
 
+def test_a_record_says_which_engine_made_it_if_not_the_default(tmp_path):
+    made, rows = circumstances("cpu", 1), [{"accuracy": 0.5}] * 4
+    cell = Cell("fedavg", "digits", small(engine={"precision": "float64", "chunk": 2, "threads": 1}))
+    (order,) = make_orders([cell], preset="paper", seeds=1, device="cpu", out=tmp_path)
+    assert make_run(order, rows, 1.0, made)["engine"] == {"chunk": 2, "precision": "float64"}
+    assert "engine" not in make_run(one_order(tmp_path)[0], rows, 1.0, made)
+
+
 @pytest.mark.parametrize("kind", ["round", "done"])
 def test_trouble_of_the_listener_is_not_the_runs_failure(tmp_path, kind):
     """As when the disk is full while the results are written."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fedstill.bench.folders import device_name
 from fedstill.bench.order import Order
 from fedstill.bench.pool import Crew
-from fedstill.bench.results import Run, portable
+from fedstill.bench.results import Run, engine_of, portable
 from fedstill.bench.worker import Message, Probe
 from fedstill.config import Experiment
 from fedstill.core.needs import needs_of
@@ -114,13 +114,14 @@ def _size(order: Order) -> float:
 
 
 def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[str, float]:
-    """Seconds by cell, of runs on this kind of device with as many beside them."""
+    """Seconds by cell, of runs on this kind of device and engine with as many beside them."""
     if not orders:
         return {}
-    device, wanted = device_name(orders[0].experiment.engine.device), {order.key for order in orders}
+    first, wanted = orders[0].experiment, {order.key for order in orders}
+    here = (device_name(first.engine.device), engine_of(first), jobs)
     found: dict[str, list[float]] = {}
     for run in runs:
-        if run["key"] in wanted and run["device"] == device and run["at_once"] == jobs:
+        if run["key"] in wanted and (run["device"], run.get("engine", {}), run["at_once"]) == here:
             found.setdefault(run["key"], []).append(run["seconds"])
     return {key: statistics.fmean(values) for key, values in found.items()}
 

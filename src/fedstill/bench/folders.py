@@ -15,7 +15,7 @@ import torch
 
 from fedstill.bench.metrics import evaluates
 from fedstill.bench.order import Order
-from fedstill.bench.results import BESIDE, Run, fault_of, method_text
+from fedstill.bench.results import BESIDE, Run, engine_of, fault_of, method_text
 from fedstill.comparison import folder_name
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -76,6 +76,8 @@ def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, 
     )
     if beside := _beside(evaluated):
         run["beside"] = beside
+    if engine := engine_of(experiment):
+        run["engine"] = engine
     return run
 
 

@@ -46,13 +46,13 @@ def render_table(
 ) -> str:
     """One table as Markdown: for each column what it is, a table, and at the end what the words mean."""
     columns = summarize_table(find_table(recipe, preset, table_name), runs, expected)
-    parts = [f"**{column.column}**{_length(column)}\n\n{markdown_table(cells(column))}" for column in columns]
+    parts = [f"**{column.column}**{_facts(column)}\n\n{markdown_table(cells(column))}" for column in columns]
     return "\n\n".join([*parts, legend(columns)]) + "\n"
 
 
 def text_table(columns: Sequence[ColumnSummary]) -> str:
     """The same with columns by spaces."""
-    parts = [f"{column.column}{_length(column)}\n{align(_two_line_header(cells(column)))}" for column in columns]
+    parts = [f"{column.column}{_facts(column)}\n{align(_two_line_header(cells(column)))}" for column in columns]
     return "\n\n".join([*parts, textwrap.fill(legend(columns), 100)])
 
 
@@ -139,9 +139,21 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
     return told
 
 
-def _length(column: ColumnSummary) -> str:
+def _facts(column: ColumnSummary) -> str:
     told = f", {' or '.join(map(str, column.rounds))} rounds"
-    return told if column.target is None else f"{told}, target {column.target:g} %"
+    if column.target is not None:
+        told += f", target {column.target:g} %"
+    return told + _engines(column)
+
+
+def _engines(column: ColumnSummary) -> str:
+    """Which are not the default, and whose where not all have the same."""
+    rows: dict[str, list[str]] = {}
+    for row in column.rows:
+        for engine in row.engines:
+            rows.setdefault(engine, []).append(row.row)
+    told = [(engine, "" if len(rows) == 1 else f" ({', '.join(names)})") for engine, names in rows.items() if engine]
+    return "".join(f", {engine}{whose}" for engine, whose in told)
 
 
 def _spread(value: Spread | None, unit: str = "") -> str:

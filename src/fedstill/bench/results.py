@@ -48,6 +48,7 @@ class Run(RunFacts, total=False):
     """One finished run."""
 
     beside: dict[str, list[float | None]]  # other numbers of the evaluated rounds (see BESIDE); left out: none
+    engine: dict[str, Any]  # see engine_of; left out: the default
 
 
 def cell_key(experiment: Experiment) -> str:
@@ -80,6 +81,15 @@ def portable(table: dict[str, Any]) -> str:
         if isinstance(data.get(place), str):
             data[place] = name_of_data(data[place])
     return json.dumps(table, sort_keys=True)
+
+
+def engine_of(experiment: Experiment) -> dict[str, Any]:
+    """What `engine` says beside where it runs, but for defaults: numbers differ by rounding, times by more.
+
+    >>> engine_of(Experiment(engine={"device": "cuda", "precision": "bf16"}))
+    {'precision': 'bf16'}
+    """
+    return experiment.engine.model_dump(mode="json", exclude_defaults=True, exclude={"device", "threads"})
 
 
 def name_of_data(place: str) -> str:
@@ -135,6 +145,8 @@ def fault_of(run: Any) -> str | None:
         return "accuracy is no list of numbers"
     if len(accuracy) != wanted:
         return f"{len(accuracy)} accuracies for {wanted} evaluated rounds"
+    if not isinstance(run.get("engine", {}), dict):
+        return "engine is no table"
     return _fault_beside(run.get("beside", {}), wanted)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedstill.bench.form import Cell, Expected, Number, Table
 from fedstill.bench.metrics import (
@@ -40,6 +41,7 @@ class RowSummary:
     gain: float | None = None  # last ten less those of the best other row of the column
     beside: Mapping[str, Spread] = field(default_factory=dict)  # other numbers, means of the last ten rounds
     reached: Spread | None = None  # first round with the column's target accuracy, over the seeds that reach it
+    engines: tuple[str, ...] = ()  # with which its seeds were run; "": the default
 
     @property
     def figure(self) -> float | None:
@@ -58,7 +60,7 @@ class RowSummary:
         difference = {name: _rounded(self.above(value)) for name, value in numbers.items()}
         beside = {name: value.as_json() for name, value in self.beside.items()}
         rest = {"gain": _rounded(self.gain), "beside": beside, "paper": dict(self.paper), "difference": difference}
-        return {"row": self.row, "seeds": self.seeds, **ours, **rest}
+        return {"row": self.row, "seeds": self.seeds, **ours, **rest, "engines": list(self.engines)}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -82,6 +84,14 @@ class ColumnSummary:
 Curves = dict[int, Curve]  # by seed
 
 
+class Known(NamedTuple):
+    """What the runs say, by the key of their cell."""
+
+    curves: Mapping[str, Curves]
+    beside: Mapping[str, Mapping[str, Spread]]
+    engines: Mapping[str, tuple[str, ...]]
+
+
 def summarize_table(
     table: Table,
     runs: Sequence[Mapping[str, Any]],
@@ -95,9 +105,9 @@ def summarize_table(
 
     printed: the table as the recipe has it, where the command line has changed its settings.
     """
-    curves, beside = curves_by_key(runs), beside_by_key(runs)
+    known = Known(curves_by_key(runs), beside_by_key(runs), engines_by_key(runs))
     chosen = [column for column in table.columns if not columns or column in columns]
-    found = [_column(table, column, curves, beside, expected, rows) for column in chosen]
+    found = [_column(table, column, known, expected, rows) for column in chosen]
     return found if printed is None else [_compared(column, _changed(table, printed)) for column in found]
 
 
@@ -133,29 +143,38 @@ def beside_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Spre
     }
 
 
-def _column(
-    table: Table,
-    column: str,
-    curves: Mapping[str, Curves],
-    beside: Mapping[str, Mapping[str, Spread]],
-    expected: Expected,
-    rows: Sequence[str],
-) -> ColumnSummary:
+def engines_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Key of a cell -> the engines of its runs in words, each once: "precision = bf16, compile = true"."""
+    found: dict[str, set[str]] = {}
+    for run in runs:
+        words = ", ".join(f"{name} = {_toml(value)}" for name, value in run.get("engine", {}).items())
+        found.setdefault(run["key"], set()).add(words)
+    return {key: tuple(sorted(engines)) for key, engines in found.items()}
+
+
+def _toml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _column(table: Table, column: str, known: Known, expected: Expected, rows: Sequence[str]) -> ColumnSummary:
     cells = [cell for cell in table.cells if cell.column == column]
     measure = reference(cells)
+    curves = known.curves
     fedavg = {} if measure is None else curves.get(cell_key(measure.experiment), {})
     printed = expected.get(table.name, {}).get(column, {})
     shown = [cell for cell in cells if not rows or cell.row in rows]
     keys = [cell_key(cell.experiment) for cell in shown]
     target = next((100 * cell.experiment.target for cell in shown if cell.experiment.target is not None), None)
     summaries = [
-        replace(_row(cell.row, curves.get(key, {}), fedavg, printed.get(cell.row, {})), beside=beside.get(key, {}))
+        replace(
+            _row(cell.row, curves.get(key, {}), fedavg, printed.get(cell.row, {})),
+            beside=known.beside.get(key, {}),
+            engines=known.engines.get(key, ()),
+            reached=_reached(curves.get(key, {}), target),
+        )
         for cell, key in zip(shown, keys, strict=True)
     ]
-    summaries = [
-        replace(row, gain=_gain(row, summaries), reached=_reached(curves.get(key, {}), target))
-        for row, key in zip(summaries, keys, strict=True)
-    ]
+    summaries = [replace(row, gain=_gain(row, summaries)) for row in summaries]
     lengths = sorted({cell.experiment.rounds for cell in shown})
     return ColumnSummary(column, tuple(lengths), tuple(summaries), target)
 
