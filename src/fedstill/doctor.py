@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from fedstill.algorithms import build_algorithm
+from fedstill.core.errors import FedstillError
 from fedstill.core.tree import leaves
 from fedstill.core.types import Weights
-from fedstill.engine import choose_device
+from fedstill.engine import check_compiler, choose_device
 from fedstill.environment import CORE_PACKAGES, EXTRAS, describe_device, version_of
 from fedstill.trial import trial_run
 
@@ -34,7 +35,7 @@ class Check:
 
 def examine() -> list[Check]:
     """All checks; those of the engines take about a second."""
-    return [*_basics(), *_extras(), *_engines()]
+    return [*_basics(), *_extras(), *_engines(), _compiler()]
 
 
 def is_healthy(checks: list[Check]) -> bool:
@@ -85,6 +86,16 @@ def _engines() -> Iterator[Check]:
         gap = largest_gap(weights["looped"], weights["batched"])
         advice = "" if gap <= TOLERANCE else "results depend on engine.name here: please report this"
         yield Check("engines agree", gap <= TOLERANCE, f"largest difference of a weight {gap:.1e}", advice)
+
+
+def _compiler() -> Check:
+    """Whether engine.compile = true can be had here."""
+    name = "engine.compile"
+    try:
+        check_compiler(choose_device("auto"))
+    except FedstillError as error:
+        return Check(name, False, "not here", str(error).removeprefix(f"{name}: "), required=False)
+    return Check(name, True, "can be switched on", required=False)
 
 
 def _try_engine(engine: str, device: str) -> tuple[Weights, float]:

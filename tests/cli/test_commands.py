@@ -8,6 +8,7 @@ import tomllib
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -252,6 +253,16 @@ def test_doctor_is_happy_here_and_says_what_is_missing():
     assert report["healthy"]
     assert found["engines agree"]["ok"]
     assert all(check["advice"] for check in report["checks"] if not check["ok"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not need a C++ compiler")
+@pytest.mark.parametrize(("compiler", "ok"), [(sys.executable, True), ("no-such-compiler", False)])
+def test_doctor_says_whether_torch_can_compile_here(monkeypatch, compiler, ok):
+    monkeypatch.setenv("CXX", compiler)
+    report = answer("doctor")
+    found = next(check for check in report["checks"] if check["name"] == "engine.compile")
+    assert (found["ok"], report["healthy"]) == (ok, True)
+    assert found["advice"].startswith("" if ok else "torch.compile needs a C++ compiler")
 
 
 def test_doctor_text_puts_advice_under_its_check():
