@@ -26,7 +26,7 @@ from fedstill.bench import Cell, Expected, Recipe, Table
 from fedstill.bench.load import load_expected, load_recipe
 from fedstill.bench.metrics import LAST
 from fedstill.bench.render import NOTHING, markdown_table, render_table
-from fedstill.bench.results import Run, cell_key, curve_of, read_runs
+from fedstill.bench.results import Records, Run, cell_id, cell_key, curve_of, read_runs, run_id
 from fedstill.bench.summary import REFERENCE, RowSummary, summarize_table
 from fedstill.report.curves import Curve, learning_curves
 
@@ -57,12 +57,12 @@ class Paper:
         return next(iter(self.recipe.presets))
 
     @cached_property
-    def done(self) -> dict[str, list[Run]]:
-        """Key of a cell -> its runs, a seed each."""
-        found: dict[str, list[Run]] = {}
-        for run in self.runs:
-            found.setdefault(run["key"], []).append(run)
-        return found
+    def records(self) -> Records:
+        return Records(self.runs)
+
+    def done(self, cell: Cell) -> list[Run]:
+        """The runs that stand for a cell, a seed each."""
+        return list(self.records.of(cell.experiment).values())
 
     def shown(self, preset: str) -> list[Table]:
         """Tables of a preset in which something was run, without empty columns and rows.
@@ -72,18 +72,18 @@ class Paper:
         another preset than the default, when something was run under that preset and no table before shows it all.
         """
         found: list[Table] = []
-        before: set[tuple[str, str, str]] = set()
+        before: set[tuple[str, ...]] = set()
         for table in self.recipe.tables[preset].values():
             kept = self._kept(table, preset)
-            places = {(cell.column, cell.row, cell_key(cell.experiment)) for cell in kept.cells}
+            places = {(cell.column, cell.row, *cell_id(cell.experiment)) for cell in kept.cells}
             if places and (preset == self.default or not places <= before):
                 found.append(kept)
                 before |= places
         return found
 
     def _kept(self, table: Table, preset: str) -> Table:
-        run = [cell for cell in table.cells if cell_key(cell.experiment) in self.done]
-        own = [made for cell in run for made in self.done[cell_key(cell.experiment)] if _made_for(made, cell)]
+        run = [cell for cell in table.cells if self.done(cell)]
+        own = [made for cell in run for made in self.done(cell) if _made_for(made, cell)]
         if not any(preset in (self.default, made["preset"]) for made in own):
             return dataclasses.replace(table, cells=())
         rows = {column: [cell.row for cell in run if cell.column == column] for column in table.columns}
@@ -163,16 +163,16 @@ def _ours_and_papers(row: RowSummary) -> str:
 
 def pictures(paper: Paper, preset: str) -> Iterator[tuple[str, Picture]]:
     """The tables' columns that have enough methods, as (table, picture); none that shows only a part of another's."""
-    drawn: list[set[str]] = []
+    drawn: list[set[tuple[str, str]]] = []
     tables = sorted(paper.shown(preset), key=lambda table: -len(table.rows))
     for table in tables:
         for column in table.columns:
-            keys = {cell.row: cell_key(cell.experiment) for cell in table.cells if cell.column == column}
-            keys = {row: key for row, key in keys.items() if key in paper.done}
-            if len(keys) < FEWEST_LINES or any(set(keys.values()) <= before for before in drawn):
+            cells = [cell for cell in table.cells if cell.column == column and paper.done(cell)]
+            shown = {cell_id(cell.experiment) for cell in cells}
+            if len(cells) < FEWEST_LINES or any(shown <= before for before in drawn):
                 continue
-            drawn.append(set(keys.values()))
-            curves = {row: [trailing_mean(run) for run in paper.done[key]] for row, key in keys.items()}
+            drawn.append(shown)
+            curves = {cell.row: [trailing_mean(run) for run in paper.done(cell)] for cell in cells}
             place = f"{table.name if table.name.startswith('figure') else f'table-{table.name}'}-{column}"
             title = column if one_round(curves) else f"{column}, mean of the last {LAST} rounds"
             yield table.name, Picture(f"{paper.name}/{preset}-{place}.png", title, curves)
@@ -216,10 +216,10 @@ def trailing_mean(run: Run) -> Curve:
 
 def presets_side_by_side(paper: Paper) -> str:
     """Printed cells that differ between presets and were run in more than one of them."""
-    found: dict[tuple[str, str, str], dict[str, tuple[str, RowSummary]]] = {}
+    found: dict[tuple[str, str, str], dict[str, tuple[tuple[str, str], RowSummary]]] = {}
     for preset, tables in paper.recipe.tables.items():
         for table in (tables[name] for name in tables if name in paper.expected):
-            keys = {(cell.column, cell.row): cell_key(cell.experiment) for cell in table.cells}
+            keys = {(cell.column, cell.row): cell_id(cell.experiment) for cell in table.cells}
             for column in summarize_table(table, paper.runs, paper.expected):
                 for row in column.rows:
                     if row.seeds:
@@ -326,15 +326,18 @@ def pages() -> tuple[dict[Path, str], dict[Path, Picture]]:
 
 
 def strays() -> list[str]:
-    """Runs that belong to no cell of their paper's recipe: it has changed since, or they are of something else."""
+    """Runs that stand for no cell of their paper's recipe: it has changed since, or they are of something else."""
     found = []
     for paper in papers():
         tables = [table for tables in paper.recipe.tables.values() for table in tables.values()]
-        known = {cell_key(cell.experiment) for table in tables for cell in table.cells}
+        cells = [cell for table in tables for cell in table.cells]
+        keys = {cell_key(cell.experiment) for cell in cells}
+        shown = {run_id(run) for cell in cells for run in paper.done(cell)}
         found += [
-            f"{paper.name}.json: {run['row']} {run['column']} seed {run['seed']} (key {run['key']})"
+            f"{paper.name}.json: {run['row']} {run['column']} seed {run['seed']} (key {run['key']}"
+            f"{', of another engine than the one shown' if run['key'] in keys else ''})"
             for run in paper.runs
-            if run["key"] not in known
+            if run_id(run) not in shown
         ]
     return found
 

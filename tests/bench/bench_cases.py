@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from fedstill.bench import Cell, Recipe, Table
+from fedstill.bench import Cell, Recipe, Table, worker
 from fedstill.bench.results import cell_key
 from fedstill.cli import app
 from fedstill.config import Experiment
@@ -82,3 +82,36 @@ def run_of(experiment: Experiment, accuracy, *, seed=0, **changes):
 
 def recipe_of(*cells: Cell) -> Recipe:
     return Recipe("tiny", "A tiny paper", {"paper": ""}, {"paper": {"1": Table("1", "Accuracy", cells)}})
+
+
+def forbid_runs(monkeypatch):
+    def run(*_, **__):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(worker, "run", run)
+
+
+def count_runs(monkeypatch):
+    """Experiments that are run in full, without probes."""
+    seen, run = [], worker.run
+
+    def counted(experiment, **options):
+        if options.get("run_dir") is not None:
+            seen.append((experiment.algorithm.name, experiment.seed))
+        return run(experiment, **options)
+
+    monkeypatch.setattr(worker, "run", counted)
+    return seen
+
+
+def interrupt_after(monkeypatch, rounds):
+    """Ctrl-C in the round after so many, once."""
+    on_round, left = worker.Ticker.on_round, [rounds]
+
+    def interrupted(self, row):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return on_round(self, row)
+
+    monkeypatch.setattr(worker.Ticker, "on_round", interrupted)

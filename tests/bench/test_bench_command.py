@@ -4,7 +4,7 @@ import json
 import tomllib
 
 import pytest
-from bench_cases import bench, invoke
+from bench_cases import bench, count_runs, forbid_runs, interrupt_after, invoke
 
 from fedstill.bench import worker
 from fedstill.bench.results import read_runs
@@ -12,39 +12,6 @@ from fedstill.bench.results import read_runs
 
 def results(folder, out="runs/bench/tiny"):
     return {(run["row"], run["seed"]): run for run in read_runs(folder / out / "results.json")}
-
-
-def forbid_runs(monkeypatch):
-    def run(*_, **__):
-        raise AssertionError("a run was started")
-
-    monkeypatch.setattr(worker, "run", run)
-
-
-def count_runs(monkeypatch):
-    """Experiments that are run in full, without probes."""
-    seen, run = [], worker.run
-
-    def counted(experiment, **options):
-        if options.get("run_dir") is not None:
-            seen.append((experiment.algorithm.name, experiment.seed))
-        return run(experiment, **options)
-
-    monkeypatch.setattr(worker, "run", counted)
-    return seen
-
-
-def interrupt_after(monkeypatch, rounds):
-    """Ctrl-C in the round after so many, once."""
-    on_round, left = worker.Ticker.on_round, [rounds]
-
-    def interrupted(self, row):
-        left[0] -= 1
-        if left[0] == -1:
-            raise KeyboardInterrupt
-        return on_round(self, row)
-
-    monkeypatch.setattr(worker.Ticker, "on_round", interrupted)
 
 
 def test_a_table_is_run_written_down_and_shown_beside_the_papers_numbers(folder):
@@ -118,16 +85,6 @@ def test_an_interrupted_bench_goes_on_and_ends_as_if_nothing_had_happened(folder
     assert {place: run["accuracy"] for place, run in parts.items()} == {
         place: run["accuracy"] for place, run in whole.items()
     }
-
-
-def test_a_run_that_was_begun_with_another_engine_starts_again(folder, monkeypatch):
-    interrupt_after(monkeypatch, 2)
-    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out", code=130)
-    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out", "--set", "engine.name=looped")
-    (place,) = (folder / "out").glob("fedavg-*/seed-0")
-    assert tomllib.loads((place / "config.toml").read_text())["engine"]["name"] == "looped"
-    assert "resuming" not in (place / "log.txt").read_text()
-    assert len(results(folder, "out")["fedavg", 0]["accuracy"]) == 3
 
 
 def test_a_finished_run_keeps_its_models_and_not_its_checkpoints(folder):
@@ -236,16 +193,6 @@ def test_what_is_measured_is_told_before_and_as_it_goes(folder):
     assert lines == [f"fedstill: {line}" for line in told]
 
 
-def test_a_run_with_another_engine_is_not_the_papers(folder, monkeypatch):
-    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out", "--set", "engine.precision=float64")
-    (folder / "out/results.json").unlink()
-    seen = count_runs(monkeypatch)
-    bench("tiny", "--table", "1", "--methods", "fedavg", "--out", "out")
-    assert seen == [("fedavg", 0)]
-    (place,) = (folder / "out").glob("fedavg-*/seed-0")
-    assert tomllib.loads((place / "config.toml").read_text())["engine"].get("precision", "auto") == "auto"
-
-
 @pytest.mark.parametrize("file", ["bench.json", "metrics.jsonl"])
 @pytest.mark.parametrize("text", ["{}", "[1]", "3", "", "{", '{"round": 1, "accuracy": "x", "at_once": "x"}'])
 def test_a_damaged_folder_is_run_again(folder, file, text):
@@ -294,6 +241,15 @@ def test_without_a_table_the_tables_are_listed_with_what_is_done(folder):
     tables = json.loads(bench("tiny", "--format", "json").stdout)["tables"]
     found = [tuple(table[key] for key in ("name", "runs", "done", "cells_done")) for table in tables]
     assert found == [("1", 2, 2, 1), ("2", 4, 2, 1)]
+
+
+def test_names_are_listed_whole(folder):
+    recipe = folder / "benchmarks/tiny/recipe.py"
+    columns = [f"digits-with-a-long-name-{number}" for number in range(9)] + ["very-" * 30 + "long"]
+    more = ", ".join(f'*(cell(row, "{column}") for row in OPTIONS)' for column in columns)
+    recipe.write_text(recipe.read_text().replace("DIGITS + MISSING", f"DIGITS + ({more},)"))
+    listed = bench("tiny").stdout
+    assert all(column in listed.replace(",", "").split() for column in columns)
 
 
 def test_settings_change_every_cell_and_stay_out_of_the_documented_results(folder):

@@ -144,16 +144,50 @@ def test_earlier_runs_on_this_device_replace_the_probe():
     assert prober.asked == ["fedntd"] * 3, "another device, engine, or number at a time says little"
 
 
+def test_what_was_prepared_before_the_first_round_is_no_part_of_a_round():
+    """A second of rounds and a minute of pre-training for all runs: thirty rounds of others are not half an hour."""
+    some = orders("fedavg", "fedntd") + orders("fedavg", rounds=22)
+    done = run_of(some[0].experiment, [1.0], seconds=71.0, prepared=60.0, device=device_name("cpu"))
+    known = estimate(some, some, [done], Prober(), jobs=1)
+    assert [known.of(order) for order in some] == pytest.approx([11.0, 11 * 4 / 3, 22.0])
+
+
+def test_each_engine_is_estimated_from_its_own_runs():
+    plain, other = orders("fedavg", "fedntd"), orders("fedavg", "fedntd", engine={"name": "looped"})
+    device, prober = device_name("cpu"), Prober()
+    done = run_of(plain[0].experiment, [1.0], seconds=11.0, device=device)
+    slow = {**done, "seconds": 110.0, "engine": {"name": "looped"}}
+    some = [plain[1], other[1]]
+    known = estimate(some, plain + other, [done, slow], prober, jobs=1)
+    assert [known.of(order) for order in some] == pytest.approx([11 * 4 / 3, 110 * 4 / 3])
+    assert prober.asked == []
+    estimate(some, plain + other, [done], prober, jobs=1)
+    assert prober.asked == ["fedntd"], "of one engine nothing is known"
+
+
+def test_where_nothing_is_measured_nothing_is_said_to_be():
+    once, told = orders("fedavg", rounds=1) + orders("fedavg", rounds=1, column="net", model="mlp"), []
+    prober = Prober()
+    prober.answer = {"kind": "done", "answer": None}
+    estimate(once, once, [], prober, jobs=1, tell=told.append)
+    assert told == ["looking at the data of 2 settings ...", "looked at 1 of 2", "looked at 2 of 2"]
+    told.clear()
+    both = once + orders("fedavg", cohort=2)
+    estimate(both, both, [], prober, jobs=1, tell=told.append)
+    assert told[0] == "measuring a few rounds of 1 setting, looking at the data of 2 more ..."
+    assert told[-1] == "measured or looked at 3 of 3"
+
+
 def test_the_line_says_how_many_how_long_and_where():
     some = orders(*(f"fedprox(mu={number}.0)" for number in range(1, 13)), seeds=3, rounds=200)
-    known = Estimate({(order.key, order.experiment.seed): 70.0 for order in some})
+    known = Estimate({order.run_id: 70.0 for order in some})
     line = estimate_line(some, known, jobs=3, device="cuda")
     assert line == "36 runs of 200 rounds, about 14 min with 3 at a time on cuda"
 
 
 def test_the_longest_run_is_the_least_that_it_takes():
     some = orders("fedavg", "fedntd")
-    known = Estimate({(some[0].key, 0): 10.0, (some[1].key, 0): 50.0})
+    known = Estimate({some[0].run_id: 10.0, some[1].run_id: 50.0})
     assert estimate_line(some, known, jobs=2, device="cpu").endswith("about 50 s with 2 at a time on cpu")
 
 
@@ -192,7 +226,7 @@ def test_one_run_of_one_round_is_no_plural():
 def test_seeds_come_in_turn_and_within_one_the_longest_first():
     some = orders("fedavg", "fedntd", "fedprox", seeds=2)
     seconds = {"fedavg": 10.0, "fedntd": 30.0, "fedprox": 20.0}
-    known = Estimate({(order.key, order.experiment.seed): seconds[order.row] for order in some})
+    known = Estimate({order.run_id: seconds[order.row] for order in some})
     found = [(order.experiment.seed, order.row) for order in longest_first(some, known)]
     assert found == [(seed, row) for seed in (0, 1) for row in ("fedntd", "fedprox", "fedavg")]
 

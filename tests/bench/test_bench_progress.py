@@ -13,7 +13,7 @@ from fedstill.cli.bench_progress import BenchProgress
 
 CELLS = [Cell("fedavg", "digits", small(rounds=100)), Cell("fedntd", "digits", small(rounds=100, algorithm="fedntd"))]
 ORDERS = make_orders(CELLS, preset="paper", seeds=1, device="cpu", out=Path("out"))
-KNOWN = Estimate({(ORDERS[0].key, 0): 100.0, (ORDERS[1].key, 0): 300.0})
+KNOWN = Estimate({ORDERS[0].run_id: 100.0, ORDERS[1].run_id: 300.0})
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_what_a_method_prepares_is_shown_where_rounds_are(now, capsys):
 
 
 def test_runs_that_take_no_time_at_all_are_counted_too(now):
-    nothing = Estimate({(order.key, 0): 0.0 for order in ORDERS})
+    nothing = Estimate({order.run_id: 0.0 for order in ORDERS})
     with BenchProgress(ORDERS, nothing, terminal=False) as progress:
         progress.hear(done(0, seconds=0.0))
         assert progress.done == 0.5

@@ -75,13 +75,39 @@ def test_markdown_has_the_papers_number_beside_ours_and_says_which_is_which():
     [
         ([{}, {}, {}, {}], ""),
         ([{"precision": "bf16"}] * 4, ", precision = bf16"),
-        ([{}, {}, {"precision": "bf16", "compile": True}, {}], ", precision = bf16, compile = true (fedntd)"),
+        ([{}, {}, *[{"precision": "bf16", "compile": True}] * 2], ", precision = bf16, compile = true (fedntd)"),
+        ([{"chunk": 2}, {}, {}, {}], ", chunk = 2 (fedavg, 1 of 2 seeds)"),
+        ([{"chunk": 2}, {}, *[{"chunk": 2}] * 2], ", chunk = 2 (fedavg, 1 of 2 seeds; fedntd)"),
     ],
 )
 def test_a_column_says_which_of_its_runs_had_another_engine(engines, told):
     runs = [{**run, "engine": engine} for run, engine in zip(RUNS, engines, strict=True)]
     text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, EXPECTED)
     assert text.splitlines()[0] == f"**digits**, 4 rounds{told}"
+
+
+def test_a_cell_shows_the_runs_of_its_own_engine_and_the_default_one_any_where_it_has_none():
+    """Seed 0 of the default and of float64, seed 1 of float64 only."""
+    exact = {"precision": "float64"}
+    runs = [RUNS[0], {**RUNS[0], "accuracy": [1.0, 2.0, 3.0, 4.0], "engine": exact}, {**RUNS[1], "engine": exact}]
+    other = Cell("fedavg64", "digits", small(engine=exact))
+    third = Cell("looped", "digits", small(engine={"name": "looped"}))
+    for order in (runs, runs[::-1]):
+        found = rows(order, cells=(FEDAVG, other, third))
+        assert (found["fedavg"].best.mean, found["fedavg"].seeds) == ((50.0 + 60.0) / 2, 2)
+        assert (found["fedavg64"].best.mean, found["fedavg64"].seeds) == ((4.0 + 60.0) / 2, 2)
+        assert found["looped"].seeds == 0
+    assert found["fedavg"].speedup.mean == 1.0, "it is the measure"
+    assert found["fedavg"].as_json()["engines"] == ["", "precision = float64"]
+
+
+def test_one_round_is_no_plural():
+    lengths = {"a": (1,), "b": (1, 4), "c": (4,)}
+    cells = [Cell(f"row{rounds}", column, small(rounds=rounds)) for column, some in lengths.items() for rounds in some]
+    text = render_table(recipe_of(*cells), "paper", "1", [], {})
+    assert [line for line in text.splitlines() if line.startswith("**")] == [
+        "**a**, 1 round", "**b**, 1 or 4 rounds", "**c**, 4 rounds",
+    ]  # fmt: skip
 
 
 def test_what_was_not_run_and_what_is_not_printed_are_dashes():
@@ -131,6 +157,12 @@ def test_a_gain_is_the_last_ten_rounds_less_those_of_the_best_other():
     assert rows(RUNS[2:], expected=gains)["fedntd"].gain is None, "nobody else was run"
 
 
+def test_a_gain_does_not_depend_on_the_rows_that_are_shown():
+    table = recipe_of(FEDAVG, LMD).tables["paper"]["1"]
+    (column,) = summarize_table(table, RUNS, {}, rows=["fedntd"])
+    assert [(row.row, row.gain) for row in column.rows] == [("fedntd", 3.75)]
+
+
 def test_what_runs_log_beside_their_accuracy_is_shown_where_somebody_has_it():
     logged = [{"pseudo_label_accuracy": [None, 70.0, 80.0, 90.0], "pseudo_labels": [0, 10, 20, 30]}, {}]
     runs = [*RUNS[:2], *({**run, "beside": beside} for run, beside in zip(RUNS[2:], logged, strict=True))]
@@ -171,6 +203,8 @@ def test_a_column_with_a_target_tells_in_which_round_it_is_reached():
     assert cells_of(second, "fedntd")["rounds to the target"] == "3.00 (1 of 2)"
     assert "rounds to the target" not in cells_of(third, "fedntd"), "nobody has anything"
     assert "first evaluated round with that accuracy" in third
+    alone = render_table(recipe_of(*cells[-2:]), "paper", "1", RUNS, {})
+    assert "rounds to the target" not in alone.lower(), "no word about a column that is not shown"
 
 
 def test_a_target_does_not_make_another_run_of_a_cell():

@@ -87,7 +87,18 @@ def test_a_run_is_there_once_and_the_later_one_wins(tmp_path):
 
 def test_the_order_of_finishing_does_not_show():
     runs = [run_of(small(rounds=rounds), [1.0], seed=seed) for rounds in (3, 4) for seed in (0, 1)]
+    runs += [{**run, "engine": {"chunk": 2, "precision": "bf16"}} for run in runs]
     assert merge(runs) == merge(runs[::-1])
+    assert len(merge(runs)) == 8
+
+
+def test_runs_of_different_engines_stand_side_by_side(tmp_path):
+    plain = run_of(small(rounds=1), [10.0])
+    other = {**plain, "accuracy": [20.0], "engine": {"chunk": 2, "compile": True}}
+    later = {**other, "accuracy": [30.0], "engine": {"compile": True, "chunk": 2}}
+    for run in (other, plain, later):
+        add_run(tmp_path / "results.json", "tiny", run)
+    assert read_runs(tmp_path / "results.json") == [plain, later]
 
 
 @pytest.mark.parametrize("place", ["ufldl-stanford/svhn:cropped_digits", "/data/svhn", "svhn"])
@@ -115,6 +126,13 @@ def test_what_stands_beside_must_have_a_value_for_every_evaluated_round(tmp_path
 def test_an_engine_that_is_no_table_is_no_record(tmp_path):
     write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=1), [10.0], engine="bf16")])
     with pytest.raises(FedstillError, match="engine is no table"):
+        read_runs(tmp_path / "results.json")
+
+
+@pytest.mark.parametrize("prepared", ["1", -1.0, None])
+def test_prepared_seconds_that_are_no_seconds_are_no_record(tmp_path, prepared):
+    write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=1), [10.0], prepared=prepared)])
+    with pytest.raises(FedstillError, match="prepared = "):
         read_runs(tmp_path / "results.json")
 
 

@@ -112,6 +112,13 @@ def test_a_record_says_which_engine_made_it_if_not_the_default(tmp_path):
     assert "engine" not in make_run(one_order(tmp_path)[0], rows, 1.0, made)
 
 
+def test_a_record_says_how_many_of_its_seconds_were_before_the_first_round(tmp_path):
+    rows = [{"accuracy": 0.5, "seconds_prepared": 7.25}, *[{"accuracy": 0.5}] * 3]
+    (order,), made = one_order(tmp_path), circumstances("cpu", 1)
+    assert make_run(order, rows, 9.0, made)["prepared"] == 7.25
+    assert "prepared" not in make_run(order, rows[1:], 9.0, made)
+
+
 @pytest.mark.parametrize("kind", ["round", "done"])
 def test_trouble_of_the_listener_is_not_the_runs_failure(tmp_path, kind):
     """As when the disk is full while the results are written."""

@@ -6,13 +6,13 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedstill.bench.folders import device_name
 from fedstill.bench.order import Order
 from fedstill.bench.pool import Crew
-from fedstill.bench.results import Run, engine_of, portable
+from fedstill.bench.results import Run, cell_id, engine_of, engine_text, portable, run_id
 from fedstill.bench.worker import Message, Probe
 from fedstill.config import Experiment
 from fedstill.core.needs import needs_of
@@ -28,12 +28,12 @@ FROZEN_COST = 1 / 3  # of a step: forward alone, where the step is forward and t
 class Estimate:
     """Seconds by run (None: not known, and why), and runs that cannot be done for want of data."""
 
-    seconds: Mapping[tuple[str, int], float | None]
+    seconds: Mapping[tuple[str, int, str], float | None]  # by run_id
     failures: tuple[str, ...] = ()
     no_data: Mapping[str, str] = field(default_factory=dict)  # group -> why
 
     def of(self, order: Order) -> float | None:
-        return self.seconds.get((order.key, order.experiment.seed))
+        return self.seconds.get(order.run_id)
 
     def total(self, orders: Sequence[Order], jobs: int) -> float | None:
         """Of those that are known: shared by the jobs, but never less than the longest."""
@@ -46,11 +46,15 @@ class Estimate:
 
 
 def group_of(experiment: Experiment) -> str:
-    """Cells that cost the same but for their method's step; those whose server learns too are a group of their own."""
+    """Cells that cost the same but for their method's step; those whose server learns too are a group of their own.
+
+    So are those of another engine.
+    """
     sections = {"data", "partition", "model", "local", "cohort", "evaluate_every"}
     looks = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}  # at data, or at each client's model: with a generator
     learns = any(looks & needs_of(phase.algorithm) for phase in _phases(experiment))
-    return portable(experiment.model_dump(mode="json", include=sections)) + (" and a server that learns" * learns)
+    alike = portable(experiment.model_dump(mode="json", include=sections))
+    return f"{alike}{' and a server that learns' * learns}{engine_text(engine_of(experiment))}"
 
 
 def _phases(experiment: Experiment) -> tuple[Phase, ...]:
@@ -89,23 +93,23 @@ def estimate(
     longest = {name: max(some, key=lambda order: order.experiment.rounds) for name, some in groups.items()}
     unknown = {name: order for name, order in longest.items() if name not in rates}
     probes, failures, no_data = _probe(unknown, crew, jobs, tell)
-    seconds: dict[tuple[str, int], float | None] = {}
+    seconds: dict[tuple[str, int, str], float | None] = {}
     for name, some in groups.items():
         for order in some:
             if name in rates:
-                spent: float | None = earlier.get(order.key, rates[name] * _size(order))
+                spent: float | None = earlier.get(cell_id(order.experiment), rates[name] * _size(order))
             else:
                 spent = _from_probe(order, longest[name], probes.get(name))
-            seconds[order.key, order.experiment.seed] = spent
+            seconds[order.run_id] = spent
     return Estimate(seconds, failures, no_data)
 
 
-def _rates(table: Sequence[Order], earlier: Mapping[str, float]) -> dict[str, float]:
+def _rates(table: Sequence[Order], earlier: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Seconds of a round at FedAvg's cost, by group, from the cells that were run before."""
     found: dict[str, list[float]] = {}
     for order in table:
-        if order.key in earlier:
-            found.setdefault(group_of(order.experiment), []).append(earlier[order.key] / _size(order))
+        if (spent := earlier.get(cell_id(order.experiment))) is not None:
+            found.setdefault(group_of(order.experiment), []).append(spent / _size(order))
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
@@ -113,17 +117,18 @@ def _size(order: Order) -> float:
     return order.experiment.rounds * step_cost(order.experiment)
 
 
-def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[str, float]:
-    """Seconds by cell, of runs on this kind of device and engine with as many beside them."""
-    if not orders:
-        return {}
-    first, wanted = orders[0].experiment, {order.key for order in orders}
-    here = (device_name(first.engine.device), engine_of(first), jobs)
-    found: dict[str, list[float]] = {}
+def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[tuple[str, str], float]:
+    """Seconds by cell and engine, of runs on this kind of device with as many beside them.
+
+    What was prepared before the first round is left out: it is no part of a round, and mostly done once for all runs.
+    """
+    wanted = {(*cell_id(order.experiment), device_name(order.experiment.engine.device)) for order in orders}
+    found: dict[tuple[str, str], list[float]] = {}
     for run in runs:
-        if run["key"] in wanted and (run["device"], run.get("engine", {}), run["at_once"]) == here:
-            found.setdefault(run["key"], []).append(run["seconds"])
-    return {key: statistics.fmean(values) for key, values in found.items()}
+        key, _, engine = run_id(run)
+        if (key, engine, run["device"]) in wanted and run["at_once"] == jobs:
+            found.setdefault((key, engine), []).append(max(run["seconds"] - run.get("prepared", 0.0), 0.0))
+    return {cell: statistics.fmean(values) for cell, values in found.items()}
 
 
 def _probe(
@@ -138,8 +143,7 @@ def _probe(
     failures: dict[str, None] = {}
     no_data: dict[str, str] = {}
     left = Counter(name for name, _ in copies)
-
-    told = _Sometimes(tell)
+    told, done = _Sometimes(tell), _done_to(firsts.values())
 
     def hear(message: Message) -> None:
         name, order = copies[message["number"]]
@@ -154,10 +158,10 @@ def _probe(
             failures[f"{order.row} {order.column}: {message['error']}"] = None
         left[name] -= 1
         if not left[name] and len(firsts) > 1:
-            tell(f"measured {sum(not count for count in left.values())} of {len(firsts)}")
+            tell(f"{done} {sum(not count for count in left.values())} of {len(firsts)}")
 
     if firsts:
-        tell(f"measuring a few rounds of {counted(len(firsts), 'setting')} ...")
+        tell(_doing(firsts.values()))
     crew.do("probe", [order for _, order in copies], hear)
     means = {
         name: Probe(statistics.fmean(one.first for one in probes), statistics.fmean(one.later for one in probes))
@@ -165,6 +169,20 @@ def _probe(
         if probes
     }
     return means, tuple(failures), no_data
+
+
+def _doing(probed: Collection[Order]) -> str:
+    """A run of one round is not measured: of its setting only the data are looked at."""
+    measured = sum(order.experiment.rounds > 1 for order in probed)
+    doing = [f"measuring a few rounds of {counted(measured, 'setting')}"] if measured else []
+    if rest := len(probed) - measured:
+        doing.append(f"looking at the data of {f'{rest} more' if measured else counted(rest, 'setting')}")
+    return f"{', '.join(doing)} ..."
+
+
+def _done_to(probed: Collection[Order]) -> str:
+    measured = {order.experiment.rounds > 1 for order in probed}
+    return "looked at" if measured == {False} else "measured" if measured == {True} else "measured or looked at"
 
 
 class _Sometimes:

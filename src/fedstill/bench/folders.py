@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import shutil
@@ -15,7 +16,7 @@ import torch
 
 from fedstill.bench.metrics import evaluates
 from fedstill.bench.order import Order
-from fedstill.bench.results import BESIDE, Run, engine_of, fault_of, method_text
+from fedstill.bench.results import BESIDE, Run, engine_of, engine_text, fault_of, method_text
 from fedstill.comparison import folder_name
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -28,9 +29,11 @@ MADE = "bench.json"  # which device, how many at once, which versions
 
 
 def run_folder(out: Path, experiment: Experiment, key: str) -> Path:
-    """OUT/fedprox-mu-0.1-0123abcdef/seed-0"""
+    """OUT/fedprox-mu-0.1-0123abcdef/seed-0; with another engine than the default six letters for it after the key."""
     name = folder_name(method_text(experiment))[:LONGEST_NAME]
-    return out / f"{name}-{key}" / f"seed-{experiment.seed}"
+    engine = engine_text(engine_of(experiment))
+    other = f"-{hashlib.sha256(engine.encode()).hexdigest()[:6]}" if engine else ""
+    return out / f"{name}-{key}{other}" / f"seed-{experiment.seed}"
 
 
 def device_name(device: str) -> str:
@@ -78,6 +81,8 @@ def make_run(order: Order, rows: Sequence[Row], seconds: float, made: dict[str, 
         run["beside"] = beside
     if engine := engine_of(experiment):
         run["engine"] = engine
+    if prepared := round(sum(row.get("seconds_prepared", 0.0) for row in rows), 3):
+        run["prepared"] = prepared
     return run
 
 
@@ -95,7 +100,7 @@ def finished_run(order: Order) -> Run | None:
     """The run that the order's folder holds, if it went to its last round with the order's engine on any device."""
     rounds, every = order.experiment.rounds, order.experiment.evaluate_every
     try:
-        engine = read_description(order.folder).engine
+        engine = engine_of(read_description(order.folder))
         made = json.loads((order.folder / MADE).read_text(encoding="utf-8"))
         lines = (order.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
@@ -103,27 +108,39 @@ def finished_run(order: Order) -> Run | None:
         run = make_run(order, rows, sum(row["seconds"] for row in rows), made)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, FedstillError):
         return None  # damaged, or written by a version that knew other keys
-    same_engine = engine.model_copy(update={"device": order.experiment.engine.device}) == order.experiment.engine
     whole = looked == [number for number in range(1, rounds + 1) if evaluates(number, rounds, every)]
-    return run if same_engine and whole and fault_of(run) is None else None
+    return run if engine == engine_of(order.experiment) and whole and fault_of(run) is None else None
 
 
 def begun_as(order: Order) -> Experiment:
     """What to run in the order's folder: the experiment that was begun there, or the order's own.
 
-    The folder's name holds the cell, so a begun run is the same cell; where its data lie may have changed. On
-    another device or engine its numbers would be those of two devices: it starts again.
+    The folder's name holds the cell and the engine, so a begun run is the same; where its data lie may have changed.
+    On another device its numbers would be those of two devices: it starts again.
     """
     if not (order.folder / CONFIG_FILE).exists():
         return order.experiment
     try:
         begun = read_description(order.folder)
-        if begun.engine == order.experiment.engine:
-            return begun
     except FedstillError:
-        pass  # written by a version that knew other keys
-    shutil.rmtree(order.folder)
+        shutil.rmtree(order.folder)  # written by a version that knew other keys
+        return order.experiment
+    same_engine = engine_of(begun) == engine_of(order.experiment)
+    if same_engine and begun.engine.device == order.experiment.engine.device:
+        return begun
+    _make_room(order, begun)
     return order.experiment
+
+
+def _make_room(order: Order, begun: Experiment) -> None:
+    """Names of folders did not always hold the engine: a run of another one goes where it belongs."""
+    own = order.experiment.replace(engine=begun.engine.model_dump())
+    place = run_folder(order.folder.parents[1], own, order.key)
+    if place.exists():  # the same engine on another device
+        shutil.rmtree(order.folder)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        order.folder.rename(place)
 
 
 def tidy(folder: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedstill.bench.results import engine_of, engine_text
 from fedstill.config import Experiment
 
 
@@ -19,6 +20,11 @@ class Order:
     key: str
     experiment: Experiment  # with seed, device and the place of its data
     folder: Path
+
+    @property
+    def run_id(self) -> tuple[str, int, str]:
+        """As `results.run_id` has it of the record that it becomes."""
+        return self.key, self.experiment.seed, engine_text(engine_of(self.experiment))
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from fedstill.bench.folders import finished_run, run_folder
 from fedstill.bench.form import Cell
 from fedstill.bench.order import Order
-from fedstill.bench.results import Run, cell_key
+from fedstill.bench.results import Records, Run, cell_key, run_id
 from fedstill.bench.selection import with_data
 from fedstill.core.errors import FedstillError
 from fedstill.engine import choose_device
@@ -24,27 +24,30 @@ BYTES_A_RUN = 8 << 30  # of GPU memory: data, a cohort of models, a captured gra
 
 def make_orders(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, out: Path) -> list[Order]:
     """All runs of the cells, seed by seed, so that partial results cover every method; a cell twice is one run."""
-    orders: dict[tuple[str, int], Order] = {}
+    orders: dict[tuple[str, int, str], Order] = {}
     for seed in range(seeds):
         for cell in cells:
             engine = {**cell.experiment.engine.model_dump(), "device": device}
             experiment = cell.experiment.replace(seed=seed, engine=engine)
             key = cell_key(experiment)
             folder = run_folder(out, experiment, key)
-            orders.setdefault((key, seed), Order(cell.row, cell.column, preset, key, experiment, folder))
+            order = Order(cell.row, cell.column, preset, key, experiment, folder)
+            orders.setdefault(order.run_id, order)
     return list(orders.values())
 
 
 def split_done(orders: Sequence[Order], runs: Sequence[Run]) -> tuple[list[Order], list[Run]]:
     """(what is left to do, runs whose folder is finished but which the results do not hold yet)."""
-    known = {(run["key"], run["seed"]) for run in runs}
+    known, records = {run_id(run) for run in runs}, Records(runs)
     left: list[Order] = []
     found: list[Run] = []
     for order in orders:
-        if (order.key, order.experiment.seed) in known:
+        if order.run_id in known:
             continue
-        run = finished_run(order)
-        left.append(order) if run is None else found.append(run)
+        if (run := finished_run(order)) is not None:
+            found.append(run)
+        elif order.experiment.seed not in records.of(order.experiment):
+            left.append(order)
     return left, found
 
 

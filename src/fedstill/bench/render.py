@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fedstill.bench.form import Expected, Number, Recipe
 from fedstill.bench.load import find_table
 from fedstill.bench.metrics import LAST, Spread
+from fedstill.bench.results import Run
 from fedstill.bench.summary import ColumnSummary, RowSummary, summarize_table
-from fedstill.report.table import align
+from fedstill.report.table import align, counted
 
 NOTHING = "–"
 # Where the paper prints something to stand beside, or a run has logged it.
@@ -41,9 +42,7 @@ OPTIONAL = (
 Rows = list[list[str]]  # header first
 
 
-def render_table(
-    recipe: Recipe, preset: str, table_name: str, runs: Sequence[Mapping[str, Any]], expected: Expected
-) -> str:
+def render_table(recipe: Recipe, preset: str, table_name: str, runs: Sequence[Run], expected: Expected) -> str:
     """One table as Markdown: for each column what it is, a table, and at the end what the words mean."""
     columns = summarize_table(find_table(recipe, preset, table_name), runs, expected)
     parts = [f"**{column.column}**{_facts(column)}\n\n{markdown_table(cells(column))}" for column in columns]
@@ -131,7 +130,7 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
             " (1 if none does); FedAvg's rounds / ours: the round of FedAvg's best over that round,"
             " over the seeds that reach it (how many of how many, where not all do)."
         )
-    if any(column.target is not None for column in columns):
+    if any(row.reached for column in columns for row in column.rows):
         told += " Rounds to the target: the first evaluated round with that accuracy, over the seeds that reach it."
     logged = {name for column in columns for row in column.rows for name in row.beside}
     if words := [f"{name}, {meaning}" for name, (key, meaning) in BESIDE.items() if key in logged]:
@@ -140,7 +139,8 @@ def legend(columns: Sequence[ColumnSummary]) -> str:
 
 
 def _facts(column: ColumnSummary) -> str:
-    told = f", {' or '.join(map(str, column.rounds))} rounds"
+    told = "".join(f"{length} or " for length in column.rounds[:-1])
+    told = f", {told}{counted(column.rounds[-1], 'round')}" if column.rounds else ""
     if column.target is not None:
         told += f", target {column.target:g} %"
     return told + _engines(column)
@@ -150,10 +150,15 @@ def _engines(column: ColumnSummary) -> str:
     """Which are not the default, and whose where not all have the same."""
     rows: dict[str, list[str]] = {}
     for row in column.rows:
-        for engine in row.engines:
-            rows.setdefault(engine, []).append(row.row)
-    told = [(engine, "" if len(rows) == 1 else f" ({', '.join(names)})") for engine, names in rows.items() if engine]
+        for engine, seeds in row.engines.items():
+            part = f", {seeds} of {row.seeds} seeds" if seeds < row.seeds else ""
+            rows.setdefault(engine, []).append(f"{row.row}{part}")
+    told = [(engine, "" if len(rows) == 1 else f" ({_listed(whose)})") for engine, whose in rows.items() if engine]
     return "".join(f", {engine}{whose}" for engine, whose in told)
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ("; " if any(", " in word for word in words) else ", ").join(words)
 
 
 def _spread(value: Spread | None, unit: str = "") -> str:

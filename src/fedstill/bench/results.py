@@ -49,6 +49,7 @@ class Run(RunFacts, total=False):
 
     beside: dict[str, list[float | None]]  # other numbers of the evaluated rounds (see BESIDE); left out: none
     engine: dict[str, Any]  # see engine_of; left out: the default
+    prepared: float  # of the seconds, those before the first round: pre-training and the like; left out: none
 
 
 def cell_key(experiment: Experiment) -> str:
@@ -90,6 +91,25 @@ def engine_of(experiment: Experiment) -> dict[str, Any]:
     {'precision': 'bf16'}
     """
     return experiment.engine.model_dump(mode="json", exclude_defaults=True, exclude={"device", "threads"})
+
+
+def engine_text(engine: Mapping[str, Any]) -> str:
+    """An engine as one word to compare and sort by; none for the default.
+
+    >>> engine_text({"precision": "bf16", "chunk": 2}), engine_text({})
+    ('{"chunk": 2, "precision": "bf16"}', '')
+    """
+    return json.dumps(engine, sort_keys=True) if engine else ""
+
+
+def cell_id(experiment: Experiment) -> tuple[str, str]:
+    """What is run once a seed: a cell with its engine."""
+    return cell_key(experiment), engine_text(engine_of(experiment))
+
+
+def run_id(run: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Key, seed and engine: two records that have them in common are of the same run."""
+    return run["key"], run["seed"], engine_text(run.get("engine", {}))
 
 
 def name_of_data(place: str) -> str:
@@ -147,6 +167,8 @@ def fault_of(run: Any) -> str | None:
         return f"{len(accuracy)} accuracies for {wanted} evaluated rounds"
     if not isinstance(run.get("engine", {}), dict):
         return "engine is no table"
+    if not _is_number(run.get("prepared", 0)) or run.get("prepared", 0) < 0:
+        return f"prepared = {run['prepared']!r}"
     return _fault_beside(run.get("beside", {}), wanted)
 
 
@@ -170,9 +192,31 @@ def _named(run: Any) -> str:
 
 
 def merge(*groups: Iterable[Run]) -> list[Run]:
-    """One run a key and seed, the later one wins, in an order that does not depend on who finished first."""
-    found = {(run["key"], run["seed"]): run for runs in groups for run in runs}
-    return sorted(found.values(), key=lambda run: (run["preset"], run["column"], run["row"], run["key"], run["seed"]))
+    """One run a key, seed and engine, the later one wins, in an order that does not depend on who finished first."""
+    found = {run_id(run): run for runs in groups for run in runs}
+    return sorted(found.values(), key=lambda run: (run["preset"], run["column"], run["row"], *run_id(run)))
+
+
+class Records:
+    """Runs by what they stand for."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self._found: dict[str, dict[int, dict[str, Run]]] = {}  # key -> seed -> engine
+        for run in runs:
+            key, seed, engine = run_id(run)
+            self._found.setdefault(key, {}).setdefault(seed, {})[engine] = run
+
+    def of(self, experiment: Experiment) -> dict[int, Run]:
+        """Seed -> the run that stands for a cell: of the cell's own engine.
+
+        A cell that asks for no engine takes another's where there is no run of the default, the first in order.
+        """
+        key, engine = cell_id(experiment)
+        found: dict[int, Run] = {}
+        for seed, engines in sorted(self._found.get(key, {}).items()):
+            if engine in engines or not engine:
+                found[seed] = engines[engine if engine in engines else min(engines)]
+        return found
 
 
 def write_runs(path: Path, paper: str, runs: Sequence[Run]) -> None:

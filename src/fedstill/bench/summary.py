@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedstill.bench.form import Cell, Expected, Number, Table
 from fedstill.bench.metrics import (
@@ -20,7 +21,7 @@ from fedstill.bench.metrics import (
     speed_up,
     spread,
 )
-from fedstill.bench.results import cell_key, curve_of, method_text
+from fedstill.bench.results import Records, Run, curve_of, method_text
 
 REFERENCE = "fedavg"  # whose best accuracy speed-ups are measured against
 
@@ -41,7 +42,7 @@ class RowSummary:
     gain: float | None = None  # last ten less those of the best other row of the column
     beside: Mapping[str, Spread] = field(default_factory=dict)  # other numbers, means of the last ten rounds
     reached: Spread | None = None  # first round with the column's target accuracy, over the seeds that reach it
-    engines: tuple[str, ...] = ()  # with which its seeds were run; "": the default
+    engines: Mapping[str, int] = field(default_factory=dict)  # in words -> seeds that were run so; "": the default
 
     @property
     def figure(self) -> float | None:
@@ -84,17 +85,9 @@ class ColumnSummary:
 Curves = dict[int, Curve]  # by seed
 
 
-class Known(NamedTuple):
-    """What the runs say, by the key of their cell."""
-
-    curves: Mapping[str, Curves]
-    beside: Mapping[str, Mapping[str, Spread]]
-    engines: Mapping[str, tuple[str, ...]]
-
-
 def summarize_table(
     table: Table,
-    runs: Sequence[Mapping[str, Any]],
+    runs: Sequence[Run],
     expected: Expected,
     *,
     columns: Sequence[str] = (),
@@ -105,7 +98,7 @@ def summarize_table(
 
     printed: the table as the recipe has it, where the command line has changed its settings.
     """
-    known = Known(curves_by_key(runs), beside_by_key(runs), engines_by_key(runs))
+    known = Records(runs)
     chosen = [column for column in table.columns if not columns or column in columns]
     found = [_column(table, column, known, expected, rows) for column in chosen]
     return found if printed is None else [_compared(column, _changed(table, printed)) for column in found]
@@ -123,60 +116,37 @@ def _compared(column: ColumnSummary, changed: set[tuple[str, str]]) -> ColumnSum
     return replace(column, rows=tuple(rows))
 
 
-def curves_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
-    found: dict[str, Curves] = {}
-    for run in sorted(runs, key=lambda one: int(one["seed"])):
-        found.setdefault(run["key"], {})[run["seed"]] = curve_of(run)
-    return found
-
-
-def beside_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Spread]]:
-    """Key of a cell -> other numbers of its runs, over the seeds that have them."""
-    values: dict[str, dict[str, list[float]]] = {}
+def _beside(runs: Iterable[Run]) -> dict[str, Spread]:
+    """Other numbers of a cell's runs, over the seeds that have them."""
+    values: dict[str, list[float]] = {}
     for run in runs:
         for name, series in run.get("beside", {}).items():
             if (known := last_known(series)) is not None:
-                values.setdefault(run["key"], {}).setdefault(name, []).append(known)
-    return {
-        key: {name: over for name, found in names.items() if (over := spread(found)) is not None}
-        for key, names in values.items()
-    }
+                values.setdefault(name, []).append(known)
+    return {name: over for name, found in values.items() if (over := spread(found)) is not None}
 
 
-def engines_by_key(runs: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Key of a cell -> the engines of its runs in words, each once: "precision = bf16, compile = true"."""
-    found: dict[str, set[str]] = {}
-    for run in runs:
-        words = ", ".join(f"{name} = {_toml(value)}" for name, value in run.get("engine", {}).items())
-        found.setdefault(run["key"], set()).add(words)
-    return {key: tuple(sorted(engines)) for key, engines in found.items()}
+def _engines(runs: Iterable[Run]) -> dict[str, int]:
+    """The engines of a cell's runs in words, "precision = bf16, compile = true", and how many have each."""
+    words = [", ".join(f"{name} = {_toml(value)}" for name, value in run.get("engine", {}).items()) for run in runs]
+    return dict(sorted(Counter(words).items()))
 
 
 def _toml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _column(table: Table, column: str, known: Known, expected: Expected, rows: Sequence[str]) -> ColumnSummary:
+def _column(table: Table, column: str, known: Records, expected: Expected, rows: Sequence[str]) -> ColumnSummary:
     cells = [cell for cell in table.cells if cell.column == column]
     measure = reference(cells)
-    curves = known.curves
-    fedavg = {} if measure is None else curves.get(cell_key(measure.experiment), {})
+    fedavg = {} if measure is None else known.of(measure.experiment)
     printed = expected.get(table.name, {}).get(column, {})
     shown = [cell for cell in cells if not rows or cell.row in rows]
-    keys = [cell_key(cell.experiment) for cell in shown]
     target = next((100 * cell.experiment.target for cell in shown if cell.experiment.target is not None), None)
-    summaries = [
-        replace(
-            _row(cell.row, curves.get(key, {}), fedavg, printed.get(cell.row, {})),
-            beside=known.beside.get(key, {}),
-            engines=known.engines.get(key, ()),
-            reached=_reached(curves.get(key, {}), target),
-        )
-        for cell, key in zip(shown, keys, strict=True)
-    ]
-    summaries = [replace(row, gain=_gain(row, summaries)) for row in summaries]
+    summaries = [_row(cell.row, known.of(cell.experiment), fedavg, printed.get(cell.row, {}), target) for cell in cells]
+    kept = [replace(row, gain=_gain(row, summaries)) for row in summaries if not rows or row.row in rows]
     lengths = sorted({cell.experiment.rounds for cell in shown})
-    return ColumnSummary(column, tuple(lengths), tuple(summaries), target)
+    return ColumnSummary(column, tuple(lengths), tuple(kept), target)
 
 
 def _reached(curves: Curves, target: float | None) -> Spread | None:
@@ -197,9 +167,13 @@ def reference(cells: Sequence[Cell]) -> Cell | None:
     return next(iter([*named, *plain]), None)
 
 
-def _row(row: str, curves: Curves, fedavg: Curves, paper: Mapping[str, Number]) -> RowSummary:
+def _row(
+    row: str, runs: Mapping[int, Run], fedavg: Mapping[int, Run], paper: Mapping[str, Number], target: float | None
+) -> RowSummary:
     """Speed-ups are those of each seed against the same seed's FedAvg, then averaged."""
-    pairs = [(curve, fedavg[seed]) for seed, curve in curves.items() if seed in fedavg]
+    curves: Curves = {seed: curve_of(run) for seed, run in runs.items()}
+    measures = {seed: curves[seed] if run is runs.get(seed) else curve_of(run) for seed, run in fedavg.items()}
+    pairs = [(curve, measures[seed]) for seed, curve in curves.items() if seed in measures]
     ratios = [ratio for curve, measure in pairs if (ratio := rounds_ratio(curve, measure)) is not None]
     return RowSummary(
         row,
@@ -210,4 +184,7 @@ def _row(row: str, curves: Curves, fedavg: Curves, paper: Mapping[str, Number]) 
         spread(ratios),
         paper,
         final=spread(last_round(curve) for curve in curves.values()),
+        beside=_beside(runs.values()),
+        reached=_reached(curves, target),
+        engines=_engines(runs.values()),
     )

@@ -37,7 +37,8 @@ SPLITS_KEPT = 8
 class Probe(NamedTuple):
     """Seconds of the first round, with all that the engine prepares in it, and of a later one.
 
-    What the method prepares before it is left out: pre-training is done once for many runs, and now it is done.
+    What the method prepares before it is left out: pre-training is done once for many runs, by the first that needs it.
+    That is the probe itself or, where it has another method or every run has one round, a run.
     """
 
     first: float

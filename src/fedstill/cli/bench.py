@@ -20,7 +20,7 @@ from fedstill.bench.places import check_places, claimed
 from fedstill.bench.plan import check_jobs, choose_jobs, find_device, make_orders, place_data, split_done
 from fedstill.bench.pool import Crew, crew
 from fedstill.bench.render import as_json, text_table
-from fedstill.bench.results import Run, add_run, cell_key, merge, read_runs
+from fedstill.bench.results import Records, Run, add_run, cell_id, read_runs, run_id
 from fedstill.bench.selection import choose, select, with_settings
 from fedstill.bench.sharing import shared_gpu
 from fedstill.bench.summary import summarize_table
@@ -267,20 +267,26 @@ def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run
         cells = f"{entry['cells_done']} of {counted(entry['runs'], 'cell')} have a run"
         typer.echo(f"\n{heading(table)}\n  {cells}, {counted(entry['done'], 'run')} with all seeds")
         for name, words in (("columns", table.columns), ("methods", table.rows)):
-            typer.echo(textwrap.fill(f"  {name}: {', '.join(words)}", 100, subsequent_indent=" " * 11))
+            typer.echo(_names(f"  {name}: {', '.join(words)}"))
     first = next(iter(recipe.tables[preset]))
     typer.echo(f"\nNext: fedstill bench {shlex.quote(options.paper)} --table {shlex.quote(first)} --dry-run")
 
 
+def _names(line: str) -> str:
+    """In lines of 100, each name whole: it is to be copied."""
+    return textwrap.fill(line, 100, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
+
+
 def _entry(table: Table, runs: Sequence[Run]) -> dict[str, Any]:
-    keys = {cell_key(cell.experiment) for cell in table.cells}
-    done = [run["key"] for run in merge(runs) if run["key"] in keys]
+    records = Records(runs)
+    cells = {cell_id(cell.experiment): records.of(cell.experiment) for cell in table.cells}
+    done = {run_id(run) for found in cells.values() for run in found.values()}
     about = {"name": table.name, "title": table.title, "note": table.note}
     return {
         **about,
         "columns": list(table.columns),
         "rows": list(table.rows),
-        "runs": len(keys),
+        "runs": len(cells),
         "done": len(done),
-        "cells_done": len(set(done)),
+        "cells_done": sum(map(bool, cells.values())),
     }
