@@ -286,10 +286,10 @@ def test_a_picture_of_one_run_has_no_band_and_several_seeds_have():
     assert curves.band([([5], [0.5])])[2].tolist() == [0.0]
 
 
-def hint(outcome):
-    """The first command that is proposed, as a shell reads it."""
+def hint(outcome, place=0):
+    """The first command that is proposed, or another one, as a shell reads it."""
     (line,) = (line for line in outcome.stdout.splitlines() if line.startswith("Next: "))
-    return shlex.split(line.removeprefix("Next: ").split(", or ")[0])
+    return shlex.split(line.removeprefix("Next: ").split(", or ")[place].partition("  (")[0])
 
 
 def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder):
@@ -312,6 +312,25 @@ def test_the_proposed_command_finds_a_method_in_another_folder(folder):
     proposed = hint(call("compare", "small.toml", "--methods", "deep/mine.py:own", "--seeds", "1"))
     assert proposed == ["fedstill", "explain", "deep/mine.py:own"]
     call(*proposed[1:])
+
+
+def test_what_is_proposed_after_resuming_is_about_the_resumed_experiment_and_works(folder):
+    call("run", "small.toml", "--set", "rounds=2", "--out", "my run")
+    proposed = hint(call("resume", "my run"))
+    assert proposed[:3] == ["fedstill", "compare", "my run/config.toml"]
+    assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {2}
+    methods = "fedprox(mu=1),feddf(steps=2)"
+    call("compare", "small.toml", "--methods", methods, "--seeds", "1", "--set", "rounds=1", "--out", "several")
+    other = hint(call("resume", "several"), place=1)
+    assert other == ["fedstill", "compare", "several/config.toml", "--set", "partition.alpha=5"]
+    assert {row["method"] for row in answer(*other[1:], "--out", "milder")} == set(methods.split(","))
+    assert "alpha = 5" in (folder / "milder" / "config.toml").read_text()
+
+
+def runs_of(rows, place):
+    runs = json.loads((place / "results.json").read_text())["runs"]
+    assert {run["method"] for run in runs} == {row["method"] for row in rows}
+    return runs
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,12 @@ def mistake(*arguments):
     return lines[0]
 
 
+@pytest.mark.parametrize(("until", "told"), [(1, "1 round has trained"), (2, "2 rounds have trained")])
+def test_a_pretext_that_comes_too_late_says_how_much_it_would_undo(base, until, told):
+    method = f"algorithm.name=fedavg until {until} then simclr"
+    assert told in mistake("run", "base.toml", "--set", "data.unlabeled=40", "--set", "rounds=3", "--set", method)
+
+
 @pytest.mark.parametrize(("setting", "key", "cure"), SETTINGS, ids=[setting for setting, _, _ in SETTINGS])
 def test_a_wrong_setting_is_one_line_that_names_the_key_and_the_cure(base, setting, key, cure):
     line = mistake("run", "base.toml", "--set", setting)

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from pictures import assert_no_label_is_clipped
 
 import fedstill
@@ -87,7 +88,8 @@ def test_the_classes_of_every_round_are_shares_and_a_round_without_labels_is_bla
 
 
 def test_of_several_methods_the_last_rounds_classes_stand_side_by_side(drawn):
-    figure = drawn({"d2cfl": [ONE], "feddf": [OTHER], "fedavg": [[row(1, accuracy=0.9)]]})
+    figure = drawn({"d2cfl": [ONE], "feddf": [OTHER], "fedavg": [[row(1, accuracy=0.9)]]}, classes=("cat", "dog"))
+    assert panel(figure, "pseudo-labels kept,").get_xlabel() == "class"
     bars = panel(figure, "pseudo-labels kept,").patches
     assert [bar.get_height() for bar in bars] == [2.0, 6.0, 0.0, 0.0]
     assert [to_hex(bar.get_facecolor()).upper() for bar in bars] == [COLOURS[0]] * 2 + [COLOURS[1]] * 2
@@ -101,6 +103,64 @@ def test_a_method_has_one_colour_in_all_panels_though_it_is_missing_in_one(drawn
     figure = drawn({"silent": [silent], "feddf": [OTHER]})
     right = panel(figure, "pseudo-labels that are right")
     assert [line.get_color() for line in right.lines if line.get_clip_on()] == [COLOURS[1]]
+
+
+@pytest.mark.parametrize("others", [["feddf"], []])
+def test_a_methods_colour_is_that_of_its_place_in_the_whole_comparison(drawn, others):
+    silent = {"fedavg": [[row(1, accuracy=0.9)]]}
+    runs = {**silent, "d2cfl": [ONE], **{name: [OTHER] for name in others}}
+    figure = drawn(runs)
+    kept = panel(figure, "pseudo-labels kept")
+    drawn_in = list(dict.fromkeys(line.get_color() for line in kept.lines))
+    assert drawn_in == [COLOURS[1], COLOURS[2]][: 1 + len(others)]
+    assert {text.get_color() for text in kept.texts} == set(drawn_in)
+    above = panel(figure, "pseudo-labels that are right" if others else "accuracy")
+    assert COLOURS[0] not in {line.get_color() for line in above.lines}  # fedavg's, which is not shown
+    if others:
+        bars = panel(figure, "pseudo-labels kept,").patches
+        assert [to_hex(bar.get_facecolor()).upper() for bar in bars] == [COLOURS[1]] * 2 + [COLOURS[2]] * 2
+
+
+def test_lines_beyond_the_colours_are_dashed_as_in_the_learning_curves(drawn):
+    figure = drawn({f"method {number}": [OTHER] for number in range(len(COLOURS) + 1)})
+    kept = [line for line in panel(figure, "pseudo-labels kept").lines if line.get_clip_on()]
+    assert kept[0].get_color() == kept[-1].get_color() == COLOURS[0]
+    assert (kept[0].get_linestyle(), kept[-1].get_linestyle()) == ("-", "--")
+
+
+LONG = "fedaux(steps=20)+simclr(epochs=2,batch_size=64)+fedprox(mu=0.01)"
+
+
+@pytest.mark.parametrize("methods", [1, 2, 8])
+def test_long_names_leave_the_panels_their_room_and_do_not_overlap(drawn, methods):
+    figure = drawn({f"{LONG}+kd(beta={number})": [OTHER] for number in range(methods)})
+    for axes in [axes for axes in figure.axes if axes.texts]:
+        assert axes.get_position().width > 0.5
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert all(box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height for box in boxes)
+        assert not [1 for i, one in enumerate(boxes) for two in boxes[:i] if Bbox.intersection(one, two)]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "rounds", "note"),
+    [
+        ({"d2cfl": 1, "feddf": 1}, 3, ""),
+        ({"d2cfl": 2, "feddf": 2}, 3, "; 2 seeds, band: one standard deviation"),
+        ({"d2cfl": 2, "feddf": 3}, 3, "; 2 to 3 seeds, band: one standard deviation"),
+        ({"d2cfl": 2, "feddf": 2}, 1, "; 2 seeds, line: one standard deviation"),
+    ],
+)
+def test_the_picture_says_what_is_drawn_around_the_means(drawn, seeds, rounds, note):
+    figure = drawn({name: [OTHER[:rounds]] * count for name, count in seeds.items()})
+    assert figure.get_suptitle() == f"t{note}"
+
+
+def test_seeds_of_a_single_round_have_a_line_of_their_spread(drawn):
+    twin = [row(1, [2, 0], 1.0)]
+    figure = drawn({"d2cfl": [OTHER[:1], twin], "feddf": [OTHER[:1]]})
+    first, *_ = panel(figure, "pseudo-labels kept").collections
+    ((low, high),) = (sorted(end[1] for end in segment) for segment in first.get_segments())
+    assert (low, high) == pytest.approx((5 - np.sqrt(18), 5 + np.sqrt(18)))  # of 8 and 2
 
 
 def test_seeds_are_averaged(drawn):

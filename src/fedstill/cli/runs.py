@@ -92,12 +92,12 @@ def _entries(methods: str | None) -> list[str]:
 
 
 def resume_command(run_dir: Path, *, as_json: bool) -> None:
-    experiment = read_description(run_dir)
+    experiment, file = read_description(run_dir), run_dir / CONFIG_FILE
     if (run_dir / RESULTS_FILE).exists():
         comparison = _compare(experiment, run_dir, resume=True)
-        _print_comparison(comparison, experiment, folder=run_dir, file=None, as_json=as_json)
+        _print_comparison(comparison, experiment, folder=run_dir, file=file, as_json=as_json)
         return
-    _run(experiment, run_dir, file=None, as_json=as_json, resume=True)
+    _run(experiment, run_dir, file=file, as_json=as_json, resume=True)
 
 
 def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Comparison:
@@ -162,8 +162,14 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
 
 def _sent(history: History) -> str:
     up, down = history.total("bytes_prepared"), history.total("bytes_prepared_down")
-    before = f" (before the first round {human_bytes(up)} up, {human_bytes(down)} down)" if up or down else ""
+    before = f" ({_asked(history)} {human_bytes(up)} up, {human_bytes(down)} down)" if up or down else ""
     return f"{human_bytes(history.bytes_up)} up, {human_bytes(history.bytes_down)} down{before}"
+
+
+def _asked(history: History) -> str:
+    """When clients answered a question: a method that comes later asks before its own first round."""
+    asked = [row["round"] for row in history.rows if row.get("bytes_prepared") or row.get("bytes_prepared_down")]
+    return f"before round {' and '.join(map(str, asked))}:" if asked != [1] else "before the first round"
 
 
 def _incidents(result: Result) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,27 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))
 GAP = 0.052  # of two names right of their lines, in heights of the axes
-NAME_WIDTH, TITLE_WIDTH = 34, 96  # letters a line, in a picture of eight inches
+NAME_WIDTH, TITLE_WIDTH = 34, 92  # letters a line, in a picture of eight inches
 
+Style = tuple[str, Any]  # colour, dash
 Curve = tuple[Sequence[int], Sequence[float]]  # rounds, accuracies
 Band = tuple[np.ndarray, np.ndarray, np.ndarray]  # rounds, mean, standard deviation
+
+
+def style(place: int) -> Style:
+    """Of the method at this place of a comparison, the same in all its pictures."""
+    return COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
+
+
+def about_seeds(counts: Iterable[int], mark: str) -> str:
+    """What a title says of the seeds of its methods and of what is drawn around their means.
+
+    >>> about_seeds([3, 2], "band"), about_seeds([1, 1], "band")
+    ('; 2 to 3 seeds, band: one standard deviation', '')
+    """
+    each = sorted(counts)
+    count = f"{each[-1]}" if each[0] == each[-1] else f"{each[0]} to {each[-1]}"
+    return f"; {count} seeds, {mark}: one standard deviation" if each[-1] > 1 else ""
 
 
 def band(curves: Sequence[Curve]) -> Band:
@@ -48,17 +65,15 @@ def learning_curves(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     bands = {wrapped(method, NAME_WIDTH): band(runs) for method, runs in curves.items()}
-    fewest, seeds = (choose(len(runs) for runs in curves.values()) for choose in (min, max))
-    count = f"{seeds}" if fewest == seeds else f"{fewest} to {seeds}"
-    if all(len(rounds) == 1 for rounds, _, _ in bands.values()):
-        note = f"; {count} seeds, line: one standard deviation" if seeds > 1 else ""
+    bars = all(len(rounds) == 1 for rounds, _, _ in bands.values())
+    if bars:
         _draw_bars(axes, bands)
         _dress_bars(axes, target)
     else:
-        note = f"; {count} seeds, band: one standard deviation" if seeds > 1 else ""
         ends = _draw_lines(axes, bands)
         _dress(axes, max(int(rounds[-1]) for rounds, _, _ in bands.values()), target)
-        name_ends(axes, ends, gap=GAP * max(name.count("\n") + 1 for name in bands))
+        name_ends(axes, ends, gap=GAP * max(map(line_count, bands)))
+    note = about_seeds((len(runs) for runs in curves.values()), "line" if bars else "band")
     figure.suptitle(wrapped(title + note, TITLE_WIDTH), x=0.01, ha="left", fontsize=11)  # of all its width
     figure.savefig(path)
     return path
@@ -78,11 +93,15 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def line_count(text: str) -> int:
+    return text.count("\n") + 1
+
+
 def _draw_lines(axes: Axes, bands: Mapping[str, Band]) -> list[tuple[float, str, str]]:
     """(where it ends, name, colour) of every line."""
     ends = []
     for place, (method, (rounds, mean, spread)) in enumerate(bands.items()):
-        colour, dash = COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
+        colour, dash = style(place)
         marker = "o" if len(rounds) == 1 else None
         axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=1.8, marker=marker)
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
@@ -94,7 +113,7 @@ def _draw_bars(axes: Axes, bands: Mapping[str, Band]) -> None:
     """The methods from top to bottom, each with its accuracy after its only evaluated round."""
     names = list(bands)
     heights, spreads = (np.array([100 * bands[name][part][0] for name in names]) for part in (1, 2))
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(names))]
+    colours = [style(place)[0] for place in range(len(names))]
     places = np.arange(len(names))
     axes.barh(places, heights, height=min(0.7, 0.18 * len(names)), color=colours)
     shown = spreads > 0
@@ -152,7 +171,8 @@ def name_ends(axes: Axes, ends: list[tuple[float, str, str]], *, gap: float = GA
     low, high = axes.get_ylim()
     ordered = sorted(ends)
     heights = [(value - low) / (high - low) for value, _, _ in ordered]
-    for height, place, (value, method, colour) in zip(heights, spread_apart(heights, gap), ordered, strict=True):
+    places = within(spread_apart(heights, gap), gap)
+    for height, place, (value, method, colour) in zip(heights, places, ordered, strict=True):
         axes.plot([1.0, 1.03], [height, place], color=colour, linewidth=0.8, transform=axes.transAxes, clip_on=False)
         axes.text(
             1.04, place, f"{value:{form}}  {method}", color=colour, fontsize=9, va="center", transform=axes.transAxes
@@ -172,6 +192,22 @@ def spread_apart(places: Sequence[float], gap: float) -> list[float]:
             tail = crowds.pop()
             crowds[-1] = crowds[-1] + tail
     return [_start(crowd, gap) + i * gap for crowd in crowds for i in range(len(crowd))]
+
+
+def within(places: Sequence[float], gap: float) -> list[float]:
+    """Ascending places that are `gap` apart, moved into 0 to 1; what finds no room stands out above.
+
+    >>> [round(place, 2) for place in within([0.5, 0.9, 1.1], 0.2)]
+    [0.5, 0.8, 1.0]
+    """
+    moved, ceiling, floor = list(places), 1.0, 0.0
+    for i in reversed(range(len(moved))):
+        moved[i] = min(moved[i], ceiling)
+        ceiling = moved[i] - gap
+    for i, place in enumerate(moved):
+        moved[i] = max(place, floor)
+        floor = moved[i] + gap
+    return moved
 
 
 def _start(crowd: Sequence[float], gap: float) -> float:

@@ -10,17 +10,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report.curves import COLOURS, Curve, band, name_ends
+from fedstill.report.curves import (
+    NAME_WIDTH,
+    TITLE_WIDTH,
+    Curve,
+    Style,
+    about_seeds,
+    band,
+    line_count,
+    name_ends,
+    style,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]  # History.rows of one run
-BESIDE = {"accuracy": "test set", "accuracy_aggregated": "test set, before refining"}
+Lines = Mapping[str, tuple[Sequence[Curve], Style]]  # by name: a curve a seed, and how it is drawn
+# Greys, since every colour may be that of a method in the comparison's other pictures.
+BESIDE = {"accuracy": ("test set", "0.3"), "accuracy_aggregated": ("test set, before refining", "0.6")}
 MOST_BARS = 200  # classes times methods; beyond it lines
 MOST_NAMES = 30  # of classes
-TALL, LOW = 3.4, 2.2  # inches
+TALL, LOW, LINE = 3.4, 2.2, 0.19  # inches: of panels, and of a line of names
 
 
 def has_pseudo_labels(rows: Rows) -> bool:
@@ -35,27 +48,44 @@ def pseudo_label_picture(
     runs: the rows of every seed of a method, by its name; means over the seeds are drawn. One method alone is shown
     beside its test accuracy, and its classes in every round; of several, the classes in the last (D2C-FL, Fig. 9).
     """
-    named = {name: [rows for rows in seeds if has_pseudo_labels(rows)] for name, seeds in runs.items()}
-    runs = {name: seeds for name, seeds in named.items() if seeds}
+    shown = {name: [rows for rows in seeds if has_pseudo_labels(rows)] for name, seeds in runs.items()}
+    styles = {name: style(place) for place, name in enumerate(runs) if shown[name]}
+    runs = {name: shown[name] for name in styles}
     if not runs:
         raise FedstillError(f"cannot draw {path.name}: no run has pseudo-labels in its rows")
-    lines, several = _accuracies(runs), len(runs) > 1
-    told = title if several else f"{next(iter(runs))}, {title}"
-    figure, panels = _panels(told, [TALL, LOW, TALL] if any(map(_shared, lines.values())) else [LOW, TALL])
-    *above, kept, bottom = panels
+    several, right = len(runs) > 1, _accuracies(runs, styles)
+    kept = {name if several else "": (_curves(seeds, "pseudo_labels"), styles[name]) for name, seeds in runs.items()}
+    with_truth = any(_shared(curves) for curves, _ in right.values())
+    heights = [*([_height(TALL, right)] if with_truth else []), _height(LOW, kept), TALL]
+    figure, panels = _panels(_title(title, runs, kept), heights)
     last = max(int(rows[-1]["round"]) for seeds in runs.values() for rows in seeds)
-    for panel in above:
+    if with_truth:
         label = "pseudo-labels that are right (%)" if several else "accuracy (%)"
-        _draw_lines(panel, lines, label, last, height=TALL, scale=100.0)
-    counts = {name if several else "": _curves(seeds, "pseudo_labels") for name, seeds in runs.items()}
-    _draw_lines(kept, counts, "pseudo-labels kept", last, height=LOW, form=",.0f")
+        _draw_lines(panels[0], right, label, last, height=heights[0], scale=100.0)
+    _draw_lines(panels[-2], kept, "pseudo-labels kept", last, height=heights[-2], form=",.0f")
     if several:
-        kept.set_xlabel("round")
-        _draw_last_round(bottom, runs, classes)
+        panels[-2].set_xlabel("round")
+        _draw_last_round(panels[-1], runs, styles, classes)
     else:
-        _draw_every_round(figure, bottom, next(iter(runs.values())), classes, last)
+        _draw_every_round(figure, panels[-1], next(iter(runs.values())), classes, last)
     figure.savefig(path)
     return path
+
+
+def _title(title: str, runs: Mapping[str, Sequence[Rows]], kept: Lines) -> str:
+    """What was run, with how many seeds, and what is drawn around their means."""
+    dots = all(len(_shared(curves)) < 2 for curves, _ in kept.values())
+    note = about_seeds(map(len, runs.values()), "line" if dots else "band")
+    return f"{title}{note}" if len(runs) > 1 else f"{next(iter(runs))}, {title}{note}"
+
+
+def _height(least: float, lines: Lines) -> float:
+    """Inches of a panel whose names find room beside it."""
+    return max(least, LINE * (_name_lines(lines) * len(lines) + 1))
+
+
+def _name_lines(lines: Lines) -> int:
+    return max(line_count(wrapped(name, NAME_WIDTH)) for name in lines)
 
 
 def _panels(title: str, heights: list[float]) -> tuple[Figure, list[Axes]]:
@@ -67,7 +97,7 @@ def _panels(title: str, heights: list[float]) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(8.0, sum(heights)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(len(heights), 1, height_ratios=heights))
-    panels[0].set_title(textwrap.fill(title, 90), loc="left", fontsize=11)
+    figure.suptitle(wrapped(title, TITLE_WIDTH), x=0.01, ha="left", fontsize=11)
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_axisbelow(True)
@@ -80,40 +110,43 @@ def _curves(seeds: Iterable[Rows], key: str) -> list[Curve]:
     return [([at for at, _ in one], [value for _, value in one]) for one in pairs]
 
 
-def _accuracies(runs: Mapping[str, Sequence[Rows]]) -> dict[str, list[Curve]]:
+def _accuracies(runs: Mapping[str, Sequence[Rows]], styles: Mapping[str, Style]) -> Lines:
     """Of the pseudo-labels of every method; one method alone has its accuracies on the test set beside it."""
-    found = {name: _curves(seeds, "pseudo_label_accuracy") for name, seeds in runs.items()}
-    if len(runs) == 1:
-        ((name, seeds),) = runs.items()
-        found = {"pseudo-labels": found[name], **{told: _curves(seeds, key) for key, told in BESIDE.items()}}
-    return found
+    found = {name: (_curves(seeds, "pseudo_label_accuracy"), styles[name]) for name, seeds in runs.items()}
+    if len(runs) > 1:
+        return found
+    ((name, seeds),) = runs.items()
+    beside = {told: (_curves(seeds, key), (grey, "-")) for key, (told, grey) in BESIDE.items()}
+    return {"pseudo-labels": found[name], **beside}
 
 
-def _shared(curves: Sequence[Curve]) -> bool:
-    """Whether there is a round that all seeds have."""
-    return bool(set.intersection(*(set(rounds) for rounds, _ in curves)))
+def _shared(curves: Sequence[Curve]) -> set[int]:
+    """The rounds that all seeds have: those that are drawn."""
+    return set.intersection(*(set(rounds) for rounds, _ in curves))
 
 
 def _draw_lines(
-    axes: Axes, lines: Mapping[str, Sequence[Curve]], label: str, last: int, *, height: float, scale: float = 1.0,
-    form: str = ".1f",
-) -> None:  # fmt: skip
+    axes: Axes, lines: Lines, label: str, last: int, *, height: float, scale: float = 1.0, form: str = ".1f"
+) -> None:
     ends = []
-    for place, (name, curves) in enumerate(lines.items()):
+    for name, (curves, (colour, dash)) in lines.items():
         if not _shared(curves):
             continue
         rounds, mean, spread = band(curves)
-        colour, marker = COLOURS[place % len(COLOURS)], "o" if len(rounds) == 1 else None
-        axes.plot(rounds, scale * mean, color=colour, linewidth=1.8, marker=marker)
-        low, high = scale * (mean - spread), scale * (mean + spread)
-        axes.fill_between(rounds, low, high, color=colour, alpha=0.13, linewidth=0)
-        ends.append((scale * float(mean[-1]), name, colour))
+        mean, spread = scale * mean, scale * spread
+        if len(rounds) == 1:
+            axes.plot(rounds, mean, color=colour, marker="o")
+            axes.errorbar(rounds, mean, yerr=spread, fmt="none", ecolor=colour, elinewidth=1.2)
+        else:
+            axes.plot(rounds, mean, color=colour, linestyle=dash, linewidth=1.8)
+            axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.13, linewidth=0)
+        ends.append((float(mean[-1]), wrapped(name, NAME_WIDTH), colour))
     axes.set_ylabel(label)
     axes.set_xlim(0.5, last + 0.5)
     _whole_rounds(axes)
     axes.set_ylim(0, max(1.08 * axes.dataLim.y1, 1.0))
     axes.grid(axis="y", color="0.9", linewidth=0.8)
-    name_ends(axes, ends, gap=0.19 / height, form=form)
+    name_ends(axes, ends, gap=LINE * _name_lines(lines) / height, form=form)
 
 
 def _whole_rounds(axes: Axes) -> None:
@@ -138,16 +171,18 @@ def _names(classes: Sequence[str], count: int) -> list[str]:
     return [textwrap.shorten(str(name), 16, placeholder="…") or str(name) for name in classes] if named else []
 
 
-def _draw_last_round(axes: Axes, runs: Mapping[str, Sequence[Rows]], classes: Sequence[str]) -> None:
+def _draw_last_round(
+    axes: Axes, runs: Mapping[str, Sequence[Rows]], styles: Mapping[str, Style], classes: Sequence[str]
+) -> None:
     """Pseudo-labels of each class in the last round, the methods side by side."""
     bars = [counts[max(counts)] for counts in map(_counts, runs.values())]
     count, width = max(len(heights) for heights in bars), 0.84 / len(bars)
-    for place, heights in enumerate(bars):
-        colour, at = COLOURS[place % len(COLOURS)], np.arange(len(heights))
+    for place, (heights, (colour, dash)) in enumerate(zip(bars, styles.values(), strict=True)):
+        at = np.arange(len(heights))
         if count * len(bars) <= MOST_BARS:
             axes.bar(at - 0.42 + (place + 0.5) * width, heights, width, color=colour)
         else:
-            axes.plot(at, heights, color=colour, linewidth=1.2)
+            axes.plot(at, heights, color=colour, linestyle=dash, linewidth=1.2)
     axes.set_ylabel("pseudo-labels kept,\nlast round")
     axes.set_xlim(-0.6, count - 0.4)
     axes.set_ylim(0, max(1.05 * axes.dataLim.y1, 1.0))
@@ -157,7 +192,7 @@ def _draw_last_round(axes: Axes, runs: Mapping[str, Sequence[Rows]], classes: Se
         axes.set_xticks(range(count), labels=names, fontsize=8, rotation=30 if max(map(len, names)) > 4 else 0)
     else:
         axes.set_xticks(range(0, count, max(1, count // 10)))
-        axes.set_xlabel("class")
+    axes.set_xlabel("class")
 
 
 def _draw_every_round(figure: Figure, axes: Axes, seeds: Sequence[Rows], classes: Sequence[str], last: int) -> None:
