@@ -53,6 +53,9 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
     inputs: tuple[str, ...] = Field(default=(), strict=False, examples=[["text"]])
     keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
     size: int | None = Field(default=None, ge=1, examples=[32])
+    scale: Literal["train", "unlabeled", "none"] = "train"  # whose mean and deviation inputs are scaled by
+    mean: tuple[float, ...] = Field(default=(), strict=False, examples=[[0.5]])  # numbers instead
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False, examples=[[0.25]])
     window: int | None = Field(default=None, ge=1, examples=[80])
     tokens: int | None = Field(default=None, ge=3, examples=[64])
     vocabulary: int = Field(default=8192, ge=1)  # at most so many different tokens, where no tokenizer is given
@@ -71,6 +74,15 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
             )
         if self.tokenizer is not None and self.tokens is None:
             raise FedstillError("data.tokenizer needs the length of a text: set data.tokens, e.g. 64")
+        return self
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> Self:
+        if bool(self.mean) != bool(self.std):
+            known, other = ("mean", "std") if self.mean else ("std", "mean")
+            raise FedstillError(f"data.{known} needs data.{other} beside it: set both, e.g. data.{other} = [0.5]")
+        if self.mean and self.scale == "none":
+            raise FedstillError("data.scale = 'none' and data.mean both say how inputs are scaled: remove one of them")
         return self
 
 
@@ -242,6 +254,12 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
         sections = _own_sections(self).items()
         full = {kind: {**_defaults(kind, own), **own.model_dump()} for kind, own in sections}
         return self.replace(**full)
+
+    def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
+        """A copy that knows the numbers found for scale = "unlabeled": what they come from may change, or go away."""
+        if self.data.scale != "unlabeled" or self.data.mean:
+            return self
+        return self.replace(data={**self.data.model_dump(), "mean": mean, "std": std})
 
     def to_toml(self) -> str:
         return toml_io.dumps(self.model_dump())

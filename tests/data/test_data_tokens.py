@@ -239,7 +239,7 @@ def test_pretraining_that_does_not_fit_the_text_is_told_before_a_run_starts(tmp_
 
     assert "mask_id = 103 is not [MASK], which is 4" in told("masked_lm(mask_id=103, first_word_id=999)")
     assert "on text use masked_lm or next_token" in told("fedavg+simclr")
-    assert "next_token would replace the model that 1 rounds have trained" in told("fedavg until 1 then next_token")
+    assert "next_token would replace the model that 1 round has trained" in told("fedavg until 1 then next_token")
     check_ready(one.replace(algorithm={"name": "masked_lm"}), federation)
 
 

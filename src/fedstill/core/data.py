@@ -55,6 +55,7 @@ class Federation:
     unlabeled_skipped: tuple[str, ...] = ()  # names of what could not be read of them
     validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
     partition: str = ""  # how it was split, for people
+    public_facts: tuple[str, ...] = ()  # what of the clients' data everybody knows by how they were read, for people
 
     @property
     def population(self) -> int:

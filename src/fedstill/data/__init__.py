@@ -4,6 +4,7 @@ from fedstill.data.cache import default_cache_dir
 from fedstill.data.datasets import Listing, describe_datasets, from_csv, from_hf, from_tensors, load
 from fedstill.data.federation import federation_from_tensors, make_federation
 from fedstill.data.matching import match_storage
+from fedstill.data.scale import scale_inputs
 from fedstill.data.source import Source, owners, stratified_holdout
 from fedstill.data.splits import central_pool, hold_validation, limit_test, with_test_of
 from fedstill.data.tokens import tokenise
@@ -27,6 +28,7 @@ __all__ = [
     "match_storage",
     "owners",
     "read_unlabeled",
+    "scale_inputs",
     "split_unlabeled",
     "stratified_holdout",
     "tokenise",

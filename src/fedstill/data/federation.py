@@ -13,6 +13,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
 from fedstill.data.columns import storage_form
 from fedstill.data.datasets import from_tensors
+from fedstill.data.scale import public_facts, scale_inputs
 from fedstill.data.source import Source, Unlabeled, as_tensor
 
 
@@ -55,6 +56,7 @@ def make_federation(
         unlabeled_skipped=() if unlabeled is None else unlabeled.skipped,
         validation=validation,
         partition=partition,
+        public_facts=public_facts(source),
     )
 
 
@@ -91,8 +93,12 @@ def federation_from_tensors(
     classes: Sequence[str] | None = None,
     name: str = "tensors",
     partition: str = "as given",
+    scale: str = "train",
 ) -> Federation:
-    """A Federation from one (x, y) pair of tensors or arrays a client, and a test pair for all."""
+    """A Federation from one (x, y) pair of tensors or arrays a client, and a test pair for all.
+
+    scale: whose mean and deviation inputs are scaled by, as in `scale_inputs`.
+    """
     if not clients:
         raise FedstillError("clients: expected one (x, y) pair a client, got none")
     pairs = [(_array(x), _array(y)) for x, y in clients]
@@ -103,6 +109,7 @@ def federation_from_tensors(
     source = from_tensors(x, y, test=test, classes=classes, name=name)
     cuts = np.cumsum([len(labels) for _, labels in pairs])[:-1]
     extra = None if unlabeled is None else as_tensor(storage_form(_array(unlabeled)))
+    source = scale_inputs(source, extra, scale)
     return make_federation(source, np.split(np.arange(len(y)), cuts), unlabeled=extra, partition=partition)
 
 

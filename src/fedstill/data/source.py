@@ -62,6 +62,8 @@ class Source(NamedTuple):
     central: Unlabeled | None = None  # what is neither the clients' nor the test set's (see splits.central_pool)
     label: str = ""  # column of the labels; none where there are no labels
     texts: np.ndarray | None = None  # of str: samples that are not tokens yet; x (n, 1) are rows of it
+    scale: str = "train"  # whose mean and deviation train and test have (see scale.py)
+    public_facts: tuple[str, ...] = ()  # what a tokenizer tells of the clients' texts
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,14 @@ def stratified_holdout(y: np.ndarray, fraction: float, *, seed: int = 0) -> tupl
     return np.sort(by_class[~held_out]), np.sort(by_class[held_out])
 
 
+def published_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """(mean, std) of a well-known set, however its name is written."""
+    return KNOWN_STATISTICS.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+
+
 def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(mean, std) per channel or feature, on the scale the engine uses (uint8 / 255); constants keep std 1."""
-    known = KNOWN_STATISTICS.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    known = published_statistics(name)
     if known and x.dtype == np.uint8 and x.shape[1] == len(known[0]):
         return known
     if x.dtype == np.uint8:

@@ -26,6 +26,7 @@ MASKS = ("[MASK]", "<mask>")  # how tokenizers name it
 MARK = re.compile(r"\[\w+\]|<\w+>")  # [CLS], <unk>, and places that were left free: [unused7]
 MOST_LETTERS = 1000  # different characters; rarer ones are unknown (BERT's limit)
 FORMAT = 1  # raise it when the same texts give another tokenizer
+CLIENTS_WORDS = "a tokenizer trained on all clients' texts (data.tokenizer can change that)"
 AT_ONCE = 4096  # texts; the package keeps far more than ids of each
 
 _log = logging.getLogger("fedstill.run")
@@ -59,7 +60,8 @@ def tokenise(
         rows = (source.train.x if unlabeled is None else unlabeled.x)[:, 0].numpy()
         chosen = opened(kept_tokenizer(source.texts[rows].tolist(), vocabulary, cache_dir=cache_dir), length)
     found = None if unlabeled is None else unlabeled._replace(x=_ids(source.texts, unlabeled.x, chosen))
-    return as_tokens(source, chosen), found
+    facts = (CLIENTS_WORDS,) if tokenizer is None and unlabeled is None else ()
+    return as_tokens(source, chosen)._replace(public_facts=facts), found
 
 
 def as_tokens(source: Source, tokenizer: Tokenizer) -> Source:
