@@ -9,6 +9,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.groups import (
     bytes_received,
     bytes_sent,
+    check_fits,
     check_groups,
     merge,
     merge_uploads,
@@ -19,13 +20,15 @@ from fedstill.core.groups import (
     reported_name,
     split,
     split_uploads,
+    targets_together,
     together,
     whole_upload,
 )
 from fedstill.core.message import as_tree, select
 from fedstill.core.seeds import torch_generator
 from fedstill.core.tree import flatten
-from fedstill.core.types import Groups, Model, Output, Uploads, Weights
+from fedstill.core.types import Groups, Model, Output, Targets, Uploads, Weights
+from fedstill.models import build_model, mixed_model
 from fedstill.trial import trial_federation
 
 # "a" is a part of the name of "a.b": a prefix is more than the first letters
@@ -163,3 +166,59 @@ def test_the_reported_model_has_a_name():
 def test_every_client_has_a_prototype_and_every_prototype_a_client(member, told):
     with pytest.raises(FedstillError, match=told):
         check_groups(groups_of(member), trial_federation(clients=4))
+
+
+def targets(*rows):
+    return Targets(torch.tensor(rows), torch.tensor([True, False, False]))
+
+
+def test_where_nothing_was_taught_targets_are_what_the_reported_model_says():
+    logits = {"a": [4.0, 0.0], "c": [-1.0, 0.0]}
+    said = {name: torch.tensor(row).softmax(0).tolist() for name, row in logits.items()}
+    taught, unsure = [0.3, 0.7], [1.0, 0.0]  # asked about, but not kept: hard labels below the threshold
+    found = {name: targets(taught, unsure, own) for name, own in said.items()}
+    assert targets_together(found, "c") is found["c"]
+    for order in (found, dict(reversed(found.items()))):
+        both = targets_together(order, "ensemble")
+        assert both.probabilities[:2].tolist() == found["a"].probabilities[:2].tolist()
+        torch.testing.assert_close(both.probabilities[2], torch.tensor([1.5, 0.0]).softmax(0))
+        assert both.kept.tolist() == [True, False, False]
+    assert targets_together({"c": found["c"]}, "a") is found["c"]
+    assert targets_together({}, "ensemble") is None
+
+
+def test_certain_prototypes_that_disagree_have_finite_targets():
+    found = {"a": targets([0.5, 0.5], [0.5, 0.5], [1.0, 0.0]), "c": targets([0.5, 0.5], [0.5, 0.5], [0.0, 1.0])}
+    assert targets_together(found, "ensemble").probabilities[2].tolist() == [0.5, 0.5]
+
+
+def dense(classes, shape=(64,)):
+    return build_model("mlp", input_shape=shape, classes=classes, hidden=(4,))
+
+
+def test_a_model_fits_a_federation_of_its_classes_whose_samples_it_can_read():
+    check_fits(dense(3), 3, (1, 8, 8))
+    check_fits(mixed_model({"a": dense(3), "b": dense(3, (1, 8, 8))}, 2), 3, (1, 8, 8))
+    check_fits(Model("own", lambda seed: Weights({}, {}), None), 3, (5,))  # nothing is known of it
+    characters = build_model("char_lstm", input_shape=(5,), classes=9)
+    check_fits(characters, 9, (7,))
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "shape", "told"),
+    [
+        (dense(12), 10, (64,), "model 'mlp' tells 12 classes apart, and the federation has 10: .*classes=10"),
+        (
+            mixed_model({"a": dense(3)}, 2),
+            4,
+            (64,),
+            "the prototype 'a' tells 3 classes apart, and the federation has 4",
+        ),
+        (dense(3), 3, (1, 6, 6), r"reads samples of shape \(64,\), and the federation's have \(1, 6, 6\): build it"),
+    ],
+    ids=["plain", "mixed", "shape"],
+)
+def test_a_model_that_does_not_fit_is_refused_in_one_line(model, classes, shape, told):
+    with pytest.raises(FedstillError, match=told) as error:
+        check_fits(model, classes, shape)
+    assert "\n" not in str(error.value)

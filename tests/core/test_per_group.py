@@ -148,6 +148,15 @@ def test_targets_are_those_of_the_first_prototype_that_has_some():
     assert whole.targets({"a": {"0": {}}, "b": {"0": {"known": 1}}}) is belief
 
 
+def test_targets_are_those_of_the_reported_prototype():
+    beliefs = {name: Targets(torch.full((1, 1), value), torch.zeros(1, dtype=torch.bool)) for name, value in BELIEFS}
+    knows = {name: ServerStep(targets=lambda state, own=own: own) for name, own in beliefs.items()}
+    state = {"a": {"0": {}}, "b": {"0": {}}}
+    for report in ("a", "b"):
+        assert per_group(knows, replace(GROUPS, report=report)).targets(state) is beliefs[report]
+
+
+BELIEFS = (("a", 0.25), ("b", 0.75))
 SENT = []
 
 

@@ -1,5 +1,6 @@
 """A union of prototypes as one Model."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,11 @@ def test_users_own_modules_and_members_chosen_by_hand():
     assert model.apply(model.init(0), images())[0].logits.shape == (4, 3)
 
 
+def test_members_may_come_from_numpy():
+    assert mixed_model(NETS, np.int64(3)).groups.member == ("small", "norm", "small")
+    assert mixed_model(NETS, np.array(["norm", "small"])).groups.member == ("norm", "small")
+
+
 @pytest.mark.parametrize(
     ("prototypes", "member", "report", "told"),
     [
@@ -95,6 +101,24 @@ def test_users_own_modules_and_members_chosen_by_hand():
         (NETS, ["small", "norms"], "ensemble", "client 1 runs 'norms'.*did you mean 'norm'"),
         (NETS, 4, "smal", "model.report = 'smal' is unknown.*did you mean 'small'"),
         ({"a": mixed_model(NETS, 2)}, 2, "ensemble", "'a' is itself a mixture"),
+        ({"a": Own()}, 2, "ensemble", r"'a' is no Model but Own: wrap it: fedstill\.from_module\("),
+        ({"a": "mlp"}, 2, "ensemble", "'a' is no Model but 'mlp': wrap it"),
+        ([NETS["small"]], 2, "ensemble", "models by their names, not list: write {'small': model"),
+        (NETS["small"], 2, "ensemble", "models by their names, not Model"),
+        ({1: NETS["small"]}, 2, "ensemble", "cannot be called '1'"),
+        (NETS, 2.0, "ensemble", r"a number of clients or a list.*, not 2\.0: write 10, or \['small', \.\.\.\]"),
+        (NETS, None, "ensemble", "a number of clients or a list.*, not None"),
+        (NETS, "small", "ensemble", "a number of clients or a list.*, not 'small'"),
+        (NETS, True, "ensemble", "a number of clients or a list.*, not True"),
+        (NETS, {0: "small"}, "ensemble", "a number of clients or a list.*, not dict"),
+        (NETS, iter(["small", "norm"]), "ensemble", "a number of clients or a list.*, not list_iterator"),
+        (NETS, [0, 1], "ensemble", "client 0 runs 0: name its prototype, one of: small, norm"),
+        (
+            {**NETS, "wide": build_model("mlp", input_shape=SHAPE, classes=4)},
+            3,
+            "small",
+            r"different numbers of classes apart \(small 3, norm 3, wide 4\)",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(prototypes, member, report, told):

@@ -273,6 +273,30 @@ def test_prototypes_are_scored_by_their_own_features_and_every_client_is_asked_o
     assert not torch.allclose(tables[0][[1, 3]], alone[[1, 3]], atol=1e-3)
 
 
+def scores_in_two_spaces(scoring):
+    """Clients 0 and 2 in 6 dimensions, 1 and 3 in 120 that say the same."""
+    unlabeled, clients = cloud(0, 25), {k: cloud(1 + k, 9, centre=k) for k in range(4)}
+
+    class Repeated(Identity):
+        def outputs(self, weights, x, stacked=False, **how):
+            return Output(x, x.repeat(1, weights))
+
+    looks = {
+        name: dataclasses.replace(preparation(unlabeled, {k: clients[k] for k in members}), trainer=Repeated())
+        for name, members in (("low", (0, 2)), ("high", (1, 3)))
+    }
+    whole = dataclasses.replace(looks["low"], groups=looks, candidates={"low": 1, "high": 20})
+    return score_table(None, split_rows(25, 0.8, 11), whole, scoring), unlabeled, clients
+
+
+def test_densities_of_prototypes_with_more_features_do_not_drown_the_others():
+    table, unlabeled, clients = scores_in_two_spaces(Scoring(scorer="kde"))
+    share = normalised(table)
+    torch.testing.assert_close(share[[0, 2]].sum(0), torch.full((20,), 0.5, dtype=F64), rtol=1e-5, atol=1e-5)
+    alone, _ = table_of(unlabeled, {0: clients[0], 1: clients[2]}, Scoring(scorer="kde"))
+    torch.testing.assert_close(2 * share[[0, 2]], normalised(alone), rtol=1e-5, atol=1e-5)
+
+
 def on_the_sphere(points):
     return torch.nn.functional.normalize(points, dim=1)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedstill.server.certainty import normalised
-from fedstill.server.scorers import LEAST, log_scores, relative
+from fedstill.server.scorers import LEAST, comparable, log_scores, relative
 
 SCORERS = ("kde", "isolation_forest", "one_class_svm", "two_class_svm")
 
@@ -60,3 +60,19 @@ def test_the_same_seed_gives_the_same_scores(scorer):
 def test_scores_without_a_scale_are_parts_of_the_largest():
     logs = torch.tensor([[-5000.0, 0.0], [-5000.0 - math.log(4), -1e5]], dtype=torch.float64)
     assert relative(logs).tolist() == [[1.0, 1.0], [pytest.approx(0.25), LEAST]]
+
+
+def test_densities_of_spaces_of_different_dimension_count_by_their_clients():
+    """24 and 384 features: a density is of another size in each, and says nothing about the other."""
+    wide = torch.tensor([[900.0, 950.0], [905.0, 800.0], [905.0, 940.0]], dtype=torch.float64)
+    narrow = torch.tensor([[-3.0, -9.0], [-4.0, -2.0]], dtype=torch.float64)
+    share = normalised(relative(torch.cat(comparable([wide, narrow]))))
+    torch.testing.assert_close(share[:3].sum(0), torch.full((2,), 3 / 5, dtype=torch.float64))
+    for part, own in ((share[:3], wide), (share[3:], narrow)):  # among themselves they share as if alone
+        torch.testing.assert_close(part / part.sum(0), normalised(relative(own)))
+
+
+def test_densities_of_one_architecture_stay_as_they_are():
+    logs = [torch.tensor([[-5.0, 2.0], [3.0, 4.0]])]
+    assert comparable(logs) is logs
+    assert comparable([logs[0], torch.empty(0, 2)])[1].shape == (0, 2)  # none of its clients answered

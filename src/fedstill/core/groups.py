@@ -7,6 +7,7 @@ model to keep, check, save and send, while a client trains and sends its own par
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.message import select
 from fedstill.core.tree import byte_size, tree_map
-from fedstill.core.types import Federation, Groups, Output, Params, Tree, Uploads, Weights
+from fedstill.core.types import Federation, Groups, Model, Output, Params, Targets, Tree, Uploads, Weights
 
 
 def only(weights: Weights, prototype: str) -> Weights:
@@ -55,6 +56,24 @@ def together(outputs: Mapping[str, Output], report: str) -> Output:
         raise FedstillError(f"the prototypes tell different numbers of classes apart ({told}): give them one")
     logits = torch.stack([output.logits for output in outputs.values()]).mean(0)
     return Output(logits, torch.cat([output.features for output in outputs.values()], dim=-1))
+
+
+def targets_together(found: Mapping[str, Targets], report: str) -> Targets | None:
+    """Targets of prototypes as those of the model that is looked at.
+
+    All were taught the same; about rows that were not each says its own, and together (like `together`) they say
+    softmax(mean of ln p), which is the softmax of the mean of their logits.
+    """
+    if not found:
+        return None
+    one = found.get(report, next(iter(found.values())))
+    if report in found or len(found) == 1:
+        return one
+    each = torch.stack([targets.probabilities for targets in found.values()])
+    own = (each != each[0]).any(dim=0).any(dim=1) & ~one.kept
+    logs = each.double().clamp_min(torch.finfo(torch.float32).tiny).log()
+    said = logs.mean(dim=0).softmax(dim=1).to(each.dtype)
+    return one._replace(probabilities=torch.where(own.unsqueeze(1), said, one.probabilities))
 
 
 def reported_name(groups: Groups) -> str:
@@ -161,3 +180,32 @@ def check_groups(groups: Groups, federation: Federation) -> None:
     for prototype in groups.models:
         if not any(size and own == prototype for size, own in zip(sizes, groups.member, strict=True)):
             raise FedstillError(f"no client that holds data runs the prototype '{prototype}': give it one, or leave it")
+
+
+def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None:
+    """The model, and each of its prototypes, tells the federation's classes apart and can read its samples.
+
+    Shapes may differ (a dense network flattens an image): what counts is that it runs. What is not known is not asked.
+    """
+    for name, one in {model.name: model}.items() if model.groups is None else model.groups.models.items():
+        what = f"{'model' if model.groups is None else 'the prototype'} '{name}'"
+        if one.classes not in (0, classes):
+            raise FedstillError(
+                f"{what} tells {one.classes} classes apart, and the federation has {classes}: "
+                f"build it with classes={classes}"
+            )
+        if one.input_shape and one.input_shape != tuple(input_shape) and not _runs(one, input_shape):
+            raise FedstillError(
+                f"{what} reads samples of shape {one.input_shape}, and the federation's have {tuple(input_shape)}: "
+                f"build it with input_shape={tuple(input_shape)}"
+            )
+
+
+def _runs(model: Model, input_shape: tuple[int, ...]) -> bool:
+    """On numbers or, if it cannot, on ids."""
+    weights = model.init(0)
+    for dtype in (torch.float32, torch.int64):
+        with suppress(Exception), torch.no_grad():
+            model.apply(weights, torch.zeros(2, *input_shape, dtype=dtype))
+            return True
+    return False

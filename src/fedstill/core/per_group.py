@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedstill.core.compose import chain
-from fedstill.core.groups import merge, merge_uploads, places_of, split, split_uploads
+from fedstill.core.groups import merge, merge_uploads, places_of, split, split_uploads, targets_together
 from fedstill.core.phases import carry_over, keep_waiting, share_states
 from fedstill.core.types import (
     Algorithm,
@@ -89,8 +89,8 @@ def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> Se
 
     A prototype without an upload this round stays as it was sent; refinements (distillation) still reach it.
     State and broadcast: those of the step, under each prototype's name. Metrics are named "<prototype>/<metric>".
-    The model is reported once every prototype has one to report; targets and samples are those of the first that has
-    some.
+    The model is reported once every prototype has one to report; targets are those of the reported prototype or of all
+    together (`targets_together`), samples those of the first that has some.
     """
     one_each = {name: step if isinstance(step, ServerStep) else step[name] for name in groups.models}
     chains = {name: chain(*(one.steps or (one,))) for name, one in one_each.items()}
@@ -107,7 +107,8 @@ def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> Se
         return merge(told) if len(told) == len(groups.models) else None
 
     def targets(state: Tree) -> Targets | None:
-        return next((found for name, own in state.items() if (found := chains[name].targets(own)) is not None), None)
+        found = {name: chains[name].targets(own) for name, own in state.items()}
+        return targets_together({name: own for name, own in found.items() if own is not None}, groups.report)
 
     def samples(state: Tree, _: Model) -> Samples | None:
         each = (chains[name].samples(own, groups.models[name]) for name, own in state.items())

@@ -333,6 +333,7 @@ class Preparation:
     shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all
     inputs: Mapping[str, Any] = field(default_factory=dict)  # how stored samples become inputs: mean, std
     run_seed: Seed = 0  # the run's own: the same in every phase
+    noise_seed: Seed = 0  # of noise that protects: no other run has it
     labeled: tuple[Tensor, Tensor] | None = None  # (x, y) for looking at what was prepared, never for training
     tokenizer: Tokenizer | None = None  # of text whose ids are tokens
 

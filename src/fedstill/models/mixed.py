@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +29,7 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
     >>> model.name, model.groups.member
     ('mixed(cnn, mlp), reported: ensemble', ('cnn', 'mlp', 'cnn', 'mlp', 'cnn'))
     """
+    _check_prototypes(prototypes)
     groups = Groups(dict(prototypes), _members(tuple(prototypes), member), report)
     _check(groups)
     models = groups.models
@@ -66,16 +69,47 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
 def _members(names: tuple[str, ...], member: int | Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise FedstillError("a mixed model needs at least one prototype")
-    return tuple(names[k % len(names)] for k in range(member)) if isinstance(member, int) else tuple(member)
+    if isinstance(member, Integral) and not isinstance(member, bool):
+        return tuple(names[k % len(names)] for k in range(int(member)))
+    if isinstance(member, str | Mapping) or not (isinstance(member, Collection) and hasattr(member, "__getitem__")):
+        raise FedstillError(
+            f"members are a number of clients or a list with the prototype of each, not {_kind(member)}: "
+            f"write 10, or ['{names[0]}', ...]"
+        )
+    return tuple(member)
+
+
+def _kind(found: Any) -> str:
+    return repr(found) if isinstance(found, str | float | bool | type) or found is None else type(found).__name__
+
+
+def _check_prototypes(prototypes: Any) -> None:
+    """Models by name, of which all tell the same classes apart."""
+    if not isinstance(prototypes, Mapping):
+        raise FedstillError(
+            f"prototypes are models by their names, not {_kind(prototypes)}: write {{'small': model, 'large': model}}"
+        )
+    for name, model in prototypes.items():
+        if not isinstance(name, str) or not name or "/" in name or name == ENSEMBLE:
+            raise FedstillError(f"a prototype cannot be called '{name}': use a name without '/', not '{ENSEMBLE}'")
+        if not isinstance(model, Model):
+            raise FedstillError(
+                f"the prototype '{name}' is no Model but {_kind(model)}: wrap it: "
+                "fedstill.from_module(..., input_shape=..., classes=...)"
+            )
+        if model.groups is not None:
+            raise FedstillError(f"the prototype '{name}' is itself a mixture: name its prototypes instead")
+    widths = {name: model.classes for name, model in prototypes.items() if model.classes}
+    if len(set(widths.values())) > 1:
+        told = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise FedstillError(f"the prototypes tell different numbers of classes apart ({told}): give them one")
 
 
 def _check(groups: Groups) -> None:
-    for name, model in groups.models.items():
-        if not name or "/" in name or name == ENSEMBLE:
-            raise FedstillError(f"a prototype cannot be called '{name}': use a name without '/', not '{ENSEMBLE}'")
-        if model.groups is not None:
-            raise FedstillError(f"the prototype '{name}' is itself a mixture: name its prototypes instead")
     for client, name in enumerate(groups.member):
+        if not isinstance(name, str):
+            told = ", ".join(groups.models)
+            raise FedstillError(f"client {client} runs {name!r}: name its prototype, one of: {told}")
         if name not in groups.models:
             raise FedstillError(f"client {client} runs '{name}', which is no prototype: {suggest(name, groups.models)}")
     if idle := [name for name in groups.models if name not in groups.member]:

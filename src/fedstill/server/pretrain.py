@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import CURES
-from fedstill.core.seeds import seed_for
-from fedstill.core.tree import flatten, to_device
+from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
+from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import (
     Fitted,
     Keeper,
@@ -34,7 +34,8 @@ from fedstill.core.types import (
     Weights,
 )
 
-VERSION = 1  # raise it when the same pretext, data and seed give another extractor
+VERSION = 2  # raise it when the same pretext, data and seed give another extractor
+PROBE_ROWS = 4  # what a network computes is told by so many inputs
 SAVE_SECONDS = 30.0  # between two savings of an unfinished training
 
 Probe = Callable[[Weights, Preparation], Mapping[str, float]]  # how good an extractor is; it changes nothing
@@ -77,12 +78,12 @@ def pretrain(
     seed: draws the first weights and the batches, so that runs of different seeds share one extractor; None takes the
     run's own model and seed. probe: its numbers are reported before (name_before) and after.
 
-    The result is kept by what it follows from (pretext, first weights, unlabeled rows, seed), and another run gets the
-    same bits; of runs that need it at the same time one trains it, and the others wait. An unfinished training is kept
-    too, at the end of an epoch at most every `save_seconds`, and as far as it came when it is interrupted, and goes on
-    there. Every epoch is a function of its number, of the weights and of the optimiser's moments, which are all kept:
-    on a CPU a training that was interrupted ends with the bits of one that was not. On a GPU that is true up to what
-    its kernels leave open (sums in an order of their own).
+    The result is kept by what it follows from (pretext, network, first weights, unlabeled rows, seed), and another run
+    gets the same bits; of runs that need it at the same time one trains it, and the others wait. An unfinished training
+    is kept too, at the end of an epoch at most every `save_seconds`, and as far as it came when it is interrupted, and
+    goes on there. Every epoch is a function of its number, of the weights and of the optimiser's moments, which are all
+    kept: on a CPU a training that was interrupted ends with the bits of one that was not. On a GPU that is true up to
+    what its kernels leave open (sums in an order of their own).
     Reports: <pretext>_epochs (trained in this run: 0 if it was found), <pretext>_loss (of the last epoch).
     """
 
@@ -108,9 +109,9 @@ def pretrain(
 
 def _suited(pretext: Pretext, outlook: Outlook) -> Pretext:
     """The task as this run has it; refused where there is nothing to learn from, or much to lose."""
-    if outlook.round > 1:
+    if (played := outlook.round - 1) > 0:
         raise FedstillError(
-            f"{pretext.name} would replace the model that {outlook.round - 1} rounds have trained: "
+            f"{pretext.name} would replace the model that {played} round{'s have' if played > 1 else ' has'} trained: "
             "let it stand in the first phase"
         )
     return pretext if pretext.suited is None else pretext.suited(outlook)
@@ -129,7 +130,7 @@ def _found_or_trained(
     first = candidate if seed is None else _like(preparation.model.init(seed_for(seed, "model")), candidate)
     start = _like(whole.init(seed_for(chosen, "pretext")), candidate)
     start = with_extractor(start, _shared(first, start))
-    identity = identity_of(pretext, start, preparation, chosen)
+    identity = identity_of(pretext, start, first, preparation, chosen)
     with _alone(pretext, preparation, identity):
         kept = None if preparation.keeper is None else preparation.keeper.load(identity)
         if kept:
@@ -234,7 +235,9 @@ class _Training:
         return Fitted(_like(weights, fitted.weights), optimizer, found["loss"]), int(found["epochs"])
 
 
-def identity_of(pretext: Pretext, start: Weights, preparation: Preparation, seed: Seed) -> dict[str, Any]:
+def identity_of(
+    pretext: Pretext, start: Weights, first: Weights, preparation: Preparation, seed: Seed
+) -> dict[str, Any]:
     """All that a pre-trained extractor follows from, the device and its precision left out."""
     return {
         "kind": "pretrained extractor",
@@ -244,6 +247,7 @@ def identity_of(pretext: Pretext, start: Weights, preparation: Preparation, seed
         "training": asdict(pretext.training),
         "model": preparation.model.name,
         "start": digest({**flatten(start)}),
+        "computes": _fingerprint(pretext, preparation.model, first, _rows(pretext, preparation)),
         "unlabeled": digest({"x": _rows(pretext, preparation)}),
         "inputs": dict(preparation.inputs),
         "seed": seed,
@@ -262,6 +266,60 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
         told.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         told.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return told.hexdigest()
+
+
+def _fingerprint(pretext: Pretext, model: Model, weights: Weights, x: Tensor) -> str:
+    """What the network does with its first weights, which do not tell groups, heads, dropout, momentum, activations.
+
+    It is tried in train mode by fixed draws, and once more at larger weights, where bounds (ReLU6) and branches that
+    start at 0 show. On a CPU and in float64 machines differ by far less than what is rounded away.
+    """
+    rows = _probe_rows(x)
+    own = Weights(*({name: leaf.detach().cpu() for name, leaf in part.items()} for part in weights))
+    wide = _as(own, torch.float64)
+    tried = {"first": wide, "larger": wide._replace(params={n: _larger(n, leaf) for n, leaf in wide.params.items()})}
+    with torch.no_grad(), torch_stream(0):
+        try:
+            said = {which: _outcome(pretext, model, one, rows) for which, one in tried.items()}
+            return digest(flatten(tree_map(lambda leaf: _rounded(leaf, 1e5), said)))
+        except Exception:  # a module of one's own that makes float32 tensors itself
+            found = _outcome(pretext, model, _as(own, torch.float32), rows)
+            return digest({name: _rounded(leaf, 1e3) for name, leaf in found.items()})
+
+
+def _probe_rows(x: Tensor) -> Tensor:
+    """Draws of mean 0 and variance 1, as inputs are; of text, whose ids must be known ones, some of its rows."""
+    if x.ndim == 2 and not x.is_floating_point():
+        return x[torch.linspace(0, len(x) - 1, PROBE_ROWS).long()].long().cpu()
+    return (uniform(torch.tensor(0), (PROBE_ROWS, *x.shape[1:])) - 0.5) * 12**0.5
+
+
+def _as(weights: Weights, dtype: torch.dtype) -> Weights:
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
+
+
+def _larger(name: str, leaf: Tensor) -> Tensor:
+    draws = uniform(torch.tensor(to_signed(seed_for(0, name))), leaf.shape)
+    return 8.0 * leaf + (draws.to(leaf.dtype) - 0.5)
+
+
+def _outcome(pretext: Pretext, model: Model, weights: Weights, x: Tensor) -> dict[str, Tensor]:
+    """What a step of training sees of the network: its states of tokens, where the pretext reads these alone."""
+    seed, like = torch.tensor(0), next(iter(weights.params.values()))
+    x = x.to(like.dtype) if x.is_floating_point() else x
+    if Need.TOKENS in pretext.needs and model.tokens is not None:
+        ways = {"causal": True, "both": False}
+        return {name: model.tokens(weights, x, causal=way, training=True, seed=seed) for name, way in ways.items()}
+    output, buffers = model.apply(weights, x, training=True, seed=seed)
+    return {**output._asdict(), **{f"buffers.{name}": leaf for name, leaf in buffers.items()}}
+
+
+def _rounded(leaf: Tensor, places: float) -> Tensor:
+    """In parts of the largest value, which comes last, itself rounded."""
+    values = torch.nan_to_num(leaf.double().flatten(), nan=0.0, posinf=0.0, neginf=0.0)
+    largest = values.norm(p=torch.inf).clamp_min(1.0 / places)  # below it is what sums that should be 0 leave
+    size = float(f"{float(largest):.3e}")
+    return torch.cat([(values / largest * places).round() + 0.0, values.new_tensor([size])])
 
 
 def with_extractor(candidate: Weights, extractor: Weights) -> Weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -82,3 +83,14 @@ _SCORERS: dict[OtherScorer, Callable[[Points, Points, Points, int], np.ndarray]]
 def relative(logs: Tensor) -> Tensor:
     """(A, M) scores as parts of the largest for the same sample: densities in many dimensions have no other scale."""
     return (logs - logs.amax(dim=0, keepdim=True)).exp().clamp_min(LEAST)
+
+
+def comparable(logs: list[Tensor]) -> list[Tensor]:
+    """Log-densities (A_g, M) of the clients of each prototype, which live in spaces of different dimension.
+
+    For every sample a prototype's densities have mean 1: its clients share as if they were alone, and all of them
+    together count by their number. One prototype stays as it is, bit for bit.
+    """
+    if len(logs) == 1:
+        return logs
+    return [own - (own.logsumexp(dim=0) - math.log(max(len(own), 1))) for own in logs]
