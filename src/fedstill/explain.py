@@ -193,7 +193,7 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
         "stays_on_a_client": stays,
         "sent_to_a_client": [
             "the global model",
-            *_slots(sent[0], tried, 1),
+            *_slots(sent[-1], tried, 1),
         ],
     }
 
