@@ -31,6 +31,7 @@ from fedstill.data import (
     load,
     make_federation,
     owners,
+    scale_inputs,
     split_unlabeled,
     tokenise,
     with_test_of,
@@ -58,6 +59,7 @@ from fedstill.settings import describe_partition
 from fedstill.trackers import build_trackers
 
 CONFIG_FILE = "config.toml"
+MARKS = {"algorithm", "model", "guard"}  # what a run's noise depends on beside what `federate` is told
 TOKENIZER_FILE = "tokenizer.json"
 _log = logging.getLogger("fedstill.run")
 
@@ -94,6 +96,7 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     if data.tokens is not None:
         how: dict[str, Any] = {"vocabulary": data.vocabulary, "tokenizer": data.tokenizer}
         source, unlabeled = tokenise(source, unlabeled, length=data.tokens, **how)
+    source = scale_inputs(source, unlabeled, data.scale, mean=data.mean, std=data.std)
     source, validation = hold_validation(source, data.validation, seed=seed)
     options = partition.options
     if columns := _owner_columns(experiment):
@@ -199,6 +202,7 @@ def run(
     federation = build_federation(experiment) if federation is None else federation
     check_ready(experiment, federation)
     folder = None if run_dir is None else Path(run_dir)
+    experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     if folder is not None:
         if resume and (folder / CONFIG_FILE).exists():
             _check_same(experiment, folder)
@@ -232,6 +236,7 @@ def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "cohort": experiment.cohort_size(federation.population),
         "sampling": experiment.sampling,
         "privacy": Privacy(**experiment.privacy.model_dump()),
+        "settings": json.dumps(experiment.resolved().model_dump(mode="json", include=MARKS), sort_keys=True),
         "seed": experiment.seed,
         "engine": engine.name,
         "device": engine.device,

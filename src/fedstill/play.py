@@ -105,6 +105,7 @@ class Task:
     keeper: Keeper | None = None
     sampling: Sampling = "fixed"
     privacy: Privacy = field(default_factory=Privacy)
+    noise_seed: Seed = 0  # of noise that protects: see promises.noise_seed
 
     def algorithm(self, round: int) -> Algorithm:
         return algorithm_at(self.phases, round)
@@ -229,6 +230,7 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
         unlabeled=task.unlabeled if Need.UNLABELED in needs_of(algorithm) else None,
         seed=seed_for(task.seed, "prepare", state.round),
         run_seed=task.seed,
+        noise_seed=seed_for(task.noise_seed, "prepare", state.round),
         trainer=task.engine,
         ask=asked.ask,
         keeper=task.keeper,
@@ -263,7 +265,7 @@ def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, num
     if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
         counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
     uploads = uploads._replace(label_counts=counts)
-    return algorithm.transmit(uploads, start, seed_for(task.seed, "transmit", number))
+    return algorithm.transmit(uploads, start, seed_for(task.noise_seed, "transmit", number))
 
 
 def _bytes_up(task: Task, uploads: Uploads) -> int:
@@ -314,7 +316,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     algorithm = task.algorithm(state.round)
     seen = uploads
     if algorithm.seal is not None:
-        seen = algorithm.seal(uploads, state.weights, seed_for(task.seed, "seal", state.round), task.cohort)
+        seen = algorithm.seal(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
     look = Round(
         number=state.round,
         start=state.weights,

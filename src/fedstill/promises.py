@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import seed_for, torch_generator
+from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.types import Algorithm, Local, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
 from fedstill.history import History
 from fedstill.play import OPEN_QUESTIONS, Task, draw_cohort
@@ -37,14 +38,16 @@ def stretches_of(
     *,
     probability: float = 1.0,
     visits: Callable[[int, int], int] | None = None,
+    known: tuple[str, ...] = (),
 ) -> Callable[[int], list[Stretch]]:
     """What has left the clients when so many rounds are played, as a function of their number.
 
     visits: (first round, last round) -> rounds in which the client took part that was drawn most often.
+    known: what of the clients' data everybody knows by how they were read.
     """
     ends = [phase.until for phase in phases]
     firsts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
-    plain = [_stretch(phase.algorithm, weights, probability) for phase in phases]
+    plain = [replace(_stretch(phase.algorithm, weights, probability), known=known) for phase in phases]
     plain = _with_label_counts(plain, phases, privacy)
 
     def after(played: int) -> list[Stretch]:
@@ -159,10 +162,8 @@ def _instead_of_trust(own: str, beside: Sequence[str]) -> str:
 def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
     """(N, K) with Gaussian noise, cut at 0: a replaced sample moves one count down and one up, by sqrt(2) together."""
     sigma = math.sqrt(2) * analytic_gaussian_multiplier(privacy.label_epsilon, privacy.delta)
-    rows = [
-        torch.randn(counts.shape[1], generator=torch_generator(one), dtype=torch.float64)
-        for one in seed_for(seed, "label counts", np.arange(len(counts))).tolist()
-    ]
+    seeds = seed_for(seed, "label counts", np.arange(len(counts))).tolist()
+    rows = [private_normal(one, counts.shape[1:]) for one in seeds]
     return (counts + sigma * torch.stack(rows).to(counts)).clamp_min(0.0)
 
 
@@ -180,8 +181,8 @@ class Promise:
         """Why the run is shorter than it was asked to be; empty where it is not."""
         if self.rounds == self.wanted:
             return ""
-        more = f"one more would exceed privacy.epsilon = {self.privacy.epsilon:g}"
-        return f"the run ends after round {self.rounds} of {self.wanted}: {more}"
+        allowed = f"{self.rounds} of {self.wanted} rounds"  # true of a resumed run that has played more, too
+        return f"privacy.epsilon = {self.privacy.epsilon:g} allows {allowed}: one more would exceed it"
 
     def statement(self, history: History, played: int) -> PrivacyStatement | None:
         """What a run may say that has played so many rounds; what clients answered without a release counts, too."""
@@ -193,7 +194,18 @@ class Promise:
             if first in asked:
                 stretches[i] = replace(stretch, asks=True)
             first += stretch.rounds
-        return statement(stretches, self.privacy.delta, stopped=self.cut if played >= self.rounds else "")
+        return statement(stretches, self.privacy.delta, stopped=self._ended(played))
+
+    def _ended(self, played: int) -> str:
+        """Why a run ended that has played so many rounds, or how far a resumed one was beyond its budget."""
+        if played <= self.rounds or self.after is None or self.privacy.epsilon is None:
+            return self.cut if played >= self.rounds else ""
+        privacy = replace(self.privacy, partial=True)  # what is not covered is told elsewhere
+        last = self.rounds if self.cut else rounds_within(privacy, self.after, played)
+        if last == played:
+            return ""
+        since = f"privacy.epsilon = {privacy.epsilon:g} is exceeded since round {last + 1}"
+        return f"{since}: these {played} rounds were played with another budget"
 
 
 def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promise]:
@@ -204,13 +216,14 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
             f"privacy.label_counts = 'none': this method needs each client's label counts: {_instead_of_counts(task)}"
         )
     if task.counts is not None and privacy.label_counts == "dp":
-        task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.seed))
+        task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.noise_seed))
     largest = len(task.clients) if task.sampling == "poisson" else task.cohort
     check_seal(task.phases, task.model, weights, task.guard.needed(largest))
     if privacy == Privacy() and not any(phase.algorithm.releases for phase in task.phases):
         return task, Promise(rounds, rounds, privacy, None)
     probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
-    after = stretches_of(task.phases, weights, privacy, probability=probability, visits=_visits(task))
+    how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
+    after = stretches_of(task.phases, weights, privacy, **how)
     return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
 
 
@@ -242,6 +255,29 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
         return "to the end" if phase.until is None else f"until round {phase.until}"
 
     return [f"{until(one)}: {'; '.join(map(told, one.algorithm.releases)) or 'no noise'}" for one in phases]
+
+
+def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
+    """What tells a run that promises something from all others, its data among it; empty where none is promised.
+
+    settings: the options that `identity` does not say.
+    """
+    if task.privacy.label_counts != "dp" and not any(phase.algorithm.releases for phase in task.phases):
+        return ""
+    federation, train = task.federation, task.federation.train
+    words = json.dumps([identity, settings, train.mean, train.std], sort_keys=True)
+    told = hashlib.blake2b(words.encode(), digest_size=16)
+    for part in (train.x, train.y, federation.indices, federation.offsets):
+        told.update(np.ascontiguousarray(part.cpu().numpy()).data)
+    return told.hexdigest()
+
+
+def noise_seed(seed: Seed, print_of_run: str) -> Seed:
+    """Where the noise comes from: runs that differ in anything share none, or it would cancel in what they differ by.
+
+    So several runs add up, with one seed too: other options, one more sample, compared methods.
+    """
+    return seed_for(seed, "noise that protects", print_of_run) if print_of_run else seed
 
 
 def settings_of(privacy: Privacy) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedstill.callbacks import Callback, RunInfo
 from fedstill.core.compose import bound_to
 from fedstill.core.errors import FedstillError
-from fedstill.core.groups import check_groups, reported_name
+from fedstill.core.groups import check_fits, check_groups, reported_name
 from fedstill.core.heads import heads_only
 from fedstill.core.needs import check_phases, needs_of
 from fedstill.core.per_group import as_it_is, grouped, share_states_of
@@ -33,7 +33,17 @@ from fedstill.history import Journal, Result, Row
 from fedstill.kept_optimizer import keep_optimizers
 from fedstill.play import CohortTrainer, Sampling, State, Tamper, Task, look_at, play_round, reported
 from fedstill.privacy.budget import Privacy
-from fedstill.promises import make_promise, noise_of, settings_of, warn_of_kept_statistics, write_statement
+from fedstill.privacy.statement import PrivacyStatement
+from fedstill.promises import (
+    Promise,
+    fingerprint,
+    make_promise,
+    noise_of,
+    noise_seed,
+    settings_of,
+    warn_of_kept_statistics,
+    write_statement,
+)
 from fedstill.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_last
 
 _ANY = "this method"
@@ -66,6 +76,7 @@ def federate(
     keeper: Keeper | None = None,
     sampling: Sampling = "fixed",
     privacy: Privacy | None = None,
+    settings: str = "",
 ) -> Result:
     """Train one model over `rounds` rounds.
 
@@ -78,18 +89,18 @@ def federate(
     keeper: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
     sampling: "fixed" draws cohorts of one size; with "poisson" each client takes part by its own coin.
     privacy: a budget, before which the run ends, and what may be sent for it; None: no limit.
+    settings: options of the method and the model in any words: runs that differ in them do not share their noise.
     """
     began = time.perf_counter()
     phases = _suited(phases_of(algorithm), model, federation, training, method or _ANY)
-    if isinstance(engine, str):
-        engine = _build_engine(engine, device, model, federation, engine_options or {})
+    engine = _built(engine, device, model, federation, engine_options or {})
     task = _make_task(
         phases, federation, engine, cohort, evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
         guard=guard or Guard(), tamper=tamper, tell=_teller(callbacks), keeper=keeper, sampling=sampling,
         privacy=privacy or Privacy(),
     )  # fmt: skip
     _warn_of_small_cohorts(task, cohort_size(cohort, federation.population))
-    plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target)
+    plan = _make_plan(task, method, rounds, evaluate_every, checkpoint_every, run_dir, target, settings)
     return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
 
 
@@ -129,6 +140,7 @@ def _suited(
 ) -> tuple[Phase, ...]:
     """The methods as this model and training take them: for heads alone, for each of several architectures."""
     check_phases(phases, model=model, federation=federation, training=training, method=method)
+    check_fits(model, len(federation.train.classes), tuple(federation.train.x.shape[1:]))
     if model.groups is None:
         phases = tuple(phase._replace(algorithm=bound_to(phase.algorithm, model)) for phase in phases)
     phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
@@ -152,6 +164,7 @@ def _run(
     task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int | None, began: float
 ) -> Result:
     state, population = _first_state(task), task.federation.population
+    task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
     task, promise = make_promise(task, state.weights, plan.rounds)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
@@ -163,15 +176,15 @@ def _run(
         stack.enter_context(store)
         earlier = restore(plan, state, store, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
-        _loop(task, plan, state, store, journal, callbacks, cut=promise.cut)
+        _loop(task, plan, state, store, journal, callbacks, promise)
+        stated = _state_privacy(plan, promise, state)
         last, targets = reported(task, state), _targets(task, state)
         save_last(plan, state, store, last, targets)
         best = state.best if state.best is not None else last
         seconds = earlier + time.perf_counter() - began
         result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, targets)
         samples = task.algorithm(max(state.round, 1)).server.samples(state.server, task.model)
-        result = dataclasses.replace(result, privacy=promise.statement(state.history, state.round), samples=samples)
-        write_statement(result.privacy, plan.folder)
+        result = dataclasses.replace(result, privacy=stated, samples=samples)
         if task.model.groups is not None:
             names = tuple(task.model.groups.models)
             result = dataclasses.replace(result, reported=reported_name(task.model.groups), prototypes=names)
@@ -197,13 +210,15 @@ def cohort_size(cohort: int | float, population: int) -> int:
     return int(cohort)
 
 
-def _build_engine(
-    name: str, device: str, model: Model, federation: Federation, options: Mapping[str, Any]
+def _built(
+    engine: str | CohortTrainer, device: str, model: Model, federation: Federation, options: Mapping[str, Any]
 ) -> CohortTrainer:
+    if not isinstance(engine, str):
+        return engine
     from fedstill.engine import build_engine
 
-    engine: CohortTrainer = build_engine(name, device, model=model, federation=federation, **options)
-    return engine
+    built: CohortTrainer = build_engine(engine, device, model=model, federation=federation, **options)
+    return built
 
 
 def _make_task(
@@ -256,6 +271,7 @@ def _make_plan(
     checkpoint_every: int,
     run_dir: str | Path | None,
     target: float | None,
+    settings: str,
 ) -> Plan:
     for key, value in (("rounds", rounds), ("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
         if value < 1:
@@ -271,6 +287,8 @@ def _make_plan(
         "noise": noise_of(task.phases),
         "privacy": settings_of(task.privacy),
     }
+    if found := fingerprint(task, identity, settings):
+        identity["fingerprint"] = found
     folder = None if run_dir is None else Path(run_dir)
     rows, named = task.unlabeled, task.federation.unlabeled_ids
     return Plan(
@@ -299,13 +317,12 @@ def _loop(
     store: ClientStore,
     journal: Journal | None,
     callbacks: Sequence[Callback],
-    *,
-    cut: str = "",
+    promise: Promise,
 ) -> None:
     info = _describe(task, plan, state)
     answers = [callback.on_start(info) for callback in callbacks]
-    if cut:
-        task.tell(cut, 1.0)
+    if promise.cut:
+        task.tell(promise.cut, 1.0)
     clock = SaveClock()
     while state.round < plan.rounds and not any(answers):
         began = time.perf_counter()
@@ -324,7 +341,15 @@ def _loop(
         _tell(row, records)
         if plan.checkpoints(state.round, due=clock.is_due()):
             with clock:
+                _state_privacy(plan, promise, state)
                 save(plan, state, store, reported(task, state), _targets(task, state))
+
+
+def _state_privacy(plan: Plan, promise: Promise, state: State) -> PrivacyStatement | None:
+    """Before the models that it is about: a folder never holds models of more rounds than it speaks of."""
+    made = promise.statement(state.history, state.round)
+    write_statement(made, plan.folder)
+    return made
 
 
 def _describe(task: Task, plan: Plan, state: State) -> RunInfo:

@@ -45,7 +45,8 @@ def trial_federation(clients: int = 4, samples: int = 24, *, unlabeled: int = 16
         partition="one class each missing",
     )
     x, y = draw(12, None)
-    return dataclasses.replace(federation, validation=(torch.from_numpy(x), torch.from_numpy(y)))
+    validation = torch.from_numpy(x), torch.from_numpy(y)
+    return dataclasses.replace(federation, validation=validation, public_facts=())  # nobody's data
 
 
 def _as_texts(images: Federation) -> Federation:

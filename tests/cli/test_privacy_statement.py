@@ -56,7 +56,7 @@ def test_a_run_with_a_budget_ends_before_it_is_exceeded_and_says_why(fedstill, t
     done = fedstill("run", "--set", "privacy.epsilon=1.5")  # two rounds cost 1.3565, three 1.6980
     assert done.exit_code == 0, done.output
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert "the run ends after round 2 of 4: one more would exceed privacy.epsilon = 1.5" in done.stdout
+    assert "privacy.epsilon = 1.5 allows 2 of 4 rounds: one more would exceed it" in done.stdout
     again = CliRunner().invoke(app, ["resume", str(tmp_path / "run")])
     assert again.exit_code == 0, again.output
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
@@ -69,6 +69,9 @@ def test_a_run_with_a_budget_ends_before_it_is_exceeded_and_says_why(fedstill, t
         (["privacy.epsilon=0.1"], "the first round alone takes more"),
         (["privacy.epsilon=0"], "privacy.epsilon"),
         (["privacy.delta=1"], "privacy.delta"),
+        (["privacy.delta=0.5"], "privacy.delta = 0.5: to publish one client of 2 outright would keep that"),
+        (["algorithm.noise_multiplier=1e200"], "it must be from 0.0001 to 1e+06 (usual are 0.5 to 20), or 0"),
+        (["algorithm.noise_multiplier=1e-160"], "it must be from 0.0001 to 1e+06"),
         (["privacy.unit=person"], "privacy.unit"),
         (["sampling=often"], "sampling"),
     ],
@@ -80,6 +83,13 @@ def test_a_budget_that_cannot_be_kept_is_one_line_and_exit_code_two(fedstill, tm
     (line,) = done.stderr.strip().splitlines()
     assert told in line
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_explain_of_methods_in_turn_says_from_when_on_nothing_is_protected():
+    told = " ".join(CliRunner().invoke(app, ["explain", "dp_fedavg until 3 then fedavg"]).stdout.split())
+    assert "model updates until round 3 (nothing else that leaves is covered)" in told
+    assert "NOT protected from anybody from round 4 on: trained models; numbers" in told
+    assert "NOT protected from the server: trained models; numbers" in told
 
 
 def test_explain_says_what_is_claimed_after_one_round():

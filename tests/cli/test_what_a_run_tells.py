@@ -58,6 +58,11 @@ def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
     assert "(before the first round 192 B up, " in told
 
 
+def test_what_a_later_method_asks_is_told_with_its_own_first_round(fedstill):
+    done = fedstill("run", "algorithm.name=fedavg until 2 then fedaux(steps=1)", "rounds=3")
+    assert "(before round 3: 192 B up, " in line(done, "sent")
+
+
 def test_rounds_that_draw_nobody_are_not_uploads_that_were_turned_away(fedstill, tmp_path):
     done = fedstill("run", "algorithm.name=dp_fedavg", "sampling=poisson", "cohort=1", "rounds=12")
     empty = sum(row["cohort"] == 0 for row in rows(tmp_path))
@@ -88,7 +93,7 @@ def test_a_comparison_names_the_runs_that_their_budget_ended(fedstill):
     words = ("--methods", f"{QUIET},{LOUD}", "--seeds", "2")
     done = fedstill("compare", "privacy.epsilon=1.5", words=words)  # two rounds cost 1.3565, three 1.6980
     assert line(done, f"{QUIET}, 2 of 2 runs:").endswith(
-        "the run ends after round 2 of 4: one more would exceed privacy.epsilon = 1.5"
+        "privacy.epsilon = 1.5 allows 2 of 4 rounds: one more would exceed it"
     )
     assert not line(done, f"{LOUD}, ")
     assert "round 1/2" in done.stderr

@@ -30,7 +30,7 @@ class Row:
     receives: int = 0  # ... and receives besides the model
     receives_bytes: int = 0  # ... and what it receives that is not of the model's size
     shows_in_round: int = 1  # the first whose model tells what the server looked at
-    noise_by_place: bool = False  # draws a number for each weight: renamed classes get other draws
+    noise_by_place: bool = False  # draws a number for each weight, or by all of the data: renamed classes get others
     net: str = "mlp"  # the network and data that it can run with: see `network`
 
     @property
@@ -102,7 +102,7 @@ ROWS = (
     ),
     Row("update_noise", {}, {"sigma": 0.0}, noise_by_place=True),
     Row("update_noise", {"sigma": 0.0, "clip": 0.1}, {"clip": None}),
-    Row("dp_fedavg", {"clip": 100.0, "noise_multiplier": 1e-4}, noise_by_place=True),
+    Row("dp_fedavg", {"clip": 10.0, "noise_multiplier": 1e-3}, noise_by_place=True),
     Row("dp_fedavg", {"trust": "nobody", "clip": 100.0, "noise_multiplier": 1e-3}, noise_by_place=True),
     Row("simclr", {"epochs": 2, **VIEWS}, {"epochs": 0}, net="pictures"),
     Row("simclr", {"epochs": 1, "pretrain_seed": 3, **VIEWS}, {"epochs": 0}, net="pictures"),
@@ -130,7 +130,7 @@ ROWS = (
         shows_in_round=2,
     ),
     Row("fedaux", {"steps": 5, "batch_size": 8}, {"steps": 0}),
-    Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, {"steps": 0}),
+    Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, {"steps": 0}, noise_by_place=True),
     Row("fedaux", {**REFINED, "score": "odds", "intercept": True, "gamma": "both", "feedback": False}, {"steps": 0}),
     Row("fedaux", {**REFINED, "scorer": "one_class_svm", "teacher_mode": "train"}, {"steps": 0}),
     Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "cycle": 2}, {"epochs": 0}, noise_by_place=True),
@@ -240,7 +240,15 @@ def run_row(row: Row, changes: dict[str, Any] | None = None, **how: Any):
 
 
 def first_broadcast(algorithm: Algorithm, net: str = "mlp") -> Any:
-    """What the first cohort receives beside the model: caught in a run where the server has to know the network."""
+    """What the first cohort receives beside the model: caught in a run where the server has to know the network.
+
+    The last broadcast of its only round: a release asks for one before, without the slots that come with the network.
+
+    >>> from fedstill.methods import build_method
+    >>> (phase,) = build_method("scaffold+dp_fedavg(trust='nobody')+fedgen(steps=1)")
+    >>> sorted(first_broadcast(phase.algorithm))
+    ['control', 'generator', 'label_weight', 'labels', 'match_weight']
+    """
     if algorithm.objective.bind is None:
         return algorithm.server.broadcast(algorithm.server.init(network(net).init(1)))
     seen = []
@@ -254,7 +262,7 @@ def first_broadcast(algorithm: Algorithm, net: str = "mlp") -> Any:
         net=net,
         rounds=1,
     )
-    return seen[0]
+    return seen[-1]
 
 
 def bytes_of_counts(algorithm: Algorithm) -> int:

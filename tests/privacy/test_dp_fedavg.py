@@ -236,6 +236,11 @@ def test_two_of_them_cannot_stand_between_clients_and_server():
     [
         ({"clip": 0.0}, "algorithm.clip = 0.0 is impossible"),
         ({"noise_multiplier": -1.0}, "algorithm.noise_multiplier = -1.0 is impossible"),
+        (
+            {"noise_multiplier": 1e-6},
+            "algorithm.noise_multiplier = 1e-06 is impossible: it must be from 0.0001 to 1e+06",
+        ),
+        ({"noise_multiplier": 1e160}, "algorithm.noise_multiplier = 1e+160 is impossible"),
         ({"trust": "everybody"}, "algorithm.trust = 'everybody' is unknown"),
         ({"weighting": "size"}, "algorithm.weighting = 'size' is unknown"),
     ],

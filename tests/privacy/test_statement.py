@@ -47,6 +47,7 @@ def test_noise_by_a_trusted_server_holds_against_the_others_only():
     assert made.claim("client", "public").complete
     assert "which must be trusted" in made.text()
     assert "NOT protected from the server: trained models; sizes and losses" in made.text()
+    assert "from anybody" not in made.text()
 
 
 def test_a_client_level_claim_is_one_for_each_sample_and_not_the_other_way_round():
@@ -99,8 +100,8 @@ def test_scores_of_a_first_preparation_are_claimed_alone_while_models_leave_as_t
     assert claim.covered == ("scores",)
     assert not claim.complete
     assert claim.not_covered == ("trained models", "sizes and losses")
-    assert "scores (taken alone)" in made.text()
-    assert "NOT protected from the server: trained models; sizes and losses" in made.text()
+    assert "scores (nothing else that leaves is covered)" in made.text()
+    assert "NOT protected from anybody: trained models; sizes and losses" in made.text()
     assert made.claim("client", "server") is None
 
 

@@ -67,14 +67,14 @@ class Handed:
     def __init__(self) -> None:
         self.left = iter(NOISE)
 
-    def standard_normal(self, count):
-        return next(self.left)
+    def __call__(self, seed, shape):
+        return torch.from_numpy(next(self.left))
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(map(str, options.values())))
 def test_two_rounds_of_fedaux_equal_its_equations_in_numpy(options, monkeypatch):
     handed, seen = Handed(), []
-    monkeypatch.setattr(certainty, "numpy_generator", lambda seed: handed)
+    monkeypatch.setattr(certainty, "private_normal", handed)
     method = fedaux(batch_size=64, distill_share=0.8, mechanism="classic", **options)
     result = federate(
         algorithm=watched(method, seen), model=hidden_layer(), federation=federation_of(DATA, UNLABELED),

@@ -268,6 +268,21 @@ def test_only_heads_are_trained_in_every_group():
         assert same(part.buffers, start[name].buffers)
 
 
+@pytest.mark.parametrize("report", ["a", "b", "ensemble"])
+@pytest.mark.parametrize("method", ["fedaux(steps=3)", "feddf(steps=3, distill_share=0.8)"])
+def test_rows_that_are_not_taught_are_labelled_by_the_reported_model_in_whatever_order_prototypes_stand(method, report):
+    whole, found = federation(), {}
+    for order in ("ab", "ba"):
+        model = mixed_model({name: NETS[name] for name in order}, MEMBER, report)
+        result = run(method, model)
+        others, found[order] = ~result.targets.kept, result.targets.probabilities
+        engine = build_engine("auto", "cpu", model=model, federation=whole)
+        answer = engine.outputs(result.weights, whole.unlabeled, features=False).logits.softmax(1)
+        assert 0 < int(others.sum()) < len(others)
+        torch.testing.assert_close(found[order][others], answer[others], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["ab"], found["ba"], rtol=1e-4, atol=1e-5)
+
+
 def _first_weights():
     return merge({name: NETS[name].init(seed_for(3, "model")) for name in "ab"})
 

@@ -58,7 +58,7 @@ def test_the_last_round_that_the_budget_allows_is_the_end(caplog):
     assert result.history.last["round"] == 3  # evaluated, as an end is
     assert result.privacy.claim("client", "server").epsilon == pytest.approx(after(3))
     (why,) = watch.told
-    assert why == f"the run ends after round 3 of 6: one more would exceed privacy.epsilon = {budget:g}"
+    assert why == f"privacy.epsilon = {budget:g} allows 3 of 6 rounds: one more would exceed it"
     assert why in caplog.text
     assert result.privacy.stopped == why
 
@@ -182,6 +182,20 @@ def test_a_run_may_be_resumed_with_another_budget(tmp_path):
     assert len(run(QUIET, resume=True, privacy=Privacy(epsilon=50.0), **where).history.rows) == 6
 
 
+@pytest.mark.parametrize("rounds", [6, 5, 2], ids=["as many rounds", "fewer, cut", "fewer, all allowed"])
+def test_a_run_that_is_resumed_beyond_its_new_budget_says_that_it_is_exceeded(tmp_path, rounds):
+    """It said that the run ends after round 3 of 6, and six had been played."""
+    where, budget = {"run_dir": tmp_path / "run", "checkpoint_every": 1}, 0.5 * (after(3) + after(4))
+    run(QUIET, privacy=Privacy(epsilon=50.0), **where)
+    made = run(QUIET, rounds=rounds, resume=True, privacy=Privacy(epsilon=budget), **where).privacy
+    assert made.rounds == 6
+    told = f"privacy.epsilon = {budget:g} is exceeded since round 4: these 6 rounds were played with another budget"
+    assert made.stopped == told
+    assert told in made.text()
+    kept = run(QUIET, rounds=rounds, resume=True, privacy=Privacy(epsilon=49.0), **where).privacy
+    assert kept.stopped == ""
+
+
 @pytest.mark.parametrize(
     ("quorum", "how"), [(2, {"cohort": 4}), (1.0, {"cohort": 4}), (0.5, {"cohort": 1, "sampling": "poisson"})]
 )
@@ -215,7 +229,11 @@ def test_a_quorum_of_one_upload_is_none():
             r"\(certainty scores: it protects single samples, .*\): it has one for unit = 'sample', against = 'server' "
             r"with partial = true \(certainty scores alone\)",
         ),
-        ((Phase(QUIET, until=2), Phase(fedavg())), {"epsilon": 50.0}, "only model updates can be counted"),
+        (
+            (Phase(QUIET, until=2), Phase(fedavg())),
+            {"epsilon": 50.0},
+            "only model updates until round 2 can be counted",
+        ),
         (asks(SCORES), {"epsilon": 50.0}, "model updates: scores leave without noise that hides all that one client"),
     ],
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from fedstill.algorithms.options import not_negative, positive
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Algorithm, Release
 from fedstill.local.terms import cross_entropy
 from fedstill.privacy.moves import noisy_mean, noisy_moves
 from fedstill.server.average import average
+
+LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
 
 
 def dp_fedavg(
@@ -49,6 +52,11 @@ def dp_fedavg(
     """
     positive("clip", clip)
     not_negative("noise_multiplier", noise_multiplier)
+    if noise_multiplier and not LEAST <= noise_multiplier <= MOST:
+        raise FedstillError(
+            f"algorithm.noise_multiplier = {noise_multiplier!r} is impossible: it must be from {LEAST:g} to {MOST:g} "
+            "(usual are 0.5 to 20), or 0 for no noise and no claim"
+        )
     local = trust == "nobody"
     release = Release(
         "model updates",

@@ -2,7 +2,8 @@
 
 Gaussian releases of everybody's data compose exactly: multipliers s_1 ... s_T act as one of (sum_t s_t^-2)^(-1/2), and
 `gaussian.epsilon_of` is exact for that one. Releases of a Poisson-sampled cohort are composed by dp-accounting as
-privacy loss distributions (PLD), rounded so that epsilon is never too small.
+privacy loss distributions (PLD), rounded so that epsilon is never too small. Where it cannot (a tiny delta, hardly any
+noise) they count as if everybody took part, which is never too little either.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fedstill.core.errors import FedstillError
 from fedstill.privacy.gaussian import epsilon_of
 
 GRID = 1e-4  # width of a bin of privacy loss
 BINS = 20_000  # of one release; louder ones have wider bins (ten times as fast, epsilon up by less than 0.1 %)
 ALL_BINS = 2_000_000  # of all releases together
+# A PLD cuts 1e-15 off its tails, and Fourier transforms round it by about 1e-17 a release. Of 100,000 Gaussians, where
+# the truth is known, epsilon is 1.5 % too small at delta = 1e-12 and 0.02 % at 1e-10; up to 1e-15 it is infinite.
+SMALLEST_DELTA = 1e-10
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ def epsilon_after(events: Sequence[Event], delta: float) -> float:
     counted = tuple(event for event in events if event.count > 0 and event.probability > 0)
     if not counted:
         return 0.0
-    if any(event.multiplier <= 0 for event in counted):
+    if not all(event.multiplier > 0 for event in counted):
         return math.inf
     return _epsilon(counted, delta)
 
@@ -48,13 +54,36 @@ def epsilon_after(events: Sequence[Event], delta: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _epsilon(events: tuple[Event, ...], delta: float) -> float:
     sampled = [event for event in events if event.probability < 1]
-    plain = sum(event.count / event.multiplier**2 for event in events if event.probability == 1)
-    if not sampled:
-        return epsilon_of(delta, 1 / math.sqrt(plain))
-    everybody = plain + sum(event.count / event.multiplier**2 for event in sampled)
-    one = epsilon_of(delta, min(event.multiplier for event in sampled))
-    grid = max(GRID, one / BINS, epsilon_of(delta, 1 / math.sqrt(everybody)) / ALL_BINS)
-    losses = _pld(1 / math.sqrt(plain), 1, 1.0, grid) if plain else None
+    everybody = _of_gaussians(events, delta)
+    if not sampled or delta < SMALLEST_DELTA or everybody == 0 or math.isinf(everybody):
+        return everybody
+    one = _of_gaussians([Event(min(event.multiplier for event in sampled))], delta)
+    grid = max(GRID, one / BINS, everybody / ALL_BINS)
+    strength = _strength([event for event in events if event.probability == 1])
+    try:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            return min(everybody, _of_losses(sampled, strength, delta, grid))
+    except (ArithmeticError, ValueError):  # losses that float64 cannot hold
+        return everybody
+
+
+def _strength(events: Sequence[Event]) -> float:
+    """1 / the multiplier of the one Gaussian that they act as; their squares alone may leave the range of float64."""
+    return math.hypot(*(math.sqrt(event.count) / event.multiplier for event in events))
+
+
+def _of_gaussians(events: Sequence[Event], delta: float) -> float:
+    """Exact where everybody takes part in each of them, and a bound where clients may be away."""
+    strength = _strength(events)
+    if math.isinf(strength):
+        return math.inf
+    multiplier = 1 / strength if strength else math.inf
+    return 0.0 if math.isinf(multiplier) else epsilon_of(delta, multiplier)
+
+
+def _of_losses(sampled: Sequence[Event], strength: float, delta: float, grid: float) -> float:
+    """strength: of what is not sampled."""
+    losses = _pld(1 / strength, 1, 1.0, grid) if strength else None
     for event in sampled:
         more = _pld(event.multiplier, event.count, event.probability, grid)
         losses = more if losses is None else losses.compose(more)

@@ -11,6 +11,7 @@ from fedstill.privacy.statement import AGAINST, UNITS, Against, Claim, Stretch, 
 
 LabelCounts = Literal["exact", "dp", "none"]
 EXAMPLE = "(e.g. dp_fedavg)"  # for a method without any noise; one that has some names its own way to more
+LARGEST_DELTA = 0.1
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class Privacy:
     partial: bool = False
     label_counts: LabelCounts = "exact"
     label_epsilon: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.delta > LARGEST_DELTA:
+            raise FedstillError(
+                f"privacy.delta = {self.delta:g}: to publish one client of {1 / self.delta:.3g} outright would keep "
+                f"that, whatever epsilon says: use at most {LARGEST_DELTA:g}, and far less than 1 / (number of "
+                "clients), e.g. 1e-5"
+            )
 
 
 def rounds_within(privacy: Privacy, after: Callable[[int], Sequence[Stretch]], rounds: int) -> int:

@@ -64,10 +64,15 @@ def classic_multiplier(epsilon: float, delta: float) -> float:
 
 
 def _smallest(enough: Callable[[float], bool]) -> float:
-    """The least x > 0 for which `enough` holds, where it holds from some x on; rounded up, so that it does hold."""
+    """The least x > 0 for which `enough` holds, where it holds from some x on; rounded up, so that it does hold.
+
+    Infinite where no number is large enough.
+    """
     high = 1.0
     while not enough(high):
         high *= 2
+        if math.isinf(high):
+            return high
     low = high / 2
     while low > 1e-300 and enough(low):
         high, low = low, low / 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedstill.core.seeds import seed_for, torch_generator
+from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.tree import rows
 from fedstill.core.types import Params, Seal, Seed, Transmit, Uploads, Weights
 
@@ -23,14 +23,14 @@ def noisy_moves(clip: float, noise_multiplier: float) -> Transmit:
     A move that is not finite is sent as no move, with its noise: that training broke tells about the data, too.
     Extra slots are not touched.
     """
-    sigma = noise_multiplier * clip
+    sigma, how = noise_multiplier * clip, f"clip {clip!r}, noise {noise_multiplier!r}"
 
     def transmit(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
         """the move is clipped and hidden in Gaussian noise by the client; sizes, losses and BatchNorm stay with it"""
         params: dict[str, list[Tensor]] = {name: [] for name in start.params}
         for client, move in zip(uploads.ids.tolist(), clipped_moves(uploads, start, clip), strict=True):
             for name, leaf in move.items():
-                noise = gaussian_like(leaf, seed_for(seed, "private move", name, client)) if sigma else 0.0
+                noise = gaussian_like(leaf, seed_for(seed, "private move", how, name, client)) if sigma else 0.0
                 sent = start.params[name].double() + leaf + sigma * noise
                 params[name].append(sent.to(start.params[name].dtype))
         weights = Weights({name: torch.stack(sent) for name, sent in params.items()}, _repeated(start.buffers, uploads))
@@ -48,7 +48,7 @@ def noisy_mean(clip: float, noise_multiplier: float) -> Seal:
     server's steps get m uploads that are all the noisy mean, with sizes of 1, losses of 0 and the buffers of the sent
     model. An empty cohort is noise alone.
     """
-    sigma = noise_multiplier * clip
+    sigma, how = noise_multiplier * clip, f"clip {clip!r}, noise {noise_multiplier!r}"
 
     def seal(uploads: Uploads, start: Weights, seed: Seed, expected: int) -> Uploads:
         """a trusted party clips the moves and shows their mean with Gaussian noise, and nothing else"""
@@ -58,7 +58,7 @@ def noisy_mean(clip: float, noise_multiplier: float) -> Seal:
                 total[name] += leaf
         params: Params = {}
         for name, leaf in start.params.items():
-            noise = gaussian_like(total[name], seed_for(seed, "private mean", name)) if sigma else 0.0
+            noise = gaussian_like(total[name], seed_for(seed, "private mean", how, name)) if sigma else 0.0
             mean = leaf.double() + (total[name] + sigma * noise) / expected
             params[name] = mean.to(leaf.dtype).expand(expected, *leaf.shape)
         numbers = uploads.size.new_ones(expected)
@@ -91,9 +91,8 @@ def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Par
 
 
 def gaussian_like(leaf: Tensor, seed: Seed) -> Tensor:
-    """N(0, 1) of the leaf's shape in float64, a pure function of the seed; a GPU draws other numbers than a CPU."""
-    generator = torch_generator(seed, leaf.device)
-    return torch.randn(leaf.shape, generator=generator, device=leaf.device, dtype=torch.float64)
+    """N(0, 1) of the leaf's shape in float64, a pure function of the seed."""
+    return private_normal(seed, leaf.shape).to(leaf.device)
 
 
 def _repeated(buffers: Params, uploads: Uploads) -> Params:

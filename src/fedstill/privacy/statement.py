@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, Literal
 
 from fedstill.core.types import Release
-from fedstill.privacy.accountant import Event, epsilon_after
+from fedstill.privacy.accountant import SMALLEST_DELTA, Event, epsilon_after
 
 Unit = Literal["sample", "client"]
 Against = Literal["server", "public"]
@@ -47,7 +47,12 @@ ALWAYS = (
     "a round is played however few uploads are sound, by noise alone where there is none: a quorum above 1 is refused"
 )
 FOLDER = "losses, accuracies and cohorts in the run's folder are measurements of the simulation and not covered"
+MEANT_DELTA = (
+    "delta is to be far below 1 / (number of clients; of samples, where these are the unit): to publish one of them "
+    "outright, whichever chance picks, has a delta of that size"
+)
 ROUNDING = 1e-9  # how exactly an epsilon is computed, as a share of it
+UNTIL = " until round "
 SECRET_COHORT = "each client takes part in a round by its own coin, and nobody learns how it fell"
 
 
@@ -61,6 +66,7 @@ class Stretch:
     sealed: bool = False  # the server's steps see nothing but what the release says
     individual: bool = False  # they look at each client's upload
     asks: bool = False  # clients answer something before the first round that no release speaks of
+    known: tuple[str, ...] = ()  # what of the clients' data everybody knows from the beginning
     probability: float = 1.0  # below 1: of each client to take part in a round (Poisson)
     visits: int | None = None  # rounds in which the client took part that was drawn most often; None: all
 
@@ -86,8 +92,15 @@ class Claim:
 
     def about(self) -> str:
         """All of it but the epsilon."""
-        told = ", ".join(self.covered) + ("" if self.complete else " (taken alone)")
+        told = ", ".join(self.covered) + ("" if self.complete else " (nothing else that leaves is covered)")
         return f"at delta = {self.delta:g} for {UNITS[self.unit]}, {AGAINST[self.against]}: {told}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON knows no infinity: an epsilon that is none is null."""
+        whom = AGAINST[self.against].removeprefix("against ")
+        epsilon = self.epsilon if math.isfinite(self.epsilon) else None
+        told = {"complete": self.complete, "complete_against": whom if self.complete else None}
+        return {**asdict(self), "epsilon": epsilon, **told}
 
 
 @dataclass(frozen=True)
@@ -98,9 +111,15 @@ class PrivacyStatement:
     delta: float
     claims: tuple[Claim, ...]
     refused: tuple[str, ...]  # releases without a claim, and why
-    not_covered: tuple[str, ...]  # what leaves a client without any protection against the server
+    open_to_server: Mapping[str, int]  # what leaves a client without any protection against it, and from which round on
+    open_to_public: Mapping[str, int]  # of this, what is protected from nobody at all
     assumptions: tuple[str, ...]
     stopped: str = ""  # why the run ended early
+    notes: tuple[str, ...] = ()  # what else a reader of the text must know
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        return tuple(self.open_to_server)
 
     def claim(self, unit: Unit, against: Against) -> Claim | None:
         return next((one for one in self.claims if (one.unit, one.against) == (unit, against)), None)
@@ -110,17 +129,27 @@ class PrivacyStatement:
         return tuple(one for one in self.claims if not any(_implies(other, one) for other in self.claims))
 
     def text(self) -> str:
-        """Two or three lines."""
+        """Two or three lines, seldom more."""
         lines = [claim.text() for claim in self.strongest()] or ["no claim"]
         lines += [f"no claim for {told}" for told in self.refused]
-        if self.not_covered and not any(claim.complete and claim.against == "server" for claim in self.claims):
-            lines.append(f"NOT protected from the server: {'; '.join(self.not_covered)}")
+        public = self.open_to_public
+        server = {what: since for what, since in self.open_to_server.items() if public.get(what) != since}
+        lines += [*_unprotected_lines("anybody", public), *_unprotected_lines("the server", server), *self.notes]
         lines += [self.stopped] if self.stopped else []
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        claims = [{**asdict(claim), "complete": claim.complete} for claim in self.claims]
-        return {**asdict(self), "claims": claims, "text": self.text()}
+        claims = [claim.as_dict() for claim in self.claims]
+        return {**asdict(self), "claims": claims, "not_covered": self.not_covered, "text": self.text()}
+
+
+def _unprotected_lines(whom: str, parts: Mapping[str, int]) -> list[str]:
+    """A line for each round from which on something is open."""
+    lines: dict[int, list[str]] = {}
+    for what, since in parts.items():
+        lines.setdefault(since, []).append(what)
+    told = {since: "" if since == 1 else f" from round {since} on" for since in lines}
+    return [f"NOT protected from {whom}{told[since]}: {'; '.join(lines[since])}" for since in sorted(lines)]
 
 
 def shown(epsilon: float) -> str:
@@ -142,6 +171,7 @@ def refusals(stretches: Sequence[Stretch], unit: Unit, against: Against) -> tupl
 
 def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") -> PrivacyStatement:
     """What may be claimed about methods that ran one after the other for so many rounds each."""
+    stretches, notes = _resolved(stretches, delta)
     claims: list[Claim] = []
     pairs: list[tuple[Unit, Against]] = [(u, a) for u in ("client", "sample") for a in ("server", "public")]  # type: ignore[misc]
     for unit, against in pairs:
@@ -149,36 +179,53 @@ def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") 
         if ledger.events:
             epsilon = epsilon_after(ledger.events, delta)
             claims.append(Claim(unit, against, epsilon, delta, ledger.told(), tuple(ledger.open)))
-    open_to_server = _ledger(stretches, "sample", "server").open
     return PrivacyStatement(
         rounds=sum(stretch.rounds for stretch in stretches),
         delta=delta,
         claims=tuple(claims),
         refused=refusals(stretches, "sample", "public"),  # the weakest claim: what fails here fails everywhere
-        not_covered=tuple(open_to_server),
+        open_to_server=_ledger(stretches, "sample", "server").open,
+        open_to_public=_ledger(stretches, "sample", "public").open,
         assumptions=_assumptions(stretches, claims) if claims else (),
         stopped=stopped,
+        notes=notes if claims else (),
     )
+
+
+def _resolved(stretches: Sequence[Stretch], delta: float) -> tuple[Sequence[Stretch], tuple[str, ...]]:
+    """Without the worth of secret cohorts, where delta is too small to compute it."""
+    amplified = any(_amplified(release, stretch) for stretch in stretches for release in stretch.releases)
+    if delta >= SMALLEST_DELTA or not amplified:
+        return stretches, ()
+    why = f"dp-accounting does not resolve delta = {delta:g} (only from {SMALLEST_DELTA:g} on)"
+    note = f"{why}: what Poisson sampling is worth is not counted"
+    return [replace(stretch, probability=1.0) for stretch in stretches], (note,)
 
 
 @dataclass
 class _Ledger:
-    events: list[Event]
-    covered: dict[str, int]  # the last round of it that is
-    refused: dict[str, str]
-    open: dict[str, None]
+    events: list[Event] = field(default_factory=list)
+    covered: dict[str, int] = field(default_factory=dict)  # the last round of it that is
+    refused: dict[str, str] = field(default_factory=dict)
+    open: dict[str, int] = field(default_factory=dict)  # the first round of it that is
+    repeated: set[str] = field(default_factory=set)  # of what is covered: what is sent each round
+    played: int = 0
 
     def told(self) -> tuple[str, ...]:
         """What is covered; of what is so in the first methods only, until when."""
-        items = self.covered.items()
-        return tuple(f"{what} until round {last}" if what in self.refused else what for what, last in items)
+        return tuple(what + self._until(what, last) for what, last in self.covered.items())
+
+    def _until(self, what: str, last: int) -> str:
+        ends = what in self.refused or (what in self.repeated and last < self.played)
+        return f"{UNTIL}{last}" if ends else ""
 
 
 def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledger:
-    ledger, played = _Ledger([], {}, {}, {}), 0
+    ledger = _Ledger()
     spoiled = ""  # what left without noise in an earlier stretch, and steers everything after it
     for stretch in stretches:
-        played += stretch.rounds
+        begin = ledger.played + 1
+        ledger.played += stretch.rounds
         first, later = _unprotected(stretch, unit, against)
         for release in stretch.releases:
             own = _no_claim(release, stretch, unit, against)
@@ -186,13 +233,15 @@ def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledg
             if reason:
                 ledger.refused[release.what] = reason
                 if release.when == "once" or not own:  # else what it was to cover is told by name
-                    ledger.open.setdefault(release.what)
+                    ledger.open.setdefault(release.what, begin)
             elif release.when == "once" or stretch.rounds:
                 ledger.events.append(_event(release, stretch))
-                ledger.covered[release.what] = played
+                ledger.covered[release.what] = ledger.played
+                ledger.repeated |= {release.what} if release.when == "round" else set()
         unprotected = {**first, **(later if stretch.rounds else {})}
         if unprotected:
-            ledger.open.update(dict.fromkeys(unprotected.values()))
+            for what in unprotected.values():
+                ledger.open.setdefault(what, begin)
             spoiled = f"{_told(unprotected)} left without {_noise(unit)} in the rounds before"
     return ledger
 
@@ -243,6 +292,7 @@ def _unprotected(stretch: Stretch, unit: Unit, against: Against) -> tuple[dict[s
     covered = {part for release in stretch.releases if release not in void for part in release.covers}
     later = {part: told for part, told in stretch.leaves.items() if part not in covered}
     first = {one.what: one.what for one in void if one.when == "once" and not one.covers}  # else it is among `later`
+    first |= {what: what for what in stretch.known}
     if stretch.asks:
         first["answers"] = "what clients answer before the first round"
     return first, later
@@ -253,7 +303,7 @@ def _told(parts: Mapping[str, str]) -> str:
 
 
 def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple[str, ...]:
-    covered = {what for claim in claims for what in claim.covered}
+    covered = {told.split(UNTIL)[0] for claim in claims for told in claim.covered}
     rests = [
         f"{release.what}: {release.why}"
         for stretch in stretches
@@ -263,7 +313,9 @@ def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple
     pairs = [(one, stretch) for stretch in stretches for one in stretch.releases if one.when == "round"]
     drawn = [SECRET_COHORT if _amplified(one, stretch) else _drawn(stretch) for one, stretch in pairs]
     always = [ALWAYS] if any(stretch.sealed for stretch in stretches) else []
-    return tuple(dict.fromkeys([NEIGHBOURS, ONE_RUN, SEED, *filter(None, drawn), *always, *rests, FOLDER, NUMBERS]))
+    return tuple(
+        dict.fromkeys([NEIGHBOURS, ONE_RUN, SEED, MEANT_DELTA, *filter(None, drawn), *always, *rests, FOLDER, NUMBERS])
+    )
 
 
 def _drawn(stretch: Stretch) -> str:

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.types import Answers, ClientData, Need, Preparation, Round, Seed, Tree, Weights
 from fedstill.server.distill import TeacherShares
 from fedstill.server.logistic import Form, fit_logistic
-from fedstill.server.scorers import OtherScorer, log_scores, relative
+from fedstill.server.scorers import OtherScorer, comparable, log_scores, relative
 from fedstill.server.teachers import teacher_ids
 
 Scorer = Literal["logistic", "uniform", "kde", "isolation_forest", "one_class_svm", "two_class_svm"]
@@ -118,8 +118,12 @@ def _scored(prototypes: list[tuple[Weights, Preparation]], distilled: Tensor, sc
         return torch.full((population, int(distilled.sum())), ALIKE[scoring.score], device=distilled.device)
     ask = _parting if scoring.scorer == "logistic" else _others
     pairs = [ask(model, _public_features(model, distilled, look), look, scoring) for model, look in prototypes]
-    ids, scores = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    scores = scores if scoring.scorer == "logistic" else relative(scores)
+    ids = torch.cat([asked for asked, _ in pairs])
+    each = [scores for _, scores in pairs]
+    if scoring.scorer == "logistic":
+        scores = torch.cat(each)
+    else:
+        scores = relative(torch.cat(comparable(each) if scoring.scorer == "kde" else each))
     table = scores.double().mean(dim=0).repeat(population, 1)
     return table.index_copy(0, ids.to(table.device), scores.double()).float()
 
@@ -155,7 +159,7 @@ def _parting(candidate: Weights, public: Features, preparation: Preparation, sco
 
     def question(data: ClientData) -> Tree:
         own = _own_features(candidate, data, preparation)
-        return client_answer(own, public.negatives, scoring, seed_for(preparation.seed, "scores", data.id))
+        return client_answer(own, public.negatives, scoring, seed_for(preparation.noise_seed, "scores", data.id))
 
     sent = {"model": candidate, "negatives": public.negatives.to(public.distilled.dtype)}
     ids, answers = _asked(question, sent, preparation)
@@ -189,8 +193,8 @@ def client_answer(own: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) 
     solved = fit_logistic(points, sign, lam=scoring.lam, form=scoring.form, intercept=scoring.intercept)
     w = solved.w
     if scoring.noise:
-        drawn = torch.from_numpy(numpy_generator(seed).standard_normal(len(w)))
-        w = w + scoring.noise * sensitivity(scoring.lam, len(points)) * drawn.to(w)
+        drawn = private_normal(seed, w.shape).to(w)
+        w = w + scoring.noise * sensitivity(scoring.lam, len(points)) * drawn
     answer = {"w": w.float()}
     if scoring.intercept:
         answer["intercept"] = solved.intercept.float()

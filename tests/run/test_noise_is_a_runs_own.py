@@ -1,0 +1,179 @@
+"""Noise that protects: it cannot be tried out, no other run has it, and what is stated keeps up with what is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import fedstill
+from fedstill.algorithms import dp_fedavg, fedaux
+from fedstill.callbacks import Callback
+from fedstill.checkpoint import list_checkpoints
+from fedstill.config import Experiment
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import private_normal, torch_generator
+from fedstill.core.tree import flatten
+from fedstill.core.types import Training
+from fedstill.privacy.budget import Privacy
+from fedstill.rounds import federate
+from fedstill.trial import trial_federation, trial_model
+
+FOUR = dp_fedavg(clip=0.5, noise_multiplier=4.0)
+
+
+def run(algorithm=FOUR, **how):
+    settings = {
+        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
+        "rounds": 1, "cohort": 4, "engine": "looped", "device": "cpu",
+    }  # fmt: skip
+    return federate(algorithm=algorithm, **{**settings, **how})
+
+
+def vector(result) -> torch.Tensor:
+    return torch.cat([leaf.double().flatten() for leaf in flatten(result.weights).values()])
+
+
+def test_all_64_bits_of_a_seed_count():
+    """Of torch's CPU generator 32 do: all of its streams were tried out in hours."""
+    assert torch.equal(
+        torch.randn(3, generator=torch_generator(5)), torch.randn(3, generator=torch_generator(5 + 2**32))
+    )
+    assert not torch.equal(private_normal(5, (3,)), private_normal(5 + 2**32, (3,)))
+    assert torch.equal(private_normal(5, (3,)), private_normal(5, (3,)))
+    assert private_normal(5, ()).shape == ()
+
+
+def test_noise_that_protects_is_normal():
+    drawn = private_normal(1, (200, 500))
+    assert drawn.dtype == torch.float64
+    assert abs(float(drawn.mean())) < 5 / 100_000**0.5
+    assert abs(float(drawn.std()) - 1) < 5 / 200_000**0.5
+
+
+def test_the_noise_of_compared_methods_does_not_cancel():
+    """With one seed, twice the model at z = 4 less that at z = 8 was the model without noise, to six digits."""
+    exact = vector(run(dp_fedavg(clip=0.5, noise_multiplier=0.0)))
+    louder = vector(run(dp_fedavg(clip=0.5, noise_multiplier=8.0)))
+    left = 2 * vector(run()) - louder - exact
+    assert float(left.norm()) > 0.5 * float((louder - exact).norm())
+
+
+def other_sample():
+    whole = trial_federation()
+    x = whole.train.x.clone()
+    x[0, 0, 0, 0] += 1
+    return dataclasses.replace(whole, train=dataclasses.replace(whole.train, x=x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"algorithm": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0)},
+        {"settings": "fedprox(mu=0.1)"},
+        {"training": Training(batch_size=8, lr=0.05 + 1e-9)},
+        {"federation": other_sample()},
+        {"seed": 1},
+    ],
+    ids=["clip", "settings", "training", "one pixel", "seed"],
+)
+@pytest.mark.parametrize("trust", ["server", "nobody"])
+def test_runs_that_differ_in_anything_share_no_noise(change, trust):
+    """The move hardly changes; with the noise of the other run, neither would the model."""
+    options = {"trust": trust}
+    if "algorithm" in change:
+        change = {"algorithm": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0, **options)}
+    plain = dp_fedavg(clip=0.5, noise_multiplier=4.0, **options)
+    one, other = vector(run(plain)), vector(run(**{"algorithm": plain, **change}))
+    assert float((one - other).norm()) > 0.5 * float((one - vector(run(dp_fedavg(noise_multiplier=0.0)))).norm())
+    assert torch.equal(one, vector(run(plain)))
+
+
+def test_the_scores_of_two_epsilons_do_not_give_away_those_without_noise():
+    """w + s e and w + 2 s e are w."""
+    sent = {}
+
+    def scores(epsilon):
+        method = fedaux(form="mean", lam=0.01, epsilon=epsilon, steps=1)
+        prepare = method.server.prepare
+
+        def watched(candidate, state, look):
+            def ask(question, *given, **how):
+                answers = look.ask(question, *given, **how)
+                sent[epsilon] = answers.values["w"].double()
+                return answers
+
+            return prepare(candidate, state, dataclasses.replace(look, ask=ask))
+
+        server = dataclasses.replace(method.server, prepare=watched)
+        run(dataclasses.replace(method, server=server))
+
+    for epsilon in (0.1, 0.2, None):
+        scores(epsilon)
+    noise = {epsilon: sent[epsilon] - sent[None] for epsilon in (0.1, 0.2)}
+    alike = torch.nn.functional.cosine_similarity(noise[0.1].flatten(), noise[0.2].flatten(), dim=0)
+    assert abs(float(alike)) < 0.9
+
+
+SETTING = {
+    "rounds": 3, "cohort": 2, "checkpoint_every": 1, "engine": {"device": "cpu"},
+    "model": {"name": "mlp", "hidden": [8]},
+    "partition": {"scheme": "lda", "clients": 6, "alpha": 0.5},
+    "algorithm": {"name": "dp_fedavg", "clip": 0.5, "noise_multiplier": 4.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"partition": {**SETTING["partition"], "alpha": 5.0}}, {"algorithm": {**SETTING["algorithm"], "clip": 5.0}}],
+)
+def test_a_private_run_is_not_resumed_with_another_split_or_other_options(tmp_path, change):
+    """Rounds since the last checkpoint would come again with the same noise on other moves."""
+    fedstill.run(Experiment.model_validate(SETTING), run_dir=tmp_path)
+    (tmp_path / "config.toml").write_text(Experiment.model_validate({**SETTING, **change, "rounds": 5}).to_toml())
+    with pytest.raises(FedstillError, match="its noise belongs to other data, another split or other options"):
+        fedstill.resume_run(tmp_path)
+
+
+def test_a_private_run_is_resumed_for_more_rounds_with_another_budget(tmp_path):
+    fedstill.run(Experiment.model_validate(SETTING), run_dir=tmp_path / "cut")
+    more = Experiment.model_validate({**SETTING, "rounds": 5, "privacy": {"epsilon": 50.0}})
+    (tmp_path / "cut" / "config.toml").write_text(more.to_toml())
+    resumed = fedstill.resume_run(tmp_path / "cut")
+    assert torch.equal(vector(resumed), vector(fedstill.run(more, run_dir=tmp_path / "whole")))
+
+
+class Stop(Callback):
+    def on_round(self, row):
+        if row["round"] == 6:
+            raise KeyboardInterrupt
+
+
+def test_what_is_stated_is_about_the_models_that_are_saved(tmp_path):
+    """It was written at the end alone: a run that went on and was stopped spoke of its first rounds."""
+    how = {"run_dir": tmp_path, "privacy": Privacy(), "checkpoint_every": 2}
+    run(rounds=3, **how)
+    first = json.loads((tmp_path / "privacy.json").read_text())
+    with pytest.raises(KeyboardInterrupt):
+        run(rounds=9, resume=True, callbacks=[Stop()], **how)
+    stated = json.loads((tmp_path / "privacy.json").read_text())
+    assert [first["rounds"], stated["rounds"]] == [3, 4]
+    assert list_checkpoints(tmp_path / "checkpoints")[0][0] == 4
+    assert stated["claims"][0]["epsilon"] > first["claims"][0]["epsilon"]
+
+
+@pytest.mark.parametrize(
+    "method", [FOUR, fedaux(form="mean", lam=0.01, epsilon=1.0, steps=1)], ids=["updates", "scores"]
+)
+def test_nothing_is_claimed_where_everybody_knows_statistics_of_the_clients_rows(method):
+    """One row of one client moved the inputs of all, and with them every client's move."""
+    plain = trial_federation()
+    assert run(method, federation=plain).privacy.claims
+    told = dataclasses.replace(plain, public_facts=("the mean of all inputs",))
+    stated = run(method, federation=told).privacy
+    assert not stated.claims
+    assert "the mean of all inputs leave without noise and steer what follows" in stated.text()
+    with pytest.raises(FedstillError, match="the mean of all inputs"):
+        run(method, federation=told, privacy=Privacy(epsilon=50.0, unit="sample"))
