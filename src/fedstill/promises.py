@@ -258,11 +258,12 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
 
 
 def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
-    """What tells a run that promises something from all others, its data among it; empty where none is promised.
+    """What tells a run with noise that protects from all others, its data among it; empty where there is none.
 
     settings: the options that `identity` does not say.
     """
-    if task.privacy.label_counts != "dp" and not any(phase.algorithm.releases for phase in task.phases):
+    noisy = any(one.multiplier is not None for phase in task.phases for one in phase.algorithm.releases)
+    if task.privacy.label_counts != "dp" and not noisy:
         return ""
     federation, train = task.federation, task.federation.train
     words = json.dumps([identity, settings, train.mean, train.std], sort_keys=True)

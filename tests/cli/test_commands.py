@@ -304,6 +304,14 @@ def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder)
     call(*proposed[1:])
 
 
+def test_after_resuming_the_proposed_method_is_written_without_its_defaults(folder):
+    """The run's folder spells out all of them: twenty-seven of FedAUX."""
+    fedaux = "algorithm.name=fedaux(steps=2, preset='released')"
+    call("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
+    proposed = hint(call("resume", "aux"))
+    assert proposed[3:5] == ["--methods", 'fedaux(preset="released", steps=2),fedavg']
+
+
 def test_the_proposed_command_finds_a_method_in_another_folder(folder):
     (folder / "deep").mkdir()
     (folder / "deep" / "mine.py").write_text(

@@ -137,6 +137,12 @@ def test_a_private_run_is_not_resumed_with_another_split_or_other_options(tmp_pa
         fedstill.resume_run(tmp_path)
 
 
+def test_without_noise_that_protects_a_run_draws_as_it_always_did():
+    """Nor is it held against its data when it is resumed: FedAUX's sum of losses makes no claim."""
+    plain, told = (run(fedaux(form="sum", steps=1), settings=settings) for settings in ("", "other words"))
+    assert torch.equal(vector(plain), vector(told))
+
+
 def test_a_private_run_is_resumed_for_more_rounds_with_another_budget(tmp_path):
     fedstill.run(Experiment.model_validate(SETTING), run_dir=tmp_path / "cut")
     more = Experiment.model_validate({**SETTING, "rounds": 5, "privacy": {"epsilon": 50.0}})

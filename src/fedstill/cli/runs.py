@@ -24,8 +24,9 @@ from fedstill.experiment import (
     read_description,
     run,
 )
-from fedstill.expression import label, parse, split_methods, write
+from fedstill.expression import label, parse, single, split_methods, write
 from fedstill.history import History, Result
+from fedstill.options import defaults
 from fedstill.prototypes import describe_model
 from fedstill.report.table import counted, human_bytes, plain_table, rich_table
 from fedstill.settings import describe_partition, parse_method
@@ -188,11 +189,18 @@ def _incidents(result: Result) -> list[str]:
 
 def _after_run(experiment: Experiment, file: Path | None) -> str:
     """A comparison; under a budget a look at the method, since plain ones cannot keep it."""
-    method = write(experiment.algorithm.name, experiment.algorithm.options)
+    method = _as_written(experiment)
     if experiment.privacy.epsilon is not None:
         return f"fedstill explain {shlex.quote(method)}"
     other = "scaffold" if method == "fedavg" else "fedavg"
     return f"{_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
+
+
+def _as_written(experiment: Experiment) -> str:
+    """The method without what is its default: a run's folder spells that out."""
+    name, given = experiment.algorithm.name, experiment.algorithm.options
+    known = defaults("algorithm", name, preset=given.get("preset")) if single(name) else {}
+    return write(name, {key: value for key, value in given.items() if key not in known or known[key] != value})
 
 
 def _command(name: str, file: Path | None) -> str:
