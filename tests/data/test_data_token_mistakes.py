@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
+import pyarrow
+import pyarrow.parquet
+import pytest
 from data_files import fails
 from text_files import experiment, news, table
 
@@ -30,6 +33,17 @@ def test_columns_that_are_no_text_or_too_many_are_told(tmp_path):
     assert load(named, text=True).columns[0].name == "body"
     empty = table(tmp_path / "empty.csv", [("a b", "a"), ("", "b")] * 6, header=("text", "label"))
     assert "column 'text' of empty has no value in row 2" in fails(load, empty, text=True)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_text_of_spaces_is_none_in_every_kind_of_file(tmp_path, kind):
+    texts, labels = ["a b", "   "] * 6, ["a", "b"] * 6
+    file = tmp_path / f"blank.{kind}"
+    if kind == "csv":
+        table(file, zip(texts, labels, strict=True), header=("text", "label"))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts, "label": labels}), file)
+    assert "column 'text' of blank has no value in row 2" in fails(load, file, text=True)
 
 
 def test_window_and_tokens_exclude_each_other():

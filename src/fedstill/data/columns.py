@@ -131,8 +131,10 @@ def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
 
 
 def complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
-    """The column itself, if no value is missing."""
-    missing = column == "" if column.dtype == object else np.zeros(len(column), bool)
+    """The column itself, if no value is missing; spaces are none, from whichever kind of file."""
+    missing = np.zeros(len(column), bool)
+    if column.dtype == object:
+        missing = np.array([isinstance(value, str) and not value.strip() for value in column], bool)
     if column.dtype.kind == "f":
         missing = np.isnan(column).reshape(len(column), -1).any(1)
     if missing.any():
