@@ -255,6 +255,12 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
         full = {kind: {**_defaults(kind, own), **own.model_dump()} for kind, own in sections}
         return self.replace(**full)
 
+    def options_text(self) -> str:
+        """All options of method, model and guard, wherever the method's own file lies."""
+        found = self.resolved().model_dump(mode="json", include={"algorithm", "model", "guard"})
+        found["algorithm"]["name"] = expression.label(self.algorithm.name)
+        return json.dumps(found, sort_keys=True)
+
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
         """A copy that knows the numbers found for scale = "unlabeled": what they come from may change, or go away."""
         if self.data.scale != "unlabeled" or self.data.mean:

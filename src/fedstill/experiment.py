@@ -59,7 +59,6 @@ from fedstill.settings import describe_partition
 from fedstill.trackers import build_trackers
 
 CONFIG_FILE = "config.toml"
-MARKS = {"algorithm", "model", "guard"}  # what a run's noise depends on beside what `federate` is told
 TOKENIZER_FILE = "tokenizer.json"
 _log = logging.getLogger("fedstill.run")
 
@@ -236,7 +235,7 @@ def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "cohort": experiment.cohort_size(federation.population),
         "sampling": experiment.sampling,
         "privacy": Privacy(**experiment.privacy.model_dump()),
-        "settings": json.dumps(experiment.resolved().model_dump(mode="json", include=MARKS), sort_keys=True),
+        "settings": experiment.options_text(),
         "seed": experiment.seed,
         "engine": engine.name,
         "device": engine.device,

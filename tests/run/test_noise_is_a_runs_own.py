@@ -75,9 +75,10 @@ def other_sample():
         {"settings": "fedprox(mu=0.1)"},
         {"training": Training(batch_size=8, lr=0.05 + 1e-9)},
         {"federation": other_sample()},
+        {"federation": dataclasses.replace(trial_federation(), unlabeled=trial_federation().unlabeled[1:])},
         {"seed": 1},
     ],
-    ids=["clip", "settings", "training", "one pixel", "seed"],
+    ids=["clip", "settings", "training", "one pixel", "unlabeled", "seed"],
 )
 @pytest.mark.parametrize("trust", ["server", "nobody"])
 def test_runs_that_differ_in_anything_share_no_noise(change, trust):
@@ -149,6 +150,23 @@ def test_a_private_run_is_resumed_for_more_rounds_with_another_budget(tmp_path):
     (tmp_path / "cut" / "config.toml").write_text(more.to_toml())
     resumed = fedstill.resume_run(tmp_path / "cut")
     assert torch.equal(vector(resumed), vector(fedstill.run(more, run_dir=tmp_path / "whole")))
+
+
+OWN = """
+from fedstill.algorithms import fedavg
+
+
+def own():
+    return fedavg(weighting="uniform", buffers="local")
+"""
+
+
+def test_a_private_run_of_an_own_method_is_resumed_from_wherever_its_file_was_named(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    method = "mine.py:own+dp_fedavg(noise_multiplier=4.0)"
+    fedstill.run(Experiment.model_validate({**SETTING, "algorithm": method}), run_dir="run")
+    assert fedstill.resume_run("run").privacy.claims
 
 
 class Stop(Callback):

@@ -36,8 +36,8 @@ SEED = (
 )
 NUMBERS = "numbers are drawn and rounded as floating point does it; attacks on that are out of scope"
 NEIGHBOURS = (
-    "who the clients are, and that each holds at least one sample, is public; what is protected is what they hold, "
-    "whatever else it might be"
+    "who the clients are, that each holds at least one sample, the classes, and the columns of a table with their "
+    "words are public; what is protected is what clients hold, whatever else it might be"
 )
 ONE_RUN = (
     "this is what one run tells: several on the same data (other seeds, methods that are compared, a search over "
