@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -131,6 +132,26 @@ def test_a_run_under_an_old_name_goes_where_it_belongs(tmp_path):
     assert begun_as(plain) == plain.experiment
     assert not plain.folder.exists()
     assert (other.folder / "model").read_text() == "trained"
+
+
+@pytest.mark.parametrize("left_over", [False, True], ids=["no folder", "a start that failed"])
+def test_a_run_of_an_engine_is_gone_on_with_under_its_old_name(tmp_path, left_over):
+    cells = [Cell("fedavg", "digits", small(engine=engine)) for engine in ({}, {"precision": "float64"})]
+    plain, other = make_orders(cells, preset="paper", seeds=1, device="cpu", out=tmp_path)
+    plain.folder.mkdir(parents=True)
+    (plain.folder / "config.toml").write_text(other.experiment.to_toml())
+    (plain.folder / "model").write_text("trained")
+    if left_over:
+        other.folder.mkdir(parents=True)
+        (other.folder / "error.txt").write_text("no room")
+    assert begun_as(other) == other.experiment
+    assert (other.folder / "model").read_text() == "trained"
+    assert not plain.folder.exists()
+    plain.folder.mkdir(parents=True)
+    (plain.folder / "config.toml").write_text(plain.experiment.to_toml())
+    shutil.rmtree(other.folder)
+    assert begun_as(other) == other.experiment
+    assert plain.folder.exists(), "a run of the default is not another engine's"
 
 
 @pytest.fixture

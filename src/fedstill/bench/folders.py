@@ -8,6 +8,7 @@ import platform
 import shutil
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def _beside(rows: Sequence[Row]) -> dict[str, list[float | None]]:
 
 def finished_run(order: Order) -> Run | None:
     """The run that the order's folder holds, if it went to its last round with the order's engine on any device."""
+    _take_up(order)
     rounds, every = order.experiment.rounds, order.experiment.evaluate_every
     try:
         engine = engine_of(read_description(order.folder))
@@ -118,6 +120,7 @@ def begun_as(order: Order) -> Experiment:
     The folder's name holds the cell and the engine, so a begun run is the same; where its data lie may have changed.
     On another device its numbers would be those of two devices: it starts again.
     """
+    _take_up(order)
     if not (order.folder / CONFIG_FILE).exists():
         return order.experiment
     try:
@@ -136,11 +139,26 @@ def _make_room(order: Order, begun: Experiment) -> None:
     """Names of folders did not always hold the engine: a run of another one goes where it belongs."""
     own = order.experiment.replace(engine=begun.engine.model_dump())
     place = run_folder(order.folder.parents[1], own, order.key)
-    if place.exists():  # the same engine on another device
+    if (place / CONFIG_FILE).exists():  # the same engine on another device, or begun anew where it belongs
         shutil.rmtree(order.folder)
     else:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        order.folder.rename(place)
+        _move(order.folder, place)
+
+
+def _take_up(order: Order) -> None:
+    """A run of the order's engine from before names of folders held it."""
+    before = run_folder(order.folder.parents[1], order.experiment.replace(engine={}), order.key)
+    if before == order.folder or (order.folder / CONFIG_FILE).exists():
+        return
+    with suppress(OSError, FedstillError):
+        if engine_of(read_description(before)) == engine_of(order.experiment):
+            _move(before, order.folder)
+
+
+def _move(folder: Path, place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)  # nothing but what a start that failed has left
+    place.parent.mkdir(parents=True, exist_ok=True)
+    folder.rename(place)
 
 
 def tidy(folder: Path) -> None:

@@ -189,7 +189,7 @@ def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None
     """
     for name, one in {model.name: model}.items() if model.groups is None else model.groups.models.items():
         what = f"{'model' if model.groups is None else 'the prototype'} '{name}'"
-        if one.classes not in (0, classes):
+        if 0 < one.classes < classes:
             raise FedstillError(
                 f"{what} tells {one.classes} classes apart, and the federation has {classes}: "
                 f"build it with classes={classes}"

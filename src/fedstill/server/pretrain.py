@@ -272,19 +272,21 @@ def _fingerprint(pretext: Pretext, model: Model, weights: Weights, x: Tensor) ->
     """What the network does with its first weights, which do not tell groups, heads, dropout, momentum, activations.
 
     It is tried in train mode by fixed draws, and once more at larger weights, where bounds (ReLU6) and branches that
-    start at 0 show. On a CPU and in float64 machines differ by far less than what is rounded away.
+    start at 0 show. On a CPU and in float64 machines differ by far less than what is rounded away; in float32 they may
+    not, and then the extractor is trained once more. Of what cannot be tried at all only the weights count.
     """
     rows = _probe_rows(x)
     own = Weights(*({name: leaf.detach().cpu() for name, leaf in part.items()} for part in weights))
     wide = _as(own, torch.float64)
     tried = {"first": wide, "larger": wide._replace(params={n: _larger(n, leaf) for n, leaf in wide.params.items()})}
     with torch.no_grad(), torch_stream(0):
-        try:
+        with suppress(Exception):
             said = {which: _outcome(pretext, model, one, rows) for which, one in tried.items()}
             return digest(flatten(tree_map(lambda leaf: _rounded(leaf, 1e5), said)))
-        except Exception:  # a module of one's own that makes float32 tensors itself
+        with suppress(Exception):  # a module of one's own that makes float32 tensors itself
             found = _outcome(pretext, model, _as(own, torch.float32), rows)
             return digest({name: _rounded(leaf, 1e3) for name, leaf in found.items()})
+    return "unknown"
 
 
 def _probe_rows(x: Tensor) -> Tensor:
