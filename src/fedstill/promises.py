@@ -268,7 +268,7 @@ def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
     federation, train = task.federation, task.federation.train
     words = json.dumps([identity, settings, train.mean, train.std], sort_keys=True)
     told = hashlib.blake2b(words.encode(), digest_size=16)
-    parts = (train.x, train.y, federation.indices, federation.offsets, federation.unlabeled)
+    parts = (train.x, train.y, federation.indices, federation.offsets, task.unlabeled, *(task.validation or ()))
     for part in (part for part in parts if part is not None):
         told.update(np.ascontiguousarray(part.cpu().numpy()).data)
     return told.hexdigest()
