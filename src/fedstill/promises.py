@@ -274,12 +274,13 @@ def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
     return told.hexdigest()
 
 
-def noise_seed(seed: Seed, print_of_run: str) -> Seed:
+def noise_seed(seed: Seed, run: str) -> Seed:
     """Where the noise comes from: runs that differ in anything share none, or it would cancel in what they differ by.
 
     So several runs add up, with one seed too: other options, one more sample, compared methods.
+    run: its fingerprint.
     """
-    return seed_for(seed, "noise that protects", print_of_run) if print_of_run else seed
+    return seed_for(seed, "noise that protects", run) if run else seed
 
 
 def settings_of(privacy: Privacy) -> dict[str, Any]:
