@@ -188,11 +188,13 @@ def test_many_clients_at_once_equal_one_after_the_other(name, options, training)
     together = torch.autograd.grad(losses.sum(), leaves)
     alone = [client(rows(weights, i), x[i], weight[i], seeds[i]) for i in range(2)]
     one_by_one = torch.autograd.grad(alone[0][0] + alone[1][0], leaves)
+    deep = name in ("mobilenet_v2", "shufflenet")  # BatchNorm of two rows of 2x2 maps, fifty layers deep
+    close = 1e-8 if deep else 1e-10
     for a, b in zip(together, one_by_one, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(a, b, rtol=close, atol=close)
     for key in buffers:
         expected = torch.stack([alone[0][1][key], alone[1][1][key]])
-        torch.testing.assert_close(buffers[key], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(buffers[key], expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("name", ["vgg8", "resnet8", "mobilenet_v2", "shufflenet"])

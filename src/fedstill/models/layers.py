@@ -17,9 +17,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
+from fedstill.models import folded_conv
+from fedstill.models.folded_conv import FoldedConv2d, FoldedGroupNorm, FoldedMean, means_all
 from fedstill.models.recurrent import StepwiseLSTM
 from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, has_stacked_kernels, pools_by_two
-from fedstill.models.transforms import is_wrapped
+from fedstill.models.transforms import is_batched, is_wrapped
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.
 _DRAW_STRIDE = 0xD1B54A32D192ED03
@@ -106,12 +108,15 @@ class MaskedBatchNorm(nn.Module):
         """All rows are real: PyTorch's fused kernel, 2.5 to 4 times faster than the masked form."""
         if not tracked:
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        # A stacked convolution leaves channels last, which batch_norm cannot ask for under vmap. A client alone keeps
-        # them: a copy here makes the next convolution copy back (half MobileNetV2 on a CPU: 540 ms a step, else 210).
-        if is_wrapped(x):
-            x = x.contiguous()
-        mean, variance = self.running_mean.clone(), self.running_var.clone()
-        out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, self.momentum or 0.0, self.eps)
+        running, momentum = (self.running_mean, self.running_var), self.momentum or 0.0
+        if is_batched(x) and x.ndim == 4:
+            out, mean, variance = folded_conv.batch_norm(x, *running, self.weight, self.bias, momentum, self.eps)
+        else:
+            # batch_norm cannot ask how memory lies under torch's transforms. A client alone keeps channels last: a
+            # copy here makes the next convolution copy back (half MobileNetV2 on a CPU: 540 ms a step, else 210).
+            mean, variance = (statistic.clone() for statistic in running)
+            x = x.contiguous() if is_wrapped(x) else x
+            out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, momentum, self.eps)
         self._keep(mean, variance, self.num_batches_tracked + 1)
         return out
 
@@ -168,17 +173,21 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
 
 
 def convert(module: nn.Module, context: Context) -> nn.Module:
-    """The module with dropout, BatchNorm, LSTM and (on a GPU) small convolutions replaced in place; names stay."""
+    """The module with dropout, BatchNorm, LSTM and some convolutions replaced in place; names stay."""
     replaced: dict[nn.Module, nn.Module] = {}
-    stackable = has_stacked_kernels(module)
+    own_convolution = _convolution_for(module)
     for path, layer in list(module.named_modules(remove_duplicate=False)):
-        stacked = (stackable and isinstance(layer, nn.Conv2d)) or (available() and pools_by_two(layer))
+        stacked = (own_convolution and isinstance(layer, nn.Conv2d)) or (available() and pools_by_two(layer))
+        stacked = stacked or means_all(layer)
         if type(layer) is nn.LSTM and not layer.dropout:
             layer.__class__ = StepwiseLSTM  # the same values, read by another forward
+        if type(layer) is nn.GroupNorm:
+            layer.__class__ = FoldedGroupNorm
         if not isinstance(layer, _BatchNorm | _DropoutNd) and not stacked:
             continue
         if layer not in replaced:
-            replaced[layer] = _replacement(layer, context, path)
+            own = own_convolution if isinstance(layer, nn.Conv2d) else None
+            replaced[layer] = own(layer) if own else _replacement(layer, context, path)
         if not path:
             return replaced[layer]
         parent, _, name = path.rpartition(".")
@@ -186,11 +195,18 @@ def convert(module: nn.Module, context: Context) -> nn.Module:
     return module
 
 
+def _convolution_for(module: nn.Module) -> type[StackedConv2d | FoldedConv2d] | None:
+    """What runs the convolutions of many clients at once; None: torch's own, under vmap a grouped one."""
+    if has_stacked_kernels(module):
+        return StackedConv2d
+    return FoldedConv2d if folded_conv.all_fold(module) else None
+
+
 def _replacement(layer: nn.Module, context: Context, path: str) -> nn.Module:
-    if isinstance(layer, nn.Conv2d):
-        return StackedConv2d(layer)
     if isinstance(layer, nn.MaxPool2d):
         return StackedMaxPool2d()
+    if isinstance(layer, nn.AdaptiveAvgPool2d):
+        return FoldedMean()
     if type(layer).forward not in _KNOWN:
         raise FedstillError(
             f"layer {path} ({type(layer).__name__}) changes the forward of a torch.nn batch norm or dropout layer: "
