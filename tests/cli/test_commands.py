@@ -111,7 +111,7 @@ def test_text_goes_to_stdout_and_progress_to_stderr(folder):
     assert "last accuracy" in outcome.stdout
     assert "reached in round 1" in outcome.stdout
     assert "runs/small/" in outcome.stdout
-    assert "Next: fedstill compare small.toml" in outcome.stdout
+    assert "Next: fedstill compare runs/small/" in outcome.stdout
     assert "round 3/3" in outcome.stderr
     assert "round" not in outcome.stdout.splitlines()[1]
 
@@ -295,13 +295,22 @@ def hint(outcome, place=0):
 def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder):
     (folder / "my file.toml").write_text(SMALL)
     mixture = "fedprox(mu=0.1)+fedavgm until 2 then fedprox(mu=0.1)"
-    proposed = hint(call("run", "my file.toml", "--set", "rounds=3", "--set", f"algorithm.name={mixture}"))
+    proposed = hint(call("run", "my file.toml", "--set", f"algorithm.name={mixture}"))
     assert proposed[:5] == ["fedstill", "compare", "my file.toml", "--methods", f"{mixture},fedavg"]
     proposed = hint(call("run", "small.toml", "--set", "algorithm.name=fedprox", "--set", "algorithm.mu=0.5"))
     assert proposed[3:5] == ["--methods", "fedprox(mu=0.5),fedavg"]
     proposed = hint(call("compare", "small.toml", "--methods", mixture, "--seeds", "1"))
     assert proposed == ["fedstill", "explain", mixture]
     call(*proposed[1:])
+
+
+def test_after_changes_the_proposed_command_is_about_the_changed_experiment(folder):
+    proposed = hint(call("run", "small.toml", "--set", "rounds=1", "--out", "short"))
+    assert proposed[:3] == ["fedstill", "compare", "short/config.toml"]
+    assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {1}
+    words = ["compare", "small.toml", "--methods", "fedavg,fedprox", "--seeds", "1", "--set", "rounds=1"]
+    other = hint(call(*words, "--out", "several"), place=1)
+    assert other[:3] == ["fedstill", "compare", "several/config.toml"]
 
 
 def test_after_resuming_the_proposed_method_is_written_without_its_defaults(folder):

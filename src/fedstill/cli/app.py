@@ -49,10 +49,10 @@ def start(
 @app.command()
 def run(file: File = None, set_: Set = None, out: Out = None, format_: AsFormat = Format.text) -> None:
     """Run one experiment: one method, one seed."""
-    experiment = read_experiment(file, set_ or [])
+    experiment = read_experiment(file, changes := set_ or [])
     from fedstill.cli.runs import run_command
 
-    run_command(experiment, file=file, out=out, as_json=format_ is Format.json)
+    run_command(experiment, file=file, changes=changes, out=out, as_json=format_ is Format.json)
 
 
 @app.command()
@@ -67,10 +67,11 @@ def compare(
     format_: AsFormat = Format.text,
 ) -> None:
     """Run several methods with several seeds on the same data: one table, and pictures."""
-    experiment = read_experiment(file, set_ or [])
+    experiment = read_experiment(file, changes := set_ or [])
     from fedstill.cli.runs import compare_command
 
-    compare_command(experiment, file=file, methods=methods, seeds=seeds, out=out, as_json=format_ is Format.json)
+    as_json = format_ is Format.json
+    compare_command(experiment, file=file, changes=changes, methods=methods, seeds=seeds, out=out, as_json=as_json)
 
 
 @app.command()

@@ -42,10 +42,18 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
     return out
 
 
-def run_command(experiment: Experiment, *, file: Path | None, out: Path | None, as_json: bool) -> None:
+def run_command(
+    experiment: Experiment, *, file: Path | None, changes: Sequence[str], out: Path | None, as_json: bool
+) -> None:
     folder = choose_folder(experiment, out)
     _tell_unreached([experiment.algorithm.name], experiment.rounds)
-    _run(experiment, folder, file=file, as_json=as_json, resume=False)
+    _run(experiment, folder, file=_described_by(file, changes, folder), as_json=as_json, resume=False)
+
+
+def _described_by(file: Path | None, changes: Sequence[str], folder: Path) -> Path | None:
+    """Which file to go on with: its own folder's, if a run is not what the file says; methods are named anyway."""
+    changed = any(not change.strip().startswith("algorithm") for change in changes)
+    return folder / CONFIG_FILE if changed else file
 
 
 def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool) -> None:
@@ -62,6 +70,7 @@ def compare_command(
     experiment: Experiment,
     *,
     file: Path | None,
+    changes: Sequence[str],
     methods: str | None,
     seeds: int | None,
     out: Path | None,
@@ -73,6 +82,7 @@ def compare_command(
     folder = choose_folder(experiment, out)
     _tell_unreached(list(entries), experiment.rounds)
     comparison = _compare(experiment, folder, resume=False)
+    file = _described_by(file, changes, folder)
     _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
 
 
