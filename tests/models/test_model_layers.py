@@ -26,7 +26,7 @@ def norm_pair(kind: type[nn.Module], **options: object) -> tuple[nn.Module, Mask
     for number, tensor in enumerate((*native.parameters(), *native.buffers())):
         if tensor.is_floating_point():
             tensor.data.copy_(draw(3, seed=number).abs() + 0.5)
-    return native, MaskedBatchNorm(copy.deepcopy(native), Context())
+    return native, convert(copy.deepcopy(native), Context())
 
 
 def run(norm: nn.Module, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""ShuffleNet: what a unit computes, how channels are shuffled, the same models from both engines."""
+"""ShuffleNet: what a unit computes, the same models from both engines."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import build_engine
 from fedstill.local.terms import cross_entropy
 from fedstill.models import MODELS, build_model, why_unbatchable
-from fedstill.models.shufflenet import Unit, shuffle
+from fedstill.models.shufflenet import Unit
 
 
 def network(side: int, **options: object) -> nn.Module:
@@ -84,14 +84,6 @@ def test_the_units_are_those_of_fedaux():
     assert all(unit.depthwise[0].groups == unit.depthwise[0].in_channels for unit in units(network(8)))
     stem = network(8).encoder[0][0]
     assert (stem.out_channels, stem.kernel_size, stem.stride) == (24, (1, 1), (1, 1))
-
-
-def test_shuffled_maps_come_from_both_halves_in_turn_whatever_their_place_in_memory():
-    x = draw(2, 6, 3, 3)
-    expected = x[:, [0, 3, 1, 4, 2, 5]]
-    assert torch.equal(shuffle(x, 2), expected)
-    assert torch.equal(shuffle(x.contiguous(memory_format=torch.channels_last), 2), expected)
-    assert torch.equal(shuffle(x, 1), x)
 
 
 @pytest.mark.parametrize(("side", "left"), [(32, 4), (28, 4), (64, 8), (8, 1)])

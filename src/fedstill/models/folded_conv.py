@@ -8,6 +8,7 @@ of 80 channels, batches of 32, 16x16, where the product takes 0.6 (H200, bf16).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedstill.models.transforms import is_batched
+from fedstill.models.transforms import is_batched, is_wrapped
+
+Dims = tuple[int | None, ...]  # where the clients are in each tensor; None: they share it
+Rule = Callable[..., tuple[Any, Any]]  # (clients, dims, *tensors) -> (results, where the clients are in each)
 
 LARGEST_PATCH = 64  # inputs of a filter that is larger than 1x1 and not depthwise: its windows are copied out
 
@@ -119,74 +123,11 @@ def _windows(x: Tensor, form: Form) -> Tensor:
     return x.unfold(1, tall, down).unfold(2, wide, right)
 
 
-class _PerClient(torch.autograd.Function):
-    """The vmap rule of a convolution whose weights every client has its own of."""
+class _ForAll(torch.autograd.Function):
+    """What `rule(clients, dims, *tensors)` does with the tensors of all clients, as the rule of vmap for one client."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
-        raise AssertionError("only called under vmap")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        raise AssertionError("only called under vmap")
-
-    @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, dims: tuple[int | None, ...], x: Tensor, weight: Tensor, bias: Tensor | None, form: Form
-    ) -> tuple[Tensor, int]:
-        assert dims[1] is not None
-        clients = info.batch_size
-        made = unfold(convolve(fold(x, dims[0], clients), weight.movedim(dims[1], 0), form), clients)
-        if bias is not None:
-            bias = bias if dims[2] is None else bias.movedim(dims[2], 0)
-            made = made + bias[..., None, None].to(made.dtype)
-        return made, 1
-
-
-class FoldedConv2d(nn.Module):
-    """nn.Conv2d with the same parameters; without vmap it is exactly F.conv2d."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, layer: nn.Conv2d) -> None:
-        super().__init__()
-        self.form = form_of(layer)
-        for name in ("weight", "bias"):
-            self.register_parameter(name, getattr(layer, name))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if is_batched(self.weight):
-            out: Tensor = _PerClient.apply(x, self.weight, self.bias, self.form)  # type: ignore[no-untyped-call]
-            return out
-        form = self.form
-        return F.conv2d(x, self.weight, self.bias, form.stride, form.padding, form.dilation, form.groups)
-
-
-class FoldedGroupNorm(nn.GroupNorm):
-    """nn.GroupNorm, which asks how memory lies; vmap cannot tell it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.contiguous() if is_batched(x) else x)
-
-
-class FoldedMean(nn.Module):
-    """nn.AdaptiveAvgPool2d(1), which asks how memory lies; vmap cannot tell it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((-2, -1), keepdim=True) if is_batched(x) else F.adaptive_avg_pool2d(x, 1)
-
-
-def means_all(layer: nn.Module) -> bool:
-    """nn.AdaptiveAvgPool2d to one value a channel."""
-    return type(layer) is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1))
-
-
-class _NormPerClient(torch.autograd.Function):
-    """The vmap rule of a BatchNorm in train mode on images: (output, running mean, running variance)."""
-
-    @staticmethod
-    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(rule: Rule, *tensors: Any) -> Any:
         raise AssertionError("only called under vmap")
 
     @staticmethod
@@ -194,28 +135,97 @@ class _NormPerClient(torch.autograd.Function):
         raise AssertionError("only called under vmap")
 
     @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, dims: tuple[int | None, ...], x: Tensor, *rest: Any
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-        clients = info.batch_size
-        *given, momentum, eps = rest
+    def vmap(info: Any, dims: tuple[int | None, ...], rule: Rule, *tensors: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        return rule(info.batch_size, dims[1:], *tensors)
+
+
+def _for_all(rule: Rule, *tensors: Any) -> Any:
+    return _ForAll.apply(rule, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _images(x: Tensor) -> bool:
+    return is_batched(x) and x.ndim == 4
+
+
+class FoldedConv2d(nn.Conv2d):
+    """nn.Conv2d; where every client has weights of its own, all of them at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_batched(self.weight) or x.ndim != 4:
+            return super().forward(x)
+        form = form_of(self)
+
+        def rule(clients: int, dims: Dims, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+            assert dims[1] is not None
+            made = unfold(convolve(fold(x, dims[0], clients), weight.movedim(dims[1], 0), form), clients)
+            if bias is not None:
+                bias = bias if dims[2] is None else bias.movedim(dims[2], 0)
+                made = made + bias[..., None, None].to(made.dtype)
+            return made, 1
+
+        out: Tensor = _for_all(rule, x, self.weight, self.bias)
+        return out
+
+
+class FoldedShuffle(nn.ChannelShuffle):
+    """nn.ChannelShuffle, which under vmap would put the clients first in memory, and the next layer back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _images(x):
+            return super().forward(x)
+        parts = int(self.groups)
+
+        def rule(clients: int, dims: Dims, x: Tensor) -> tuple[Tensor, int]:
+            rows, channels, tall, wide = (folded := fold(x, dims[0], clients)).shape
+            places = folded.permute(0, 2, 3, 1).reshape(rows, tall, wide, clients, parts, -1)
+            mixed = places.transpose(4, 5).reshape(rows, tall, wide, channels)
+            return unfold(mixed.permute(0, 3, 1, 2), clients), 1
+
+        out: Tensor = _for_all(rule, x)
+        return out
+
+
+class FoldedGroupNorm(nn.GroupNorm):
+    """nn.GroupNorm, which asks how memory lies; vmap cannot tell it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous() if is_wrapped(x) else x)
+
+
+class FoldedMean(nn.AdaptiveAvgPool2d):
+    """nn.AdaptiveAvgPool2d(1), which asks how memory lies; vmap cannot tell it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((-2, -1), keepdim=True) if is_wrapped(x) else super().forward(x)
+
+
+def means_all(layer: nn.Module) -> bool:
+    """nn.AdaptiveAvgPool2d to one value a channel."""
+    return type(layer) is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1))
+
+
+def batch_norm(
+    x: Tensor, running: tuple[Tensor, Tensor], weight: Tensor | None, bias: Tensor | None, *,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(output, running mean, running variance) of images under vmap; in train mode the latter two are new."""
+
+    def rule(
+        clients: int, dims: Dims, x: Tensor, *given: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
         mean, variance, weight, bias = (
             None if leaf is None else _side_by_side(leaf, dim, clients)
-            for leaf, dim in zip(given, dims[1:], strict=False)
+            for leaf, dim in zip(given, dims[1:], strict=True)
         )
         assert mean is not None
         assert variance is not None
         mean, variance = mean.clone(), variance.clone()
-        out = F.batch_norm(fold(x, dims[0], clients), mean, variance, weight, bias, True, momentum, eps)
+        out = F.batch_norm(fold(x, dims[0], clients), mean, variance, weight, bias, training, momentum, eps)
         return (unfold(out, clients), mean.reshape(clients, -1), variance.reshape(clients, -1)), (1, 0, 0)
+
+    found: tuple[Tensor, Tensor, Tensor] = _for_all(rule, x, *running, weight, bias)
+    return found
 
 
 def _side_by_side(leaf: Tensor, dim: int | None, clients: int) -> Tensor:
     return (leaf.expand(clients, -1) if dim is None else leaf.movedim(dim, 0)).reshape(-1)
-
-
-def batch_norm(
-    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, momentum: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """In train mode, of images under vmap: (output, new running mean, new running variance)."""
-    return _NormPerClient.apply(x, mean, variance, weight, bias, momentum, eps)  # type: ignore[no-any-return, no-untyped-call]

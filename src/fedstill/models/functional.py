@@ -17,6 +17,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import clone
 from fedstill.core.types import Apply, Model, Output, Params, ReadTokens, Seed, Weights
+from fedstill.models.folded_conv import all_fold
 from fedstill.models.layers import Step
 from fedstill.models.stacked_conv import has_stacked_kernels
 from fedstill.models.stateless import Skeleton, canonical_names, weights_of
@@ -54,11 +55,12 @@ def from_module(
     seen = _look(module, x, name=name, classes=classes)
     if check:
         check_training(module, x, name=name)
+    fold, unbatchable = _try_many(module, x) if check else (True, None)
     layers = list(module.modules())
     return Model(
         name=name,
         init=_init(source, module),
-        apply=_apply(module, seen.reads_features),
+        apply=_apply(module, seen.reads_features, fold=fold),
         head=_head(module, seen.head),
         head_names=_head_names(module, seen.head),
         tokens=_tokens(module),
@@ -67,7 +69,7 @@ def from_module(
         stacked_kernels=has_stacked_kernels(module),
         batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
         dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
-        unbatchable=why_unbatchable(module, x) if check else None,
+        unbatchable=unbatchable,
         input_shape=tuple(input_shape),
         classes=seen.classes,
         feature_size=seen.feature_size,
@@ -235,9 +237,17 @@ def _tokens(module: nn.Module) -> ReadTokens | None:
     return tokens
 
 
-def _apply(module: nn.Module, reads_features: str | None) -> Apply:
+def _try_many(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
+    """(whether its convolutions may leave folded images, why many clients cannot run it at once)."""
+    why = why_unbatchable(module, x)
+    if why is None or not all_fold(module):
+        return True, why
+    return False, why_unbatchable(module, x, fold=False)
+
+
+def _apply(module: nn.Module, reads_features: str | None, *, fold: bool) -> Apply:
     stored = canonical_names(module)
-    skeletons = {training: Skeleton(module, training=training, stored=stored) for training in (False, True)}
+    skeletons = {mode: Skeleton(module, training=mode, stored=stored, fold=fold) for mode in (False, True)}
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     uses_batch = {True: bool(norms), False: any(norm.running_mean is None for norm in norms)}
     if reads_features is not None:

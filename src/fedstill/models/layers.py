@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
 from fedstill.models import folded_conv
-from fedstill.models.folded_conv import FoldedConv2d, FoldedGroupNorm, FoldedMean, means_all
+from fedstill.models.folded_conv import FoldedConv2d, FoldedGroupNorm, FoldedMean, FoldedShuffle, means_all
 from fedstill.models.recurrent import StepwiseLSTM
 from fedstill.models.stacked_conv import StackedConv2d, StackedMaxPool2d, available, has_stacked_kernels, pools_by_two
 from fedstill.models.transforms import is_batched, is_wrapped
@@ -46,16 +47,16 @@ class Context:
     step: Step = field(default_factory=Step)
 
 
-class PlannedDropout(nn.Module):
+class PlannedDropout(_DropoutNd):
     """Dropout whose mask is a pure function of the step's seed and of how many masks this call drew before.
 
     The d-th mask of a call (d = 1, 2, ...) is uniform(seed + d * constant) >= p: client, step and use each have
     their own, and row i has the same mask however much padding follows. `channels` drops whole maps (Dropout2d).
     """
 
-    def __init__(self, p: float, context: Context, *, channels: bool, alpha: bool) -> None:
-        super().__init__()
-        self.p, self.context, self.channels, self.alpha = p, context, channels, alpha
+    context: Context
+    channels: bool
+    alpha: bool
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -72,7 +73,7 @@ class PlannedDropout(nn.Module):
         return x * (kept.to(x.dtype) / max(1.0 - self.p, 2.0**-24))
 
 
-class MaskedBatchNorm(nn.Module):
+class MaskedBatchNorm(_BatchNorm):
     """BatchNorm over real rows: a row of weight 0 changes nothing but its own output.
 
     mean and biased variance over n = (real rows) * (positions) values per channel; the running variance gets
@@ -81,24 +82,16 @@ class MaskedBatchNorm(nn.Module):
     New statistics replace the buffers, they never write into them. Names and values are those of nn.BatchNorm.
     """
 
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor
+    running_mean: Tensor  # read only where statistics are tracked
     running_var: Tensor
     num_batches_tracked: Tensor
-
-    def __init__(self, norm: _BatchNorm, context: Context) -> None:
-        super().__init__()
-        self.eps, self.momentum, self.context = norm.eps, norm.momentum, context
-        for name in ("weight", "bias"):
-            self.register_parameter(name, getattr(norm, name))
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(norm, name))
+    context: Context
+    folded: bool  # the network's convolutions leave folded images, see folded_conv
 
     def forward(self, x: Tensor) -> Tensor:
         tracked = self._buffers["running_mean"] is not None
         if tracked and not self.training:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+            return self._fused(x, training=False)[0]
         several = x.numel() > x.shape[1]
         if self.context.step.weight is None and several and (self.momentum is not None or not tracked):
             return self._native(x, tracked)
@@ -107,18 +100,26 @@ class MaskedBatchNorm(nn.Module):
     def _native(self, x: Tensor, tracked: bool) -> Tensor:
         """All rows are real: PyTorch's fused kernel, 2.5 to 4 times faster than the masked form."""
         if not tracked:
-            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        running, momentum = (self.running_mean, self.running_var), self.momentum or 0.0
-        if is_batched(x) and x.ndim == 4:
-            out, mean, variance = folded_conv.batch_norm(x, *running, self.weight, self.bias, momentum, self.eps)
-        else:
-            # batch_norm cannot ask how memory lies under torch's transforms. A client alone keeps channels last: a
-            # copy here makes the next convolution copy back (half MobileNetV2 on a CPU: 540 ms a step, else 210).
-            mean, variance = (statistic.clone() for statistic in running)
             x = x.contiguous() if is_wrapped(x) else x
-            out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, momentum, self.eps)
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        out, mean, variance = self._fused(x, training=True)
         self._keep(mean, variance, self.num_batches_tracked + 1)
         return out
+
+    def _fused(self, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(output, running mean, running variance); nothing is written into."""
+        mean, variance = self.running_mean, self.running_var
+        momentum = (self.momentum or 0.0) if training else 0.0
+        if self.folded and is_batched(x) and x.ndim == 4:
+            how: dict[str, Any] = {"training": training, "momentum": momentum, "eps": self.eps}
+            return folded_conv.batch_norm(x, (mean, variance), self.weight, self.bias, **how)
+        # batch_norm cannot ask how memory lies under torch's transforms. A client alone keeps channels last: a
+        # copy here makes the next convolution copy back (half MobileNetV2 on a CPU: 540 ms a step, else 210).
+        x = x.contiguous() if is_wrapped(x) else x
+        if training:
+            mean, variance = mean.clone(), variance.clone()
+        out = F.batch_norm(x, mean, variance, self.weight, self.bias, training, momentum, self.eps)
+        return out, mean, variance
 
     def _masked(self, x: Tensor, tracked: bool) -> Tensor:
         weight = self._real_rows(x)
@@ -172,52 +173,60 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
     return (rows * weight[:, None]).sum(0) / n.clamp_min(1.0)
 
 
-def convert(module: nn.Module, context: Context) -> nn.Module:
-    """The module with dropout, BatchNorm, LSTM and some convolutions replaced in place; names stay."""
-    replaced: dict[nn.Module, nn.Module] = {}
-    own_convolution = _convolution_for(module)
-    for path, layer in list(module.named_modules(remove_duplicate=False)):
-        stacked = (own_convolution and isinstance(layer, nn.Conv2d)) or (available() and pools_by_two(layer))
-        stacked = stacked or means_all(layer)
-        if type(layer) is nn.LSTM and not layer.dropout:
-            layer.__class__ = StepwiseLSTM  # the same values, read by another forward
-        if type(layer) is nn.GroupNorm:
-            layer.__class__ = FoldedGroupNorm
-        if not isinstance(layer, _BatchNorm | _DropoutNd) and not stacked:
-            continue
-        if layer not in replaced:
-            own = own_convolution if isinstance(layer, nn.Conv2d) else None
-            replaced[layer] = own(layer) if own else _replacement(layer, context, path)
-        if not path:
-            return replaced[layer]
-        parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent), name, replaced[layer])
+def convert(module: nn.Module, context: Context, *, fold: bool = True) -> nn.Module:
+    """The module with its layers turned in place into those above, or faster ones; names, attributes and hooks stay.
+
+    fold: whether its convolutions may leave folded images, which not every function can read.
+    """
+    convolution = _convolution_for(module, fold)
+    for path, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm | _DropoutNd):
+            _make_pure(layer, context, path, folded=convolution is FoldedConv2d)
+        elif own := _for_many_clients(layer, convolution):
+            layer.__class__ = own  # the same values, read by another forward
     return module
 
 
-def _convolution_for(module: nn.Module) -> type[StackedConv2d | FoldedConv2d] | None:
+Convolution = type[StackedConv2d | FoldedConv2d]
+
+
+def _convolution_for(module: nn.Module, fold: bool) -> Convolution | None:
     """What runs the convolutions of many clients at once; None: torch's own, under vmap a grouped one."""
     if has_stacked_kernels(module):
         return StackedConv2d
-    return FoldedConv2d if folded_conv.all_fold(module) else None
+    return FoldedConv2d if fold and folded_conv.all_fold(module) else None
 
 
-def _replacement(layer: nn.Module, context: Context, path: str) -> nn.Module:
-    if isinstance(layer, nn.MaxPool2d):
-        return StackedMaxPool2d()
-    if isinstance(layer, nn.AdaptiveAvgPool2d):
-        return FoldedMean()
+def _for_many_clients(layer: nn.Module, convolution: Convolution | None) -> type[nn.Module] | None:
+    if type(layer) is nn.Conv2d:
+        return convolution
+    if type(layer) is nn.LSTM:
+        return None if layer.dropout else StepwiseLSTM
+    if type(layer) is nn.ChannelShuffle:
+        return FoldedShuffle if convolution is FoldedConv2d else None
+    if type(layer) is nn.GroupNorm:
+        return FoldedGroupNorm
+    if means_all(layer):
+        return FoldedMean
+    return StackedMaxPool2d if available() and pools_by_two(layer) else None
+
+
+def _make_pure(layer: nn.Module, context: Context, path: str, *, folded: bool) -> None:
     if type(layer).forward not in _KNOWN:
         raise FedstillError(
             f"layer {path} ({type(layer).__name__}) changes the forward of a torch.nn batch norm or dropout layer: "
             "padded rows or a global random stream would enter it; use the torch.nn layer itself"
         )
     if isinstance(layer, _BatchNorm):
-        return MaskedBatchNorm(layer, context)
+        layer.__class__ = MaskedBatchNorm
+        norm = cast(MaskedBatchNorm, layer)
+        norm.context, norm.folded = context, folded
+        return
     channels = not isinstance(layer, nn.Dropout | nn.AlphaDropout)
     alpha = isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout)
-    assert isinstance(layer, _DropoutNd)
-    return PlannedDropout(layer.p, context, channels=channels, alpha=alpha)
+    layer.__class__ = PlannedDropout
+    dropout = cast(PlannedDropout, layer)
+    dropout.context, dropout.channels, dropout.alpha = context, channels, alpha
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -12,16 +12,6 @@ STEM, PARTS = 24, 2
 STAGES = ((200, 4), (400, 8), (800, 4))  # (channels, units)
 
 
-def shuffle(x: Tensor, parts: int) -> Tensor:
-    """Channels (part, place) -> (place, part): the next grouped convolution reads from every part of this one.
-
-    >>> shuffle(torch.arange(6).reshape(1, 6, 1, 1), 2).flatten().tolist()
-    [0, 3, 1, 4, 2, 5]
-    """
-    rows, channels, height, width = x.shape
-    return x.reshape(rows, parts, channels // parts, height, width).transpose(1, 2).reshape(x.shape)
-
-
 class Unit(nn.Module):
     """relu(x + expand(relu(depthwise(shuffle(relu(reduce(x))))))); with stride 2, the 3x3 mean of x stands beside it.
 
@@ -34,11 +24,12 @@ class Unit(nn.Module):
         hidden = added // 4
         self.stride, self.parts = stride, 1 if before == STEM else PARTS
         self.reduce = normed_conv(before, hidden, norm, parts=self.parts)
+        self.shuffle = nn.ChannelShuffle(self.parts)  # (part, place) -> (place, part): the next reads from every part
         self.depthwise = normed_conv(hidden, hidden, norm, kernel=3, stride=stride, parts=hidden)
         self.expand = normed_conv(hidden, added, norm, parts=PARTS)
 
     def forward(self, x: Tensor) -> Tensor:
-        reduced = shuffle(F.relu(self.reduce(x)), self.parts)
+        reduced = self.shuffle(F.relu(self.reduce(x)))
         out: Tensor = self.expand(F.relu(self.depthwise(reduced)))
         if self.stride == 1:
             return F.relu(out + x)

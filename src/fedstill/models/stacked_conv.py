@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedstill.models.transforms import is_batched, is_differentiated
+from fedstill.models.transforms import is_batched, is_wrapped
 
 LARGEST = 64  # channels and filters; beyond, cuDNN a client on streams of its own is faster (docs/concepts.md)
 
@@ -102,25 +102,15 @@ class _PerClient(torch.autograd.Function):
         return _Stacked.apply(x, weight, bias, padding), 0  # type: ignore[no-untyped-call]
 
 
-class StackedConv2d(nn.Module):
-    """nn.Conv2d with the same parameters; alone, under autocast or without TF32 it is exactly F.conv2d."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, layer: nn.Conv2d) -> None:
-        super().__init__()
-        self.padding = int(layer.padding[0])
-        for name in ("weight", "bias"):
-            self.register_parameter(name, getattr(layer, name))
+class StackedConv2d(nn.Conv2d):
+    """nn.Conv2d; where every client has weights of its own, in TF32, all of them in one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        plain = x.is_cuda and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
-        if plain and is_batched(weight) and torch.backends.cudnn.allow_tf32:
-            out: Tensor = _PerClient.apply(x, weight, bias, self.padding)  # type: ignore[no-untyped-call]
-            return out
-        return F.conv2d(x, weight, bias, padding=self.padding)
+        plain = x.is_cuda and x.ndim == 4 and x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        if not plain or not is_batched(self.weight) or not torch.backends.cudnn.allow_tf32:
+            return super().forward(x)
+        out: Tensor = _PerClient.apply(x, self.weight, self.bias, int(self.padding[0]))  # type: ignore[no-untyped-call]
+        return out
 
 
 class _Pool(torch.autograd.Function):
@@ -171,13 +161,13 @@ class _PoolPerClient(torch.autograd.Function):
         return out.reshape(*x.shape[:2], *out.shape[1:]), 0
 
 
-class StackedMaxPool2d(nn.Module):
+class StackedMaxPool2d(nn.MaxPool2d):
     """nn.MaxPool2d(2) on a GPU, several times faster backward; the same values and the same choice among equals."""
 
     def forward(self, x: Tensor) -> Tensor:
         fits = x.is_cuda and x.dtype == torch.float32 and x.ndim == 4 and not (x.shape[2] % 2 or x.shape[3] % 2)
         # torch.func.grad needs a rule that these kernels do not have, and torch.compile makes its own
-        if not fits or is_differentiated(x) or torch.compiler.is_dynamo_compiling():
+        if not fits or torch.compiler.is_dynamo_compiling() or (is_wrapped(x) and not is_batched(x)):
             return F.max_pool2d(x, 2)
         pool = _PoolPerClient if is_batched(x) else _Pool
         out: Tensor = pool.apply(x)  # type: ignore[no-untyped-call]

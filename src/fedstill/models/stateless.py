@@ -48,9 +48,11 @@ class Skeleton:
     Calls are serialised by a lock, and may nest: the tables are restored to what they held before.
     """
 
-    def __init__(self, module: nn.Module, *, training: bool, prefix: str = "", stored: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: nn.Module, *, training: bool, prefix: str = "", stored: Mapping[str, str], fold: bool = True
+    ) -> None:
         self.context = Context()
-        self.module = convert(copy.deepcopy(module), self.context).to("meta").train(training)
+        self.module = convert(copy.deepcopy(module), self.context, fold=fold).to("meta").train(training)
         self.training = training
         self.lock = threading.RLock()
         self.slots: list[tuple[str, dict[str, Any], str]] = []  # (name in the weights, table, name in the table)

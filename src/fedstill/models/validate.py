@@ -94,30 +94,39 @@ def check_training(module: nn.Module, x: Tensor, *, name: str) -> None:
         )
 
 
-def why_unbatchable(module: nn.Module, example_input: Tensor) -> str | None:
+def why_unbatchable(module: nn.Module, example_input: Tensor, *, fold: bool = True) -> str | None:
     """Why vmap cannot train the module for many clients at once, and what to do; None if it can.
 
-    Tries it: two clients on the CPU, forward and backward. `example_input` is a small batch (B, ...).
+    Tries it: two clients on the CPU, with padding and without, forward and backward, and in eval mode.
+    `example_input` is a small batch (B, ...); fold: see layers.convert.
     """
-    skeleton = Skeleton(module, training=True, stored=canonical_names(module))
-    follow = _Follow(skeleton.module)
+    stored = canonical_names(module)
+    for training in (True, False):
+        skeleton = Skeleton(module, training=training, stored=stored, fold=fold)
+        follow = _Follow(skeleton.module)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an operation that vmap runs client by client is slow, not wrong
+                _try_two(module, skeleton, example_input)
+        except Exception as error:
+            return _explain(follow.innermost, first_line(error))
+    return None
+
+
+def _try_two(module: nn.Module, skeleton: Skeleton, example_input: Tensor) -> None:
     params, buffers = tree_map(lambda leaf: torch.stack([leaf, leaf]), weights_of(module))
     trained = [leaf.requires_grad_() for leaf in params.values()]
-
-    def client(params: Params, buffers: Params, x: Tensor, weight: Tensor, seed: Tensor) -> Any:
-        return skeleton({**params, **buffers}, x, Step(weight, seed))
-
     x = torch.stack([example_input, example_input])
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an operation that vmap runs client by client is slow, not wrong
-            result, _ = vmap(client)(params, buffers, x, torch.ones(x.shape[:2]), torch.arange(2))
-            total = torch.stack([leaf.sum() for leaf in leaves(result)]).sum()
-            if total.requires_grad:
-                torch.autograd.grad(total, trained, allow_unused=True)
-    except Exception as error:
-        return _explain(follow.innermost, first_line(error))
-    return None
+
+    def client(params: Params, buffers: Params, x: Tensor, seed: Tensor, *weight: Tensor) -> Any:
+        return skeleton({**params, **buffers}, x, Step(weight[0] if weight else None, seed))
+
+    padded = [[torch.ones(x.shape[:2])]] if skeleton.training else []
+    for weight in [*padded, []]:
+        result, _ = vmap(client)(params, buffers, x, torch.arange(2), *weight)
+        total = torch.stack([leaf.sum() for leaf in leaves(result)]).sum()
+        if total.requires_grad and skeleton.training:
+            torch.autograd.grad(total, trained, allow_unused=True)
 
 
 def _explain(layer: str, message: str) -> str:
