@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,44 @@ def test_a_task_that_learns_from_ids_is_told_so(tmp_path: Path) -> None:
     assert not any("learnt from" in note for note in from_csv(file, label="kind", keys=["ID"]).notes)
     file.write_text("name,a,kind\n" + "".join(f"{'xy'[i % 2]},{i},{'ab'[i % 2]}\n" for i in range(20)))
     assert not any("learnt from" in note for note in from_csv(file, label="kind").notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "noted"),
+    [
+        *((name, range(500, 520), True) for name in ("patient_id", "PATIENT_ID", "patient-id", "Patient ID")),
+        *((name, range(500, 520), True) for name in ("patientId", "PatientID", "id_patient", "idPatient")),
+        ("patient_id", [f"P{i}" for i in range(20)], True),
+        ("patient_id", [10.0**20 + i * 10.0**17 for i in range(20)], True),  # long whole numbers
+        ("patient_id", [i + 0.5 for i in range(20)], False),  # measured
+        ("patient_id", [i // 2 for i in range(20)], False),  # visits
+        *((name, range(500, 520), False) for name in ("acid", "covid", "COVID", "lipid", "Acid", "paid", "IDH1")),
+        *((name, range(500, 520), False) for name in ("idle", "width", "Idle", "humid_idx")),
+    ],
+)
+def test_an_id_of_something_is_an_id(tmp_path: Path, name: str, ids: Sequence, noted: bool) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(f"{name},a,kind\n" + "".join(f"{one},{i % 7},{'ab'[i % 2]}\n" for i, one in enumerate(ids)))
+    told = [note for note in from_csv(file, label="kind").notes if f"learnt from column '{name}'" in note]
+    assert len(told) == noted
+
+
+def test_the_id_of_something_names_rows_unless_it_names_groups(tmp_path: Path, task: Source) -> None:
+    new = tmp_path / "new.csv"
+    new.write_text("clinic_id,patient_id,size\n1,007,0\n1,005,1\n2,006,2\n2,004,3\n")
+    found = read_unlabeled(str(new), task)
+    assert found.ids == ("004", "005", "006", "007")
+    assert found.x[:, 0].tolist() == [3, 1, 2, 0]
+    assert found.notes == ()
+    new.write_text("clinic_id,size\n1,0\n1,1\n2,2\n2,3\n")
+    found = read_unlabeled(str(new), task)
+    assert (found.ids, found.notes) == (("0", "1", "2", "3"), ())
+    new.write_text("patient_id,name,size\n3,b,0\n4,a,1\n")
+    assert read_unlabeled(str(new), task).ids == ("a", "b")
+    new.write_text("patient_id,size\n3,0\n4,1\n3,2\n")
+    found = read_unlabeled(str(new), task)
+    assert found.ids == ("row/0", "row/1", "row/2")
+    assert "column 'patient_id' cannot name the rows: '3' is in row 1, 3" in found.notes[0]
 
 
 def test_two_thousand_rows_keep_their_ids_whatever_their_order(tmp_path: Path, task: Source) -> None:

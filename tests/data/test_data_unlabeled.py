@@ -254,7 +254,10 @@ def test_words_that_look_like_numbers_in_the_new_file_stay_words(tmp_path: Path)
         ("size,weight\n1,2\n", "no column 'colour'"),
         ("Colour,size,weight\nred,1,2\n", "did you mean 'Colour'?"),
         ("colour,size,weight\nred,1,2\nviolet,1,2\n", "'violet' in row 2 (counted from 1)"),
-        ("colour,size,weight\nred,big,2\n", "column 'size' of new holds words ('big')"),
+        (
+            "colour,size,weight\nred,big,2\n",
+            "column 'size' of new must hold numbers, as the task's does: 'big' in row 1 ",
+        ),
         ("colour,size,weight\nred,,2\n", "has no value in row 1"),
         ("colour,size,weight\n", "no rows"),
     ],

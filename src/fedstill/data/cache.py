@@ -25,7 +25,7 @@ from fedstill.core.types import Dataset
 from fedstill.data.source import InputColumn, Reading, Source
 from fedstill.data.texts import pack, unpack
 
-FORMAT = 3  # raise it when what is stored, or how sources are decoded, changes
+FORMAT = 4  # raise it when what is stored, or how sources are decoded, changes
 ENTRY = "entry.json"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedstill.core.errors import FedstillError
+from fedstill.data.cells import check_numbers, distinct_words, missing_rows, row_numbers, tell_words
 from fedstill.data.source import InputColumn
 
 MAX_WORDS = 100  # different words in a column that is still one-hot encoded
@@ -82,7 +83,9 @@ def table_column(
         return (_known_words if like.words else _known_numbers)(joined, like, where), like.words
     if joined.dtype != object:
         return finite(storage_form(joined), name, where), ()
-    words, codes = np.unique(joined.astype(np.str_), return_inverse=True)
+    words, codes = distinct_words(joined)
+    if names is None:
+        check_numbers(words, codes, name, where)
     if len(words) > MAX_WORDS:
         raise FedstillError(
             f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS}: "
@@ -109,7 +112,7 @@ def _known_words(column: np.ndarray, like: InputColumn, where: str) -> np.ndarra
 def _known_numbers(column: np.ndarray, like: InputColumn, where: str) -> np.ndarray:
     if column.dtype == object:
         raise FedstillError(
-            f"data.inputs: column '{like.name}' of {where} holds words ('{column[0]}'), the task's holds numbers"
+            f"data.inputs: column '{like.name}' of {where} must hold numbers, as the task's does: {tell_words(column)}"
         )
     numbers = finite(storage_form(column), like.name, where)
     if numbers.ndim != 2 or numbers.shape[1] != like.width:
@@ -132,19 +135,8 @@ def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
 
 def complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
     """The column itself, if no value is missing; spaces are none, from whichever kind of file."""
-    missing = np.zeros(len(column), bool)
-    if column.dtype == object:
-        missing = np.array([isinstance(value, str) and not value.strip() for value in column], bool)
-    if column.dtype.kind == "f":
-        missing = np.isnan(column).reshape(len(column), -1).any(1)
-    if missing.any():
-        told = row_numbers(np.flatnonzero(missing))
+    missing = missing_rows(column)
+    if len(missing):
+        told = row_numbers(missing)
         raise FedstillError(f"data.source: column '{name}' of {where} has no value in {told}; fill or drop them")
     return column
-
-
-def row_numbers(index: np.ndarray) -> str:
-    """Some rows for people, who count from 1."""
-    shown = ", ".join(str(row + 1) for row in index[:5])
-    more = f" and {len(index) - 5} more" if len(index) > 5 else ""
-    return f"row {shown}{more} (counted from 1)"

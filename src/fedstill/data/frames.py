@@ -11,22 +11,22 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
+from fedstill.data.cells import check_owned, code_notes
 from fedstill.data.columns import (
     Column,
     complete,
     encode_labels,
     finite,
     join,
-    row_numbers,
     storage_form,
     table_column,
 )
 from fedstill.data.images import decode_readable, fit_images
+from fedstill.data.row_names import called_id, fault, may_hold_ids, names_groups, order, rank
 from fedstill.data.source import InputColumn, Reading, Source, as_tensor, statistics, stratified_holdout
 from fedstill.data.texts import as_rows, find_text
 
 LABEL_NAMES = frozenset({"label", "labels", "target", "class", "y"})
-ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")  # columns that may name rows, the best first
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
 
 
@@ -87,6 +87,9 @@ def assemble(
     encoded = Encoded(encode_inputs(used, inputs, reading, name), y, classes, label)
     keys = find_keys(train, reading, label=label, inputs=inputs, name=name)
     said = (*said, *_learnt_ids(train, inputs, reading, name))
+    if not reading.like:
+        words = {column.name: column.words for column in encoded.inputs.columns}
+        said = (*said, *code_notes([frame.columns for frame in used], words, name))
     return _to_source(encoded, keys, reading, name=name, origin=origin, notes=(*notes, *said))
 
 
@@ -104,7 +107,9 @@ def _learnt_ids(frame: Frame, inputs: list[str], reading: Reading, where: str) -
     found = []
     for name in inputs:
         column = frame.columns[name]
-        if is_id(name, reading) and _is_plain(column) and len(set(np.asarray(column).tolist())) == frame.rows > 1:
+        if not (isinstance(column, np.ndarray) and _is_plain(column) and is_id(name, reading)):
+            continue
+        if may_hold_ids(name, column) and len(set(column.tolist())) == frame.rows > 1:
             found.append(
                 f"learnt from column '{name}', which differs in every row of {where}: leave it out with data.inputs"
             )
@@ -168,7 +173,7 @@ def _without_labels(
 
 def is_id(name: str, reading: Reading) -> bool:
     """A column that may name its rows: called so, and not told to be something else."""
-    return name.lower() in ID_NAMES and name not in (*reading.inputs, reading.label)
+    return called_id(name) and name not in (*reading.inputs, reading.label)
 
 
 def name_rows(frames: Mapping[str, Frame], reading: Reading, *, used: Collection[str | None]) -> RowNames:
@@ -179,12 +184,14 @@ def name_rows(frames: Mapping[str, Frame], reading: Reading, *, used: Collection
     """
     told: list[str] = []
     candidates = [name for name in next(iter(frames.values())).columns if is_id(name, reading) and name not in used]
-    for name in sorted(candidates, key=lambda name: ID_NAMES.index(name.lower())):
+    for name in sorted(candidates, key=rank):
         ids = _texts([frame.columns.get(name) for frame in frames.values()])
-        fault = _fault(ids)
-        if not fault:
-            return RowNames(ids, _order(ids), tuple(f"{why}; column '{name}' does" for why in told))
-        told.append(f"column '{name}' cannot name the rows: {fault}")
+        if names_groups(name, ids):
+            continue
+        why_not = fault(ids)
+        if not why_not:
+            return RowNames(ids, order(ids), tuple(f"{why}; column '{name}' does" for why in told))
+        told.append(f"column '{name}' cannot name the rows: {why_not}")
     alone, prefix = len(frames) == 1, "row/" if told else ""
     starts = {split: prefix if alone else f"{split}/" for split in frames}
     names = [f"{starts[split]}{row}" for split, frame in frames.items() for row in range(frame.rows)]
@@ -197,27 +204,6 @@ def _texts(columns: Sequence[Column | None]) -> list[str]:
     if not all(isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype.kind in "iuO" for c in columns):
         return []
     return [str(value) for column in columns for value in np.asarray(column).tolist()]
-
-
-def _fault(ids: list[str]) -> str:
-    """Why these are no names of rows; '' if they are."""
-    if not ids:
-        return "it does not hold words or whole numbers in every split"
-    empty = [row for row, name in enumerate(ids) if not name.strip()]
-    if empty:
-        return f"it has no value in {row_numbers(np.array(empty))}"
-    first: dict[str, int] = {}
-    for row, name in enumerate(ids):
-        if first.setdefault(name, row) != row:
-            return f"'{name}' is in {row_numbers(np.array([first[name], row]))}"
-    return ""
-
-
-def _order(ids: list[str]) -> np.ndarray:
-    """Rows in the order of their names; whole numbers by size, whatever their length."""
-    if all(name.isascii() and name.isdigit() for name in ids):
-        return np.array(sorted(range(len(ids)), key=lambda row: (len(ids[row]), ids[row])))
-    return np.array(sorted(range(len(ids)), key=ids.__getitem__))
 
 
 def _label_if_any(frame: Frame, reading: Reading) -> str | None:
@@ -320,6 +306,7 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
         if not _is_plain(frame.columns.get(key, [])):
             known = [n for n, column in frame.columns.items() if _is_plain(column)]
             raise FedstillError(f"data.keys: {name} has no key column '{key}'; {suggest(key, known)}")
+        check_owned(np.asarray(frame.columns[key]), key, name)
     told = set(reading.keys)
     table = all(_dimensions(frame.columns[n]) in (1, 2) for n in inputs)
     free = [] if table else [n for n in frame.columns if n != label and n not in inputs]

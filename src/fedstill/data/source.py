@@ -16,6 +16,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset
+from fedstill.data.cells import check_owned
 
 # (mean, std) per channel of the full training splits, as the papers' code states them.
 KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -97,6 +98,7 @@ def owners(source: Source, *columns: str) -> np.ndarray:
         if column not in source.keys:
             told = suggest(column, source.keys) if source.keys else "it has none; name it in data.keys"
             raise FedstillError(f"data.keys: {source.train.name} has no key column '{column}'; {told}")
+        check_owned(source.keys[column], column, source.train.name, rows=source.rows.get("train"))
     if len(columns) == 1:
         return source.keys[columns[0]]
     values = [source.keys[column] for column in columns]
