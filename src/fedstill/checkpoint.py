@@ -147,9 +147,10 @@ def save_tensors(
         _sync_folder(path.parent)
 
 
-def load_weights(folder: Path, device: torch.device | str = "cpu") -> Weights:
+def load_weights(folder: str | Path, device: torch.device | str = "cpu") -> Weights:
     """The model that `save_weights` wrote; `folder` is best/ or last/ of a run, or the file itself."""
-    path = folder / WEIGHTS_FILE if folder.is_dir() else folder
+    path = Path(folder)
+    path = path / WEIGHTS_FILE if path.is_dir() else path
     try:
         flat = read_tensors(path.read_bytes())
     except FileNotFoundError:

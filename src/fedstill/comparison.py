@@ -7,13 +7,13 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedstill.callbacks import Callback
-from fedstill.config import AlgorithmSection, Experiment
+from fedstill.config import AlgorithmSection, Experiment, checked_experiment
 from fedstill.core.errors import FedstillError
 from fedstill.data import Source
 from fedstill.experiment import (
@@ -25,12 +25,12 @@ from fedstill.experiment import (
     write_description,
     write_whole,
 )
-from fedstill.expression import label
+from fedstill.expression import label, split_methods
 from fedstill.history import Result
 from fedstill.methods import build_method
 from fedstill.privacy.statement import Claim
 from fedstill.report.table import MethodSummary, best_first, counted
-from fedstill.settings import parse_method
+from fedstill.settings import parse_method, without_defaults
 
 RESULTS_FILE = "results.json"
 LONGEST_FOLDER = 120  # file systems take 255 bytes
@@ -70,18 +70,23 @@ def _main_claim(result: Result) -> Claim | None:
 
 
 def privacy_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """What an epsilon in the table is about, and which runs a budget has ended."""
+    """What the table leaves unsaid: options behind a bare name, what an epsilon is about, runs a budget has ended."""
     about: dict[str, list[str]] = {}
     for method, runs in results.items():
         for told in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
             about.setdefault(told, []).append(method)
-    notes = [f"epsilon of {', '.join(methods)}: {told}" for told, methods in about.items()]
+    notes = [_own_options_note(method, runs[0].stands_for) for method, runs in results.items() if runs[0].stands_for]
+    notes += [f"epsilon of {', '.join(methods)}: {told}" for told, methods in about.items()]
     if about:
         notes.append("An epsilon is that of one run (the largest over seeds): runs on the same data add up.")
     for method, runs in results.items():
         ended = Counter(one.privacy.stopped for one in runs if one.privacy and one.privacy.stopped)
         notes += [f"{method}, {count} of {counted(len(runs), 'run')}: {told}" for told, count in ended.items()]
     return notes
+
+
+def _own_options_note(method: str, stands_for: str) -> str:
+    return f"{method} is {stands_for}: without options it has those of the experiment's [algorithm] section."
 
 
 def no_callbacks(method: str, seed: int) -> Sequence[Callback]:
@@ -100,11 +105,13 @@ def compare(
 ) -> Comparison:
     """Run every method with seeds experiment.seed, + 1, ...; the data are loaded once and split once a seed.
 
-    methods: names with options, e.g. "fedprox(mu=0.1)"; by default the experiment's [compare] methods.
+    methods: names with options, e.g. ["fedavg", "fedprox(mu=0.1)"], or one text, "fedavg,fedprox(mu=0.1)"; by default
+        the experiment's [compare] methods. The bare name of the experiment's own method has the options of its
+        [algorithm] section; with options, "feddf(lr=0.1)", it has only those.
     callbacks: called with the method and the seed for each run's own callbacks.
     source: already loaded data (by default the experiment's are loaded).
     """
-    entries = choose_methods(experiment, methods)
+    entries = choose_methods(checked_experiment(experiment), methods)
     count = experiment.compare.seeds if seeds is None else seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = None if run_dir is None else Path(run_dir)
@@ -127,7 +134,7 @@ def compare(
             place = None if folder is None else folder / run_folder(entry, seed)
             one, watchers = variant.replace(seed=seed), callbacks(entry, seed)
             result = run(one, run_dir=place, callbacks=watchers, federation=federation, resume=resume, pictures=False)
-            results[entry].append(result)
+            results[entry].append(replace(result, stands_for=_stands_for(entry, variant.algorithm)))
     _save(results, experiment, folder)
     if folder is not None:
         draw_pictures(experiment, federations[0], results, folder)
@@ -137,7 +144,7 @@ def compare(
 def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, AlgorithmSection]:
     """Entries by the text that names them: as given, or from [compare], or FedAvg against the experiment's own."""
     own = experiment.algorithm.name
-    texts = [*(methods or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
+    texts = [*(_as_texts(methods) or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
     entries = {text: parse_method(text, experiment) for text in texts}
     for section in entries.values():
         build_method(section.name, section.options)
@@ -145,6 +152,25 @@ def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[
     if len(folders) < len(texts):
         raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")
     return entries
+
+
+def _as_texts(methods: object) -> list[str]:
+    """One text with commas, as on the command line, or several; a table and a folder need a method's name."""
+    if isinstance(methods, str):
+        return split_methods(methods)
+    texts: list[Any] = list(methods) if isinstance(methods, Iterable) else [methods]
+    for text in texts:
+        if not isinstance(text, str):
+            name = getattr(text, "__name__", "function")
+            what = f"the function {name}" if callable(text) else f"a {type(text).__name__}"
+            raise FedstillError(f"compare takes methods as text: instead of {what} give 'fedavg' or 'FILE.py:{name}'")
+    return texts
+
+
+def _stands_for(entry: str, section: AlgorithmSection) -> str:
+    """The method with its options, where its entry is a bare name that leaves some unsaid."""
+    full = label(without_defaults(section))
+    return full if entry == label(section.name) != full else ""
 
 
 def folder_name(entry: str) -> str:

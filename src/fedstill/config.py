@@ -246,7 +246,7 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
         return cls.model_validate(quickstart_table())
 
     def replace(self, **changes: Any) -> Self:
-        """A checked copy with top-level keys or whole sections changed."""
+        """A checked copy with top-level keys or whole sections changed: a section's other keys have their defaults."""
         return type(self).model_validate({**self.model_dump(), **changes})
 
     def resolved(self) -> Self:
@@ -282,6 +282,16 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
         return cohort_size(self.cohort, population)
 
 
+def checked_experiment(given: object) -> Experiment:
+    """What is given, if it is an experiment and not the path of a file or its table."""
+    if isinstance(given, Experiment):
+        return given
+    if isinstance(given, (str, Path)):
+        raise FedstillError(f"'{given}' is no experiment yet: read it with fedstill.Experiment.from_toml('{given}')")
+    cure = "fedstill.Experiment(**table)" if isinstance(given, dict) else "fedstill.Experiment(rounds=20)"
+    raise FedstillError(f"{type(given).__name__} is no fedstill.Experiment: give one, e.g. {cure}")
+
+
 def quickstart_table() -> dict[str, Any]:
     text = resources.files("fedstill").joinpath("quickstart.toml").read_text(encoding="utf-8")
     return toml_io.loads(text, where="quickstart.toml")
@@ -309,6 +319,7 @@ def _check_cohort(experiment: Experiment) -> None:
     if experiment.partition.clients:
         experiment.cohort_size(experiment.partition.clients)
     elif experiment.partition.scheme != "natural":
+        options.find("partition", experiment.partition.scheme)  # an unknown one is the mistake, not its clients
         raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")
 
 

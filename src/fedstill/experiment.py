@@ -15,7 +15,7 @@ import torch
 
 from fedstill import toml_io
 from fedstill.callbacks import Callback
-from fedstill.config import Experiment
+from fedstill.config import Experiment, checked_experiment
 from fedstill.core.ensemble import ENSEMBLE
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases
@@ -49,6 +49,7 @@ from fedstill.methods import build_method
 from fedstill.models import READS_TEXT, build_model, mixed_model, model_options
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
+from fedstill.places import check_run_folder, unlabeled_place
 from fedstill.privacy.budget import Privacy
 from fedstill.prototypes import MIXED, describe_model, prototypes_of
 from fedstill.report.curves import Curve, learning_curves
@@ -198,7 +199,7 @@ def run(
 
     federation: an already built one (by default it is built from the experiment).
     """
-    federation = build_federation(experiment) if federation is None else federation
+    federation = build_federation(checked_experiment(experiment)) if federation is None else federation
     check_ready(experiment, federation)
     folder = None if run_dir is None else Path(run_dir)
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
@@ -279,9 +280,11 @@ def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
 
 def write_description(experiment: Experiment, folder: Path) -> None:
     """config.toml (every default spelled out) and env.json; a resumed run keeps those of its start."""
+    if not (begun := (folder / CONFIG_FILE).exists()):
+        check_run_folder(experiment, folder, asked="run_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / CONFIG_FILE).exists():
+        if not begun:
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
             write_whole(folder / CONFIG_FILE, _anchored(experiment).resolved().to_toml())
     except OSError as error:
@@ -313,10 +316,8 @@ def write_whole(path: Path, text: str) -> None:
 def _anchored(experiment: Experiment) -> Experiment:
     """Files and folders by their full path, so that a run can be resumed from anywhere."""
     data = experiment.data
-    unlabeled = str(data.unlabeled)
-    own = unlabeled in ("", "none", "test", "central") or unlabeled.lstrip("-").isdigit()
-    places = {"source": data.source, "unlabeled": None if own else data.unlabeled, "test": data.test}
-    places["tokenizer"] = data.tokenizer
+    places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
+    places |= {"test": data.test, "tokenizer": data.tokenizer}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
     method = anchored(experiment.algorithm.name)
     if method != experiment.algorithm.name:

@@ -17,6 +17,7 @@ from fedstill.core.types import Samples, Targets, Weights
 from fedstill.guard import AuditRecord
 from fedstill.privacy.statement import PrivacyStatement
 
+_SHOWN = ("method", "rounds", "accuracy_last", "accuracy_best", "run_dir")
 Row = dict[str, Any]  # one round; `pandas.DataFrame(history.rows)` is a table
 
 
@@ -81,6 +82,12 @@ class Result:
     privacy: PrivacyStatement | None = None  # where a part of the run speaks of it
     samples: Samples | None = None  # what the server's generator invented last, if the method has one
     generated: Mapping[str, Any] | None = None  # generated.json: how near they are to training samples
+    stands_for: str = ""  # in a comparison: the method with options that its bare name takes from the experiment
+
+    def __repr__(self) -> str:
+        """Without the weights, which would fill a notebook's page."""
+        summary = self.summary()
+        return f"Result({', '.join(f'{key}={summary[key]!r}' for key in _SHOWN)})"
 
     @property
     def audit(self) -> list[AuditRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ from fedstill.data.unlabeled import read_unlabeled
 from fedstill.experiment import TOKENIZER_FILE, build_federation, load_source, read_description
 from fedstill.expression import label
 from fedstill.labelers import ANSWERS, Answer, Measured, Samples, label_samples, last_round
+from fedstill.places import inside_data, unlabeled_place
+from fedstill.promises import STATEMENT_FILE
 from fedstill.report.prediction_files import write_predictions
+from fedstill.resume import TARGETS_FILE
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def predict(
     task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
     samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, task)
     answer = label_samples(folder, experiment, federation, samples, from_)
+    if from_ == "auto" and not samples.own and not (folder / TARGETS_FILE).is_file():
+        answer = answer._replace(why="the run's last model")  # there are no targets to say a word about
     found = _predictions(folder, experiment, federation, samples, answer)
     if out is not None:
         write_predictions(found, Path(out), title=f"{federation.train.name}: {found.source} of {found.method}")
@@ -117,14 +123,7 @@ def _check_out(out: Path, inputs: str | Path | None, experiment: Experiment) -> 
     places = {"INPUTS": inputs, "data.unlabeled": unlabeled_place(experiment)}
     for what, place in places.items():
         if place is not None and Path(place).is_dir() and out.resolve().is_relative_to(Path(place).resolve()):
-            raise FedstillError(f"--out: '{out}' lies in {what} '{place}': give a folder outside of the data")
-
-
-def unlabeled_place(experiment: Experiment) -> str | None:
-    """The file, folder or dataset that data.unlabeled names; None when it is a part of the run's own data."""
-    choice = str(experiment.data.unlabeled)
-    own = choice in ("", "none", "test", "central") or choice.lstrip("-").isdigit()
-    return None if own else choice
+            raise inside_data("--out", out, what, place)
 
 
 def _without_place(experiment: Experiment) -> Experiment:
@@ -213,4 +212,15 @@ def _predictions(
 def _notes(folder: Path, experiment: Experiment, done: int | None) -> tuple[str, ...]:
     if done is None or done >= experiment.rounds:
         return ()
-    return (f"the model is that of round {done} of {experiment.rounds}; go on with: fedstill resume {folder}",)
+    told = f"the model is that of round {done} of {experiment.rounds}"
+    ended = _ended_by_budget(folder, done)
+    return (f"{told}, the last one: {ended}" if ended else f"{told}; go on with: fedstill resume {folder}",)
+
+
+def _ended_by_budget(folder: Path, done: int) -> str:
+    """Why a run that has played so many rounds may play no more; empty where it may, or where nobody wrote it down."""
+    try:
+        statement = json.loads((folder / STATEMENT_FILE).read_text(encoding="utf-8"))
+        return str(statement["stopped"]) if statement["rounds"] == done else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -92,7 +92,7 @@ def federate(
     settings: options of the method and the model in any words: runs that differ in them do not share their noise.
     """
     began = time.perf_counter()
-    phases = _suited(phases_of(algorithm), model, federation, training, method or _ANY)
+    phases = _suited(_as_phases(algorithm, model, federation, training), model, federation, training, method or _ANY)
     engine = _built(engine, device, model, federation, engine_options or {})
     task = _make_task(
         phases, federation, engine, cohort, evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
@@ -133,6 +133,26 @@ class _Nowhere:
     """In place of an engine where nothing is trained: only where tensors are."""
 
     device = torch.device("cpu")
+
+
+def _as_phases(
+    algorithm: Algorithm | Sequence[Phase], model: object, federation: object, training: object
+) -> tuple[Phase, ...]:
+    """The methods in turn; what is of another type is told in words, with what to write instead."""
+    in_turn = isinstance(algorithm, Sequence) and all(isinstance(part, Phase) for part in algorithm)
+    named = algorithm if isinstance(algorithm, str) else "fedavg"
+    network = "from_module(model, input_shape=...)" if callable(model) else "build_model('mlp', input_shape=..., ...)"
+    wanted = (
+        ("algorithm", algorithm, in_turn or isinstance(algorithm, Algorithm), f"build_method({named!r})"),
+        ("model", model, isinstance(model, Model), network),
+        ("federation", federation, isinstance(federation, Federation), "build_federation(experiment)"),
+        ("training", training, isinstance(training, Training), "Training(epochs=1, lr=0.1)"),
+    )
+    for key, given, fine, cure in wanted:
+        if not fine:
+            kind = "Algorithm or sequence of Phase" if key == "algorithm" else key.title()
+            raise FedstillError(f"{key}: {type(given).__name__} is no fedstill.{kind}: give fedstill.{cure}")
+    return phases_of(algorithm)
 
 
 def _suited(

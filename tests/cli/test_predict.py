@@ -99,6 +99,7 @@ def test_every_readable_image_of_a_folder_is_labeled_once_and_the_others_are_nam
         "fedstill: skipped notes.txt: not a readable image",
     ]
     assert "7 rows labeled" in outcome.stdout
+    assert "the server's targets cover the run's own unlabeled set only" in outcome.stdout
     assert "2 that could not be read" in outcome.stdout
 
 
@@ -183,10 +184,20 @@ def test_a_table_is_labeled_by_the_names_of_its_columns(tmp_path):
     fedstill.run(experiment(str(tmp_path / "train.csv"), algorithm="fedavg"), run_dir=tmp_path / "run", pictures=False)
     new = [f"{h},x{row},{w}" for row, (w, h) in enumerate(zip(width[:5], height[:5], strict=True))]
     (tmp_path / "new.csv").write_text("\n".join(["height,id,width", *new]))
-    call(tmp_path / "run", tmp_path / "new.csv")
+    told = call(tmp_path / "run", tmp_path / "new.csv").stdout
     rows = check_files(tmp_path / "run", ["cat", "dog"])
     assert [row["id"] for row in rows] == ["x0", "x1", "x2", "x3", "x4"]
     assert [row["label"] for row in rows] == [("cat", "dog")[k] for k in kind[:5]]
+    assert "from               the run's last model\n" in told, "FedAvg's server forms no targets"
+
+
+def test_rows_of_a_table_keep_the_ids_that_training_was_told_to_leave_out(tmp_path):
+    lines = [f"p-{1000 + row},{row % 2},{row % 3},{('cat', 'dog')[row % 2]}" for row in range(60)]
+    (tmp_path / "all.csv").write_text("\n".join(["id,width,height,label", *lines]))
+    data = {"source": str(tmp_path / "all.csv"), "inputs": ["width", "height"]}
+    fedstill.run(experiment("", data=data, algorithm="fedavg"), run_dir=tmp_path / "run", pictures=False)
+    call(tmp_path / "run", tmp_path / "all.csv")
+    assert [row["id"] for row in read_csv(tmp_path / "run")] == [f"p-{1000 + row}" for row in range(60)]
 
 
 def mistake(*words):

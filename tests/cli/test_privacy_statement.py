@@ -62,6 +62,15 @@ def test_a_run_with_a_budget_ends_before_it_is_exceeded_and_says_why(fedstill, t
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_predict_of_a_run_that_its_budget_ended_proposes_no_resuming(fedstill, tmp_path):
+    assert fedstill("run", "--set", "privacy.epsilon=1.5", "--set", "data.unlabeled=20").exit_code == 0
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    told = "the model is that of round 2 of 4, the last one: privacy.epsilon = 1.5 allows 2 of 4 rounds: one more"
+    assert told in done.stderr
+    assert "fedstill resume" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

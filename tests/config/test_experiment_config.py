@@ -198,6 +198,66 @@ def test_settings_on_the_quick_start_can_choose_every_name(name):
     Experiment.model_validate(apply_settings(quickstart_table(), [f"{name}={choice}"]))
 
 
+def test_none_removes_a_key_so_that_its_default_counts():
+    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "algorithm": {"name": "feddf", "steps": 20}}
+    changed = apply_settings(table, ["local.steps=none", "rounds=none", "algorithm.steps=none", "target=none"])
+    assert changed == {"local": {"lr": 0.1}, "algorithm": {"name": "feddf"}}
+
+
+@pytest.mark.parametrize("key", ["data.scale", "data.unlabeled", "privacy.label_counts", "data.source", "name"])
+def test_none_is_a_value_where_the_key_takes_the_word(key):
+    *section, name = key.split(".")
+    changed = apply_settings({}, [f"{key}=none"])
+    assert (changed[section[0]] if section else changed) == {name: "none"}
+
+
+def test_none_is_a_value_of_a_models_own_key_that_takes_the_word():
+    changed = apply_settings({"model": {"name": "resnet8", "norm": "batch", "groups": 4}}, ["model.norm=none"])
+    assert changed["model"] == {"name": "resnet8", "norm": "none", "groups": 4}
+
+
+def test_text_that_is_quoted_is_never_a_removal():
+    assert apply_settings({"data": {"label": "y"}}, ['data.label="none"']) == {"data": {"label": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("local.stps=none", "unknown key 'local.stps'"),
+        ("algorithm.stps=none", "unknown key 'algorithm.stps'"),
+        ("algorithm.name=none", "algorithm.name = 'none' is unknown"),
+        ("local=none", 'local = "none" must be a section'),
+    ],
+)
+def test_none_removes_no_key_that_is_unknown_and_no_section(setting, line):
+    assert complaint(apply_settings(quickstart_table(), [setting])).startswith(line)
+
+
+def test_epochs_that_would_do_nothing_beside_steps_are_refused():
+    line = "local.epochs = 50 would do nothing: local.steps = 10 counts; add --set local.steps=none"
+    with pytest.raises(FedstillError, match=line):
+        apply_settings(quickstart_table(), ["local.epochs=50"])
+    with pytest.raises(FedstillError, match="leave one of them out"):
+        apply_settings({}, ["local.epochs=50", "local.steps=10"])
+
+
+@pytest.mark.parametrize("settings", [["local.epochs=50", "local.steps=none"], ["local.steps=none", "local.epochs=50"]])
+def test_epochs_count_once_steps_are_removed(settings):
+    local = Experiment.model_validate(apply_settings(quickstart_table(), settings)).local
+    assert (local.epochs, local.steps) == (50, None)
+
+
+def test_a_runs_file_that_holds_both_epochs_and_steps_is_read_and_changed():
+    written = tomllib.loads(Experiment.quickstart().resolved().to_toml())
+    assert {"epochs", "steps"} <= written["local"].keys()
+    assert Experiment.model_validate(apply_settings(written, ["local.lr=0.5", "local.epochs=none"])).local.steps == 10
+
+
+def test_an_unknown_scheme_is_told_before_its_number_of_clients():
+    table = {"partition": {"scheme": "natural2", "clients": 0}}
+    assert complaint(table).startswith("partition.scheme = 'natural2' is unknown: did you mean 'natural'?")
+
+
 def test_methods_are_split_outside_parentheses_and_lists():
     assert split_methods("a, b(x=1,y=[1,2]) ,c") == ["a", "b(x=1,y=[1,2])", "c"]
 

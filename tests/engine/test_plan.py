@@ -279,3 +279,24 @@ def test_a_number_of_steps_costs_what_is_taken_whatever_the_smallest_client_hold
 def test_impossible_training_is_refused_by_its_key(wrong):
     with pytest.raises(FedstillError, match=f"local.{next(iter(wrong))}"):
         check_training(Training(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"epochs": 1.5}, "a whole number"),
+        ({"steps": 2.0}, "a whole number"),
+        ({"batch_size": "50"}, "a whole number"),
+        ({"epochs": None}, "a whole number"),
+        ({"lr": "0.1"}, "a number"),
+        ({"clip": "1"}, "a number"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused_by_their_key(wrong, words):
+    ((key, value),) = wrong.items()
+    with pytest.raises(FedstillError, match=f"local.{key} = {value!r} must be {words}"):
+        check_training(Training(**wrong))
+
+
+def test_numbers_of_numpy_are_numbers():
+    check_training(Training(epochs=np.int64(2), steps=None, lr=np.float32(0.1), clip=1))

@@ -237,7 +237,12 @@ def test_models_are_plain_safetensors_with_plain_names(tmp_path):
     assert same_form(loaded, weights)
     assert all(torch.equal(loaded.params[name], weights.params[name]) for name in weights.params)
     assert all(torch.equal(loaded.buffers[name], weights.buffers[name]) for name in weights.buffers)
-    assert same_form(load_weights(tmp_path / "best" / "weights.safetensors"), weights)
+    for place in (
+        tmp_path / "best" / "weights.safetensors",
+        f"{tmp_path}/best/weights.safetensors",
+        f"{tmp_path}/best",
+    ):
+        assert same_form(load_weights(place), weights)
     assert os.listdir(tmp_path / "best") == ["weights.safetensors"]
 
 

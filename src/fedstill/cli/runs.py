@@ -24,22 +24,24 @@ from fedstill.experiment import (
     read_description,
     run,
 )
-from fedstill.expression import label, parse, single, split_methods, write
+from fedstill.expression import label, parse, split_methods
 from fedstill.history import History, Result
-from fedstill.options import defaults
+from fedstill.places import check_run_folder
 from fedstill.prototypes import describe_model
 from fedstill.report.table import counted, human_bytes, plain_table, rich_table
-from fedstill.settings import describe_partition, parse_method
+from fedstill.settings import describe_partition, parse_method, without_defaults
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
-    if out is None:
-        return new_run_dir(experiment)
-    if out.exists() and not out.is_dir():
-        raise FedstillError(f"--out: '{out}' is a file: give a folder")
-    if (out / CONFIG_FILE).exists():
-        raise FedstillError(f"--out: '{out}' already holds a run: choose another folder, or `fedstill resume {out}`")
-    return out
+    folder = new_run_dir(experiment) if out is None else out
+    if folder.exists() and not folder.is_dir():
+        raise FedstillError(f"--out: '{folder}' is a file: give a folder")
+    if (folder / CONFIG_FILE).exists():
+        raise FedstillError(
+            f"--out: '{folder}' already holds a run: choose another folder, or `fedstill resume {folder}`"
+        )
+    check_run_folder(experiment, folder, asked="--out")
+    return folder
 
 
 def run_command(
@@ -47,13 +49,9 @@ def run_command(
 ) -> None:
     folder = choose_folder(experiment, out)
     _tell_unreached([experiment.algorithm.name], experiment.rounds)
-    _run(experiment, folder, file=_described_by(file, changes, folder), as_json=as_json, resume=False)
-
-
-def _described_by(file: Path | None, changes: Sequence[str], folder: Path) -> Path | None:
-    """Which file to go on with: its own folder's, if a run is not what the file says; methods are named anyway."""
-    changed = any(not change.strip().startswith("algorithm") for change in changes)
-    return folder / CONFIG_FILE if changed else file
+    changed = any(not change.strip().startswith("algorithm") for change in changes)  # the method is named anyway
+    file = folder / CONFIG_FILE if changed else file  # what to go on with: the run is not what the file says
+    _run(experiment, folder, file=file, as_json=as_json, resume=False)
 
 
 def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool) -> None:
@@ -78,11 +76,13 @@ def compare_command(
 ) -> None:
     entries = choose_methods(experiment, _entries(methods))
     count = experiment.compare.seeds if seeds is None else seeds
+    chosen = methods is not None and tuple(entries) != experiment.compare.methods
+    changed = bool(changes) or chosen or count != experiment.compare.seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = choose_folder(experiment, out)
     _tell_unreached(list(entries), experiment.rounds)
     comparison = _compare(experiment, folder, resume=False)
-    file = _described_by(file, changes, folder)
+    file = folder / CONFIG_FILE if changed else file
     _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
 
 
@@ -199,18 +199,11 @@ def _incidents(result: Result) -> list[str]:
 
 def _after_run(experiment: Experiment, file: Path | None) -> str:
     """A comparison; under a budget a look at the method, since plain ones cannot keep it."""
-    method = _as_written(experiment)
+    method = without_defaults(experiment.algorithm)
     if experiment.privacy.epsilon is not None:
         return f"fedstill explain {shlex.quote(method)}"
     other = "scaffold" if method == "fedavg" else "fedavg"
     return f"{_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
-
-
-def _as_written(experiment: Experiment) -> str:
-    """The method without what is its default: a run's folder spells that out."""
-    name, given = experiment.algorithm.name, experiment.algorithm.options
-    known = defaults("algorithm", name, preset=given.get("preset")) if single(name) else {}
-    return write(name, {key: value for key, value in given.items() if key not in known or known[key] != value})
 
 
 def _command(name: str, file: Path | None) -> str:
@@ -220,9 +213,10 @@ def _command(name: str, file: Path | None) -> str:
 def _next_step(experiment: Experiment, best: str, file: Path | None) -> str:
     """Look at the winner, and at another skew where the partition has one."""
     alpha, command = experiment.partition.options.get("alpha"), _command("compare", file)
+    seeds = 5 if experiment.compare.seeds < 5 else 2 * experiment.compare.seeds
     sections = {label(entry): parse_method(entry, experiment) for entry in experiment.compare.methods}
-    winner = write(sections[best].name, sections[best].options)  # files with their folders, unlike in the table
-    other = f"{command} --set partition.alpha={10 * alpha:g}  (milder skew)" if alpha else f"{command} --seeds 5"
+    winner = without_defaults(sections[best])  # files with their folders, unlike in the table
+    other = f"{command} --set partition.alpha={10 * alpha:g}  (milder skew)" if alpha else f"{command} --seeds {seeds}"
     return f"fedstill explain {shlex.quote(winner)}, or {other}"
 
 

@@ -7,12 +7,17 @@ any tensor moves, so that CPU, GPU, chunk size and engine cannot change it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import bits, seed_for
 from fedstill.core.types import Seed, Training
+
+_WHOLE = ("epochs", "steps", "batch_size", "lr_cycle")
+_NUMBERS = ("lr", "momentum", "weight_decay", "clip", "lr_decay", "lr_epoch_decay", "lr_low")
+_MAY_BE_NONE = ("steps", "clip")
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,17 @@ def _learning_rates(training: Training, steps: np.ndarray, per_epoch: np.ndarray
     return np.asarray(rates, np.float64)
 
 
+def _check_numbers(training: Training) -> None:
+    for key in (*_WHOLE, *_NUMBERS):
+        value, kind = getattr(training, key), Integral if key in _WHOLE else Real
+        if not isinstance(value, kind) and not (value is None and key in _MAY_BE_NONE):
+            words = "a whole number" if key in _WHOLE else "a number"
+            raise FedstillError(f"local.{key} = {value!r} must be {words}: see docs/experiment-file.md")
+
+
 def check_training(training: Training) -> None:
     """Refuse what cannot be trained with, naming the key."""
+    _check_numbers(training)
     limits = {
         "batch_size": training.batch_size >= 1,
         "epochs": training.epochs >= 0,

@@ -55,6 +55,12 @@ def model_options(name: str) -> dict[str, Any]:
     return {option.name: option.default for option in parameters if option.kind is option.KEYWORD_ONLY}
 
 
+def _check_list(option: str, value: object, default: object) -> None:
+    """A single number where a list belongs; networks tell other mistakes by themselves."""
+    if isinstance(default, tuple) and not isinstance(value, (tuple, list)):
+        raise FedstillError(f"model.{option} = {value!r} must be a list: e.g. {option}={default!r}")
+
+
 def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **options: Any) -> Model:
     """A built-in network as a Model, for samples of `input_shape`.
 
@@ -67,6 +73,7 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
         if option not in known:
             told = suggest(option, known) if known else f"'{name}' has no options"
             raise FedstillError(f"model.{option} is not an option of '{name}': {told}")
+        _check_list(option, options[option], known[option])
     shape = tuple(input_shape)
     # All of them batch (a test runs each under vmap), so that the trial runs of from_module can be left out.
     return from_module(
