@@ -13,8 +13,7 @@ EXTRAS = {
     "data": ("datasets", "pyarrow", "pillow"),
     "plots": ("matplotlib",),
     "dp": ("dp-accounting",),
-    "ray": ("ray",),
-    "flower": ("flwr",),
+    "text": ("tokenizers",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

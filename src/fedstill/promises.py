@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.heads import head_names, head_of
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.types import Algorithm, Local, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
@@ -36,18 +37,21 @@ def stretches_of(
     weights: Weights,
     privacy: Privacy,
     *,
+    sent: Weights | None = None,
     probability: float = 1.0,
     visits: Callable[[int, int], int] | None = None,
     known: tuple[str, ...] = (),
 ) -> Callable[[int], list[Stretch]]:
     """What has left the clients when so many rounds are played, as a function of their number.
 
+    sent: what of the weights a client sends; None: all.
     visits: (first round, last round) -> rounds in which the client took part that was drawn most often.
     known: what of the clients' data everybody knows by how they were read.
     """
     ends = [phase.until for phase in phases]
     firsts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
-    plain = [replace(_stretch(phase.algorithm, weights, probability), known=known) for phase in phases]
+    sent = weights if sent is None else sent
+    plain = [replace(_stretch(phase.algorithm, weights, sent, probability), known=known) for phase in phases]
     plain = _with_label_counts(plain, phases, privacy)
 
     def after(played: int) -> list[Stretch]:
@@ -62,9 +66,10 @@ def _played(stretch: Stretch, first: int, last: int, visits: Callable[[int, int]
     return replace(stretch, rounds=rounds, visits=visits(first, last) if visits and rounds else rounds)
 
 
-def _stretch(algorithm: Algorithm, weights: Weights, probability: float) -> Stretch:
-    leaves = {"model": "trained models", "numbers": "numbers of samples and steps, training losses"}
-    if weights.buffers:
+def _stretch(algorithm: Algorithm, weights: Weights, sent: Weights, probability: float) -> Stretch:
+    trained = "trained models" if sent.params.keys() == weights.params.keys() else "trained heads"
+    leaves = {"model": trained, "numbers": "numbers of samples and steps, training losses"}
+    if sent.buffers:
         leaves["buffers"] = "BatchNorm statistics"
     if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm):
         leaves["label_counts"] = "label counts"
@@ -222,8 +227,9 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
     if privacy == Privacy() and not any(phase.algorithm.releases for phase in task.phases):
         return task, Promise(rounds, rounds, privacy, None)
     probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
+    sent = head_of(weights, head_names(task.model)) if task.training.part == "head" else weights
     how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
-    after = stretches_of(task.phases, weights, privacy, **how)
+    after = stretches_of(task.phases, weights, privacy, sent=sent, **how)
     return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
 
 

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 # Okabe & Ito (2008): eight colours that stay apart for colour-blind readers; yellow last (weak on white).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)))
-GAP = 0.052  # of two names right of their lines, in heights of the axes
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (1, 1.1)), (0, (4, 1.4, 1, 1.4)))
+HEIGHT = 4.6  # inches of a picture, unless its names need more
+GAP = 0.052  # of two names right of their lines, in heights of the axes of such a picture
+SWATCH = (1.03, 1.10)  # where a piece of the line stands before its name, in widths of the axes: two dashes at least
+LINE_WIDTH = 1.8
 NAME_WIDTH, TITLE_WIDTH = 34, 92  # letters a line, in a picture of eight inches
 
 Style = tuple[str, Any]  # colour, dash
+End = tuple[float, str, Style]  # of a line: where it ends, its name, how it is drawn
 Curve = tuple[Sequence[int], Sequence[float]]  # rounds, accuracies
 Band = tuple[np.ndarray, np.ndarray, np.ndarray]  # rounds, mean, standard deviation
 
@@ -61,10 +65,12 @@ def learning_curves(
         from matplotlib.figure import Figure
     except ImportError:
         raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
-    figure = Figure(figsize=(8.0, 4.6), dpi=150, layout="constrained")
+    bands = {wrapped(method, NAME_WIDTH): band(runs) for method, runs in curves.items()}
+    gap = GAP * max(map(line_count, bands))
+    taller = max(1.0, gap * len(bands))  # so that all names find room
+    figure = Figure(figsize=(8.0, HEIGHT * taller), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    bands = {wrapped(method, NAME_WIDTH): band(runs) for method, runs in curves.items()}
     bars = all(len(rounds) == 1 for rounds, _, _ in bands.values())
     if bars:
         _draw_bars(axes, bands)
@@ -72,7 +78,7 @@ def learning_curves(
     else:
         ends = _draw_lines(axes, bands)
         _dress(axes, max(int(rounds[-1]) for rounds, _, _ in bands.values()), target)
-        name_ends(axes, ends, gap=GAP * max(map(line_count, bands)))
+        name_ends(axes, ends, gap=gap / taller)
     note = about_seeds((len(runs) for runs in curves.values()), "line" if bars else "band")
     figure.suptitle(wrapped(title + note, TITLE_WIDTH), x=0.01, ha="left", fontsize=11)  # of all its width
     figure.savefig(path)
@@ -97,15 +103,14 @@ def line_count(text: str) -> int:
     return text.count("\n") + 1
 
 
-def _draw_lines(axes: Axes, bands: Mapping[str, Band]) -> list[tuple[float, str, str]]:
-    """(where it ends, name, colour) of every line."""
+def _draw_lines(axes: Axes, bands: Mapping[str, Band]) -> list[End]:
     ends = []
     for place, (method, (rounds, mean, spread)) in enumerate(bands.items()):
         colour, dash = style(place)
         marker = "o" if len(rounds) == 1 else None
-        axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=1.8, marker=marker)
+        axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=LINE_WIDTH, marker=marker)
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
-        ends.append((100 * float(mean[-1]), method, colour))
+        ends.append((100 * float(mean[-1]), method, (colour, dash)))
     return ends
 
 
@@ -163,20 +168,20 @@ def _dress(axes: Axes, last: int, target: float | None) -> None:
         )
 
 
-def name_ends(axes: Axes, ends: list[tuple[float, str, str]], *, gap: float = GAP, form: str = ".1f") -> None:
-    """Names right of the lines' ends, moved apart where they would overlap; a thin line leads back to the end.
+def name_ends(axes: Axes, ends: Sequence[End], *, gap: float = GAP, form: str = ".1f") -> None:
+    """Names right of the lines' ends, moved apart where they would overlap, each behind a piece of its line.
 
     gap: least distance of two names, in heights of the axes.
     """
     low, high = axes.get_ylim()
-    ordered = sorted(ends)
+    ordered = sorted(ends, key=lambda end: end[:2])
     heights = [(value - low) / (high - low) for value, _, _ in ordered]
     places = within(spread_apart(heights, gap), gap)
-    for height, place, (value, method, colour) in zip(heights, places, ordered, strict=True):
-        axes.plot([1.0, 1.03], [height, place], color=colour, linewidth=0.8, transform=axes.transAxes, clip_on=False)
-        axes.text(
-            1.04, place, f"{value:{form}}  {method}", color=colour, fontsize=9, va="center", transform=axes.transAxes
-        )
+    beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
+    for height, place, (value, name, (colour, dash)) in zip(heights, places, ordered, strict=True):
+        axes.plot([1.0, SWATCH[0]], [height, place], color=colour, linewidth=0.8, **beside)
+        axes.plot(SWATCH, [place, place], color=colour, linestyle=dash, linewidth=LINE_WIDTH, **beside)
+        axes.text(SWATCH[1] + 0.01, place, f"{value:{form}}  {name}", color=colour, fontsize=9, va="center", **beside)
 
 
 def spread_apart(places: Sequence[float], gap: float) -> list[float]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report.curves import COLOURS, name_ends
+from fedstill.report.curves import End, name_ends, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,15 +59,14 @@ def privacy_cost_picture(costs: Costs, path: Path, *, title: str, levels: Mappin
     for name, seeds in levels.items():
         height = 100 * float(np.mean(seeds))
         axes.axhline(height, color=LEVEL, linewidth=1, linestyle=":")
-        ends.append((height, name, LEVEL))
+        ends.append((height, name, (LEVEL, ":")))
     _dress(axes, places, title, most=max(len(seeds) for line in costs.values() for seeds in line.values()))
     name_ends(axes, ends)
     figure.savefig(path)
     return path
 
 
-def _draw_lambdas(axes: Axes, costs: Costs, places: Mapping[float, int]) -> list[tuple[float, str, str]]:
-    """(where it ends, name, colour) of every line."""
+def _draw_lambdas(axes: Axes, costs: Costs, places: Mapping[float, int]) -> list[End]:
     ends = []
     for number, (lam, line) in enumerate(costs.items()):
         known = [epsilon for epsilon in places if line.get(epsilon)]
@@ -76,10 +75,10 @@ def _draw_lambdas(axes: Axes, costs: Costs, places: Mapping[float, int]) -> list
         x = [places[epsilon] for epsilon in known]
         mean = np.array([100 * np.mean(line[epsilon]) for epsilon in known])
         spread = np.array([100 * np.std(line[epsilon], ddof=1) if len(line[epsilon]) > 1 else 0.0 for epsilon in known])
-        colour = COLOURS[number % len(COLOURS)]
-        axes.plot(x, mean, color=colour, linewidth=1.6, marker="o", markersize=4)
+        colour, dash = style(number)
+        axes.plot(x, mean, color=colour, linestyle=dash, linewidth=1.6, marker="o", markersize=4)
         axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.13, linewidth=0)
-        ends.append((float(mean[-1]), f"lambda = {lam:g}", colour))
+        ends.append((float(mean[-1]), f"lambda = {lam:g}", (colour, dash)))
     return ends
 
 

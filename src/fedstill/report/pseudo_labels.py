@@ -140,7 +140,7 @@ def _draw_lines(
         else:
             axes.plot(rounds, mean, color=colour, linestyle=dash, linewidth=1.8)
             axes.fill_between(rounds, mean - spread, mean + spread, color=colour, alpha=0.13, linewidth=0)
-        ends.append((float(mean[-1]), wrapped(name, NAME_WIDTH), colour))
+        ends.append((float(mean[-1]), wrapped(name, NAME_WIDTH), (colour, dash)))
     axes.set_ylabel(label)
     axes.set_xlim(0.5, last + 0.5)
     _whole_rounds(axes)
