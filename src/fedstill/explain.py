@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedstill.core.compose import run_step
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
 from fedstill.core.types import (
@@ -45,6 +46,7 @@ _HOMES = {
     "fedstill.server": "server",
     "fedstill.core.compose": "server",
 }
+_MADE = {"Objective": "client", "ServerStep": "server"}
 _GLUE = {"combine", "chain"}
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
 Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
@@ -128,6 +130,8 @@ def _turn(part: Callable[..., Any]) -> tuple[int, int]:
 
 def _where(function: Callable[..., Any]) -> str:
     """client, on the way or server; empty for what is no part of a method."""
+    if not function.__module__.startswith("fedstill."):  # somebody's own: a part makes an Objective or a ServerStep
+        return next((where for made, where in _MADE.items() if made in function.__code__.co_names), "")
     return next((where for home, where in _HOMES.items() if function.__module__.startswith(home)), "")
 
 
@@ -139,10 +143,10 @@ def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     for value in inspect.getclosurevars(inspect.unwrap(function)).globals.values():
         if not inspect.isfunction(value):
             continue
-        if value.__module__ == function.__module__ or value.__module__.startswith("fedstill.algorithms."):
-            yield from _called(value)
-        elif _where(value) and value.__name__ not in _GLUE:
+        if _where(value) and value.__name__ not in _GLUE:
             yield value
+        elif value.__module__ == function.__module__ or value.__module__.startswith("fedstill.algorithms."):
+            yield from _called(value)
 
 
 def _options(factory: Callable[..., Any], text: str, preset: str | None = None) -> list[dict[str, Any]]:
@@ -167,7 +171,7 @@ def traffic(algorithm: Algorithm) -> dict[str, list[str]]:
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         seen.append(round.uploads)
-        return algorithm.server.apply(candidate, state, round)
+        return run_step(algorithm.server, candidate, state, round)
 
     told, prepare = _overhearing(algorithm.server)
     watched = dataclasses.replace(algorithm.server, apply=apply, broadcast=broadcast, prepare=prepare)

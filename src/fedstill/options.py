@@ -85,8 +85,9 @@ def check(kind: str, name: str, given: Mapping[str, Any]) -> None:
             raise FedstillError(f"unknown key '{kind}.{key}' for {name}: {hint}")
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in given:
-            wanted = describe(_COLUMNS.get((name, key), _hints(find(kind, name)).get(key)))
-            raise FedstillError(f"{kind}.{key} is missing: {name} needs it, {wanted}")
+            annotation = _COLUMNS.get((name, key), _hints(find(kind, name)).get(key))
+            wanted = f", {describe(annotation)}" if annotation is not None else ": set it, or give it a default"
+            raise FedstillError(f"{kind}.{key} is missing: {name} needs it{wanted}")
 
 
 @cache

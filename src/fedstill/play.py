@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.asking import Asked
+from fedstill.core.compose import run_step
 from fedstill.core.errors import FedstillError
 from fedstill.core.groups import bytes_received, bytes_sent, only, own_upload, whole_upload
 from fedstill.core.heads import head_names, head_of
@@ -328,7 +329,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         trainer=task.engine,
         validation=task.validation if Need.VALIDATION in needs_of(algorithm) else None,
     )
-    candidate, server = algorithm.server.apply(state.weights, state.server, look)
+    candidate, server = run_step(algorithm.server, state.weights, state.server, look)
     server = keep_waiting_of(state.server, server, task.model.groups)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]

@@ -111,6 +111,13 @@ def test_two_averages_that_differ_clash_in_python_too():
         join({"one": fedavg(weighting="size"), "two": fedprox(weighting="uniform")})
 
 
+def test_a_function_of_ones_own_that_fixes_how_it_averages_is_told_to_take_it_as_an_option():
+    mine = Algorithm(cross_entropy(), average())
+    told = r"mine \(average by size.*scaffold \(average by uniform.*average\(weighting, buffers=buffers\)"
+    with pytest.raises(FedstillError, match=told):
+        join({"mine": mine, "scaffold": scaffold()})
+
+
 def test_something_must_fit_the_labels_and_something_must_aggregate():
     penalty = Algorithm(proximal(0.1), average())
     with pytest.raises(FedstillError, match="fits the labels"):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import fedstill
 from fedstill.algorithms import METHODS, build_algorithm
 from fedstill.cli import app
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Local, Need, Output
 from fedstill.methods import build_method
 from fedstill.partition import PARTITIONS
@@ -78,6 +79,27 @@ def test_it_is_compared_and_joined_with_other_methods(folder):
     told = json.dumps(answer("compare", "--methods", f"fedavg,{mixture}", "--seeds", "1"))
     assert mixture.rpartition("/")[2] in told  # tables show a file without its folder
     assert '"fedavg"' in told
+
+
+def joins(text: str) -> bool:
+    try:
+        build_method(text)
+    except FedstillError:
+        return False
+    return True
+
+
+def test_it_joins_whatever_a_built_in_method_of_its_kind_joins(folder):
+    others = [name for name in METHODS if name != "fedlmd"]
+    assert joins(f"{PATH}+scaffold")
+    for name in others:
+        assert joins(f"{PATH}+{name}") == joins(f"fedlmd+{name}"), name
+
+
+def test_joined_with_scaffold_and_its_knob_at_zero_it_is_scaffold(folder):
+    (joined,) = build_method(f"{PATH}(strength=0.0)+scaffold")
+    (plain,) = build_method("scaffold")
+    assert torch.equal(trained(joined.algorithm, "batched"), trained(plain.algorithm, "batched"))
 
 
 def test_it_can_be_imported_as_a_module_too(folder, monkeypatch):

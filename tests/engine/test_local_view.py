@@ -10,6 +10,7 @@ import torch
 from engine_cases import CLASSES, assert_close, engine_for, federation, network, train
 
 from fedstill.core.compose import combine, weighted_mean
+from fedstill.core.errors import FedstillError
 from fedstill.core.tree import rows
 from fedstill.core.types import Model, Need, Objective, Training, Weights
 from fedstill.engine import build_engine
@@ -292,15 +293,15 @@ def test_teachers_run_in_eval_mode(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_features_that_nobody_declared_are_nan_where_outputs_are_remembered(engine):
+def test_features_that_nobody_declared_cannot_be_read_where_outputs_are_remembered(engine):
     """A term that reads them without saying so must not get something else that looks like them."""
 
     def loss(output, batch, local):
         return output.logits.sum() * 0.0 + local.frozen["start"].features.sum() * 0.0
 
     peeking = Objective(loss, frozen={"start": start_model})
-    trained = train(engine_for(engine), TRAINING, objective=peeking, ids=[0, 1])
-    assert bool(trained.uploads.loss.isnan().all())
+    with pytest.raises(FedstillError, match=r"test_local_view.py, line \d+.*features.*Need.FEATURES"):
+        train(engine_for(engine), TRAINING, objective=peeking, ids=[0, 1])
     honest = dataclasses.replace(peeking, needs=frozenset({Need.FEATURES}))
     assert bool((train(engine_for(engine), TRAINING, objective=honest, ids=[0, 1]).uploads.loss == 0).all())
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.mistakes import model_and_state, one_number
 from fedstill.core.tree import interpolate
 from fedstill.core.types import (
     Algorithm,
@@ -53,9 +54,9 @@ def combine(*terms: Objective) -> Objective:
                 raise FedstillError(f"two terms name a frozen model '{name}' but mean different weights")
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        total = terms[0].loss(output, batch, local)
+        total = one_number(terms[0], terms[0].loss(output, batch, local))
         for term in terms[1:]:
-            total = total + term.loss(output, batch, local)
+            total = total + one_number(term, term.loss(output, batch, local))
         return total
 
     def init(weights: Weights) -> Tree:
@@ -95,6 +96,11 @@ def bound_to(algorithm: Algorithm, model: Model) -> Algorithm:
     return algorithm if objective is algorithm.objective else replace(algorithm, objective=objective)
 
 
+def run_step(step: ServerStep, candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    """What a server step makes of a candidate; one that returns something else is named."""
+    return model_and_state(step, step.apply(candidate, state, round))
+
+
 def chain(*steps: ServerStep) -> ServerStep:
     """Run server steps in order; the state is the states of the steps, by position."""
 
@@ -104,7 +110,7 @@ def chain(*steps: ServerStep) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         after: Tree = {}
         for i, step in enumerate(steps):
-            candidate, after[str(i)] = step.apply(candidate, state.get(str(i), {}), round)
+            candidate, after[str(i)] = run_step(step, candidate, state.get(str(i), {}), round)
         return candidate, after
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
@@ -147,7 +153,7 @@ def _checks(steps: Sequence[ServerStep]) -> Callable[[Outlook], None]:
 
 def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        return step.apply(candidate, state, round) if active(round.number) else (candidate, state)
+        return run_step(step, candidate, state, round) if active(round.number) else (candidate, state)
 
     return replace(step, apply=apply, name="", instead_of="", steps=())
 
@@ -166,7 +172,7 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
     """share * (candidate before the step) + (1 - share) * (candidate after it); share 1 switches the step off."""
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        moved, state = step.apply(candidate, state, round)
+        moved, state = run_step(step, candidate, state, round)
         return interpolate(candidate, moved, share), state
 
     return replace(step, apply=apply, name="", instead_of="", steps=())
@@ -210,7 +216,7 @@ def _with_two_models(
         return _merge("server state", [step.init(weights), {REPORTED: {}}])
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        moved, after = step.apply(candidate, own(state), round)
+        moved, after = run_step(step, candidate, own(state), round)
         sent, reported = apart(candidate, moved, round)
         return sent, {**after, REPORTED: reported}
 
@@ -255,7 +261,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         models = past(state)
-        candidate, inner = step(models).apply(candidate, state.get("inner", {}), round)
+        candidate, inner = run_step(step(models), candidate, state.get("inner", {}), round)
         kept = [*models, candidate][-size:] if size else []
         return candidate, {"past": {str(i): as_tree(m) for i, m in enumerate(kept)}, "inner": inner}
 

@@ -112,7 +112,10 @@ def _aggregate(methods: Named) -> ServerStep:
         raise FedstillError(f"none of {', '.join(methods)} makes one model from the cohort's: add e.g. fedavg")
     if len(left) > 1:
         told = " and ".join(f"{method} ({name})" for name, (method, _) in left.items())
-        raise FedstillError(f"{told} aggregate differently: give both the same weighting and buffers, or use one")
+        raise FedstillError(
+            f"{told} aggregate differently: give both the same weighting and buffers, or use one (a function of your "
+            "own takes them as options and writes average(weighting, buffers=buffers))"
+        )
     ((_, step),) = left.values()
     return step
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedstill.core.compose import chain
+from fedstill.core.compose import chain, run_step
 from fedstill.core.groups import merge, merge_uploads, places_of, split, split_uploads, targets_together
 from fedstill.core.phases import carry_over, keep_waiting, share_states
 from fedstill.core.types import (
@@ -141,7 +141,7 @@ def _apply(chains: Mapping[str, ServerStep], groups: Groups) -> Callable[[Weight
         for place, prototype, step in _in_step(chains):
             look = rounds[prototype]
             if len(look.uploads.ids) or step.stage in (Stage.REFINE, Stage.REPORT):
-                moved = step.apply(parts[prototype], after[prototype].get(place, {}), look)
+                moved = run_step(step, parts[prototype], after[prototype].get(place, {}), look)
                 parts[prototype], after[prototype][place] = moved
         _hand_up(round, rounds)
         return merge(parts), after

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.errors import FedstillError
+from fedstill.core.mistakes import UndeclaredInput
 from fedstill.core.tree import leaves, tree_map
 from fedstill.core.types import Batch, Local, Params, Tree
+from fedstill.engine.own_code import tell_mistake
 from fedstill.engine.plan import Plan
 from fedstill.engine.program import Program
 from fedstill.engine.stack import Stack, View
@@ -107,7 +110,11 @@ def map_clients(function: Callable[..., Any], local: Local, *stacked: Any) -> An
         part, *rest = tree_map(lambda _: next(given), shape)
         return function(part._replace(start=local.start, received=local.received), *rest)
 
-    return torch.func.vmap(run)(*leaves(shape))  # flat: torch's own tree code would take a tenth of a small step
+    try:
+        return torch.func.vmap(run)(*leaves(shape))  # flat: torch's own tree code would take a tenth of a small step
+    except (RuntimeError, FedstillError) as error:
+        tell_mistake(error)
+        raise
 
 
 class Group:
@@ -184,7 +191,13 @@ class Group:
         if x.ndim == 4 and any(p.is_contiguous(memory_format=torch.channels_last) for p in view.leaves if p.ndim == 4):
             x = x.contiguous(memory_format=torch.channels_last)
         local = local._replace(frozen=program.cached(index))
-        found: tuple[Tensor, Params] = program.loss_alone(view.params, view.buffers, Batch(x, y, weight), local, full)
+        try:
+            found: tuple[Tensor, Params] = program.loss_alone(
+                view.params, view.buffers, Batch(x, y, weight), local, full
+            )
+        except UndeclaredInput as error:
+            tell_mistake(error)
+            raise
         return found
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.mistakes import hide_undeclared, one_number
 from fedstill.core.needs import CURES
 from fedstill.core.tree import clone, tree_map
 from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Params, Training, Tree, Weights
@@ -80,6 +81,8 @@ class Program:
         self.model, self.objective, self.training, self.feed = model, objective, training, feed
         self.static, self.precision = static, precision
         self.compiled = compiled
+        # whether a loss was tried on undeclared inputs that object to being read: once is enough, and a trace cannot
+        self.tried = compiled
         # `client_loss` of a model that trains alone, the server's or a client's
         self.loss_alone = torch.compile(_own_code(self.client_loss), dynamic=False) if compiled else self.client_loss
         self.start = Weights({}, {})
@@ -180,8 +183,7 @@ class Program:
             output, moved = self.model.apply(
                 Weights(params, buffers), batch.x, training=True, weight=weight, seed=local.seed
             )
-            local = local._replace(params=params, buffers=buffers, frozen=frozen)
-            return self.objective.loss(output, batch, local), moved
+            return self._value(output, batch, local._replace(params=params, buffers=buffers, frozen=frozen)), moved
 
     def _head_loss(self, head: Params, batch: Batch, local: Local, weight: Tensor | None) -> Tensor:
         """The loss as a function of the head alone; terms that look at parameters see all of them."""
@@ -192,4 +194,9 @@ class Program:
                 features = self.model.apply(local.start, batch.x, training=False, weight=weight)[0].features
         assert self.model.head is not None
         output = Output(self.model.head(params, features), features)
-        return self.objective.loss(output, batch, local._replace(params=params, buffers=buffers))
+        return self._value(output, batch, local._replace(params=params, buffers=buffers))
+
+    def _value(self, output: Output, batch: Batch, local: Local) -> Tensor:
+        if not self.tried:
+            self.tried, local = True, hide_undeclared(local, self.objective.needs)
+        return one_number(self.objective, self.objective.loss(output, batch, local))

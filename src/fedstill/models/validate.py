@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
@@ -14,35 +13,9 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_stream
 from fedstill.core.tree import leaves, tree_map
 from fedstill.core.types import Params
+from fedstill.core.vmap_rules import why_not_under_vmap
 from fedstill.models.layers import Step
 from fedstill.models.stateless import Skeleton, canonical_names, weights_of
-
-# (pattern in PyTorch's message, what the layer does, what to do instead)
-_CAUSES = (
-    (r"calling \.item\(\)", "calls .item(), float() or int() on a tensor", "keep it a tensor"),
-    (r"data-dependent control flow", "branches on the value of a tensor (if tensor)", "use torch.where"),
-    (
-        r"dynamic shape|boolean mask",
-        "makes a shape that depends on values (boolean mask, nonzero, unique)",
-        "use torch.where or masked_fill",
-    ),
-    (
-        r"inplace arithmetic|match the broadcast shape",
-        "writes one client's values into a tensor that all clients share",
-        "write out of place (x = x + y) or into torch.zeros_like(x)",
-    ),
-    (r"data pointer|numpy", "leaves PyTorch (.numpy(), .tolist())", "stay in tensor operations"),
-    (
-        r"setup_context|vmap support",
-        "uses a torch.autograd.Function without a vmap rule",
-        "give the Function setup_context and generate_vmap_rule = True",
-    ),
-    (
-        r"(?:Batching rule not implemented|derivative) for (aten::\w+)",
-        "uses {} (PyTorch has no batched form of it)",
-        "replace that operation",
-    ),
-)
 
 
 class _Follow:
@@ -130,10 +103,5 @@ def _try_two(module: nn.Module, skeleton: Skeleton, example_input: Tensor) -> No
 
 
 def _explain(layer: str, message: str) -> str:
-    what, cure = f"fails under vmap ({message})", "see 'torch.func.vmap' limitations"
-    for pattern, does, instead in _CAUSES:
-        found = re.search(pattern, message)
-        if found:
-            what, cure = does.format(*found.groups()), instead
-            break
+    what, cure = why_not_under_vmap(message) or (f"fails under vmap ({message})", "see 'torch.func.vmap' limitations")
     return f"{layer} {what} and so cannot run for many clients at once: {cure}, or set engine.name = 'looped'"
