@@ -134,7 +134,12 @@ def load_as(
     except (OSError, RuntimeError) as error:
         raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
     if _is_path(source):
-        raise FedstillError(f"data.source: no such file or folder: '{source}'")
+        below = (
+            ""
+            if Path(source).is_absolute()
+            else " (paths count from the current folder, not from a file that has them)"
+        )
+        raise FedstillError(f"data.source: no such file or folder: '{source}'{below}")
 
     def download() -> Source:
         name = text.partition(":")[0].rpartition("/")[2]
