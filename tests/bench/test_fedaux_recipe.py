@@ -22,7 +22,7 @@ from fedstill.expression import parse
 FEDAUX = PaperCase("fedaux")
 PRESETS = ("correct", "paper", "released")
 NAMES = ("1", "2", "3", "figure-4", "figure-6", "figure-7", "figure-8", "figure-9")
-OURS = ("privacy", "options")
+OURS = ("privacy", "options", "clients")
 AT_HAND = {"cifar10", "tiny_imagenet", "ag_news", "shakespeare"}
 PRETRAINED = "simclr(epochs=100, pretrain_seed=0)"
 
@@ -55,10 +55,10 @@ def test_a_cell_is_in_its_table_once(preset):
 
 
 def test_clients_train_as_section_vi_a_says():
-    """Adam, 1e-3, batches of 32; one epoch but for the one-shot table; text is ours."""
+    """Adam, 1e-3, batches of 32; one epoch but for the one-shot table; text is ours, and so is the table of clients."""
     for preset in PRESETS:
         for name, table in FEDAUX.recipe.tables[preset].items():
-            for cell in table.cells:
+            for cell in table.cells if name != "clients" else ():
                 local = cell.experiment.local
                 assert (local.optimizer, local.batch_size, local.augment) == ("adam", 32, ())
                 assert local.lr == (5e-4 if name == "figure-7" else 1e-3)
@@ -235,6 +235,21 @@ def test_the_cost_of_privacy_is_asked_for_where_the_promise_holds():
         if cell.row != "feddf+p":
             (release,) = releases(cell.experiment)
             assert (release.multiplier is not None) == ("epsilon" in cell.row), cell.row
+
+
+def test_how_clients_train_is_all_that_differs_in_the_table_of_clients():
+    first = FEDAUX.experiment("clients", "fedaux", "tiny-adam-0.001")
+    assert cell_key(first) == cell_key(FEDAUX.experiment("1", "fedaux", "tiny-alpha-0.01-c-0.4")), "run once"
+    found = {}
+    for name in ("adam-0.0001", "adam-goes-on", "sgd-0.01"):
+        other = FEDAUX.experiment("clients", "fedaux", f"tiny-{name}")
+        assert other.replace(local=first.local.model_dump()) == first
+        found[name] = (other.local.optimizer, other.local.lr, other.local.keep_optimizer)
+    assert found == {
+        "adam-0.0001": ("adam", 1e-4, False),
+        "adam-goes-on": ("adam", 1e-3, True),
+        "sgd-0.01": ("sgd", 0.01, False),
+    }
 
 
 def test_no_cell_of_the_paper_s_own_figures_claims_privacy():
