@@ -15,13 +15,12 @@ import torch
 
 from fedstill import toml_io
 from fedstill.callbacks import Callback
-from fedstill.config import Experiment, checked_experiment
-from fedstill.core.ensemble import ENSEMBLE
+from fedstill.config import Experiment, ModelSection, checked_experiment
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases
 from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
-from fedstill.core.types import Federation, Model
+from fedstill.core.types import Federation
 from fedstill.data import (
     Source,
     Unlabeled,
@@ -46,12 +45,12 @@ from fedstill.guard import Guard
 from fedstill.history import Result
 from fedstill.kept_results import KeptResults
 from fedstill.methods import build_method
-from fedstill.models import READS_TEXT, build_model, mixed_model, model_options
+from fedstill.networks import build_network
 from fedstill.options import find
 from fedstill.partition import SHARES_ROWS
 from fedstill.places import check_run_folder, unlabeled_place
 from fedstill.privacy.budget import Privacy
-from fedstill.prototypes import MIXED, describe_model, prototypes_of
+from fedstill.prototypes import MIXED, describe_model
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
@@ -130,44 +129,6 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
     if "keys" in options:
         return list(scheme(labels, partition.clients, seed=seed, **options))
     return kept_parts(lambda: scheme(labels, partition.clients, seed=seed, **options), labels, identity)
-
-
-def build_network(experiment: Experiment, federation: Federation) -> Model:
-    section = experiment.model
-    if section.name != MIXED:
-        return _network(section.name, section.options, federation)
-    parts = prototypes_of(section.options["prototypes"])
-    networks = {name: _network(part.name, part.options, federation) for name, part in parts.items()}
-    return mixed_model(networks, federation.population, section.options.get("report", ENSEMBLE))
-
-
-def _network(name: str, own: dict[str, Any], federation: Federation) -> Model:
-    _check_reads(name, federation)
-    shape, options = tuple(federation.train.x.shape[1:]), own | _vocabulary(name, federation)
-    return build_model(name, input_shape=shape, classes=len(federation.train.classes), **options)
-
-
-def _vocabulary(name: str, federation: Federation) -> dict[str, int]:
-    """How many ids a network must know, where it asks: the tokenizer's, or as many as can follow a character."""
-    tokenizer = federation.train.tokenizer
-    size = len(federation.train.classes) if tokenizer is None else tokenizer.size
-    return {"vocabulary": size} if _reads_tokens(name) else {}
-
-
-def _reads_tokens(name: str) -> bool:
-    return "vocabulary" in model_options(name)
-
-
-def _check_reads(name: str, federation: Federation) -> None:
-    """Text goes to networks that read ids, anything else to the others."""
-    if federation.train.text and name not in READS_TEXT:
-        raise FedstillError(f"model.name = '{name}' cannot read text: use {' or '.join(map(repr, sorted(READS_TEXT)))}")
-    if name in READS_TEXT and not federation.train.text:
-        cure = "data.tokens" if _reads_tokens(name) else "data.window"
-        raise FedstillError(f"model.name = '{name}' reads text, {federation.train.name} holds numbers: set {cure}")
-    if federation.train.tokenizer is not None and not _reads_tokens(name):
-        told = " or ".join(repr(other) for other in sorted(READS_TEXT) if _reads_tokens(other))
-        raise FedstillError(f"model.name = '{name}' reads characters, not tokens: use {told}, or data.window")
 
 
 def check_ready(experiment: Experiment, federation: Federation) -> None:
@@ -319,6 +280,9 @@ def _anchored(experiment: Experiment) -> Experiment:
     places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
     places |= {"test": data.test, "tokenizer": data.tokenizer}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
+    model = _anchored_model(experiment.model)
+    if model != experiment.model.model_dump():
+        experiment = experiment.replace(model=model)
     method = anchored(experiment.algorithm.name)
     if method != experiment.algorithm.name:
         experiment = experiment.replace(algorithm={**experiment.algorithm.model_dump(), "name": method})
@@ -326,6 +290,13 @@ def _anchored(experiment: Experiment) -> Experiment:
     if methods != list(experiment.compare.methods):
         experiment = experiment.replace(compare={**experiment.compare.model_dump(), "methods": methods})
     return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
+
+
+def _anchored_model(section: ModelSection) -> dict[str, Any]:
+    found = {**section.model_dump(), "name": anchored(section.name)}
+    if "prototypes" in found:
+        found["prototypes"] = [anchored(text) for text in found["prototypes"]]
+    return found
 
 
 def is_local(place: object) -> bool:

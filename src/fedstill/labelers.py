@@ -25,8 +25,9 @@ from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation, Targets
 from fedstill.engine import build_engine
-from fedstill.experiment import build_network, is_local
+from fedstill.experiment import is_local
 from fedstill.expression import label
+from fedstill.networks import build_network
 from fedstill.resume import TARGETS_FILE, rows_digest
 
 ANSWERS = ("auto", "model", "targets")

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from fedstill.algorithms import METHODS
@@ -17,6 +11,7 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.join import join
 from fedstill.core.types import Algorithm, Phase
 from fedstill.expression import Part, parse
+from fedstill.own_files import own_function
 
 Factory = Callable[..., Algorithm]
 SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all parts of a mixture
@@ -25,8 +20,8 @@ SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all
 def find_method(name: str) -> Factory:
     """A registered method, or the function that FILE.py:function or package.module:function names."""
     if ":" in name:
-        file = Path(name.rpartition(":")[0])
-        return _imported(name, file.resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
+        found: Factory = own_function(name, "algorithm.name")
+        return found
     if name not in METHODS:
         raise FedstillError(
             f"algorithm.name = '{name}' is unknown: {suggest(name, METHODS)} (your own: FILE.py:function)"
@@ -98,48 +93,3 @@ def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Algorithm:
             f"{name} returned a {type(built).__name__}: a method is a function that returns an Algorithm"
         )
     return built
-
-
-@cache
-def _imported(name: str, full: Path, written: int) -> Factory:
-    """`full` and `written` tell a file from its namesake in another folder, and from itself before it was edited."""
-    place, _, function = name.rpartition(":")
-    module = _module_of(place, name)
-    factory = getattr(module, function, None)
-    if not callable(factory):
-        known = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        hint = suggest(function, known) if known else "it defines no functions"
-        raise FedstillError(f"algorithm.name = '{name}': no function '{function}' in {place}: {hint}")
-    found: Factory = factory
-    return found
-
-
-def _module_of(place: str, name: str) -> Any:
-    path = Path(place)
-    if place.endswith(".py") and not path.is_file():
-        raise FedstillError(f"algorithm.name = '{name}': no file '{place}': give FILE.py:function")
-    beside = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
-    if beside not in sys.path:
-        sys.path.insert(0, beside)  # what stands beside it can be imported, as with `python FILE.py`
-    try:
-        return _load_file(path) if place.endswith(".py") else importlib.import_module(place)
-    except FedstillError:
-        raise
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise FedstillError(f"algorithm.name = '{name}': {place} cannot be loaded: {told}") from error
-
-
-def _load_file(path: Path) -> Any:
-    mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"fedstill_method_{path.stem}_{mark}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

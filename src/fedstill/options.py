@@ -49,8 +49,13 @@ def find(kind: str, name: str) -> Callable[..., Any]:
     known = registry(kind)
     if name not in known and kind == "algorithm":
         return _find_method(name)
+    if kind == "model" and ":" in name:
+        from fedstill.own_files import own_function
+
+        return own_function(name, _NAME_KEY[kind])
     if name not in known:
-        raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}")
+        own = " (your own: FILE.py:function)" if kind == "model" else ""
+        raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}{own}")
     return known[name]
 
 

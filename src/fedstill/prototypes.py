@@ -31,7 +31,7 @@ def prototypes_of(texts: Sequence[str]) -> dict[str, Part]:
     Part(name='mlp', options={'hidden': [16]})
     """
     parts = [_part(text) for text in texts]
-    names = [part.name for part in parts]
+    names = [part.name.rpartition(":")[2] for part in parts]  # of FILE.py:function the function
     if not parts:
         raise FedstillError(f"model.prototypes is empty: name at least one network, {EXAMPLE}")
     numbered = [
@@ -48,7 +48,7 @@ def describe_model(name: str, given: Mapping[str, Any]) -> str:
     'mixed(cnn, mlp; reported: mlp)'
     """
     if name != MIXED:
-        return name
+        return name.rpartition("/")[2]
     return f"{MIXED}({', '.join(prototypes_of(given['prototypes']))}; reported: {given.get('report', ENSEMBLE)})"
 
 

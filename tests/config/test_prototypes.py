@@ -6,7 +6,8 @@ import pytest
 
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import build_federation, build_network, check_ready
+from fedstill.experiment import build_federation, check_ready
+from fedstill.networks import build_network
 from fedstill.prototypes import prototypes_of
 
 

@@ -17,7 +17,8 @@ from text_files import SMALL, experiment, news, table
 from fedstill import Experiment
 from fedstill.data import load, owners, read_unlabeled, split_unlabeled, texts, tokenise, tokens
 from fedstill.evaluate import label_counts
-from fedstill.experiment import build_federation, build_network, check_ready, load_source, resume_run, run
+from fedstill.experiment import build_federation, check_ready, load_source, resume_run, run
+from fedstill.networks import build_network
 from fedstill.prediction import predict
 
 AG_NEWS = Path(__file__).parents[3] / "shared" / "data" / "ag_news"

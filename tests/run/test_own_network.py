@@ -1,0 +1,130 @@
+"""A network of one's own, named in an experiment file as a method is: run, compared, resumed and predicted with."""
+
+import shutil
+
+import pytest
+
+import fedstill
+from fedstill import comparison as comparison_module
+from fedstill import experiment as experiment_module
+from fedstill.core.errors import FedstillError
+from fedstill.experiment import build_federation, resume_run
+from fedstill.networks import build_network
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, input_shape, classes, *, width: int = 8):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(input_shape[-1] ** 2, width), nn.ReLU())
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        features = self.body(x)
+        return features, self.head(features)
+
+
+def fixed():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def narrow(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes - 1))
+
+
+def reader(input_shape, classes, vocabulary):
+    return nn.Sequential(nn.Embedding(vocabulary, 2), nn.Flatten(), nn.Linear(2 * input_shape[0], classes))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for module in (experiment_module, comparison_module):
+        monkeypatch.setattr(module, "draw_pictures", lambda *_: [])
+    (tmp_path / "net.py").write_text(NET)
+    return tmp_path
+
+
+def experiment(model, **changes):
+    given = {
+        "rounds": 2,
+        "cohort": 2,
+        "data": {"source": "digits", "unlabeled": 20},
+        "partition": {"scheme": "iid", "clients": 4},
+        "model": model,
+        "local": {"steps": 2},
+        "algorithm": "feddf(steps=2)",
+    }
+    return fedstill.Experiment(**{**given, **changes})
+
+
+def network(model):
+    given = experiment(model)
+    return build_network(given, build_federation(given))
+
+
+def test_it_is_given_what_it_asks_for_and_its_own_options():
+    wide = network({"name": "net.py:Net", "width": 16})
+    assert (wide.name, sorted(wide.head_names)) == ("Net", ["head.bias", "head.weight"])
+    assert wide.init(0).params["head.weight"].shape == (10, 16)
+    assert network("net.py:fixed").init(0).params["1.weight"].shape == (10, 64)
+
+
+def test_a_run_is_resumed_from_anywhere_and_predicts(folder, monkeypatch):
+    done = fedstill.run(experiment("net.py:Net"), run_dir=folder / "short")
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    again = resume_run(folder / "short")
+    assert again.history.rows[-1]["accuracy"] == done.history.rows[-1]["accuracy"]
+    assert len(fedstill.predict(folder / "short").labels) == 20
+
+
+def test_methods_are_compared_with_it():
+    found = fedstill.compare(experiment("net.py:Net"), ["fedavg", "feddf(steps=2)"])
+    assert {summary.method for summary in found.summaries} == {"fedavg", "feddf(steps=2)"}
+
+
+def test_it_can_be_one_of_several_prototypes(folder):
+    mixed = {"name": "mixed", "prototypes": ["net.py:Net", "mlp(hidden=[4])", "net.py:Net(width=4)"]}
+    done = fedstill.run(experiment(mixed), run_dir=folder / "mixed")
+    assert done.prototypes == ("Net_1", "mlp", "Net_2")
+    assert str(folder / "net.py") in (folder / "mixed" / "config.toml").read_text(), "found from anywhere"
+
+
+def test_it_may_read_text(folder):
+    words = ["good fine well", "bad sad ill"] * 10
+    rows = "\n".join(f"{text},{'yes' if i % 2 else 'no'}" for i, text in enumerate(words))
+    (folder / "texts.csv").write_text(f"text,label\n{rows}\n")
+    data = {"source": "texts.csv", "tokens": 4, "vocabulary": 30}
+    done = fedstill.run(experiment("net.py:reader", data=data, algorithm="fedavg"))
+    assert len(done.history.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("net.py:Nett", r"model\.name = 'net\.py:Nett': no function 'Nett' in net\.py: did you mean 'Net'"),
+        ("nett.py:Net", r"model\.name = 'nett\.py:Net': no file 'nett\.py': give FILE\.py:function"),
+        ({"name": "net.py:Net", "wdth": 3}, r"unknown key 'model\.wdth' for net\.py:Net: did you mean 'width'"),
+        ("nett", r"model\.name = 'nett' is unknown: .* \(your own: FILE\.py:function\)"),
+    ],
+)
+def test_mistakes_in_its_name_are_told_before_the_data_are_read(model, line):
+    with pytest.raises(FedstillError, match=line):
+        experiment(model)
+
+
+def test_logits_of_the_wrong_number_are_told():
+    with pytest.raises(FedstillError, match="narrow"):
+        network("net.py:narrow")
+
+
+def test_a_network_that_is_gone_is_told(folder):
+    fedstill.run(experiment("net.py:Net"), run_dir=folder / "short")
+    shutil.move(folder / "net.py", folder / "moved.py")
+    with pytest.raises(FedstillError, match=r"no file '.*net\.py'"):
+        resume_run(folder / "short")
