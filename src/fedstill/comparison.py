@@ -69,7 +69,7 @@ def _main_claim(result: Result) -> Claim | None:
     return next(iter(result.privacy.strongest()), None) if result.privacy else None
 
 
-def privacy_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
+def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
     """What the table leaves unsaid: options behind a bare name, what an epsilon is about, runs a budget has ended."""
     about: dict[str, list[str]] = {}
     for method, runs in results.items():

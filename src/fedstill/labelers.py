@@ -96,7 +96,9 @@ def label_samples(folder: Path, experiment: Experiment, federation: Federation, 
     if asked == "model":
         return model._replace(why="the run's last model, as asked for")
     if not samples.own:
-        return model._replace(why="the run's last model: the server's targets cover the run's own unlabeled set only")
+        targets = (folder / TARGETS_FILE).is_file()
+        why = ": the server's targets cover the run's own unlabeled set only" if targets else ""
+        return model._replace(why=f"the run's last model{why}")
     problem = problem if saved is None else _no_match(saved, model)
     if saved is None or problem:
         return model._replace(why=f"the run's last model, without targets: {problem}")

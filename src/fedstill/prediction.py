@@ -24,7 +24,6 @@ from fedstill.labelers import ANSWERS, Answer, Measured, Samples, label_samples,
 from fedstill.places import inside_data, unlabeled_place
 from fedstill.promises import STATEMENT_FILE
 from fedstill.report.prediction_files import write_predictions
-from fedstill.resume import TARGETS_FILE
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,6 @@ def predict(
     task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
     samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, task)
     answer = label_samples(folder, experiment, federation, samples, from_)
-    if from_ == "auto" and not samples.own and not (folder / TARGETS_FILE).is_file():
-        answer = answer._replace(why="the run's last model")  # there are no targets to say a word about
     found = _predictions(folder, experiment, federation, samples, answer)
     if out is not None:
         write_predictions(found, Path(out), title=f"{federation.train.name}: {found.source} of {found.method}")

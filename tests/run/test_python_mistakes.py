@@ -5,7 +5,7 @@ import torch
 from run_helpers import fedavg, linear_model, toy_federation
 
 from fedstill import Experiment, Phase, Training, build_method, build_model, compare, federate, run
-from fedstill.comparison import choose_methods, privacy_notes
+from fedstill.comparison import choose_methods, table_notes
 from fedstill.config import checked_experiment
 from fedstill.core.errors import FedstillError
 from fedstill.history import History, Result
@@ -102,9 +102,9 @@ def test_a_result_is_shown_without_its_weights():
 def test_a_bare_name_that_has_the_experiments_options_is_noted_below_the_table():
     compared = compare(SMALL, ["fedavg", "fedprox", "fedprox(mu=0.1)"], seeds=1)
     told = "fedprox is fedprox(mu=0.5): without options it has those of the experiment's [algorithm] section."
-    assert privacy_notes(compared.results) == [told]
+    assert table_notes(compared.results) == [told]
 
 
 def test_options_that_are_the_defaults_anyway_are_not_noted():
     compared = compare(SMALL.replace(algorithm="fedprox").resolved(), ["fedprox"], seeds=1)
-    assert privacy_notes(compared.results) == []
+    assert table_notes(compared.results) == []

@@ -13,7 +13,7 @@ import typer
 from fedstill.callbacks import Callback
 from fedstill.cli.progress import Progress
 from fedstill.cli.shared import print_json, tell
-from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare, privacy_notes
+from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.experiment import (
@@ -237,7 +237,7 @@ def _print_comparison(
     count = experiment.compare.seeds
     over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
     typer.echo(f"{over}; seconds and bytes are those of one run.")
-    for note in privacy_notes(comparison.results):
+    for note in table_notes(comparison.results):
         typer.echo(note)
     typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
     typer.echo(f"Next: {_next_step(experiment, best, file)}")

@@ -20,8 +20,3 @@ def is_batched(x: Tensor) -> bool:
 def is_wrapped(x: Tensor) -> bool:
     """Whether it is under vmap, torch.func.grad or another of them."""
     return not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(x)
-
-
-def is_differentiated(x: Tensor) -> bool:
-    """Whether it is under torch.func.grad."""
-    return not torch.compiler.is_dynamo_compiling() and _functorch.is_gradtrackingtensor(x)
