@@ -59,7 +59,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _stacked(name: str, device: torch.device, model: Model) -> bool:
-    """Dense nets: client batch. Convolutions: client by client, unless a GPU has stacked kernels for all of them.
+    """Dense nets: client batch. Convolutions: client by client, unless a GPU runs all of them faster in a stack.
 
     Measured: see docs/performance.md.
     """
