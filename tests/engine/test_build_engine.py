@@ -10,7 +10,8 @@ from engine_cases import engine_for, federation, network, paper_cnn, train
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Training
-from fedstill.engine import ENGINES, PRECISIONS, build_engine, choose_device
+from fedstill.engine import ENGINES, PRECISIONS, _stacked, build_engine, choose_device
+from fedstill.models import build_model
 
 
 def unbatchable():
@@ -20,6 +21,14 @@ def unbatchable():
 @pytest.mark.parametrize(("net", "chosen"), [("mlp", "batched"), ("norm", "batched"), ("cnn", "looped")])
 def test_on_a_cpu_dense_nets_are_batched_and_convolutions_looped(net, chosen):
     assert engine_for("auto", net).name == chosen
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("shufflenet", True), ("mobilenet_v2", True), ("resnet18", False)])
+def test_on_a_gpu_convolutions_are_batched_where_all_of_them_are_faster_so(name, chosen):
+    model = build_model(name, input_shape=(3, 32, 32), classes=4)
+    assert _stacked("auto", torch.device("cuda"), model) is chosen
+    assert not _stacked("auto", torch.device("cpu"), model)
+    assert not _stacked("auto", torch.device("cuda"), dataclasses.replace(model, unbatchable="it keeps a counter"))
 
 
 def test_a_model_that_vmap_cannot_run_is_looped_and_refused_by_the_batched_engine():

@@ -51,3 +51,23 @@ def test_a_captured_step_of_several_clients_gives_the_gradients_of_the_cpu(name,
         torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=small)
     for key, wanted in expected_buffers.items():
         torch.testing.assert_close(buffers[key].cpu(), wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in READS_TEXT])
+def test_a_step_of_one_model_gives_the_gradients_of_the_cpu_in_either_layout(name, channels_last):
+    model = build_model(name, input_shape=(3, 32, 32), classes=10)
+    start = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, model.init(1))
+    x = torch.randn(4, 3, 32, 32, generator=torch_generator(0), dtype=torch.float64)
+
+    def step(weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
+        for leaf in weights.params.values():
+            leaf.requires_grad_()
+        output, _ = model.apply(weights, x, training=True, seed=torch.tensor(3, device=x.device))
+        return torch.autograd.grad(output.logits.square().sum(), list(weights.params.values()))
+
+    there = x.cuda().contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    gpu = step(to_device(start, "cuda"), there)
+    for found, wanted in zip(gpu, step(start, x), strict=True):
+        small = 1e-9 + 1e-6 * wanted.abs().max().item()
+        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=small)

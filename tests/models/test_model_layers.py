@@ -11,7 +11,8 @@ from torch.func import vmap
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for, torch_generator
-from fedstill.models.layers import Context, MaskedBatchNorm, PlannedDropout, Step, convert
+from fedstill.models import layers
+from fedstill.models.layers import Context, MaskedBatchNorm, PaddedMean, PlannedDropout, Step, convert
 
 SHAPES = {nn.BatchNorm1d: (6, 3), nn.BatchNorm2d: (6, 3, 2, 4), nn.BatchNorm3d: (6, 3, 2, 2, 2)}
 
@@ -266,3 +267,33 @@ def test_a_layer_used_at_two_places_stays_one_layer():
     converted = convert(nn.Sequential(norm, nn.ReLU(), norm), Context())
     assert isinstance(converted[0], MaskedBatchNorm)
     assert converted[0] is converted[2]
+
+
+@pytest.mark.parametrize("clients", [0, 1, 3])
+def test_a_padded_mean_on_a_gpu_reads_images_in_the_layout_whose_gradient_is_right(clients, monkeypatch):
+    """PyTorch 188344: of channels-last images with padding a GPU's gradient is wrong."""
+    seen, native = [], torch.nn.functional.avg_pool2d
+
+    def noted(x: Tensor, *how: object) -> Tensor:
+        seen.append(x)
+        return native(x, *how)
+
+    monkeypatch.setattr(layers, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(torch.nn.functional, "avg_pool2d", noted)
+    pool = convert(nn.AvgPool2d(3, 2, padding=1), Context())
+    x = draw(4, 3, 7, 6).contiguous(memory_format=torch.channels_last)
+    wanted = native(x, 3, 2, 1)
+    if not clients:
+        torch.testing.assert_close(pool(x), wanted)
+        assert seen[0].is_contiguous()
+        return
+    last = torch.stack([x] * clients, 1).permute(0, 3, 4, 1, 2).contiguous().permute(0, 3, 4, 1, 2)
+    many = vmap(pool, in_dims=1, out_dims=1)(last)
+    torch.testing.assert_close(many, torch.stack([wanted] * clients, 1))
+    physical = torch._C._functorch.get_unwrapped(seen[0])
+    assert physical.is_contiguous()
+
+
+@pytest.mark.parametrize(("padding", "kind"), [(0, nn.AvgPool2d), (1, PaddedMean), ((0, 1), PaddedMean)])
+def test_only_a_padded_mean_is_another_layer(padding, kind):
+    assert type(convert(nn.AvgPool2d(3, padding=padding), Context())) is kind

@@ -173,6 +173,17 @@ def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
     return (rows * weight[:, None]).sum(0) / n.clamp_min(1.0)
 
 
+class PaddedMean(nn.AvgPool2d):
+    """nn.AvgPool2d with padding, whose gradient a GPU gets wrong for channels-last images (PyTorch 188344)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous() if _on_gpu(x) else x)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def convert(module: nn.Module, context: Context, *, fold: bool = True) -> nn.Module:
     """The module with its layers turned in place into those above, or faster ones; names, attributes and hooks stay.
 
@@ -182,7 +193,7 @@ def convert(module: nn.Module, context: Context, *, fold: bool = True) -> nn.Mod
     for path, layer in module.named_modules():
         if isinstance(layer, _BatchNorm | _DropoutNd):
             _make_pure(layer, context, path, folded=convolution is FoldedConv2d)
-        elif own := _for_many_clients(layer, convolution):
+        elif own := _better(layer, convolution):
             layer.__class__ = own  # the same values, read by another forward
     return module
 
@@ -197,7 +208,8 @@ def _convolution_for(module: nn.Module, fold: bool) -> Convolution | None:
     return FoldedConv2d if fold and folded_conv.all_fold(module) else None
 
 
-def _for_many_clients(layer: nn.Module, convolution: Convolution | None) -> type[nn.Module] | None:
+def _better(layer: nn.Module, convolution: Convolution | None) -> type[nn.Module] | None:
+    """The class that runs many clients at once, or avoids a mistake of torch's own."""
     if type(layer) is nn.Conv2d:
         return convolution
     if type(layer) is nn.LSTM:
@@ -208,6 +220,8 @@ def _for_many_clients(layer: nn.Module, convolution: Convolution | None) -> type
         return FoldedGroupNorm
     if means_all(layer):
         return FoldedMean
+    if type(layer) is nn.AvgPool2d and layer.padding not in (0, (0, 0)):
+        return PaddedMean
     return StackedMaxPool2d if available() and pools_by_two(layer) else None
 
 

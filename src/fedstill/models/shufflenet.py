@@ -27,13 +27,14 @@ class Unit(nn.Module):
         self.shuffle = nn.ChannelShuffle(self.parts)  # (part, place) -> (place, part): the next reads from every part
         self.depthwise = normed_conv(hidden, hidden, norm, kernel=3, stride=stride, parts=hidden)
         self.expand = normed_conv(hidden, added, norm, parts=PARTS)
+        self.beside = nn.AvgPool2d(3, 2, padding=1) if stride == 2 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         reduced = self.shuffle(F.relu(self.reduce(x)))
         out: Tensor = self.expand(F.relu(self.depthwise(reduced)))
         if self.stride == 1:
             return F.relu(out + x)
-        return F.relu(torch.cat([out, F.avg_pool2d(x, 3, 2, padding=1)], 1))
+        return F.relu(torch.cat([out, self.beside(x)], 1))
 
 
 def shufflenet(
