@@ -13,7 +13,7 @@ WORKERS ?= 2
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-run: .venv/for-run  ## set up if needed, then the quick start: seven methods on embedded data, one table
+run: .venv/for-run  ## set up if needed, then the quick start: eight methods on embedded data, one table
 	$(BIN)/fedstill compare
 
 test: lint unit  ## set up if needed, then lint and all tests but slow and gpu ones

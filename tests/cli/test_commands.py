@@ -3,7 +3,10 @@
 import json
 import logging
 import shlex
+import signal
+import subprocess
 import sys
+import time
 import tomllib
 
 import numpy as np
@@ -203,6 +206,31 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_as_if_nothing_had_happene
     assert parts["accuracy_last"] == whole["accuracy_last"]
     one, two = (load_file(folder / name / "last" / "weights.safetensors") for name in ("whole", "parts"))
     assert all(np.array_equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("command", ["run small.toml", "compare small.toml --methods fedavg --seeds 1"])
+def test_a_scheduler_that_ends_a_run_is_told_how_to_go_on_and_nothing_is_lost(folder, command):
+    """A real process, which gets a real SIGTERM after some rounds."""
+    long = ["--set", "rounds=100000", "--set", "checkpoint_every=1", "--out", "parts"]
+    words = [sys.executable, "-m", "fedstill", *command.split(), *long]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not any(path.read_text().count("\n") > 2 for path in folder.glob("parts/**/metrics.jsonl")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == 143
+    assert told.splitlines()[-1] == "fedstill: stopped; go on with: fedstill resume parts"
+    assert "Traceback" not in told
+    assert list(folder.glob("parts/**/weights.safetensors"))
+
+
+def test_outside_of_long_work_sigterm_ends_a_process_as_ever(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    answer("run", "small.toml", "--out", "whole")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_interrupted_comparison_goes_on_where_it_stopped(folder, monkeypatch):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from fedstill.bench.sharing import shared_gpu
 from fedstill.bench.summary import summarize_table
 from fedstill.bench.worker import Message
 from fedstill.cli.bench_progress import BenchProgress
-from fedstill.cli.shared import print_json, tell
+from fedstill.cli.shared import print_json, stoppable, tell
 from fedstill.core.errors import FedstillError
 from fedstill.report.table import counted
+
+GO_ON = "go on with the same command: finished runs are kept, begun ones resume"
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _work_off(work: Work, plan: Plan, options: BenchOptions, *, device: str) -> 
         _tell_estimate(f"nothing to run: {counted(plan.done, 'run')} done{skipped}", 0, 0.0, options)
         return Outcome(any_done=plan.done > 0, nothing_ran=bool(plan.missing))
     jobs = choose_jobs(options.jobs, device=device, runs=len(plan.left))
-    with _stoppable(), shared_gpu(jobs, device) as shared, crew(jobs) as workers:
+    with stoppable(lambda: GO_ON), shared_gpu(jobs, device) as shared, crew(jobs) as workers:
         known = estimate(plan.left, plan.wanted, plan.runs, workers, jobs=jobs, tell=tell)
         for failure in known.failures:
             tell(f"no estimate from {failure}")
@@ -214,16 +215,6 @@ def _perform(work: Work, orders: Sequence[Order], known: Estimate, workers: Crew
 
         workers.do("run", orders, hear)
     return failed
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ctrl-C is no accident: what is done is kept, and the same command goes on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        tell("stopped; go on with the same command: finished runs are kept, begun ones resume")
-        raise typer.Exit(130) from None
 
 
 def _show(work: Work, in_json: bool) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import typer
 
 from fedstill.callbacks import Callback
 from fedstill.cli.progress import Progress
-from fedstill.cli.shared import print_json, tell
+from fedstill.cli.shared import print_json, stoppable, tell
 from fedstill.comparison import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
@@ -125,15 +125,10 @@ def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Compariso
         return compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
 
 
-@contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
-    """Ctrl-C is no accident: say how to go on, exit as shells expect."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if (folder / CONFIG_FILE).exists():
-            tell(f"stopped; go on with: fedstill resume {shlex.quote(str(folder))}")
-        raise typer.Exit(130) from None
+def _resumable(folder: Path) -> AbstractContextManager[None]:
+    return stoppable(
+        lambda: f"go on with: fedstill resume {shlex.quote(str(folder))}" if (folder / CONFIG_FILE).exists() else None
+    )
 
 
 def describe(experiment: Experiment) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -49,6 +53,30 @@ def fail(message: str) -> NoReturn:
 def tell(line: str) -> None:
     """A line for the person in front; stdout stays for answers."""
     print(f"fedstill: {line}", file=sys.stderr, flush=True)
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM, as a scheduler, `timeout` or a container sends it: to be taken as Ctrl-C is."""
+
+
+@contextmanager
+def stoppable(how_to_go_on: Callable[[], str | None]) -> Iterator[None]:
+    """Who stops long work is told how to go on; it exits as shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise Ended
+
+    alone = threading.current_thread() is threading.main_thread()  # no other thread may say what a signal does
+    before = signal.signal(signal.SIGTERM, end) if alone else None
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        if told := how_to_go_on():
+            tell(f"stopped; {told}")
+        raise typer.Exit(143 if isinstance(stopped, Ended) else 130) from None
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before)
 
 
 def print_json(answer: Any) -> None:
