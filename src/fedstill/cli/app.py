@@ -145,7 +145,9 @@ def list_(
 
 @app.command()
 def explain(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="A name of `fedstill list methods`.")],
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="As compare takes it: fedaux, 'feddf(steps=20)+moon'.")
+    ],
     format_: AsFormat = Format.text,
 ) -> None:
     """Say what a method does: equation, parts, options, needs, and what leaves a client."""
