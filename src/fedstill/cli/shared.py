@@ -76,7 +76,7 @@ def stoppable(how_to_go_on: Callable[[], str | None]) -> Iterator[None]:
         raise typer.Exit(143 if isinstance(stopped, Ended) else 130) from None
     finally:
         if alone:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def print_json(answer: Any) -> None:
