@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from pictures import assert_no_label_is_clipped
+from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.errors import FedstillError
 from fedstill.report import partition_picture as module
@@ -25,9 +25,7 @@ TITLE = "a rather long title of an experiment with very many clients, a dataset,
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
     """Draw a picture and return its figure."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    figures = saved_figures(monkeypatch)
 
     def draw(counts: np.ndarray, **options: object) -> Figure:
         path = partition_picture(counts, tmp_path / "deep" / "picture.png", **{"title": "t", **options})

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
+from pictures import saved_figures
 
 from fedstill.report.curves import COLOURS, learning_curves, style
 
@@ -20,9 +21,7 @@ LONG = 'method{}(form="mean", epsilon=0.5, steps=2000)+simclr(epochs=100)'
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
     """Draw so many methods that end close to each other, and return the figure."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    figures = saved_figures(monkeypatch)
 
     def draw(count: int, name: str = "method{}") -> Figure:
         curves = {name.format(place): [([1, 2, 3], [0.1, 0.5, 0.6 + place / 500])] for place in range(count)}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
-from pictures import assert_no_label_is_clipped
+from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.report.divergence_picture import Level, View, divergence_picture
 
@@ -21,9 +21,7 @@ LEVELS = [Level("iid", 0.5, 0.01), Level("alpha = 0.1", 20.0, 0.3)]
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
     """Draw a picture and return its figure."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    figures = saved_figures(monkeypatch)
 
     def draw(views: list[View], labels: np.ndarray, **options: object) -> Figure:
         path = divergence_picture(

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from pictures import assert_no_label_is_clipped
+from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.seeds import torch_generator
 from fedstill.core.types import Dataset, Federation, Samples, Weights
@@ -46,9 +46,7 @@ def result(made: Samples | None) -> Result:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
     """Draw a picture and return its figure."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    figures = saved_figures(monkeypatch)
 
     def draw(picture: Callable, *what: object, **options: object) -> Figure:
         path = picture(*what, tmp_path / "x.png", **{"title": "t", **options})

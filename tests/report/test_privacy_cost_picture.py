@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.figure import Figure
-from pictures import assert_no_label_is_clipped
+from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.errors import FedstillError
 from fedstill.methods import build_method
@@ -28,9 +27,7 @@ COSTS = {
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
     """Draw a picture and return its axes."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    figures = saved_figures(monkeypatch)
 
     def draw(costs=COSTS, levels=None):
         path = privacy_cost_picture(costs, tmp_path / "cost.png", title="a study", levels=levels or {})

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from pictures import assert_no_label_is_clipped
+from pictures import assert_no_label_is_clipped, saved_figures
 
 import fedstill
 from fedstill.core.errors import FedstillError
@@ -33,9 +33,7 @@ OTHER = [row(1, [4, 4], 0.5), row(2, [1, 0], 1.0), row(3, [0, 0])]  # nothing ke
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
     """Draw a picture and return its figure."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))[1])
+    figures = saved_figures(monkeypatch)
 
     def draw(runs: dict, **options: object) -> Figure:
         path = pseudo_label_picture(runs, tmp_path / "pseudo_labels.png", **{"title": "t", **options})

@@ -1,4 +1,23 @@
-"""What every picture must keep."""
+"""What every picture must keep, and how a test gets at the figure that a function writes."""
+
+from typing import Any
+
+import pytest
+
+
+def saved_figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved from now on, as they are saved."""
+    from matplotlib.figure import Figure  # where it is not installed the tests of pictures are skipped
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def noted(figure: Figure, *where: Any, **how: Any) -> None:
+        figures.append(figure)
+        save(figure, *where, **how)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    return figures
 
 
 def assert_no_label_is_clipped(figure, *, at_least: int) -> None:

@@ -117,7 +117,7 @@ class Model:
     head_names: tuple[str, ...] = ()  # its parameters, where no other layer shares them: what part = "head" trains
     has_features: bool = True
     convolutional: bool = False
-    stacked_kernels: bool = False  # a GPU runs its convolutions fastest for many clients at once (models/*_conv.py)
+    stacks_on_gpu: bool = False  # its convolutions are faster for many clients at once there (models/*_conv.py)
     batch_statistics: bool = False  # BatchNorm that uses the batch in training
     dropout: bool = False
     unbatchable: str | None = None  # why vmap cannot run it, in one sentence

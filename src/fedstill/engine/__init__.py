@@ -69,7 +69,7 @@ def _stacked(name: str, device: torch.device, model: Model) -> bool:
         return name == "batched"
     if not model.convolutional:
         return model.unbatchable is None
-    return device.type == "cuda" and model.stacked_kernels and model.unbatchable is None
+    return device.type == "cuda" and model.stacks_on_gpu and model.unbatchable is None
 
 
 def build_engine(

@@ -66,7 +66,7 @@ def from_module(
         tokens=_tokens(module),
         has_features=seen.has_features,
         convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
-        stacked_kernels=has_stacked_kernels(module) or (fold and all_fold(module)),
+        stacks_on_gpu=has_stacked_kernels(module) or (fold and all_fold(module)),
         batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
         dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
         unbatchable=unbatchable,

@@ -193,7 +193,7 @@ def convert(module: nn.Module, context: Context, *, fold: bool = True) -> nn.Mod
     for path, layer in module.named_modules():
         if isinstance(layer, _BatchNorm | _DropoutNd):
             _make_pure(layer, context, path, folded=convolution is FoldedConv2d)
-        elif own := _better(layer, convolution):
+        elif own := _replacement(layer, convolution):
             layer.__class__ = own  # the same values, read by another forward
     return module
 
@@ -208,7 +208,7 @@ def _convolution_for(module: nn.Module, fold: bool) -> Convolution | None:
     return FoldedConv2d if fold and folded_conv.all_fold(module) else None
 
 
-def _better(layer: nn.Module, convolution: Convolution | None) -> type[nn.Module] | None:
+def _replacement(layer: nn.Module, convolution: Convolution | None) -> type[nn.Module] | None:
     """The class that runs many clients at once, or avoids a mistake of torch's own."""
     if type(layer) is nn.Conv2d:
         return convolution

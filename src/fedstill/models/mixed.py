@@ -58,7 +58,7 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
         apply=apply,
         has_features=all(model.has_features for model in models.values()),
         convolutional=any(model.convolutional for model in models.values()),
-        stacked_kernels=all(model.stacked_kernels for model in models.values()),
+        stacks_on_gpu=all(model.stacks_on_gpu for model in models.values()),
         batch_statistics=any(model.batch_statistics for model in models.values()),
         dropout=any(model.dropout for model in models.values()),
         unbatchable=next((model.unbatchable for model in models.values() if model.unbatchable), None),

@@ -130,7 +130,7 @@ def projected(model: Model, *, projection: int = 128, hidden: int = 512) -> Mode
         apply=_two_views(model),
         head=None,
         head_names=(),
-        stacked_kernels=False,
+        stacks_on_gpu=False,
         batch_statistics=True,
     )
 
