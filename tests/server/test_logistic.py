@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.special import expit
 
 from fedstill.server.logistic import AIM, SOLVER_SLACK, Problem, _descend, fit_logistic
 
@@ -30,7 +31,7 @@ def gradient_by_numpy(x, sign, w, b, lam, form):
     scale = 1 / len(x) if form == "mean" else 1.0
     total, last = lam * w, 0.0
     for row, t in zip(x, sign, strict=True):
-        slope = -t / (1 + math.exp(t * (row @ w + b)))
+        slope = -t * expit(-t * (row @ w + b))
         total, last = total + scale * slope * row, last + scale * slope
     return total, last
 
@@ -72,6 +73,7 @@ def test_the_sum_with_n_times_the_penalty_is_the_mean():
     form=st.sampled_from(["mean", "sum"]),
     intercept=st.booleans(),
 )
+@example(seed=586, lam=1e-6, form="sum", intercept=False)  # parted without an error: exp(z) would overflow
 def test_the_gradient_is_as_small_as_promised(seed, lam, form, intercept):
     x, sign = sample(seed)
     solved = fit_logistic(x, sign, lam=lam, form=form, intercept=intercept)
