@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedstill import toml_io
 from fedstill.callbacks import Callback
@@ -20,6 +18,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases
 from fedstill.core.phases import phases_of
 from fedstill.core.seeds import seed_for
+from fedstill.core.threads import threads
 from fedstill.core.types import Federation
 from fedstill.data import (
     Source,
@@ -170,7 +169,7 @@ def run(
         write_description(experiment, folder)
         _keep_tokenizer(federation, folder)
     trackers = build_trackers(experiment, folder)
-    with _threads(experiment.engine.threads):
+    with threads(experiment.engine.threads):
         result = federate(
             **arguments(experiment, federation),
             run_dir=folder,
@@ -208,18 +207,6 @@ def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
         "target": experiment.target,
         "engine_options": engine.model_dump(include={"chunk", "precision", "graphs", "compile"}),
     }
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Small matrices on several threads mostly wait for each other, and for whatever else the machine does."""
-    before = torch.get_num_threads()
-    try:
-        if count is not None:
-            torch.set_num_threads(count)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:

@@ -92,6 +92,31 @@ def test_it_does_not_go_by_the_last_bits():
     assert _fingerprint(pretext(), model, weights._replace(params=noisy), images) == wanted
 
 
+def test_it_takes_one_thread_and_gives_the_others_back():
+    """Runs that share a machine would wait for each other's threads (13 s instead of 0.2)."""
+    seen, before = [], torch.get_num_threads()
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(3 * SIDE**2, CLASSES)
+
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x.flatten(1), self.head(x.flatten(1))
+
+    model = from_module(Looks, input_shape=SHAPE, classes=CLASSES, check=False)
+    weights = model.init(0)
+    try:
+        torch.set_num_threads(2)
+        seen.clear()
+        _fingerprint(pretext(), model, weights, PICTURES)
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_module_that_makes_float32_tensors_itself_has_one_too():
     class Fixed(nn.Module):
         def __init__(self, power):

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
+from fedstill.core.threads import threads
 from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import (
     Fitted,
@@ -279,7 +280,7 @@ def _fingerprint(pretext: Pretext, model: Model, weights: Weights, x: Tensor) ->
     own = Weights(*({name: leaf.detach().cpu() for name, leaf in part.items()} for part in weights))
     wide = _as(own, torch.float64)
     tried = {"first": wide, "larger": wide._replace(params={n: _larger(n, leaf) for n, leaf in wide.params.items()})}
-    with torch.no_grad(), torch_stream(0):
+    with torch.no_grad(), torch_stream(0), threads(1):  # three runs at once on 2 cores: 0.2 s, with two each 13 s
         with suppress(Exception):
             said = {which: _outcome(pretext, model, one, rows) for which, one in tried.items()}
             return digest(flatten(tree_map(lambda leaf: _rounded(leaf, 1e5), said)))
