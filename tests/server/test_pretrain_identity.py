@@ -8,6 +8,7 @@ from pretraining_cases import BRIEF, CLASSES, SIDE, net, pretext, pretrained, se
 from torch import nn
 
 from fedstill.callbacks import Callback
+from fedstill.core.threads import threads
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
 from fedstill.kept_results import KeptResults
@@ -94,7 +95,7 @@ def test_it_does_not_go_by_the_last_bits():
 
 def test_it_takes_one_thread_and_gives_the_others_back():
     """Runs that share a machine would wait for each other's threads (13 s instead of 0.2)."""
-    seen, before = [], torch.get_num_threads()
+    seen = []
 
     class Looks(nn.Module):
         def __init__(self):
@@ -107,14 +108,11 @@ def test_it_takes_one_thread_and_gives_the_others_back():
 
     model = from_module(Looks, input_shape=SHAPE, classes=CLASSES, check=False)
     weights = model.init(0)
-    try:
-        torch.set_num_threads(2)
+    with threads(2):
         seen.clear()
         _fingerprint(pretext(), model, weights, PICTURES)
         assert set(seen) == {1}
         assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_module_that_makes_float32_tensors_itself_has_one_too():
