@@ -34,8 +34,8 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
-from fedstill.data.datasets import is_embedded
 from fedstill.data.kept_parts import kept_parts
+from fedstill.data.load import is_embedded
 from fedstill.engine import check_compiler, choose_device
 from fedstill.environment import environment
 from fedstill.evaluate import label_counts

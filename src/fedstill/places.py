@@ -6,9 +6,9 @@ from pathlib import Path
 
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.data.datasets import is_embedded
+from fedstill.data.files import files_of
 from fedstill.data.images import IMAGE_SUFFIXES
-from fedstill.data.readers import files_of
+from fedstill.data.load import is_embedded
 
 
 def unlabeled_place(experiment: Experiment) -> str | None:

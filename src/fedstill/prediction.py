@@ -17,7 +17,7 @@ from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Federation
 from fedstill.data import Source
-from fedstill.data.unlabeled import read_unlabeled
+from fedstill.data.split import read_unlabeled
 from fedstill.experiment import TOKENIZER_FILE, build_federation, load_source, read_description
 from fedstill.expression import label
 from fedstill.labelers import ANSWERS, Answer, Measured, Samples, label_samples, last_round

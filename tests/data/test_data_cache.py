@@ -14,22 +14,23 @@ from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, pn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.data import Source, default_cache_dir, load, readers
-from fedstill.data import datasets as loaders
+from fedstill.data import Source, default_cache_dir, files, load
 from fedstill.data.source import InputColumn
+
+LOADERS = sys.modules["fedstill.data.load"]  # `fedstill.data.load` is the function
 
 
 @pytest.fixture
 def decodings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of sources that were decoded, in order."""
     done: list[str] = []
-    assemble = loaders.assemble
+    assemble = LOADERS.assemble
 
     def counting(*args, **options) -> Source:
         done.append(options["name"])
         return assemble(*args, **options)
 
-    monkeypatch.setattr(loaders, "assemble", counting)
+    monkeypatch.setattr(LOADERS, "assemble", counting)
     return done
 
 
@@ -206,5 +207,5 @@ def test_reading_is_not_even_tried_on_the_second_load(tmp_path: Path, monkeypatc
     def read_again(*_: object) -> None:
         raise AssertionError("the parquet file was read again")
 
-    monkeypatch.setattr(readers, "_read_parquet", read_again)
+    monkeypatch.setattr(files, "_read_parquet", read_again)
     load(tmp_path / "pets")

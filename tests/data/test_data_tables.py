@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.data import from_csv, load, stratified_holdout
-from fedstill.data.columns import encode_labels
-from fedstill.data.readers import read_csv
+from fedstill.data.files import read_csv
+from fedstill.data.tables import encode_labels
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)
 NOT_A_NUMBER = WORDS.filter(lambda word: not any(c.isdigit() for c in word)).filter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from data_files import fails, write_parquet
 from text_files import SMALL, experiment, news, table
 
 from fedstill import Experiment
-from fedstill.data import load, owners, read_unlabeled, split_unlabeled, texts, tokenise, tokens
+from fedstill.data import load, owners, read_unlabeled, split_unlabeled, text, tokenise, tokens
 from fedstill.evaluate import label_counts
 from fedstill.experiment import build_federation, check_ready, load_source, resume_run, run
 from fedstill.networks import build_network
@@ -271,12 +272,12 @@ def test_texts_come_back_from_the_cache_letter_by_letter(tmp_path, monkeypatch):
     path = tmp_path / "odd.parquet"
     write_parquet(path, {"text": [row[1] for row in rows], "label": [row[2] for row in rows]})
     first = load(path, text=True)
-    monkeypatch.setattr("fedstill.data.datasets.read_files", lambda *_: pytest.fail("read twice"))
+    monkeypatch.setattr(sys.modules["fedstill.data.load"], "read_files", lambda *_: pytest.fail("read twice"))
     second = load(path, text=True)
     assert first.texts.tolist() == second.texts.tolist()
     assert torch.equal(first.train.x, second.train.x)
-    packed = texts.pack(np.array(["", "ä", "\ud800"], object))
-    assert texts.unpack(*packed).tolist() == ["", "ä", "\ud800"]
+    packed = text.pack(np.array(["", "ä", "\ud800"], object))
+    assert text.unpack(*packed).tolist() == ["", "ä", "\ud800"]
 
 
 def test_another_table_of_texts_is_read_in_the_tasks_tokens_and_its_labels_are_matched_by_name(tmp_path, source):

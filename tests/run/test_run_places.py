@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fedstill
 from fedstill.cli import app
 from fedstill.core.errors import FedstillError
-from fedstill.data.readers import files_of
+from fedstill.data.files import files_of
 from fedstill.places import check_run_folder
 
 WORDS = ["--set", "data.size=8", "--set", "data.unlabeled=none", "--set", "model.name=mlp", "--set", "rounds=1"]

@@ -23,7 +23,7 @@ import torch
 
 from fedstill.core.types import Dataset
 from fedstill.data.source import InputColumn, Reading, Source
-from fedstill.data.texts import pack, unpack
+from fedstill.data.text import pack, unpack
 
 FORMAT = 4  # raise it when what is stored, or how sources are decoded, changes
 ENTRY = "entry.json"

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
-from fedstill.data.columns import storage_form
-from fedstill.data.datasets import from_tensors
+from fedstill.data.load import from_tensors
 from fedstill.data.scale import public_facts, scale_inputs
 from fedstill.data.source import Source, Unlabeled, as_tensor
+from fedstill.data.tables import storage_form
 
 
 def make_federation(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.data.datasets import is_embedded
+from fedstill.data.load import is_embedded
 from fedstill.data.source import Source, Unlabeled, published_statistics, statistics
 
 SCALES = ("train", "unlabeled", "none")

@@ -16,7 +16,6 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset
-from fedstill.data.cells import check_owned
 
 # (mean, std) per channel of the full training splits, as the papers' code states them.
 KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -206,3 +205,30 @@ def first_line(error: BaseException) -> str:
     """A foreign exception in one short line."""
     text = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."
+
+
+def missing_rows(column: np.ndarray) -> np.ndarray:
+    """Rows without a value: NaN, or nothing but spaces."""
+    if column.dtype.kind in "OU":
+        return np.flatnonzero([isinstance(value, str) and not value.strip() for value in column.tolist()])
+    if column.dtype.kind == "f":
+        return np.flatnonzero(np.isnan(column).reshape(len(column), -1).any(1))
+    return np.zeros(0, np.int64)
+
+
+def check_owned(column: np.ndarray, key: str, where: str, *, rows: np.ndarray | None = None) -> None:
+    """Refuse rows without an owner, which would all become one client; `rows` are their numbers in the file."""
+    missing = missing_rows(column)
+    if len(missing):
+        told = row_numbers(missing if rows is None else rows[missing])
+        raise FedstillError(
+            f"data.keys: key column '{key}' of {where} has no value in {told}: nobody owns these rows; "
+            "fill in their owner or drop them"
+        )
+
+
+def row_numbers(index: np.ndarray) -> str:
+    """Some rows for people, who count from 1."""
+    shown = ", ".join(str(row + 1) for row in index[:5])
+    more = f" and {len(index) - 5} more" if len(index) > 5 else ""
+    return f"row {shown}{more} (counted from 1)"

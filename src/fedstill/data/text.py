@@ -1,17 +1,19 @@
-"""Text as windows: so many characters in, the next one out, never across two owners (LEAF's Shakespeare)."""
+"""Text: windows of characters and the next one (LEAF's Shakespeare), and whole texts before they are tokens."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
-from fedstill.data.frames import Frame, choose_splits, find_keys, with_rows
-from fedstill.data.source import Reading, Source, as_tensor
+from fedstill.data.source import Reading, Source, as_tensor, first_line
+from fedstill.data.tables import Frame, choose_splits, find_keys, with_rows
 
 # LEAF's 80 characters in its order (models/utils/language_utils.py); id 80 is any other character.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -127,3 +129,40 @@ def _check_long_enough(train: Windows, test: Windows, window: int, name: str) ->
             raise FedstillError(
                 f"data.window = {window}: no text of {name} is long enough for a window {what}; lower data.window"
             )
+
+
+def read_lines(file: Path) -> list[str]:
+    """Lines of a text file that hold something, with single spaces."""
+    try:
+        lines = [" ".join(line.split()) for line in file.read_text(encoding="utf-8-sig").split("\n")]
+    except UnicodeDecodeError as error:
+        raise FedstillError(f"data.source: '{file}' is not UTF-8 text ({first_line(error)})") from error
+    found = [line for line in lines if line]
+    if not found:
+        raise FedstillError(f"data.source: '{file}' holds no text")
+    return found
+
+
+def in_one_list(source: Source, other: Source) -> tuple[Source, Source]:
+    """Both with the texts of both; sources that hold no texts come back as they are."""
+    if source.texts is None or other.texts is None:
+        return source, other
+    texts, first = np.concatenate([source.texts, other.texts]), len(source.texts)
+    moved = (replace(part, x=part.x + first) for part in (other.train, other.test))
+    return source._replace(texts=texts), other._replace(train=next(moved), test=next(moved), texts=texts)
+
+
+def pack(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, where each text ends): a form that can be stored without pickle."""
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts.tolist()]
+    ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
+    return np.frombuffer(b"".join(encoded), np.uint8), ends
+
+
+def unpack(blob: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """What `pack` was given."""
+    whole, stops = blob.tobytes(), ends.tolist()
+    texts = np.empty(len(stops), object)
+    for row, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
+        texts[row] = whole[start:stop].decode("utf-8", "surrogatepass")
+    return texts

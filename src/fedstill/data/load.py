@@ -18,10 +18,9 @@ import torch
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.cache import cached, fingerprint
-from fedstill.data.columns import storage_form
-from fedstill.data.frames import Frame, assemble
-from fedstill.data.readers import files_of, frames_from_hf, frames_from_hub, is_text, read_csv, read_files
+from fedstill.data.files import files_of, frames_from_hf, frames_from_hub, is_text, read_csv, read_files
 from fedstill.data.source import Reading, Source, first_line, stratified_holdout
+from fedstill.data.tables import Frame, assemble, storage_form
 from fedstill.data.text import text_source
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")

@@ -16,11 +16,10 @@ from uuid import UUID
 import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.data.columns import Column
-from fedstill.data.frames import Frame, is_id, split_role
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, first_line, require_extra
-from fedstill.data.texts import read_lines
+from fedstill.data.tables import Column, Frame, is_id, split_role
+from fedstill.data.text import read_lines
 
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
 CSV_SUFFIXES = frozenset({".csv", ".tsv"})

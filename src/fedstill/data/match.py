@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
-from fedstill.data.datasets import load_as
 from fedstill.data.images import fit_images
+from fedstill.data.load import load_as
 from fedstill.data.source import Reading, Source
 from fedstill.data.tokens import as_tokens
 

@@ -1,30 +1,31 @@
-"""From columns to a Source: which column is the label, how inputs become numbers, which rows are the test split."""
+"""Tables to arrays: which column is the label, how inputs become numbers, what rows are called, which are the test."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
-from fedstill.data.cells import check_owned, code_notes
-from fedstill.data.columns import (
-    Column,
-    complete,
-    encode_labels,
-    finite,
-    join,
-    storage_form,
-    table_column,
-)
 from fedstill.data.images import decode_readable, fit_images
-from fedstill.data.row_names import called_id, fault, may_hold_ids, names_groups, order, rank
-from fedstill.data.source import InputColumn, Reading, Source, as_tensor, statistics, stratified_holdout
-from fedstill.data.texts import as_rows, find_text
+from fedstill.data.source import (
+    InputColumn,
+    Reading,
+    Source,
+    as_tensor,
+    check_owned,
+    missing_rows,
+    row_numbers,
+    statistics,
+    stratified_holdout,
+)
+
+Column = np.ndarray | list[bytes | Path]  # numbers, words (object array of str), or encoded images
 
 LABEL_NAMES = frozenset({"label", "labels", "target", "class", "y"})
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
@@ -373,3 +374,301 @@ def _dimensions(column: Column) -> int:
 
 def _is_plain(column: Column) -> bool:
     return isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype.kind in "biufO"
+
+
+def find_text(columns: Mapping[str, Column], reading: Reading, *, ids: Collection[str], where: str) -> str:
+    """The one column of text among these; `ids` are columns that may name rows, and are text only as a last resort.
+
+    In a source that is read as another one is (`reading.like`) the only column of text may have another name.
+    """
+    found = [n for n, c in columns.items() if isinstance(c, np.ndarray) and c.dtype == object and c.ndim == 1]
+    plain = [name for name in found if name not in ids] or found
+    if reading.inputs:
+        (name, *more) = reading.inputs
+        if more:
+            told = ", ".join(reading.inputs)
+            raise FedstillError(f"data.inputs: data.tokens reads one column of text of {where}, not {told}; give one")
+        if name in found:
+            return name
+        if not (reading.like and len(plain) == 1):
+            known = suggest(name, found) if found else f"it has {', '.join(columns) or 'no columns'}, none of them text"
+            raise FedstillError(f"data.inputs: {where} has no column of text '{name}'; {known}")
+    if len(plain) > 1:
+        raise FedstillError(
+            f"data.inputs: {where} has several columns of text ({', '.join(plain)}); set data.inputs to one of them"
+        )
+    if not plain:
+        told = ", ".join(columns) or "none"
+        raise FedstillError(f"data.tokens: {where} has no column of text beside the label; its other columns: {told}")
+    return plain[0]
+
+
+def as_rows(columns: Sequence[Column], name: str, where: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """(x (n, 1) of each split, texts): sample i of all splits is text i."""
+    texts = complete(np.concatenate([np.asarray(column, object) for column in columns]), name, where)
+    cuts = np.cumsum([len(column) for column in columns])[:-1]
+    return np.split(np.arange(len(texts), dtype=np.int64)[:, None], cuts), texts
+
+
+MAX_WORDS = 100  # different words in a column that is still one-hot encoded
+
+
+def encode_labels(
+    columns: Sequence[Column], names: tuple[str, ...] | None, label: str, where: str
+) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Labels as 0..K-1: as stated by class names, else the distinct values in order (numbers by size)."""
+    arrays = [complete(np.asarray(column), label, where) for column in columns]
+    if any(array.dtype.kind in "OU" for array in arrays):
+        values = np.concatenate([array.astype(object) for array in arrays]).astype(np.str_)
+        if all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", word) for word in np.unique(values)):
+            values = values.astype(np.int64)
+    else:
+        values = np.concatenate(arrays)
+    if values.dtype.kind == "f":
+        if not np.array_equal(values, np.round(values)):
+            raise FedstillError(f"data.label: column '{label}' of {where} holds fractions; a label is a class")
+        values = values.astype(np.int64)
+    if names is not None:
+        codes, classes = values.astype(np.int64), names
+        outside = codes[(codes < 0) | (codes >= len(names))]
+        if len(outside):
+            raise FedstillError(f"data.label: label {outside[0]} of {where} is outside 0..{len(names) - 1}")
+    else:
+        distinct, codes = np.unique(values, return_inverse=True)
+        if len(distinct) == len(values) > 20:
+            raise FedstillError(f"data.label: column '{label}' of {where} differs in every row; a label is a class")
+        classes = tuple(str(value) for value in distinct)
+    cuts = np.cumsum([len(array) for array in arrays])[:-1]
+    return np.split(codes.astype(np.int64), cuts), classes
+
+
+def storage_form(x: np.ndarray) -> np.ndarray:
+    """Arrays given as such: 3-d is grey images, 4-d images with channels first or last; bytes stay bytes."""
+    if x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
+        x = x.transpose(0, 3, 1, 2)
+    if x.ndim > 2 and x.dtype.kind in "iu" and x.min(initial=0) >= 0 and x.max(initial=0) <= 255:
+        return np.ascontiguousarray(x, dtype=np.uint8)
+    with np.errstate(over="ignore"):  # reported as not finite
+        return np.ascontiguousarray(x.reshape(len(x), -1) if x.ndim == 1 else x, dtype=np.float32)
+
+
+def join(columns: Sequence[Column], name: str, where: str) -> np.ndarray:
+    arrays = [np.asarray(column) for column in columns]
+    if len({array.shape[1:] for array in arrays}) > 1:
+        raise FedstillError(f"data.source: column '{name}' of {where} has another shape in each split")
+    return np.concatenate(arrays)
+
+
+def table_column(
+    columns: Sequence[Column], names: tuple[str, ...] | None, name: str, where: str, *, like: InputColumn | None = None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(features, words): float32 (n, 1) of a column of numbers, (n, d) of vectors, one-hot (n, words) of words.
+
+    `like` is the same column of another source: its words in its order, or as many numbers.
+    """
+    if like is not None and not all(isinstance(column, np.ndarray) for column in columns):
+        raise FedstillError(f"data.inputs: column '{name}' of {where} holds images, the task's does not")
+    joined = join(columns, name, where)
+    if names is not None:
+        stated = (joined >= 0) & (joined < len(names))
+        joined = np.array([*names, ""], dtype=object)[np.where(stated, joined, len(names)).astype(np.int64)]
+    joined = complete(joined, name, where)
+    if like is not None:
+        return (_known_words if like.words else _known_numbers)(joined, like, where), like.words
+    if joined.dtype != object:
+        return finite(storage_form(joined), name, where), ()
+    words, codes = distinct_words(joined)
+    if names is None:
+        check_numbers(words, codes, name, where)
+    if len(words) > MAX_WORDS:
+        raise FedstillError(
+            f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS}: "
+            "to read it as text set data.tokens, else leave it out with data.inputs, or partition by it with data.keys"
+        )
+    return np.eye(len(words), dtype=np.float32)[codes], tuple(words.tolist())
+
+
+def _known_words(column: np.ndarray, like: InputColumn, where: str) -> np.ndarray:
+    values = np.array([str(value) for value in column.tolist()], np.str_)
+    known = np.array(like.words, np.str_)
+    codes = np.searchsorted(known, values).clip(max=len(known) - 1)
+    strange = np.flatnonzero(known[codes] != values)
+    if len(strange):
+        told = f"'{values[strange[0]]}' in {row_numbers(strange)}"
+        raise FedstillError(
+            f"data.inputs: column '{like.name}' of {where} holds {told}, a word that is not among the task's: "
+            + ", ".join(like.words[:20])
+        )
+    one_hot: np.ndarray = np.eye(len(known), dtype=np.float32)[codes]
+    return one_hot
+
+
+def _known_numbers(column: np.ndarray, like: InputColumn, where: str) -> np.ndarray:
+    if column.dtype == object:
+        raise FedstillError(
+            f"data.inputs: column '{like.name}' of {where} must hold numbers, as the task's does: {tell_words(column)}"
+        )
+    numbers = finite(storage_form(column), like.name, where)
+    if numbers.ndim != 2 or numbers.shape[1] != like.width:
+        raise FedstillError(
+            f"data.inputs: column '{like.name}' of {where} holds samples of shape {numbers.shape[1:]}, "
+            f"the task's of {(like.width,)}"
+        )
+    return numbers
+
+
+def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
+    """The numbers themselves, if all of them fit in a float32."""
+    if numbers.dtype == np.uint8:
+        return numbers
+    infinite = np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1))
+    if len(infinite):
+        raise FedstillError(f"data.source: column '{name}' of {where} is not finite in {row_numbers(infinite)}")
+    return numbers
+
+
+def complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
+    """The column itself, if no value is missing; spaces are none, from whichever kind of file."""
+    missing = missing_rows(column)
+    if len(missing):
+        told = row_numbers(missing)
+        raise FedstillError(f"data.source: column '{name}' of {where} has no value in {told}; fill or drop them")
+    return column
+
+
+MIN_NUMBERS = 10  # so few cells tell nothing about the others
+MAX_ODD_SHARE = 0.1  # words among numbers: with more of them it is a column of words
+MAX_CODES = 20  # different numbers in a column that may hold codes
+
+
+class OddCells(NamedTuple):
+    """The cells of a column of numbers that are none."""
+
+    rows: np.ndarray
+    told: str  # the first of them, and how many more there are
+    numbers: int  # the other cells
+    codes: bool  # they may be meant: '1', '2', '3' and 'A' are codes
+
+
+def check_numbers(words: np.ndarray, codes: np.ndarray, name: str, where: str) -> None:
+    """Refuse a column of numbers with a few other cells, given as its different words and which of them each row has.
+
+    One cell that is mistyped would turn a column of numbers into as many features as it has different values.
+    """
+    odd = find_odd(words, codes)
+    if odd is not None and not odd.codes:
+        raise FedstillError(
+            f"data.source: column '{name}' of {where} holds {odd.numbers} numbers, but {odd.told}; correct such "
+            "cells or drop their rows, or leave the column out with data.inputs; if it holds codes, write each as a "
+            "word (c5 for 5)"
+        )
+
+
+def code_notes(splits: Sequence[Mapping[str, Any]], words: Mapping[str, Sequence[str]], where: str) -> tuple[str, ...]:
+    """A note on each column of these words that is nearly all numbers and was taken for codes."""
+    notes = []
+    for name, found in words.items():
+        if len({_is_number(word) for word in found}) < 2:
+            continue
+        odd = find_odd(*distinct_words(np.concatenate([columns[name] for columns in splits])))
+        if odd is not None:
+            notes.append(f"column '{name}' of {where} is read as words (one-hot): {odd.told}, it seems to hold codes")
+    return tuple(notes)
+
+
+def distinct_words(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the different words in order, which of them each row has)."""
+    words, codes = np.unique(column.astype(np.str_), return_inverse=True)
+    return words, codes
+
+
+def find_odd(words: np.ndarray, codes: np.ndarray) -> OddCells | None:
+    """The words among numbers, in a column that is nearly all numbers; None in any other."""
+    is_odd = np.array([not _is_number(word) for word in words.tolist()], bool)
+    rows = np.flatnonzero(is_odd[codes])
+    numbers = len(codes) - len(rows)
+    if not len(rows) or numbers < MIN_NUMBERS or len(rows) > MAX_ODD_SHARE * len(codes):
+        return None
+    counts = np.bincount(codes, minlength=len(words))
+    return OddCells(rows, _tell(words, codes, rows), numbers, _are_codes(words, is_odd, counts))
+
+
+def tell_words(column: np.ndarray) -> str:
+    """What is wrong with words in the place of numbers."""
+    words, codes = distinct_words(column)
+    is_odd = np.array([not _is_number(word) for word in words.tolist()], bool)
+    rows = np.flatnonzero(is_odd[codes])
+    if len(rows):
+        return f"{_tell(words, codes, rows)}; correct such cells or drop their rows"
+    return f"they are stored as words ('{column[0]}'); store them as numbers"
+
+
+def _tell(words: np.ndarray, codes: np.ndarray, rows: np.ndarray) -> str:
+    first = textwrap.shorten(str(words[codes[rows[0]]]), 60, placeholder="...")
+    others = {1: "is no number", 2: "and 1 more cell are no numbers"}
+    what = others.get(len(rows), f"and {len(rows) - 1} more cells are no numbers")
+    return f"'{first}' in {row_numbers(rows[:1])} {what}"
+
+
+def _are_codes(words: np.ndarray, is_odd: np.ndarray, counts: np.ndarray) -> bool:
+    """Few whole numbers, and every word beside them recurs and has a letter or digit: a '?' is no code."""
+    numbers = [float(word) for word in words[~is_odd].tolist()]
+    few = len(numbers) <= MAX_CODES and all(number.is_integer() for number in numbers)
+    meant = all(any(letter.isalnum() for letter in word) for word in words[is_odd].tolist())
+    return few and meant and bool(counts[is_odd].min() > 1)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")  # columns that may name rows, the best first
+# patient_id, PATIENT-ID, id_patient, patientId, PatientID, idPatient; never acid, COVID, IDH1
+ID_OF_SOMETHING = re.compile(r"(?i:.*[-_. ]id|id[-_. ].*)|.*[a-z0-9]I[dD]|[iI]d[A-Z].*", re.DOTALL)
+
+
+def called_id(name: str) -> bool:
+    """Whether a column is called as one that may name its rows."""
+    return name.lower() in ID_NAMES or ID_OF_SOMETHING.fullmatch(name) is not None
+
+
+def rank(name: str) -> int:
+    """The smaller the better a column of this name names rows; ids of something are the last."""
+    return ID_NAMES.index(name.lower()) if name.lower() in ID_NAMES else len(ID_NAMES)
+
+
+def may_hold_ids(name: str, column: np.ndarray) -> bool:
+    """False for fractions in a column that is called the id of something: they are measured."""
+    return name.lower() in ID_NAMES or column.dtype.kind != "f" or np.array_equal(column, np.round(column))
+
+
+def names_groups(name: str, ids: list[str]) -> bool:
+    """An id of something that most rows share, such as clinic_id: nobody expects it to name rows."""
+    return name.lower() not in ID_NAMES and 2 * len(set(ids)) <= len(ids)
+
+
+def fault(ids: list[str]) -> str:
+    """Why these are no names of rows; '' if they are."""
+    if not ids:
+        return "it does not hold words or whole numbers in every split"
+    empty = [row for row, name in enumerate(ids) if not name.strip()]
+    if empty:
+        return f"it has no value in {row_numbers(np.array(empty))}"
+    first: dict[str, int] = {}
+    for row, name in enumerate(ids):
+        if first.setdefault(name, row) != row:
+            return f"'{name}' is in {row_numbers(np.array([first[name], row]))}"
+    return ""
+
+
+def order(ids: list[str]) -> np.ndarray:
+    """Rows in the order of their names; whole numbers by size, whatever their length."""
+    if all(name.isascii() and name.isdigit() for name in ids):
+        return np.array(sorted(range(len(ids)), key=lambda row: (len(ids[row]), ids[row])))
+    return np.array(sorted(range(len(ids)), key=ids.__getitem__))

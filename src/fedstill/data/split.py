@@ -1,0 +1,225 @@
+"""Who gets which rows before clients share theirs: test set, central pool, validation rows, unlabeled samples.
+
+The test set is drawn from a fixed seed, so that all seeds of an experiment are tested on the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.data.files import files_below, files_of, printable
+from fedstill.data.images import IMAGE_SUFFIXES
+from fedstill.data.match import load_like, match_classes, match_storage, reading_like
+from fedstill.data.source import Source, Unlabeled, keep_rows, row_ids, stratified_holdout
+from fedstill.data.text import in_one_list
+
+_log = logging.getLogger("fedstill.run")
+FIXED = 0  # seed of what does not depend on the experiment's
+
+
+def with_test_of(source: Source, place: str, *, label: str | None = None, cache_dir: str | None = None) -> Source:
+    """The source with the test split of another one (cross-domain), in the task's form and with the task's classes.
+
+    Inputs are normalised as the clients' are. label: the other source's label column, where it has one of that name.
+    """
+    try:
+        other = load_like(place, source, key="data.test", labelled=True, label=label, cache_dir=cache_dir)
+    except FedstillError:
+        if label is None:
+            raise
+        other = load_like(place, source, key="data.test", labelled=True, cache_dir=cache_dir)
+    if other.origin == source.origin:
+        raise FedstillError(f"data.test: '{place}' is the clients' own dataset; leave data.test out for its test split")
+    source, other = in_one_list(source, other)
+    y = match_classes(other.test, source)
+    if y is None:
+        raise FedstillError(_unlike(place, other.test.classes, source.train.classes))
+    data = source.train
+    x = match_storage(other.test.x, data.x, where=f"'{place}'", key="data.test")
+    test = replace(other.test, x=x, y=y, classes=data.classes, mean=data.mean, std=data.std)
+    rows = {**source.rows, "test": other.rows.get("test", np.arange(len(y)))}
+    notes = (*source.notes, f"tested on {other.test.name}, {len(y)} rows", *other.notes)
+    return source._replace(test=test, rows=rows, notes=notes)
+
+
+def _unlike(place: str, classes: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+    if len(classes) != len(wanted):
+        return (
+            f"data.test: '{place}' has {len(classes)} classes, the task {len(wanted)}; give a set of the same classes"
+        )
+    strange = next(name for name in classes if name not in wanted)
+    shown = ", ".join(wanted[:10])
+    return f"data.test: class '{strange}' of '{place}' is none of the task's ({shown}); name the same classes alike"
+
+
+def central_pool(source: Source, client_rows: int, *, test_share: float) -> Source:
+    """Clients keep some train rows; the rest of train and all of test is the server's: unlabeled, but for a test share.
+
+    All rows stand in one order drawn from a fixed seed. The test set is taken from its front, the clients' train rows
+    from its back, what lies between is unlabeled. So other `client_rows` with as many test rows are tested on the very
+    same rows, as long as clients leave them; fewer test rows are a part of more.
+
+    Reference: D2C-FL, Sect. 4.1 (20,000 train rows for clients; of 40,000 others 20 % to test, 80 % unlabeled).
+    """
+    train, test = len(source.train.y), len(source.test.y)
+    if not 0 < client_rows <= train:
+        raise FedstillError(
+            f"data.client_rows = {client_rows}: {source.train.name} has {train} train rows; give 1 to that"
+        )
+    order = numpy_generator(seed_for(FIXED, "central")).permutation(train + test)  # train rows, then test rows
+    clients = order[order < train][train - client_rows :]
+    pool = order[~np.isin(order, clients)]
+    count = min(max(1, round(test_share * len(pool))), len(pool) - 1)
+    if count < 1:
+        raise FedstillError(f"data.client_rows = {client_rows} leaves {len(pool)} rows to the server; give fewer")
+    names = np.array([*row_ids(source, "train"), *row_ids(source, "test")], np.str_)
+    x, y = (torch.cat([source.train.x, source.test.x]), torch.cat([source.train.y, source.test.y]))
+    tested, unlabeled = (np.sort(rows) for rows in (pool[:count], pool[count:]))
+    central = Unlabeled(x[unlabeled], tuple(names[unlabeled].tolist()), y[unlabeled])
+    rest = keep_rows(source, "train", np.sort(clients))
+    note = f"{client_rows} rows for clients, {len(unlabeled)} unlabeled for the server, {count} to test"
+    return rest._replace(
+        test=replace(source.test, x=x[tested], y=y[tested]),
+        rows={**rest.rows, "test": names[tested]},
+        central=central,
+        notes=(*source.notes, note),
+    )
+
+
+def limit_test(source: Source, limit: int) -> Source:
+    """A random part of the test set, of that size."""
+    count = len(source.test.y)
+    if limit >= count:
+        return source
+    rows = numpy_generator(seed_for(FIXED, "test", "limit")).choice(count, limit, replace=False)
+    kept = keep_rows(source, "test", np.sort(rows))
+    return kept._replace(notes=(*source.notes, f"tested on {limit} of {count} rows, drawn at random"))
+
+
+def hold_validation(source: Source, count: int, *, seed: int) -> tuple[Source, tuple[Tensor, Tensor] | None]:
+    """(what is left for the clients, labeled train rows for the server), each class by its share."""
+    if not count:
+        return source, None
+    rows = len(source.train.y)
+    if not 0 < count < rows:
+        raise FedstillError(f"data.validation: cannot hold out {count} of {rows} train rows; give 1 to {rows - 1}")
+    labels = source.train.y.numpy()
+    kept, taken = stratified_holdout(labels, count / rows, seed=seed_for(seed, "validation"))
+    index = torch.from_numpy(taken)
+    return keep_rows(source, "train", kept), (source.train.x[index], source.train.y[index])
+
+
+def split_unlabeled(
+    source: Source, choice: str | int, *, seed: int, limit: int | None = None, cache_dir: str | None = None
+) -> tuple[Source, Unlabeled | None]:
+    """(what is left of the source, the server's unlabeled samples in the task's storage form).
+
+    choice: 'none'; 'test' (transductive: the test inputs); 'central' (what data.client_rows leaves to the server); a
+    number of train rows, taken away from the clients before they are shared out; or another source, all of whose
+    inputs are brought to the task's form. limit keeps a random part of that size. Digits are always a number: a folder
+    called 2024 is './2024'.
+    """
+    if isinstance(choice, str) and choice.lstrip("-").isdigit():
+        choice = int(choice)
+    if choice in ("none", "", 0):
+        return source, None
+    rest = source
+    if isinstance(choice, int):
+        rest, found = _hold_out(source, choice, seed)
+    elif choice == "test":
+        found = Unlabeled(source.test.x, row_ids(source, "test"), source.test.y)
+    elif choice == "central":
+        found = _central(source)
+    else:
+        rest, found = _of_another(choice, source, cache_dir)
+    return rest, found if limit is None or limit >= len(found.x) else _some(found, limit, seed)
+
+
+def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None = None) -> Unlabeled:
+    """A folder of images (in any folders, of any size), a table or texts, in the storage form of the task's `source`.
+
+    A table's columns are found by the names of the task's. Images that cannot be read, and files of other kinds
+    beside them, are named in `skipped`; every other file or row comes once, in the order of the names: its path below
+    the folder, the table's id column as it is written, or its row number. Texts may also be the lines of .txt files.
+    Labels that are there count as truth if all classes have names of the task's. A Path is never the name of an
+    embedded set.
+    """
+    if source.texts is not None:
+        raise FedstillError(f"'{place}': the task's texts are no tokens yet; call tokenise first")
+    return _as_unlabeled(place, _load(place, source, cache_dir), source)
+
+
+def _load(place: str | Path, source: Source, cache_dir: str | None) -> Source:
+    label = source.label or None
+    other = load_like(place, source, key="data.unlabeled", labelled=False, label=label, cache_dir=cache_dir)
+    return other._replace(skipped=(*other.skipped, *_other_files(other.origin, source)))
+
+
+def _as_unlabeled(place: str | Path, other: Source, source: Source) -> Unlabeled:
+    x = match_storage(other.train.x, source.train.x, where=f"'{place}'")
+    for note in other.notes:
+        _log.warning("'%s': %s", place, note)
+    truth = match_classes(other.train, source, some=True) if other.label else None
+    return Unlabeled(x, row_ids(other, "train"), truth, other.skipped, other.notes)
+
+
+def _of_another(place: str, source: Source, cache_dir: str | None) -> tuple[Source, Unlabeled]:
+    other = _load(place, source, cache_dir)
+    if other.origin == source.origin:
+        raise FedstillError(
+            f"data.unlabeled: '{place}' is the clients' own dataset; give a number of its rows to hold out, or 'test'"
+        )
+    source, other = in_one_list(source, other)
+    return source, _as_unlabeled(place, other, source)
+
+
+def _other_files(origin: str, source: Source) -> tuple[str, ...]:
+    """What is left out of a folder of images: files that are none by their name, or whose name is no text.
+
+    Not cached, for the images alone decide the cache. Where a parquet file holds the images, only images are named.
+    """
+    root = Path(origin)
+    if not root.is_absolute() or not root.is_dir():
+        return ()
+    reading = reading_like(source, labelled=False)
+    taken = files_of(root, reading)
+    beside = set(files_below(root)) - set(taken)
+    if taken[0].suffix.lower() not in IMAGE_SUFFIXES:
+        beside = {file for file in beside if reading.fit and file.suffix.lower() in IMAGE_SUFFIXES}
+    return tuple(sorted(printable(file.relative_to(root)) for file in beside))
+
+
+def _central(source: Source) -> Unlabeled:
+    if source.central is None:
+        raise FedstillError(
+            "data.unlabeled = 'central' is what the clients leave to the server: set data.client_rows, e.g. 20000"
+        )
+    return source.central
+
+
+def _hold_out(source: Source, count: int, seed: int) -> tuple[Source, Unlabeled]:
+    rows = len(source.train.y)
+    if isinstance(count, bool) or not 0 < count < rows:
+        raise FedstillError(f"data.unlabeled: cannot hold out {count} of {rows} train rows; give 1 to {rows - 1}")
+    order = numpy_generator(seed_for(seed, "unlabeled")).permutation(rows)
+    taken = keep_rows(source, "train", np.sort(order[:count]))
+    found = Unlabeled(taken.train.x, row_ids(taken, "train"), taken.train.y)
+    return keep_rows(source, "train", np.sort(order[count:])), found
+
+
+def _some(found: Unlabeled, limit: int, seed: int) -> Unlabeled:
+    drawn = numpy_generator(seed_for(seed, "unlabeled", "limit")).choice(len(found.x), limit, replace=False)
+    rows = torch.from_numpy(np.sort(drawn))
+    return found._replace(
+        x=found.x[rows],
+        ids=tuple(found.ids[row] for row in rows.tolist()),
+        truth=None if found.truth is None else found.truth[rows],
+    )
