@@ -23,11 +23,10 @@ from functools import cached_property
 from pathlib import Path
 
 from fedstill.bench import Cell, Expected, Recipe, Table
-from fedstill.bench.load import load_expected, load_recipe
-from fedstill.bench.metrics import LAST
+from fedstill.bench.recipe import load_expected, load_recipe
 from fedstill.bench.render import NOTHING, markdown_table, render_table
 from fedstill.bench.results import Records, Run, cell_id, cell_key, curve_of, read_runs, run_id
-from fedstill.bench.summary import REFERENCE, RowSummary, summarize_table
+from fedstill.bench.summary import LAST, REFERENCE, RowSummary, summarize_table
 from fedstill.report.curves import Curve, learning_curves
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from fedstill.bench import Cell, Recipe, Table, worker
+from fedstill.bench import Cell, Recipe, Table, workers
 from fedstill.bench.results import cell_key
 from fedstill.cli import app
 from fedstill.config import Experiment
@@ -88,25 +88,25 @@ def forbid_runs(monkeypatch):
     def run(*_, **__):
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(worker, "run", run)
+    monkeypatch.setattr(workers, "run", run)
 
 
 def count_runs(monkeypatch):
     """Experiments that are run in full, without probes."""
-    seen, run = [], worker.run
+    seen, run = [], workers.run
 
     def counted(experiment, **options):
         if options.get("run_dir") is not None:
             seen.append((experiment.algorithm.name, experiment.seed))
         return run(experiment, **options)
 
-    monkeypatch.setattr(worker, "run", counted)
+    monkeypatch.setattr(workers, "run", counted)
     return seen
 
 
 def interrupt_after(monkeypatch, rounds):
     """Ctrl-C in the round after so many, once."""
-    on_round, left = worker.Ticker.on_round, [rounds]
+    on_round, left = workers.Ticker.on_round, [rounds]
 
     def interrupted(self, row):
         left[0] -= 1
@@ -114,4 +114,4 @@ def interrupt_after(monkeypatch, rounds):
             raise KeyboardInterrupt
         return on_round(self, row)
 
-    monkeypatch.setattr(worker.Ticker, "on_round", interrupted)
+    monkeypatch.setattr(workers.Ticker, "on_round", interrupted)

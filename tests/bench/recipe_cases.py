@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from fedstill.bench import Cell, Recipe
-from fedstill.bench.load import load_expected, load_recipe
+from fedstill.bench.recipe import load_expected, load_recipe
 from fedstill.bench.results import read_runs
 from fedstill.cli import app
 from fedstill.config import Experiment

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 from bench_cases import bench, count_runs, forbid_runs, interrupt_after, invoke
 
-from fedstill.bench import worker
+from fedstill.bench import workers
 from fedstill.bench.results import read_runs
 
 
@@ -147,21 +147,21 @@ def test_at_the_end_only_places_that_exist_are_named(folder):
 
 
 def test_a_failing_run_does_not_stop_the_others(folder, monkeypatch):
-    run = worker.run
+    run = workers.run
 
     def failing(experiment, **options):
         if experiment.algorithm.name == "fedavg" and experiment.seed == 0 and options.get("run_dir"):
             raise RuntimeError("out of memory")
         return run(experiment, **options)
 
-    monkeypatch.setattr(worker, "run", failing)
+    monkeypatch.setattr(workers, "run", failing)
     outcome = bench("tiny", "--table", "1", "--seeds", "2", code=1)
     assert set(results(folder)) == {("fedavg", 1), ("fedprox", 0), ("fedprox", 1)}
     (line,) = (line for line in outcome.stderr.splitlines() if "failed: " in line)
     assert "fedavg digits seed 0 failed: RuntimeError: out of memory" in line
     (told,) = (folder / "runs/bench/tiny").glob("fedavg-*/seed-0/error.txt")
     assert "Traceback" in told.read_text()
-    monkeypatch.setattr(worker, "run", run)
+    monkeypatch.setattr(workers, "run", run)
     bench("tiny", "--table", "1", "--seeds", "2")
     assert ("fedavg", 0) in results(folder)
 

@@ -4,7 +4,7 @@ import pytest
 from bench_cases import small
 
 from fedstill.bench import Cell
-from fedstill.bench.selection import with_data
+from fedstill.bench.recipe import with_data
 from fedstill.core.errors import FedstillError
 
 

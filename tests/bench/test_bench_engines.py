@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from bench_cases import RECIPE, bench, count_runs, forbid_runs, interrupt_after, recipe_of, run_of, small
 
-from fedstill.bench.folders import begun_as, run_folder
-from fedstill.bench.form import Cell
-from fedstill.bench.plan import make_orders
+from fedstill.bench.plan import begun_as, make_orders, run_folder
+from fedstill.bench.recipe import Cell
 from fedstill.bench.results import cell_key, read_runs
 
 FEDAVG = ("tiny", "--table", "1", "--methods", "fedavg", "--out", "out")

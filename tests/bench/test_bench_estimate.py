@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from bench_cases import run_of, small
 
-from fedstill.bench import plan, worker
+from fedstill.bench import plan, workers
 from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first, step_cost
-from fedstill.bench.folders import device_name
-from fedstill.bench.form import Cell
-from fedstill.bench.plan import choose_jobs, make_orders, room_for, threads_for
+from fedstill.bench.plan import choose_jobs, device_name, make_orders, room_for, threads_for
+from fedstill.bench.recipe import Cell
 
 
 class Prober:
@@ -74,24 +73,24 @@ def test_a_probe_leaves_out_what_the_method_prepares_and_says_what_it_is(tmp_pat
         model={"name": "mlp", "hidden": [8]}, rounds=2, cohort=1, engine={"device": "cpu"},
     )  # fmt: skip
     heard = []
-    prepared = worker.Clock(heard.append)
+    prepared = workers.Clock(heard.append)
     prepared.on_start(None)
     prepared.on_prepare("simclr: epoch 1/2", 0.5)
     prepared.on_round({"round": 1, "seconds_prepared": 100.0})
     assert prepared.seconds[0] == pytest.approx(-100.0, abs=1.0)
     assert heard == [{"kind": "prepare", "what": "simclr: epoch 1/2"}]
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
-    found = worker.Workshop().probe(experiment, heard.append)
+    found = workers.Worker().probe(experiment, heard.append)
     assert found.first > 0
     assert heard[1]["what"].startswith("simclr: epoch 1/2, loss ")
 
 
 def test_a_run_of_one_round_is_not_run_twice_to_see_how_long_it_takes(monkeypatch):
     """Forty epochs of a hundred clients took as long to measure as to run. Their data are looked at all the same."""
-    monkeypatch.setattr(worker, "run", None)
-    assert worker.Workshop().probe(small(rounds=1), print) is None
-    with pytest.raises(worker.NoData):
-        worker.Workshop().probe(small(rounds=1, data={"source": "no/such/folder"}), print)
+    monkeypatch.setattr(workers, "run", None)
+    assert workers.Worker().probe(small(rounds=1), print) is None
+    with pytest.raises(workers.NoData):
+        workers.Worker().probe(small(rounds=1, data={"source": "no/such/folder"}), print)
     once, prober = orders("fedavg", rounds=1), Prober()
     prober.answer = {"kind": "done", "answer": None}
     known = estimate(once, once, [], prober, jobs=1)
@@ -110,8 +109,8 @@ def test_of_short_and_long_runs_of_a_kind_a_long_one_is_measured():
 def test_a_first_round_that_compiles_does_not_stand_for_all(monkeypatch):
     """It took 25 s where later ones took 5, and a hundred of them were said to take 35 minutes."""
     now = iter([0.0, 25.0, 30.0, 35.0])
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(now))
-    clock = worker.Clock(lambda message: None)
+    monkeypatch.setattr(workers.time, "perf_counter", lambda: next(now))
+    clock = workers.Clock(lambda message: None)
     clock.on_start(None)
     assert [clock.on_round({"round": number}) for number in (1, 2)] == [False, True]
     assert clock.seconds == [25.0, 5.0]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fedstill.bench.metrics import (
+from fedstill.bench.summary import (
     Curve,
     best,
     first_round,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench_cases import bench, invoke, run_of, small, write_paper
 
-from fedstill.bench.places import BENCH_LOCK, claimed, holding
+from fedstill.bench.plan import BENCH_LOCK, claimed, holding
 from fedstill.bench.results import add_run, read_runs
 
 

@@ -6,8 +6,8 @@ import pytest
 from bench_cases import run_of, small
 
 from fedstill.bench.estimate import Estimate
-from fedstill.bench.form import Cell
 from fedstill.bench.plan import make_orders
+from fedstill.bench.recipe import Cell
 from fedstill.cli import bench_progress as module
 from fedstill.cli.bench_progress import BenchProgress
 

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from bench_cases import RECIPE, bench, small, write_paper
 
-from fedstill.bench import folders
-from fedstill.bench import pool as pool_module
-from fedstill.bench.folders import circumstances, make_run, source_version
-from fedstill.bench.form import Cell
-from fedstill.bench.plan import make_orders
-from fedstill.bench.pool import Alone
+from fedstill.bench import plan, workers
+from fedstill.bench.plan import circumstances, make_orders, make_run, source_version
+from fedstill.bench.recipe import Cell
 from fedstill.bench.results import read_runs
+from fedstill.bench.workers import InProcess
 
 OWN_METHODS = """
 import multiprocessing
@@ -75,7 +73,7 @@ def test_a_worker_that_dies_costs_its_run_only(folder):
 def test_a_killed_worker_s_run_resumes_and_equals_the_uninterrupted_one(folder, monkeypatch):
     words = ["tiny", "--table", "1", "--methods", "fedavg,fedprox", "--set", "rounds=60", "--jobs", "2"]
     bench(*words, "--out", "whole")
-    listen, killed = pool_module.Pool._listen, []
+    listen, killed = workers.Pool._listen, []
 
     def killing(self, worker, hear):
         """Kill -9 the first worker that has a checkpoint behind it."""
@@ -87,7 +85,7 @@ def test_a_killed_worker_s_run_resumes_and_equals_the_uninterrupted_one(folder, 
             time.sleep(0.001)
         listen(self, worker, hear)
 
-    monkeypatch.setattr(pool_module.Pool, "_listen", killing)
+    monkeypatch.setattr(workers.Pool, "_listen", killing)
     bench(*words, "--out", "parts", code=1)
     assert killed
     bench(*words, "--out", "parts")
@@ -130,13 +128,13 @@ def test_trouble_of_the_listener_is_not_the_runs_failure(tmp_path, kind):
             raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        Alone().do("run", one_order(tmp_path), hear)
+        InProcess().do("run", one_order(tmp_path), hear)
     assert "failed" not in heard
     assert not list(tmp_path.rglob("error.txt"))
 
 
 def test_a_run_from_source_says_the_version_of_the_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "version_of", lambda package: None)
+    monkeypatch.setattr(plan, "version_of", lambda package: None)
     made = circumstances("cpu", 1)
     assert made["fedstill"] == source_version(Path(__file__).parents[2])
     assert made["fedstill"][0].isdecimal()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from recipe_cases import PaperCase, parameters
 
+from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key
-from fedstill.bench.selection import with_data
 from fedstill.cli.bench import heading
 from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts

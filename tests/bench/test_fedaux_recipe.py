@@ -13,8 +13,8 @@ from fedstill import run
 from fedstill.algorithms import build_algorithm
 from fedstill.algorithms import fedaux as fedaux_factory
 from fedstill.bench.estimate import group_of
+from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
-from fedstill.bench.selection import with_data
 from fedstill.core.errors import FedstillError
 from fedstill.engine import Engine
 from fedstill.expression import parse

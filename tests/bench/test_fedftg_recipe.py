@@ -12,8 +12,8 @@ from recipe_cases import PaperCase, parameters
 
 from fedstill import run
 from fedstill.bench.estimate import group_of
+from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
-from fedstill.bench.selection import with_data
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedstill.bench import Recipe
-from fedstill.bench.load import load_expected, load_recipe
+from fedstill.bench.recipe import load_expected, load_recipe
 from fedstill.bench.results import cell_key, read_runs
 from fedstill.config import Experiment
 from fedstill.methods import build_method

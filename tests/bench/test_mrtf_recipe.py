@@ -7,8 +7,8 @@ import json
 import pytest
 from recipe_cases import PaperCase, parameters
 
+from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key
-from fedstill.bench.selection import with_data
 from fedstill.core.errors import FedstillError
 
 MRTF = PaperCase("mrtf")

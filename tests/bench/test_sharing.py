@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from fedstill.bench import sharing
-from fedstill.bench.sharing import CONTROL, PLACES, shared_gpu
+from fedstill.bench import workers
+from fedstill.bench.workers import CONTROL, PLACES, shared_gpu
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def test_a_service_that_does_not_start_is_no_reason_to_stop(service):
 
 def test_it_is_ended_when_its_start_is_interrupted(service, monkeypatch):
     """Ctrl-C while the program starts: it may be running, and must not stay."""
-    control = sharing._control
+    control = workers._control
 
     def interrupted(arguments, words=""):
         control(arguments, words)
         if arguments:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sharing, "_control", interrupted)
+    monkeypatch.setattr(workers, "_control", interrupted)
     with pytest.raises(KeyboardInterrupt), shared_gpu(2, "cuda"):
         pass
     assert [line.split()[0] for line in service.read_text().splitlines()] == ["-d", "quit"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fedstill.bench.form import Cell, Expected, Recipe, Table
+from fedstill.bench.recipe import Cell, Expected, Recipe, Table
 
 __all__ = ["Cell", "Expected", "Recipe", "Table"]

@@ -9,11 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedstill.bench.folders import device_name
-from fedstill.bench.order import Order
-from fedstill.bench.pool import Crew
+from fedstill.bench.plan import Job, device_name
 from fedstill.bench.results import Run, cell_id, engine_of, engine_text, portable, run_id
-from fedstill.bench.worker import Message, Probe
+from fedstill.bench.workers import Message, Probe, WorkerPool
 from fedstill.config import Experiment
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need, Phase
@@ -32,15 +30,15 @@ class Estimate:
     failures: tuple[str, ...] = ()
     no_data: Mapping[str, str] = field(default_factory=dict)  # group -> why
 
-    def of(self, order: Order) -> float | None:
+    def of(self, order: Job) -> float | None:
         return self.seconds.get(order.run_id)
 
-    def total(self, orders: Sequence[Order], jobs: int) -> float | None:
+    def total(self, orders: Sequence[Job], jobs: int) -> float | None:
         """Of those that are known: shared by the jobs, but never less than the longest."""
         known = [spent for order in orders if (spent := self.of(order)) is not None]
         return max(sum(known) / jobs, *known) if known else None
 
-    def lacks_data(self, order: Order) -> str | None:
+    def lacks_data(self, order: Job) -> str | None:
         """Why its data cannot be had, if so."""
         return self.no_data.get(group_of(order.experiment))
 
@@ -76,16 +74,16 @@ def silent(line: str) -> None:
 
 
 def estimate(
-    orders: Sequence[Order],
-    table: Sequence[Order],
+    orders: Sequence[Job],
+    table: Sequence[Job],
     runs: Sequence[Run],
-    crew: Crew,
+    crew: WorkerPool,
     *,
     jobs: int,
     tell: Callable[[str], None] = silent,
 ) -> Estimate:
     """Seconds of every order; where nothing of its kind in the table was ever run like this, a probe tells."""
-    groups: dict[str, list[Order]] = {}
+    groups: dict[str, list[Job]] = {}
     for order in orders:
         groups.setdefault(group_of(order.experiment), []).append(order)
     earlier = _earlier(table, runs, jobs)
@@ -104,7 +102,7 @@ def estimate(
     return Estimate(seconds, failures, no_data)
 
 
-def _rates(table: Sequence[Order], earlier: Mapping[tuple[str, str], float]) -> dict[str, float]:
+def _rates(table: Sequence[Job], earlier: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Seconds of a round at FedAvg's cost, by group, from the cells that were run before."""
     found: dict[str, list[float]] = {}
     for order in table:
@@ -113,11 +111,11 @@ def _rates(table: Sequence[Order], earlier: Mapping[tuple[str, str], float]) -> 
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def _size(order: Order) -> float:
+def _size(order: Job) -> float:
     return order.experiment.rounds * step_cost(order.experiment)
 
 
-def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[tuple[str, str], float]:
+def _earlier(orders: Sequence[Job], runs: Sequence[Run], jobs: int) -> dict[tuple[str, str], float]:
     """Seconds by cell and engine, of runs on this kind of device with as many beside them.
 
     What was prepared before the first round is left out: it is no part of a round, and mostly done once for all runs.
@@ -132,7 +130,7 @@ def _earlier(orders: Sequence[Order], runs: Sequence[Run], jobs: int) -> dict[tu
 
 
 def _probe(
-    firsts: Mapping[str, Order], crew: Crew, jobs: int, tell: Callable[[str], None]
+    firsts: Mapping[str, Job], crew: WorkerPool, jobs: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, Probe], tuple[str, ...], dict[str, str]]:
     """A cell of each group on all workers at once, because runs that share a device slow each other down.
 
@@ -171,7 +169,7 @@ def _probe(
     return means, tuple(failures), no_data
 
 
-def _doing(probed: Collection[Order]) -> str:
+def _doing(probed: Collection[Job]) -> str:
     """A run of one round is not measured: of its setting only the data are looked at."""
     measured = sum(order.experiment.rounds > 1 for order in probed)
     doing = [f"measuring a few rounds of {counted(measured, 'setting')}"] if measured else []
@@ -180,7 +178,7 @@ def _doing(probed: Collection[Order]) -> str:
     return f"{', '.join(doing)} ..."
 
 
-def _done_to(probed: Collection[Order]) -> str:
+def _done_to(probed: Collection[Job]) -> str:
     measured = {order.experiment.rounds > 1 for order in probed}
     return "looked at" if measured == {False} else "measured" if measured == {True} else "measured or looked at"
 
@@ -197,19 +195,19 @@ class _Sometimes:
             self._tell(line)
 
 
-def _from_probe(order: Order, probed: Order, probe: Probe | None) -> float | None:
+def _from_probe(order: Job, probed: Job, probe: Probe | None) -> float | None:
     if probe is None:
         return None
     relative = step_cost(order.experiment) / step_cost(probed.experiment)
     return probe.first + (order.experiment.rounds - 1) * probe.later * relative
 
 
-def longest_first(orders: Sequence[Order], known: Estimate) -> list[Order]:
+def longest_first(orders: Sequence[Job], known: Estimate) -> list[Job]:
     """Seed by seed, so that partial results cover every method; within a seed the long ones first: a short tail."""
     return sorted(orders, key=lambda order: (order.experiment.seed, -(known.of(order) or 0.0)))
 
 
-def estimate_line(orders: Sequence[Order], known: Estimate, *, jobs: int, device: str) -> str:
+def estimate_line(orders: Sequence[Job], known: Estimate, *, jobs: int, device: str) -> str:
     """36 runs of 200 rounds, about 14 min with 3 at a time on cuda"""
     lengths = sorted({order.experiment.rounds for order in orders})
     rounds = counted(lengths[0], "round") if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} rounds"

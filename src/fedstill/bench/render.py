@@ -6,11 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from fedstill.bench.form import Expected, Number, Recipe
-from fedstill.bench.load import find_table
-from fedstill.bench.metrics import LAST, Spread
+from fedstill.bench.recipe import Expected, Number, Recipe, find_table
 from fedstill.bench.results import Run
-from fedstill.bench.summary import ColumnSummary, RowSummary, summarize_table
+from fedstill.bench.summary import LAST, ColumnSummary, RowSummary, Spread, summarize_table
 from fedstill.report.table import align, counted
 
 NOTHING = "–"

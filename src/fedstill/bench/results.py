@@ -6,17 +6,39 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from fedstill import expression
-from fedstill.bench.metrics import Curve
-from fedstill.bench.places import holding
 from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.experiment import write_whole
+from fedstill.file_lock import released, take
 from fedstill.options import find
+
+
+class Curve(NamedTuple):
+    """Accuracy in percent at the evaluated rounds of one run."""
+
+    rounds: int  # T, of the whole run
+    evaluated: int  # every so many rounds, and in the last
+    accuracy: Sequence[float]
+
+    @property
+    def at(self) -> list[int]:
+        """The evaluated rounds.
+
+        >>> Curve(5, 2, [10.0, 20.0, 30.0]).at
+        [2, 4, 5]
+        """
+        return [number for number in range(1, self.rounds + 1) if evaluates(number, self.rounds, self.evaluated)]
+
+
+def evaluates(number: int, rounds: int, every: int) -> bool:
+    return number % every == 0 or number == rounds
+
 
 # What a round logs beside its accuracy and a record keeps: name -> times this (shares become percent).
 BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
@@ -233,3 +255,16 @@ def add_run(path: Path, paper: str, run: Run) -> None:
     """Put one run into the file, beside what others have put there since."""
     with holding(path):
         write_runs(path, paper, merge(read_runs(path, paper), [run]))
+
+
+@contextmanager
+def holding(results: Path) -> Iterator[None]:
+    """The results file is this process's own; whoever comes second waits."""
+    lock = results.with_name(f".{results.name}.lock")
+    try:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        held = take(lock, wait=True)
+    except OSError as error:
+        raise FedstillError(f"--results: cannot write '{results}' ({error.strerror}): name another file") from None
+    with released(lock, held):
+        yield

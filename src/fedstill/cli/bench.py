@@ -12,18 +12,34 @@ from typing import Any
 import typer
 
 from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first, silent
-from fedstill.bench.form import Expected, Recipe, Table
-from fedstill.bench.load import find_paper, find_preset, find_table, load_expected, load_recipe
-from fedstill.bench.order import Order
-from fedstill.bench.places import check_places, claimed
-from fedstill.bench.plan import check_jobs, choose_jobs, find_device, make_orders, place_data, split_done
-from fedstill.bench.pool import Crew, crew
+from fedstill.bench.plan import (
+    Job,
+    check_jobs,
+    check_places,
+    choose_jobs,
+    claimed,
+    find_device,
+    make_orders,
+    place_data,
+    split_done,
+)
+from fedstill.bench.recipe import (
+    Expected,
+    Recipe,
+    Table,
+    choose,
+    find_paper,
+    find_preset,
+    find_table,
+    load_expected,
+    load_recipe,
+    select,
+    with_settings,
+)
 from fedstill.bench.render import as_json, text_table
 from fedstill.bench.results import Records, Run, add_run, cell_id, read_runs, run_id
-from fedstill.bench.selection import choose, select, with_settings
-from fedstill.bench.sharing import shared_gpu
 from fedstill.bench.summary import summarize_table
-from fedstill.bench.worker import Message
+from fedstill.bench.workers import Message, WorkerPool, crew, shared_gpu
 from fedstill.cli.bench_progress import BenchProgress
 from fedstill.cli.shared import print_json, stoppable, tell
 from fedstill.core.errors import FedstillError
@@ -69,12 +85,12 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """The runs asked for, and what is known of them."""
 
-    wanted: Sequence[Order]
-    missing: Sequence[Order]  # not done
-    left: Sequence[Order]  # of those the ones that --data has data for
+    wanted: Sequence[Job]
+    missing: Sequence[Job]  # not done
+    left: Sequence[Job]  # of those the ones that --data has data for
     found: Sequence[Run]  # done, but in their folders only
     runs: Sequence[Run]  # all that are known, of any table
 
@@ -151,13 +167,13 @@ def _run(work: Work, options: BenchOptions) -> Outcome:
         return _work_off(work, plan, options, device=device)
 
 
-def _plan(work: Work, wanted: Sequence[Order], data: Path | None, *, skip: Callable[[str], None]) -> Plan:
+def _plan(work: Work, wanted: Sequence[Job], data: Path | None, *, skip: Callable[[str], None]) -> BenchPlan:
     runs = read_runs(work.results, work.recipe.paper)
     missing, found = split_done(wanted, runs)
-    return Plan(wanted, missing, place_data(missing, data, skip), found, [*runs, *found])
+    return BenchPlan(wanted, missing, place_data(missing, data, skip), found, [*runs, *found])
 
 
-def _work_off(work: Work, plan: Plan, options: BenchOptions, *, device: str) -> Outcome:
+def _work_off(work: Work, plan: BenchPlan, options: BenchOptions, *, device: str) -> Outcome:
     if not plan.left:
         skipped = f", {len(plan.missing)} skipped" if plan.missing else ""
         _tell_estimate(f"nothing to run: {counted(plan.done, 'run')} done{skipped}", 0, 0.0, options)
@@ -180,7 +196,7 @@ def _work_off(work: Work, plan: Plan, options: BenchOptions, *, device: str) -> 
         return Outcome(failed + len(plan.left) - len(able), any_done=plan.done > 0 or failed < len(able))
 
 
-def _with_data(orders: Sequence[Order], known: Estimate, data: Path | None) -> list[Order]:
+def _with_data(orders: Sequence[Job], known: Estimate, data: Path | None) -> list[Job]:
     """Orders whose data can be had; what cannot is told once a reason."""
     lacking: dict[str, dict[str, None]] = {}
     for order in orders:
@@ -202,7 +218,7 @@ def _tell_estimate(line: str, runs: int, seconds: float | None, options: BenchOp
         typer.echo(line)
 
 
-def _perform(work: Work, orders: Sequence[Order], known: Estimate, workers: Crew) -> int:
+def _perform(work: Work, orders: Sequence[Job], known: Estimate, workers: WorkerPool) -> int:
     failed = 0
     with BenchProgress(orders, known) as progress:
 

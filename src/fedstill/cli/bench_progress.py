@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from fedstill.bench.estimate import Estimate, roughly
-from fedstill.bench.metrics import best, last_ten
-from fedstill.bench.order import Order
+from fedstill.bench.plan import Job
 from fedstill.bench.results import curve_of
-from fedstill.bench.worker import Message
+from fedstill.bench.summary import best, last_ten
+from fedstill.bench.workers import Message
 
 QUIET_SECONDS = 60.0  # a line at least this often
 LEAST_SECONDS = 1e-3  # of a run: shares are of a sum that is not zero
@@ -21,7 +21,7 @@ LEAST_SECONDS = 1e-3  # of a run: shares are of a sum that is not zero
 class BenchProgress:
     """Counts runs and rounds; time left by what was estimated, at the speed seen so far."""
 
-    def __init__(self, orders: Sequence[Order], known: Estimate, *, terminal: bool | None = None) -> None:
+    def __init__(self, orders: Sequence[Job], known: Estimate, *, terminal: bool | None = None) -> None:
         self.orders = orders
         seconds = [known.of(order) for order in orders]
         rounds = [float(order.experiment.rounds) for order in orders]
@@ -89,7 +89,7 @@ class BenchProgress:
 class Screen(Protocol):
     """Where progress is shown."""
 
-    def show(self, progress: BenchProgress, order: Order, doing: str) -> None: ...
+    def show(self, progress: BenchProgress, order: Job, doing: str) -> None: ...
 
     def say(self, progress: BenchProgress, line: str) -> None: ...
 
@@ -103,7 +103,7 @@ class Bar:
         self._bar: Any = None
         self._task: Any = None
 
-    def show(self, progress: BenchProgress, order: Order, doing: str) -> None:
+    def show(self, progress: BenchProgress, order: Job, doing: str) -> None:
         self._update(progress, f"{order.label}, {doing}")
 
     def say(self, progress: BenchProgress, line: str) -> None:
@@ -137,7 +137,7 @@ class Lines:
     def __init__(self) -> None:
         self._said = time.perf_counter()
 
-    def show(self, progress: BenchProgress, order: Order, doing: str) -> None:
+    def show(self, progress: BenchProgress, order: Job, doing: str) -> None:
         if time.perf_counter() - self._said > QUIET_SECONDS:
             self.say(progress, f"{order.label}, {doing}")
 

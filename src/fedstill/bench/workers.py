@@ -1,21 +1,30 @@
-"""Doing one run after another, keeping what they share: the data of a source, the split of a seed."""
+"""Who does the runs: this process one after another, or several worker processes that each take the next one."""
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fedstill.bench.folders import MADE, begun_as, circumstances, make_run, tidy
-from fedstill.bench.order import Order
+from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run, threads_for, tidy
 from fedstill.bench.results import Run
 from fedstill.callbacks import Callback, RunInfo
 from fedstill.config import Experiment
@@ -57,7 +66,7 @@ class Unheard(BaseException):
         self.cause = cause
 
 
-class Workshop:
+class Worker:
     """Runs in this process; sources and splits are kept, for the next run mostly has the same."""
 
     def __init__(self, at_once: int = 1) -> None:
@@ -113,10 +122,10 @@ class Workshop:
             except Exception as error:
                 raise Unheard(error) from error
 
-        order = Order.from_json(task["order"])
+        order = Job.from_json(task["order"])
         return self.probe(order.experiment, tell) if task["kind"] == "probe" else self.perform(order, tell)
 
-    def perform(self, order: Order, tell: Send) -> Run:
+    def perform(self, order: Job, tell: Send) -> Run:
         """Run the order in its folder, or go on with it there."""
         experiment = begun_as(order)
         federation = self.federation(order.experiment)
@@ -217,7 +226,7 @@ class Clock(Ticker):
 def serve(pipe: Connection, at_once: int, threads: int) -> None:
     """A worker process: tasks come as JSON, answers go as JSON, until the other end closes."""
     torch.set_num_threads(threads)
-    workshop = Workshop(at_once)
+    workshop = Worker(at_once)
 
     def send(message: Message) -> None:
         pipe.send_bytes(json.dumps(message).encode())
@@ -227,3 +236,160 @@ def serve(pipe: Connection, at_once: int, threads: int) -> None:
             workshop.handle(json.loads(pipe.recv_bytes()), send)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the other end is closed
+
+
+Hear = Callable[[Message], None]
+PATIENCE = 5.0  # seconds that a worker gets to end
+
+
+class WorkerPool(Protocol):
+    """Whoever does the tasks; `hear` gets every message as it comes."""
+
+    def do(self, kind: str, orders: Sequence[Job], hear: Hear) -> None: ...
+
+
+@contextmanager
+def crew(jobs: int) -> Iterator[WorkerPool]:
+    """One for the whole command, so that data are loaded and kernels are built once a worker."""
+    if jobs == 1:
+        yield InProcess()
+        return
+    pool = Pool(jobs)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """A child inherits what is ignored: Ctrl-C reaches the whole group, and the parent decides."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may say so
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _tasks(kind: str, orders: Sequence[Job]) -> list[Message]:
+    return [{"kind": kind, "number": number, "order": order.as_json()} for number, order in enumerate(orders)]
+
+
+class InProcess:
+    """All in this process."""
+
+    def __init__(self) -> None:
+        self._workshop = Worker()
+
+    def do(self, kind: str, orders: Sequence[Job], hear: Hear) -> None:
+        for task in _tasks(kind, orders):
+            self._workshop.handle(task, hear)
+
+
+@dataclass
+class WorkerProcess:
+    process: BaseProcess
+    pipe: Connection
+    task: Message | None = None  # what it is doing
+
+
+class Pool:
+    """Worker processes, started when there is something to do; one that dies is replaced, its run counts as failed."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+        self.workers: list[WorkerProcess] = []
+        self._context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+
+    def do(self, kind: str, orders: Sequence[Job], hear: Hear) -> None:
+        waiting = _tasks(kind, orders)[::-1]
+        while waiting or any(worker.task for worker in self.workers):
+            self._hand_out(waiting)
+            busy = {worker.pipe: worker for worker in self.workers if worker.task}
+            for pipe in wait(list(busy)):
+                assert isinstance(pipe, Connection)
+                self._listen(busy[pipe], hear)
+
+    def _hand_out(self, waiting: list[Message]) -> None:
+        while waiting and (worker := self._idle()) is not None:
+            worker.task = waiting.pop()
+            try:
+                worker.pipe.send_bytes(json.dumps(worker.task).encode())
+            except (BrokenPipeError, ConnectionResetError):  # it died while it had nothing to do
+                waiting.append(worker.task)
+                self.workers.remove(worker)
+
+    def _idle(self) -> WorkerProcess | None:
+        found = next((worker for worker in self.workers if worker.task is None), None)
+        if found is None and len(self.workers) < self.jobs:
+            found = self._start()
+            self.workers.append(found)
+        return found
+
+    def _start(self) -> WorkerProcess:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(theirs, self.jobs, threads_for(self.jobs)), daemon=True)
+        with _deaf_to_interrupts():
+            process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        return WorkerProcess(process, ours)
+
+    def _listen(self, worker: WorkerProcess, hear: Hear) -> None:
+        assert worker.task is not None
+        try:
+            message = json.loads(worker.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            worker.process.join(PATIENCE)
+            self.workers.remove(worker)
+            error = f"its process ended with code {worker.process.exitcode}: less --jobs if memory was short"
+            message = {"kind": "failed", "number": worker.task["number"], "error": error}
+        if message["kind"] in ("done", "failed"):
+            worker.task = None
+        hear(message)
+
+    def close(self) -> None:
+        """Busy workers are stopped, for what they do can be resumed; idle ones see the end of the pipe."""
+        for worker in self.workers:
+            worker.pipe.close()
+            if worker.task is not None:
+                worker.process.terminate()
+        for worker in self.workers:
+            worker.process.join(PATIENCE)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self.workers.clear()
+
+
+CONTROL = "nvidia-cuda-mps-control"
+PLACES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+SERVICE_PATIENCE = 10.0  # seconds
+
+
+@contextmanager
+def shared_gpu(jobs: int, device: str) -> Iterator[bool]:
+    """Run a private service while workers live, and say whether it runs; one that the user started is left alone."""
+    if jobs < 2 or not device.startswith("cuda") or PLACES[0] in os.environ or shutil.which(CONTROL) is None:
+        yield False
+        return
+    with tempfile.TemporaryDirectory(prefix="fedstill-mps-") as folder:
+        os.environ.update(dict.fromkeys(PLACES, folder))
+        try:
+            yield _control(["-d"])
+        finally:
+            _control([], "quit\n")  # also when the start was interrupted or said nothing: it may run all the same
+            for place in PLACES:
+                del os.environ[place]
+
+
+def _control(arguments: list[str], words: str = "") -> bool:
+    try:
+        done = subprocess.run(
+            [CONTROL, *arguments], input=words, text=True, capture_output=True, timeout=SERVICE_PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -1,16 +1,63 @@
-"""Finding a paper's folder, its recipe and the paper's own numbers."""
+"""The form of a paper's benchmark, how its folder is read, and how cells of a table are chosen."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedstill import toml_io
-from fedstill.bench.form import Cell, Expected, Recipe, Table
-from fedstill.config import Experiment
+from fedstill.bench.results import name_of_data
+from fedstill.config import DataSection, Experiment
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.data import describe_datasets
+from fedstill.expression import split_methods
+from fedstill.settings import apply_settings
+
+Number = float | str  # a word where the paper prints one instead of a number: "failed"
+# table -> column -> row -> {"best": percent, "last": percent, "speedup": times, "gain": points, "rounds": to the
+# target of the column's experiments}: see expected.toml
+Expected = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Number]]]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method in one setting."""
+
+    row: str  # what --methods selects and the table shows: "fedlmd"
+    column: str  # what --columns selects: "cifar10-lda-0.05"
+    experiment: Experiment  # without a seed of its own: the bench sets seed 0, 1, ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table or figure of the paper."""
+
+    name: str  # what --table selects: "3", "figure-8"
+    title: str
+    cells: tuple[Cell, ...]
+    note: str = ""  # what a reader must know
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.column for cell in self.cells))
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.row for cell in self.cells))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that is reproduced of one paper; benchmarks/<paper>/recipe.py calls its own RECIPE."""
+
+    paper: str
+    title: str
+    presets: Mapping[str, str]  # name -> what it means; the first is the default
+    tables: Mapping[str, Mapping[str, Table]]  # preset -> name -> table
+
 
 RECIPE_FILE, EXPECTED_FILE = "recipe.py", "expected.toml"
 FIGURES = ("best", "last", "speedup", "gain", "rounds")  # what a paper prints of a cell
@@ -163,3 +210,69 @@ def find_table(recipe: Recipe, preset: str, name: str) -> Table:
             f"--table: {recipe.paper} has no table '{name}' in preset '{preset}': {suggest(name, tables)}"
         )
     return tables[name]
+
+
+OWN_SETS = ("none", "test", "central")  # words of data.unlabeled that name no data set
+
+
+def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The words of a comma list, each of them known; all that are known when the option is not given."""
+    if text is None:
+        return tuple(known)
+    words = split_methods(text)
+    if not words:
+        raise FedstillError(f"{option} is empty: name some, e.g. {option} {','.join(known[:2])}")
+    for word in words:
+        if word not in known:
+            raise FedstillError(f"{option}: the table has no '{word}': {suggest(word, known)}")
+    return tuple(word for word in known if word in words)
+
+
+def select(table: Table, columns: Sequence[str], rows: Sequence[str]) -> list[Cell]:
+    """The cells at the crossings; a row that does not stand in a column is left out there."""
+    found = [cell for cell in table.cells if cell.column in columns and cell.row in rows]
+    if not found:
+        raise FedstillError(f"table {table.name} has no {', '.join(rows)} in {', '.join(columns)}: choose others")
+    return found
+
+
+def with_settings(table: Table, settings: Sequence[str], chosen: Iterable[Cell]) -> Table:
+    """The table with `--set` in every cell; a setting that does not fit counts only for the chosen ones."""
+    if not settings:
+        return table
+    if any(setting.split("=")[0].strip() == "seed" for setting in settings):
+        raise FedstillError("--set seed: seeds are 0, 1, ...: say how many with --seeds")
+    asked, cells = {(cell.column, cell.row) for cell in chosen}, []
+    for cell in table.cells:
+        try:
+            changed = apply_settings(cell.experiment.model_dump(), settings)
+            cells.append(replace(cell, experiment=type(cell.experiment).model_validate(changed)))
+        except FedstillError as error:
+            if (cell.column, cell.row) in asked:
+                raise FedstillError(f"{cell.row} in {cell.column}: {error}") from None
+    return replace(table, cells=tuple(cells))
+
+
+def with_data(cell: Cell, folder: Path | None) -> Cell:
+    """The cell with its data taken from `folder`; a FedstillError says what is missing there."""
+    if folder is None:
+        return cell
+    if not folder.is_dir():
+        raise FedstillError(f"--data: no folder '{folder}': give the folder that holds cifar10/, mnist/, ...")
+    data = cell.experiment.data
+    places = {"source": _place(data.source, folder)}
+    if isinstance(data.unlabeled, str) and data.unlabeled not in OWN_SETS:
+        places["unlabeled"] = _place(data.unlabeled, folder)
+    if data.test is not None:
+        places["test"] = _place(data.test, folder)
+    moved = DataSection.model_validate({**data.model_dump(), **places})
+    return replace(cell, experiment=cell.experiment.replace(data=moved.model_dump()))
+
+
+def _place(name: str, folder: Path) -> str:
+    if name in {entry.name for entry in describe_datasets() if entry.rows is not None}:
+        return name
+    place = folder / name_of_data(name)
+    if not place.exists():
+        raise FedstillError(f"no '{place.name}' in {folder}: put it there, or leave --data out to load it from the hub")
+    return str(place)
