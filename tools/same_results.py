@@ -6,8 +6,8 @@
     python tools/same_results.py compare OLD_SRC NEW_SRC    record both source trees, each in its own process, compare
 
 A case is a small experiment of three rounds on one CPU thread. Two runs are equal if every tensor has the same name,
-type, shape and bits, and every round the same accuracy, loss, accepted uploads and bytes. The exit code is 1 if one
-case differs or fails. PYTHONPATH decides which fedstill is run.
+type, shape and values, without any tolerance, and every round the same accuracy, loss, accepted uploads and bytes.
+The exit code is 1 if one case differs or fails. PYTHONPATH decides which fedstill is run.
 """
 
 from __future__ import annotations
@@ -513,6 +513,8 @@ def check(folder: Path, only: str) -> int:
     """Run the cases whose names contain `only` and compare them with the recording in `folder`."""
     recorded = read_recording(folder)
     cases = tuple(case for case in CASES if only in case.name)
+    for name in sorted(recorded.keys() - {case.name for case in CASES}):
+        print(f"{name}: recorded, but no longer a case")
     return verdict((name, recorded.get(name), outcome) for name, outcome in outcomes(cases))
 
 
