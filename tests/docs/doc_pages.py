@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "docs", ROOT / "benchmarks")
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for top in FOLDERS for page in top.rglob("*.md"))])
+PAGES = sorted([*ROOT.glob("*.md"), *(page for top in FOLDERS for page in top.rglob("*.md"))])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
