@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help run test lint unit test-slow test-gpu format pages clean
+.PHONY: help run test lint unit test-all test-slow test-gpu test-wheel format pages clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,11 +26,18 @@ lint: .venv/for-test
 unit: .venv/for-test
 	$(PYTEST) -n $(WORKERS) src tests
 
+test-all: lint .venv/for-test  ## lint and every test that needs no GPU, slow ones too; prints the coverage
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu' --cov --cov-report=term:skip-covered
+	$(PYTEST) -m 'slow and not gpu'  # without coverage, because some of them measure seconds
+
 test-slow: .venv/for-test  ## tests that take longer than a few seconds each
 	$(PYTEST) -m 'slow and not gpu'
 
 test-gpu: .venv/for-test  ## tests that need a CUDA device
 	$(PYTEST) -m gpu
+
+test-wheel:  ## build the wheel, install it in a fresh environment, run it outside this folder
+	tools/try_wheel.sh $(PYTHON)
 
 format: .venv/for-test  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
@@ -41,7 +48,7 @@ pages: .venv/for-test  ## write the generated parts of the documentation anew
 	$(BIN)/python tools/make_result_pages.py
 
 clean:  ## remove the environment and the caches of the tools; runs/ and ~/.cache/fedstill stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 .venv/made:
 	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }

@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import tomllib
+from typing import Any
 
 import pytest
+import yaml
 from doc_pages import ROOT
 
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -22,11 +24,14 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def requirements(*extras: str) -> set[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = list(project["dependencies"])
+    wanted = list(project()["dependencies"])
     for extra in extras:
-        wanted += project["optional-dependencies"][extra]
+        wanted += project()["optional-dependencies"][extra]
     return {normal(re.match(r"[\w.-]+", line)[0]) for line in wanted} - {"fedstill"}
 
 
@@ -94,13 +99,52 @@ def test_the_automatic_check_is_make_test():
 
 def test_no_text_names_a_place_on_one_machine():
     """Absolute paths of homes and mounts; files that ship to everybody have no use for them."""
-    texts = [*ROOT.glob("*.*"), ROOT / "Makefile", ROOT / ".ci" / "run"]
+    texts = [*ROOT.glob("*.*"), ROOT / "Makefile", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.*")]
     for folder in ("docs", "examples", "tools", "benchmarks", "src", "tests"):
         texts += [
-            path for path in (ROOT / folder).rglob("*") if path.suffix in {".md", ".py", ".toml", ".txt", ".json"}
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in {".md", ".py", ".sh", ".toml", ".txt", ".json"}
         ]
     place = re.compile(r"(?<![\w.~/])/(?:work|home|root|Users|opt|mnt|scratch)/\w")
     for path in texts:
-        if path.is_file() and path.suffix != ".png":
+        if path.is_file() and path.name != ".git" and path.suffix != ".png":  # .git is a file in a worktree
             found = place.search(path.read_text(encoding="utf-8", errors="ignore"))
             assert found is None, f"{path.relative_to(ROOT)}: {found and found[0]}"
+
+
+def test_the_version_is_the_same_in_every_file():
+    version = project()["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert re.search(rf"^## {re.escape(version)}$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_workflow_tests_every_python_that_is_promised():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    tested = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
+    classified = [line.rpartition(" ")[2] for line in project()["classifiers"] if "Python :: 3." in line]
+    first, end = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", project()["requires-python"]).groups()
+    assert tested == classified == [f"3.{minor}" for minor in range(int(first), int(end))]
+
+
+@needs_make
+def test_the_workflow_makes_targets_that_exist(checkout):
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    targets = re.findall(r"run: make (\S+)", workflow)
+    assert {"lint", "unit", "test-wheel"} <= set(targets)
+    assert all(make(target, folder=checkout) for target in targets)
+
+
+@needs_make
+def test_the_hooks_before_a_commit_run_the_tools_of_make_lint(checkout):
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    tools = [" ".join(word for word in hook["entry"].split() if not word.startswith("--")) for hook in hooks]
+    linted = [step.removesuffix(" .").removesuffix(" --check") for step in make("lint", folder=checkout)]
+    assert tools == [step for step in linted if step.startswith((".venv/bin/ruff", ".venv/bin/mypy"))]
+
+
+@pytest.mark.parametrize("form", ["bug.yml", "method.yml"])
+def test_an_issue_form_asks_for_something(form):
+    fields = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / form).read_text(encoding="utf-8"))["body"]
+    assert any(field.get("validations", {}).get("required") for field in fields)
