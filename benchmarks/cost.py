@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill.algorithms import METHODS, build_algorithm
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import Engine, build_engine
+from fedstill.methods import METHODS, build_algorithm
 from fedstill.models import build_model
 
 CLASSES, IMAGE, BATCH = 10, (3, 32, 32), 50
@@ -109,10 +109,10 @@ def make_federation(clients: int, samples: int) -> Federation:
 
 def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> Callable[[], float]:
     """A function that plays a round of local training and returns its seconds; states go on from round to round."""
-    algorithm = build_algorithm(method, {})
+    method = build_algorithm(method, {})
     weights = to_device(engine.model.init(0), engine.device)
-    received = algorithm.server.broadcast(algorithm.server.init(weights))
-    first = algorithm.objective.init(weights)
+    received = method.server.broadcast(method.server.init(weights))
+    first = method.objective.init(weights)
     states = tree_map(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), first)
     numbers = iter(range(1, 10**6))
 
@@ -121,7 +121,7 @@ def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> 
         synchronize(engine.device)
         begin = time.perf_counter()
         trained = engine.train(
-            algorithm.objective, training, weights, received=received, states=states, ids=np.arange(clients),
+            method.objective, training, weights, received=received, states=states, ids=np.arange(clients),
             round=next(numbers), seed=0,
         )  # fmt: skip
         synchronize(engine.device)

@@ -30,16 +30,17 @@ import torch.nn.functional as F
 from costs import HEAD, Line, shortest, show
 from torch import Tensor, nn
 
-from fedstill.algorithms import build_algorithm
+from fedstill.core.setup import Preparation
 from fedstill.core.tree import rows, stack, to_device
-from fedstill.core.types import Dataset, Federation, Preparation, Round, Training, Tree, Uploads, Weights
+from fedstill.core.types import Dataset, Federation, Round, Training, Tree, Uploads, Weights
 from fedstill.engine import Engine, build_engine, choose_device
-from fedstill.engine.program import precision_mode
+from fedstill.engine.step import precision_mode
+from fedstill.loop.federate import federate
+from fedstill.methods import build_algorithm
+from fedstill.methods.data_free.generators import GENERATORS, Wanted
+from fedstill.methods.data_free.inventing import asked_for, class_shares, diversity
 from fedstill.models import MODELS
 from fedstill.models import build_model as build_network
-from fedstill.models.generators import GENERATORS, Wanted
-from fedstill.rounds import federate
-from fedstill.server.invented import asked_for, class_shares, diversity
 
 CLASSES, IMAGE, NOISE = 10, (3, 32, 32), 100
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -179,7 +180,7 @@ def measure_round(options: argparse.Namespace, device: torch.device) -> list[Lin
 
     def seconds(method: str, chosen: dict[str, Any]) -> float:
         result = federate(
-            algorithm=build_algorithm(method, chosen), model=engine.model, federation=federation, engine=engine,
+            method=build_algorithm(method, chosen), model=engine.model, federation=federation, engine=engine,
             training=training, rounds=options.repeats + 2, cohort=options.clients, evaluate_every=10**6,
         )  # fmt: skip
         return min(row["seconds"] for row in result.history.rows[1:-1])

@@ -29,8 +29,8 @@ from fedstill.core.seeds import bits, seed_for
 from fedstill.core.tree import to_device
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import Engine, build_engine
+from fedstill.methods.pretraining.contrastive import simclr_pretext
 from fedstill.models import MODELS, build_model
-from fedstill.server.contrastive import simclr_pretext
 
 CLASSES = 10
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

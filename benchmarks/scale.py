@@ -79,14 +79,14 @@ class Meter(Callback):
 def measure(method: str, federation: Federation, *, cohort: int, rounds: int, on_disk: bool) -> Meter:
     meter = Meter()
     federate(
-        algorithm=build_algorithm(method),
+        method=build_algorithm(method),
         model=build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
         federation=federation,
         training=Training(epochs=1, batch_size=8, lr=0.05),
         rounds=rounds,
         cohort=cohort,
         callbacks=[meter],
-        method=method,
+        label=method,
         state_budget=0 if on_disk else None,
     )
     return meter

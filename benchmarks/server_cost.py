@@ -36,15 +36,15 @@ import torch
 from costs import HEAD, Line, shortest, show
 from torch import Tensor, nn
 
-from fedstill.algorithms import build_algorithm
 from fedstill.core.tree import byte_size, rows, stack, to_device
 from fedstill.core.types import Dataset, Federation, Training, Weights
 from fedstill.engine import Engine, build_engine, choose_device
 from fedstill.engine.forward import ROWS_AT_ONCE, forward_many
-from fedstill.engine.program import precision_mode
+from fedstill.engine.step import precision_mode
+from fedstill.loop.federate import federate
+from fedstill.methods import build_algorithm
 from fedstill.models import MODELS, build_model
-from fedstill.rounds import federate
-from fedstill.server.student import soft_target_loss
+from fedstill.server.distill.student import soft_target_loss
 
 CLASSES, IMAGE = 10, (3, 32, 32)
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -142,7 +142,7 @@ def round_seconds(method: str, chosen: dict[str, Any], engine: Engine, federatio
                   rounds: int) -> float:  # fmt: skip
     """The shortest round after the first; the last one, which is evaluated, is left out."""
     result = federate(
-        algorithm=build_algorithm(method, chosen), model=engine.model, federation=federation, engine=engine,
+        method=build_algorithm(method, chosen), model=engine.model, federation=federation, engine=engine,
         rounds=rounds + 2, cohort=federation.population, evaluate_every=10**6, **how,
     )  # fmt: skip
     return min(row["seconds"] for row in result.history.rows[1:-1])

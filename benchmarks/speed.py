@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedstill.algorithms import build_algorithm
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import build_engine
+from fedstill.methods import build_algorithm
 from fedstill.models import MODELS, build_model
 
 
@@ -130,7 +130,7 @@ def ours(case: Case, federation: Federation, device: torch.device, engine_name: 
     """A round of FedAvg through the library: plan, training, average."""
     model = build_model(case.model, input_shape=case.shape, classes=10, **case.options)
     engine = build_engine(engine_name, str(device), model=model, federation=federation)
-    algorithm = build_algorithm("fedavg", {})
+    method = build_algorithm("fedavg", {})
     training = Training(epochs=case.epochs, batch_size=case.batch, lr=0.01, momentum=0.9, weight_decay=1e-5)
     weights = model.init(0)
     weights = type(weights)(*({k: v.to(device) for k, v in part.items()} for part in weights))
@@ -141,7 +141,7 @@ def ours(case: Case, federation: Federation, device: torch.device, engine_name: 
         synchronize(device)
         begin = time.perf_counter()
         trained = engine.train(
-            algorithm.objective, training, weights, received={}, states={}, ids=ids, round=next(rounds), seed=0
+            method.objective, training, weights, received={}, states={}, ids=ids, round=next(rounds), seed=0
         )
         share = (trained.uploads.size / trained.uploads.size.sum()).float()
         {name: torch.tensordot(share.to(p.dtype), p, 1) for name, p in trained.uploads.weights.params.items()}

@@ -1,4 +1,4 @@
-"""FedAvg on handwritten digits in plain PyTorch: the whole algorithm on one screen, nothing imported from fedstill.
+"""FedAvg on handwritten digits in plain PyTorch: the whole method on one screen, nothing imported from fedstill.
 
     python examples/fedavg_in_one_file.py
 

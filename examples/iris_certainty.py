@@ -22,9 +22,8 @@ from fedstill import Dataset, Federation, Training, from_module
 from fedstill.core.tree import zeros_like
 from fedstill.engine import build_engine
 from fedstill.local import cross_entropy
-from fedstill.server.certainty import normalised
-from fedstill.server.pools import pool_targets
-from fedstill.server.scorers import log_scores, relative
+from fedstill.methods.fedaux.certainty import log_scores, normalised, relative
+from fedstill.server.distill.targets import pool_targets
 
 COLOURS = ("#D55E00", "#009E73", "#0072B2")
 EDGE = 200  # points of the map along each side

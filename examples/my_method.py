@@ -1,14 +1,14 @@
 """A method of your own: one file, run by its path, registered nowhere.
 
-fedstill run --set algorithm=examples/my_method.py:my_method --set rounds=3
+fedstill run --set method=examples/my_method.py:my_method --set rounds=3
 """
 
 from torch import Tensor, log_softmax
 
-from fedstill import Algorithm, Batch, Local, Need, Objective, Output, combine
-from fedstill.core.compose import weighted_mean
+from fedstill import Batch, Local, Method, Need, Objective, Output, combine
+from fedstill.compose.combine import weighted_mean
 from fedstill.local import cross_entropy, start_model
-from fedstill.server.average import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def keep_absent_classes(strength: float) -> Objective:
@@ -23,7 +23,7 @@ def keep_absent_classes(strength: float) -> Objective:
     return Objective(loss, frozen={"start": start_model}, needs=frozenset({Need.LABEL_COUNTS}))
 
 
-def my_method(*, strength: float = 0.1, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Algorithm:
+def my_method(*, strength: float = 0.1, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
     """My method: clients keep what the received model says of the classes they do not have.
 
         F_k + strength mean_x sum_{c: n_k^c = 0} p_c(x) log(p_c(x) / q_c(x)),    w <- sum_{k in S} p_k w_k
@@ -35,4 +35,4 @@ def my_method(*, strength: float = 0.1, weighting: Weighting = "size", buffers: 
 
     Reveals: the trained model and the number of samples n_k.
     """
-    return Algorithm(combine(cross_entropy(), keep_absent_classes(strength)), average(weighting, buffers=buffers))
+    return Method(combine(cross_entropy(), keep_absent_classes(strength)), average(weighting, buffers=buffers))

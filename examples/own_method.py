@@ -12,8 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 import fedstill
-from fedstill import Algorithm, Batch, Local, Need, Objective, Output, Round, ServerStep, Training, Weights
-from fedstill.core.compose import weighted_mean
+from fedstill import Batch, Local, Method, Need, Objective, Output, Round, ServerStep, Training, Weights
+from fedstill.compose.combine import weighted_mean
 from fedstill.core.tree import tree_map
 from fedstill.core.types import Tree
 from fedstill.local import cross_entropy, start_model
@@ -53,18 +53,18 @@ def main() -> None:
     anchored = fedstill.combine(cross_entropy(), feature_anchor(0.01))
     methods = {
         "fedavg": fedstill.build_algorithm("fedavg"),
-        "anchor": Algorithm(anchored, average()),
-        "anchor, median, momentum": Algorithm(anchored, fedstill.chain(median(), sgd(1.0, momentum=0.3))),
+        "anchor": Method(anchored, average()),
+        "anchor, median, momentum": Method(anchored, fedstill.chain(median(), sgd(1.0, momentum=0.3))),
     }
-    for name, algorithm in methods.items():
+    for name, method in methods.items():
         result = fedstill.federate(
-            algorithm=algorithm,
+            method=method,
             model=model,
             federation=federation,
             training=Training(epochs=2, batch_size=20, lr=0.1),
             rounds=15,
             cohort=10,
-            method=name,
+            label=name,
         )
         print(f"{name:26s} accuracy {100 * result.history.mean_last(5):.1f} % (mean of the last five rounds)")
 

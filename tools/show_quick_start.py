@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill import Experiment
-from fedstill.config import quickstart_table
-from fedstill.experiment import read_description
+from fedstill.experiment.config import quickstart_table
+from fedstill.experiment.run_folder import read_description
 from fedstill.report.table import MethodSummary, plain_table
 
 ROOT = Path(__file__).parents[1]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
-from fedstill.expression import write
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import write
 
 PRESETS = {"correct": "what the text says; there is no released code, and what the text leaves open is our choice"}
 
@@ -41,7 +41,7 @@ CENTRALISED: dict[str, dict[str, Any]] = {
 }
 
 
-def method(row: str, pair: tuple[str, str], **changes: Any) -> str:
+def method_of(row: str, pair: tuple[str, str], **changes: Any) -> str:
     options = {"feddf": {"preset": "d2cfl"}, "fedbe": {"preset": "d2cfl"}, "d2cfl": ROLLBACK[pair]}
     return write(row, {**options.get(row, {}), **changes})
 
@@ -73,14 +73,14 @@ def column(pair: tuple[str, str], split: str) -> str:
 
 def compared(pair: tuple[str, str], split: str, rows: Iterable[str] = ROWS) -> tuple[Cell, ...]:
     setting = scene(pair, split)
-    return tuple(Cell(row, column(pair, split), setting.replace(algorithm=method(row, pair))) for row in rows)
+    return tuple(Cell(row, column(pair, split), setting.replace(method=method_of(row, pair))) for row in rows)
 
 
 def centralised(row: str, pair: tuple[str, str]) -> Cell:
     """One client with all the labels: five epochs a round at the clients' own schedule, FedAvg of one."""
     data = {**source(pair[1]), **CENTRALISED[row]}
     alone = {"scheme": "iid", "clients": 1}
-    setting = scene(pair, "iid", data=data, partition=alone, cohort=1, algorithm="fedavg")
+    setting = scene(pair, "iid", data=data, partition=alone, cohort=1, method="fedavg")
     return Cell(row, f"{pair[0]}-{pair[1]}", setting)
 
 
@@ -90,9 +90,9 @@ def figure_4() -> Iterator[Cell]:
         setting = scene(DEFAULT, split, unlabeled=8_000)
         for alpha in ALPHAS:
             for beta in BETAS if alpha < 1 else BETAS[:1]:
-                algorithm = method("d2cfl", DEFAULT, mix_alpha=alpha, beta=beta)
+                method = method_of("d2cfl", DEFAULT, mix_alpha=alpha, beta=beta)
                 place = (f"alpha-{alpha:g}", f"{split}-beta-{beta:g}")
-                yield Cell(*place, setting.replace(algorithm=algorithm))
+                yield Cell(*place, setting.replace(method=method))
 
 
 def figure_8() -> Iterator[Cell]:
@@ -108,7 +108,7 @@ def figure_13() -> Iterator[Cell]:
         for count in SERVER_SETS:
             setting = scene(DEFAULT, split, unlabeled=count * 4 // 5)
             for row in ("feddf", "fedbe", "d2cfl"):
-                yield Cell(row, f"{split}-u-{count}", setting.replace(algorithm=method(row, DEFAULT)))
+                yield Cell(row, f"{split}-u-{count}", setting.replace(method=method_of(row, DEFAULT)))
 
 
 def figure_14() -> Iterator[Cell]:
@@ -116,8 +116,8 @@ def figure_14() -> Iterator[Cell]:
         setting = scene(DEFAULT, split)
         for count in TEACHERS:
             changes = {} if count == 10 else {"past": count}
-            algorithm = method("d2cfl", DEFAULT, **changes)
-            yield Cell(f"teachers-{count}", column(DEFAULT, split), setting.replace(algorithm=algorithm))
+            method = method_of("d2cfl", DEFAULT, **changes)
+            yield Cell(f"teachers-{count}", column(DEFAULT, split), setting.replace(method=method))
 
 
 def figure_15() -> Iterator[Cell]:
@@ -125,8 +125,8 @@ def figure_15() -> Iterator[Cell]:
     for split in SPLITS:
         for row, momentum in (("sgd", 0.0), ("sgd-momentum", 0.9)):
             training = {**PLAIN_SGD, "momentum": momentum}
-            algorithm = method("d2cfl", DEFAULT, **sgd)
-            yield Cell(row, column(DEFAULT, split), scene(DEFAULT, split, local=training, algorithm=algorithm))
+            method = method_of("d2cfl", DEFAULT, **sgd)
+            yield Cell(row, column(DEFAULT, split), scene(DEFAULT, split, local=training, method=method))
         yield Cell("adam", column(DEFAULT, split), compared(DEFAULT, split, ("d2cfl",))[0].experiment)
 
 
@@ -134,8 +134,8 @@ def rules() -> Iterator[Cell]:
     for split in SPLITS:
         setting = scene(DEFAULT, split)
         for rule in ("max", "mean"):
-            algorithm = method("d2cfl", DEFAULT, **({} if rule == "max" else {"rule": rule}))
-            yield Cell(f"rule-{rule}", column(DEFAULT, split), setting.replace(algorithm=algorithm))
+            method = method_of("d2cfl", DEFAULT, **({} if rule == "max" else {"rule": rule}))
+            yield Cell(f"rule-{rule}", column(DEFAULT, split), setting.replace(method=method))
 
 
 def accuracy_figures() -> Iterator[Table]:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill import Experiment, run
-from fedstill.experiment import build_federation
-from fedstill.expression import write
+from fedstill.experiment.build import build_federation
+from fedstill.methods.lookup import write
 from fedstill.report.privacy_cost import Costs, best_lambda, epsilons_of, privacy_cost_picture
 from fedstill.report.table import align
 
@@ -68,7 +68,7 @@ def study(options: argparse.Namespace) -> Runs:
         federation = build_federation(setting)
         cells = {(row, lam): method(row, lam, options.score) for row in ROWS for lam in LAMBDAS}
         for cell, text in {BASELINE: baseline(), **cells}.items():
-            history = run(setting.replace(algorithm=text), federation=federation).history
+            history = run(setting.replace(method=text), federation=federation).history
             accuracy = [row["accuracy"] for row in history.rows]
             found.setdefault(cell, []).append(accuracy[-1] if options.measure == "last" else max(accuracy))
         print(f"seed {seed} done", file=sys.stderr, flush=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
-from fedstill.expression import write
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import write
 
 PRESETS = {
     "correct": "the form that can give the tables: the sum of losses, no noise and no claim; everything in eval mode",
@@ -92,7 +92,7 @@ NEXT_TOKEN = {"bookcorpus": 3, "shakespeare": 10, "held-out": 30}  # epochs: abo
 TEXT_LOCAL, TEXT_STUDENT, TEXT_EPOCHS = {"lr": 5e-4}, {"server_lr": 5e-4}, 5
 
 
-def method(row: str, preset: str, auxiliary: str, **changes: Any) -> str:
+def method_of(row: str, preset: str, auxiliary: str, **changes: Any) -> str:
     """`feddf+p` as `feddf(preset="fedaux")+simclr(epochs=100, pretrain_seed=0)`; FedAUX is always pre-trained."""
     name, _, pretrained = row.partition("+")
     text = write(name, {**options(name, preset, passes(preset, auxiliary)), **changes})
@@ -145,7 +145,7 @@ def cells(
 ) -> Iterator[Cell]:
     for row in rows:
         own = {} if row.startswith(("fedavg", "fedprox")) else changes
-        yield Cell(row, column, scene.replace(algorithm=method(row, preset, auxiliary, **own)))
+        yield Cell(row, column, scene.replace(method=method_of(row, preset, auxiliary, **own)))
 
 
 def table_1(preset: str) -> Iterator[Cell]:
@@ -183,7 +183,7 @@ def figure_4(preset: str) -> Iterator[Cell]:
 def scored(row: str, column: str, scene: Experiment, preset: str, auxiliary: str, **changes: Any) -> Cell:
     """FedAUX with scores of another kind, and noise only where `changes` say so."""
     text = write("fedaux", {**bare(preset, passes(preset, auxiliary)), **changes})
-    return Cell(row, column, scene.replace(algorithm=f"{text}+{write('simclr', SIMCLR)}"))
+    return Cell(row, column, scene.replace(method=f"{text}+{write('simclr', SIMCLR)}"))
 
 
 def figure_6(preset: str) -> Iterator[Cell]:
@@ -204,8 +204,8 @@ def figure_7(preset: str) -> Iterator[Cell]:
                 how: dict[str, Any] = {"cohort": 10, "rounds": rounds, "local": TEXT_LOCAL, "model": reader(preset)}
                 scene = setting(preset, {**WORDS, **auxiliary}, clients=10, alpha=alpha, **how)
                 for row in TEXT:
-                    algorithm = on_text(row, preset, NEXT_TOKEN[name])
-                    yield Cell(row, f"{name}-alpha-{alpha:g}-t{rounds}", scene.replace(algorithm=algorithm))
+                    method = on_text(row, preset, NEXT_TOKEN[name])
+                    yield Cell(row, f"{name}-alpha-{alpha:g}-t{rounds}", scene.replace(method=method))
 
 
 def reader(preset: str) -> dict[str, Any]:
@@ -258,8 +258,8 @@ def searched(preset: str) -> Iterator[Cell]:
         scene = pictures(preset, auxiliary, clients=20, alpha=0.01, cohort=0.4)
         for row in ("fedprox", "fedprox+p"):
             for mu in MUS:
-                algorithm = method(row, preset, auxiliary, mu=mu)
-                yield Cell(f"{row}-mu-{mu:g}", auxiliary, scene.replace(algorithm=algorithm))
+                method = method_of(row, preset, auxiliary, mu=mu)
+                yield Cell(f"{row}-mu-{mu:g}", auxiliary, scene.replace(method=method))
 
 
 def clients(preset: str) -> Iterator[Cell]:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill import Experiment, run
-from fedstill.experiment import build_federation
-from fedstill.expression import write
+from fedstill.experiment.build import build_federation
+from fedstill.methods.lookup import write
 from fedstill.report.table import align
 
 LOCAL = {"steps": 10, "batch_size": 50, "lr": 0.1, "lr_decay": 0.98}
@@ -118,7 +118,7 @@ def study(options: argparse.Namespace) -> Study:
         federation = build_federation(setting)
         for row in options.rows:
             begun = time.perf_counter()
-            history = run(setting.replace(algorithm=ROWS[row]), federation=federation, pictures=False).history
+            history = run(setting.replace(method=ROWS[row]), federation=federation, pictures=False).history
             accuracy = [100 * one["accuracy"] for one in history.rows]
             found[row].seconds.append(time.perf_counter() - begun)
             found[row].last.append(statistics.fmean(accuracy[-TAIL:]))

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
-from fedstill.expression import write
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import write
 
 PRESETS = {
     "correct": "the released code's schedule and losses with its slips put right, and every baseline in its own form",
@@ -113,7 +113,7 @@ def split(beta: float | None, clients: int = 100) -> dict[str, Any]:
     return {"scheme": "feddyn", "clients": clients, "beta": beta, "fedftg_sizes": True, "legacy_seed": 1024}
 
 
-def method(row: str, preset: str, changes: Options) -> str:
+def method_of(row: str, preset: str, changes: Options) -> str:
     """`scaffold+fedftg` as `scaffold(option="II")+fedftg`; changes: other options, by the part's name."""
     parts = row.replace("fedprox", "fedavg").split("+") if preset == "released" else row.split("+")
     return "+".join(write(part, {**OF_PRESET[preset][part], **changes[part]}) for part in parts)
@@ -131,7 +131,7 @@ def cell(
         changes["sampling"] = "poisson"
         local |= {"weight_decay": FEDPROX_AS_DECAY} if row.startswith("fedprox") else {}
     scene = {"data": DATA[data], "partition": split(0.3), "model": RESNET18, **changes, "local": local}
-    return Cell(named or row, column, SETTING.replace(algorithm=method(row, preset, own), **scene))
+    return Cell(named or row, column, SETTING.replace(method=method_of(row, preset, own), **scene))
 
 
 def grid(rows: Iterable[str], columns: Mapping[str, Mapping[str, Any]], preset: str) -> tuple[Cell, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
-from fedstill.expression import write
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import write
 
 PRESETS = {
     "correct": "every method in its correct form; Cutout, which the released code has and the text does not",
@@ -83,7 +83,7 @@ MUS, TEACHER_FREE = (0.01, 0.1, 1.0), ((1.0, 1.0), (1.0, 0.3), (4.0, 0.3))
 TAUS, BETAS = (0.5, 1.0, 2.0, 4.0), (0.1, 0.3, 1.0, 3.0)
 
 
-def method(row: str, preset: str, **changes: Any) -> str:
+def method_of(row: str, preset: str, **changes: Any) -> str:
     """`fedlmd` as `fedlmd(beta=1.0, tau=1.0)`; every part of `fedlmd+fedprox` with its own options."""
     options = OF_PRESET[preset]
     return "+".join(write(part, {**options[part], **changes}) for part in row.split("+"))
@@ -91,7 +91,7 @@ def method(row: str, preset: str, **changes: Any) -> str:
 
 def switch(until: int, preset: str) -> str:
     """FedLMD-Tf in rounds 1 ... `until`, then FedLMD; at both ends it is the plain method, whose runs exist."""
-    first, then = method("fedlmd_tf", preset), method("fedlmd", preset)
+    first, then = method_of("fedlmd_tf", preset), method_of("fedlmd", preset)
     if until in (0, SETTING.rounds):
         return first if until else then
     return f"{first} until {until} then {then}"
@@ -102,7 +102,7 @@ def cell(
     column: str,
     preset: str,
     *,
-    algorithm: str = "",
+    method: str = "",
     local: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Cell:
@@ -111,7 +111,7 @@ def cell(
     plain = preset == "paper" or changes["data"] == DATA["cinic10"]  # the released code has no Cutout for CINIC-10
     augment = ("crop", "flip") if plain else ("crop", "flip", "cutout")
     changes["local"] = {**LOCAL, "augment": augment, **(local or {})}
-    return Cell(row, column, SETTING.replace(algorithm=algorithm or method(row, preset), **changes))
+    return Cell(row, column, SETTING.replace(method=method or method_of(row, preset), **changes))
 
 
 def grid(rows: Iterable[str], columns: Mapping[str, Mapping[str, Any]], preset: str) -> tuple[Cell, ...]:
@@ -160,14 +160,14 @@ def figures(preset: str) -> Iterator[Table]:
     yield Table(
         "figure-8",
         "FedLMD-Tf until a round, FedLMD from then on (CIFAR-10, LDA 0.05)",
-        tuple(cell(f"switch-{s}", DEFAULT, preset, algorithm=switch(s, preset)) for s in SWITCHES),
+        tuple(cell(f"switch-{s}", DEFAULT, preset, method=switch(s, preset)) for s in SWITCHES),
         note=f"{guess}. switch-0 is FedLMD, switch-200 is FedLMD-Tf.",
     )
     yield Table(
         "figure-9",
         "Temperature and weight of the distillation (CIFAR-10, LDA 0.05)",
         tuple(
-            cell(row, f"tau-{tau:g}-beta-{beta:g}", preset, algorithm=method(row, preset, tau=tau, beta=beta))
+            cell(row, f"tau-{tau:g}-beta-{beta:g}", preset, method=method_of(row, preset, tau=tau, beta=beta))
             for row in ("fedlmd", "fedlmd_tf")
             for tau in TAUS
             for beta in BETAS
@@ -184,11 +184,11 @@ def figures(preset: str) -> Iterator[Table]:
 
 def searched(preset: str) -> Iterator[Cell]:
     for mu in MUS:
-        algorithm = method("fedprox", preset, mu=mu)
-        yield cell(f"fedprox-mu-{mu:g}", "cifar10-lda-0.1", preset, algorithm=algorithm, **COLUMNS["cifar10-lda-0.1"])
+        method = method_of("fedprox", preset, mu=mu)
+        yield cell(f"fedprox-mu-{mu:g}", "cifar10-lda-0.1", preset, method=method, **COLUMNS["cifar10-lda-0.1"])
     for tau, beta in TEACHER_FREE:
-        algorithm = method("fedntd_tf", preset, tau=tau, beta=beta)
-        yield cell(f"fedntd_tf-tau-{tau:g}-beta-{beta:g}", DEFAULT, preset, algorithm=algorithm)
+        method = method_of("fedntd_tf", preset, tau=tau, beta=beta)
+        yield cell(f"fedntd_tf-tau-{tau:g}-beta-{beta:g}", DEFAULT, preset, method=method)
 
 
 RECIPE = Recipe(

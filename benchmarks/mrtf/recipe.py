@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
-from fedstill.expression import write
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import write
 
 PRESETS = {
     "correct": "the paper's form with the refined model sent to the clients, u_t at most 1, teachers in eval mode",
@@ -96,7 +96,7 @@ def period(rounds: int) -> int:
     return max(1, rounds // 100)
 
 
-def method(row: str, preset: str, scene: Experiment, *, sigma: float = 0.0, **changes: Any) -> str:
+def method_of(row: str, preset: str, scene: Experiment, *, sigma: float = 0.0, **changes: Any) -> str:
     """`mrtf` as `mrtf(preset="paper")`; with noise on the updates also `+update_noise(sigma=0.01)`."""
     options = {**OF_PRESET[preset][row], **changes}
     if preset == "released" and row in ("feddf", "mrtf"):
@@ -154,7 +154,7 @@ def setting(data: str, split: Mapping[str, Any], preset: str, /, *, rounds: int,
 
 
 def cells(rows: Iterable[str], column: str, scene: Experiment, preset: str, **changes: Any) -> tuple[Cell, ...]:
-    return tuple(Cell(row, column, scene.replace(algorithm=method(row, preset, scene, **changes))) for row in rows)
+    return tuple(Cell(row, column, scene.replace(method=method_of(row, preset, scene, **changes))) for row in rows)
 
 
 def table_2(preset: str) -> Iterator[Cell]:
@@ -210,9 +210,9 @@ def figure_11(preset: str) -> Iterator[Cell]:
         for split, keys in SPLITS.items():
             scene = setting(data, keys, preset, rounds=50, local={"epochs": 5})
             column = f"{data}-{split}"
-            yield Cell("pa", column, scene.replace(algorithm=method("fedavg", preset, scene)))
+            yield Cell("pa", column, scene.replace(method=method_of("fedavg", preset, scene)))
             for row, modules in MODULES.items():
-                yield Cell(row, column, scene.replace(algorithm=method("mrtf", preset, scene, **modules)))
+                yield Cell(row, column, scene.replace(method=method_of("mrtf", preset, scene, **modules)))
 
 
 def feedback(preset: str) -> Iterator[Cell]:
@@ -222,10 +222,10 @@ def feedback(preset: str) -> Iterator[Cell]:
             setting("cifar10", SPLITS[split], preset, rounds=rounds, local={"epochs": 5}),
             f"cifar10-{split}",
         )
-        yield Cell("fedavg", column, scene.replace(algorithm=method("fedavg", preset, scene)))
+        yield Cell("fedavg", column, scene.replace(method=method_of("fedavg", preset, scene)))
         for row in ("feddf", "mrtf"):
             for name, changes in SENT.items():
-                yield Cell(f"{row}-{name}", column, scene.replace(algorithm=method(row, preset, scene, **changes)))
+                yield Cell(f"{row}-{name}", column, scene.replace(method=method_of(row, preset, scene, **changes)))
 
 
 def tables(preset: str) -> Iterator[Table]:

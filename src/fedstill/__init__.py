@@ -18,19 +18,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedstill.algorithms import build_algorithm
-    from fedstill.callbacks import Callback, EarlyStop
-    from fedstill.comparison import Comparison, compare
-    from fedstill.config import Experiment
-    from fedstill.core.compose import after, chain, combine, every, remember, rollback
+    from fedstill.compose.combine import chain, combine
+    from fedstill.compose.wrappers import after, every, remember, rollback
     from fedstill.core.errors import FedstillError
     from fedstill.core.seeds import seed_for
     from fedstill.core.types import (
-        Algorithm,
         Batch,
         Dataset,
         Federation,
         Local,
+        Method,
         Model,
         Need,
         Objective,
@@ -53,42 +50,47 @@ if TYPE_CHECKING:
         split_unlabeled,
         tokenise,
     )
-    from fedstill.experiment import build_federation, resume_run, run
-    from fedstill.guard import Guard
-    from fedstill.history import History, Result
-    from fedstill.methods import build_method
+    from fedstill.experiment.build import build_federation
+    from fedstill.experiment.compare import Comparison, compare
+    from fedstill.experiment.config import Experiment
+    from fedstill.experiment.run import resume_run, run
+    from fedstill.loop.callbacks import Callback, EarlyStop
+    from fedstill.loop.federate import federate
+    from fedstill.loop.guard import Guard
+    from fedstill.loop.history import History, Result
+    from fedstill.methods import build_algorithm
+    from fedstill.methods.lookup import build_method
     from fedstill.models import build_model, from_module, mixed_model
     from fedstill.prediction import Predictions, predict
-    from fedstill.rounds import federate
 
 # Imported when first used: torch takes a second, and `fedstill --help` should not.
 _HOMES = {
-    "fedstill.algorithms": "build_algorithm",
-    "fedstill.callbacks": "Callback EarlyStop",
-    "fedstill.comparison": "Comparison compare",
-    "fedstill.config": "Experiment",
-    "fedstill.core.compose": "after chain combine every remember rollback",
+    "fedstill.methods": "build_algorithm",
+    "fedstill.loop.callbacks": "Callback EarlyStop",
+    "fedstill.experiment.compare": "Comparison compare",
+    "fedstill.experiment.config": "Experiment",
+    "fedstill.compose.combine": "chain combine",
+    "fedstill.compose.wrappers": "after every remember rollback",
     "fedstill.core.errors": "FedstillError",
     "fedstill.core.seeds": "seed_for",
     "fedstill.core.types": (
-        "Algorithm Batch Dataset Federation Local Model Need Objective Output Phase Round ServerStep Training "
+        "Method Batch Dataset Federation Local Model Need Objective Output Phase Round ServerStep Training "
         "Uploads Weights"
     ),
     "fedstill.data": (
         "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled tokenise"
     ),
-    "fedstill.experiment": "build_federation resume_run run",
-    "fedstill.guard": "Guard",
-    "fedstill.history": "History Result",
-    "fedstill.methods": "build_method",
+    "fedstill.experiment.run": "build_federation resume_run run",
+    "fedstill.loop.guard": "Guard",
+    "fedstill.loop.history": "History Result",
+    "fedstill.methods.lookup": "build_method",
     "fedstill.models": "build_model from_module mixed_model",
     "fedstill.prediction": "Predictions predict",
-    "fedstill.rounds": "federate",
+    "fedstill.loop.federate": "federate",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "Algorithm",
     "Batch",
     "Callback",
     "Comparison",
@@ -100,6 +102,7 @@ __all__ = [
     "Guard",
     "History",
     "Local",
+    "Method",
     "Model",
     "Need",
     "Objective",

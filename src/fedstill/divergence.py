@@ -20,12 +20,13 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Trainer
 from fedstill.core.tree import to_device
-from fedstill.core.types import Federation, Model, Objective, Params, Seed, Trainer, Training, Weights
+from fedstill.core.types import Federation, Model, Objective, Params, Seed, Training, Weights
 from fedstill.engine import Engine, build_engine
-from fedstill.evaluate import accuracy, make_exam
 from fedstill.local.terms import cross_entropy
-from fedstill.server.average import weighted_sum
+from fedstill.loop.evaluate import accuracy, make_exam
+from fedstill.server.aggregate import weighted_sum
 
 
 @dataclass(frozen=True)

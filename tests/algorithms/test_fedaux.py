@@ -7,19 +7,19 @@ import pytest
 import torch
 from server_rounds import CLASSES, FEATURES, federation, furthest, network, points, run, same_bits
 
-from fedstill.algorithms import METHODS, build_algorithm, fedaux, feddf
-from fedstill.core.compose import chain
+from fedstill.about.explain import explain
+from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
 from fedstill.core.types import Federation, Need, Phase, Release, Training
 from fedstill.engine import build_engine
-from fedstill.explain import explain
-from fedstill.methods import build_method
+from fedstill.methods import METHODS, build_algorithm, fedaux, feddf
+from fedstill.methods.fedaux.certainty import normalised, sensitivity
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, mixed_model
-from fedstill.privacy.gaussian import analytic_gaussian_multiplier, classic_multiplier, epsilon_of
-from fedstill.server.certainty import normalised, sensitivity
-from fedstill.server.distill import targets_of
+from fedstill.privacy.accountant import analytic_gaussian_multiplier, classic_multiplier, epsilon_of
+from fedstill.server.distill.targets import targets_of
 
 SHORT = {"steps": 5, "batch_size": 8}
 SCORERS = ("kde", "isolation_forest", "one_class_svm", "two_class_svm")
@@ -83,7 +83,7 @@ def test_a_claim_is_one_release_of_one_sample_towards_the_server_once():
 )
 def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and_what_to_do(wrong, named):
     options = {"form": "mean", "epsilon": 1.0, **wrong}
-    with pytest.raises(FedstillError, match=rf"algorithm\.epsilon = 1\.0 cannot be promised {named}") as told:
+    with pytest.raises(FedstillError, match=rf"method\.epsilon = 1\.0 cannot be promised {named}") as told:
         fedaux(**options)
     assert {key for key in ("form", "gamma", "intercept") if f"{key} = " in str(told.value)} == set(wrong)
     assert "\n" not in str(told.value)
@@ -100,9 +100,9 @@ def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and
         ({"form": "mean", "epsilon": 0.0}, "epsilon = 0.0"),
         (
             {"form": "mean", "epsilon": 1.0, "delta": 1.0},
-            "algorithm.delta = 1.0 is impossible: .* below 1",
+            "method.delta = 1.0 is impossible: .* below 1",
         ),
-        ({"mechanism": "classic", "epsilon": 5.0}, "epsilon = 5.0: .*: set algorithm.mechanism = 'analytic'"),
+        ({"mechanism": "classic", "epsilon": 5.0}, "epsilon = 5.0: .*: set method.mechanism = 'analytic'"),
         ({"scorer": "kde", "epsilon": 1.0}, "epsilon = 1.0 has no use with scorer = 'kde'"),
         ({"scorer": "uniform", "score": "odds"}, "score = 'odds'"),
         ({"scorer": "logistc"}, "did you mean 'logistic'"),
@@ -305,12 +305,12 @@ def test_more_of_its_targets_are_right_than_of_feddfs_where_clients_know_one_cla
 )
 def test_it_joins_methods_that_change_the_clients_or_the_servers_step(text):
     (phase,) = build_method(text)
-    found = run(phase.algorithm, rounds=2)
+    found = run(phase.method, rounds=2)
     assert found.history.rows[0]["prepare/scored_clients"] == 5
-    assert any(release.what == "certainty scores" for release in phase.algorithm.releases)
+    assert any(release.what == "certainty scores" for release in phase.method.releases)
     for part in text.split("+"):
         (alone,) = build_method(part)
-        assert not same_bits(found.weights, run(alone.algorithm, rounds=2).weights)
+        assert not same_bits(found.weights, run(alone.method, rounds=2).weights)
 
 
 def test_what_its_page_says_to_join_for_the_rounds_makes_a_claim_about_all_that_leaves_a_client():
@@ -319,10 +319,10 @@ def test_what_its_page_says_to_join_for_the_rounds_makes_a_claim_about_all_that_
     assert all(words in advice for words in ('dp_fedavg(trust="nobody")', 'weighting = "uniform"', 'buffers = "local"'))
     scores = "fedaux(form=mean, epsilon=1.0, weighting=uniform, buffers=local)"
     (phase,) = build_method(f"dp_fedavg(trust=nobody, noise_multiplier=8)+{scores}")
-    assert {release.when for release in phase.algorithm.releases} == {"once", "round"}
-    assert all(release.multiplier for release in phase.algorithm.releases)
+    assert {release.when for release in phase.method.releases} == {"once", "round"}
+    assert all(release.multiplier for release in phase.method.releases)
     (quiet,) = build_method(f"update_noise(sigma=0.1)+{scores}")
-    assert {release.when for release in quiet.algorithm.releases if release.multiplier} == {"once"}
+    assert {release.when for release in quiet.method.releases if release.multiplier} == {"once"}
 
 
 def test_a_later_phase_asks_when_its_turn_comes_and_forms_targets_then():

@@ -19,16 +19,16 @@ from server_rounds import (
     server_round,
 )
 
-from fedstill.algorithms import METHODS, build_algorithm, fedavg, fedbe, feddf
+from fedstill.about.explain import explain
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import clone, rows, stack
 from fedstill.core.types import Dataset, Need, Training
 from fedstill.engine.plan import make_plan
-from fedstill.explain import explain
+from fedstill.methods import METHODS, build_algorithm, fedavg, fedbe, feddf
 from fedstill.models import build_model
-from fedstill.server.distill import targets_of
-from fedstill.server.student import Snapshots
+from fedstill.server.distill.student import Snapshots
+from fedstill.server.distill.targets import targets_of
 
 FORMS = [(name, preset) for name in ("feddf", "fedbe") for preset in ("correct", *METHODS[name].presets)]
 MANY = 10_000  # unlabeled samples, as in FedBE's experiments
@@ -274,7 +274,7 @@ def on_images(method):
 def test_augmentation_changes_the_students_batches_and_needs_images():
     plain, flipped = (on_images(feddf(steps=4, augment=augment)) for augment in ("none", "flip"))
     assert furthest(plain, flipped) > 1e-5
-    with pytest.raises(FedstillError, match=r"algorithm\.augment: crop, flip need images, but samples have shape"):
+    with pytest.raises(FedstillError, match=r"method\.augment: crop, flip need images, but samples have shape"):
         asked(feddf(preset="released", steps=4, patience=None))
 
 
@@ -369,26 +369,26 @@ def test_the_released_scale_of_the_loss_divides_a_step_by_the_number_of_classes(
 
 
 MISTAKES = [
-    ("feddf", {"preset": "mrtf_code"}, r"algorithm\.preset = 'mrtf_code' is unknown: did you mean 'mrtf"),
-    ("feddf", {"epochs": -1}, r"algorithm\.epochs = -1 is impossible"),
-    ("feddf", {"exponent": 0.0}, r"algorithm\.exponent = 0\.0 is impossible"),
-    ("feddf", {"patience": 0}, r"algorithm\.patience = 0 is impossible"),
-    ("feddf", {"look_every": 0}, r"algorithm\.look_every = 0 is impossible"),
-    ("feddf", {"warm_up": -1}, r"algorithm\.warm_up = -1 is impossible"),
-    ("feddf", {"threshold": -0.1}, r"algorithm\.threshold = -0\.1 is impossible"),
-    ("feddf", {"teacher_batch": 0}, r"algorithm\.teacher_batch = 0 is impossible"),
-    ("feddf", {"labels": "hard", "teacher_weighting": "size"}, r"algorithm\.teacher_weighting = 'size' has no use"),
-    ("feddf", {"augment": "crop"}, r"algorithm\.augment = 'crop' is unknown: did you mean 'crop_flip'"),
-    ("avglogit", {"temperature": 0.0}, r"algorithm\.temperature = 0\.0 is impossible"),
-    ("avgprob", {"server_lr": 0.0}, r"algorithm\.server_lr = 0\.0 is impossible"),
-    ("fedbe", {"samples": -1}, r"algorithm\.samples = -1 is impossible"),
-    ("fedbe", {"samples": 0, "with_average": False, "with_clients": False}, r"algorithm\.samples = 0 leaves nobody"),
-    ("fedbe", {"sampling": "normal"}, r"algorithm\.sampling = 'normal' is unknown"),
-    ("fedbe", {"alpha": 0.0}, r"algorithm\.alpha = 0\.0 is impossible"),
-    ("fedbe", {"sharpen": 0.0}, r"algorithm\.sharpen = 0\.0 is impossible"),
-    ("fedbe", {"server_lr": 1e-4}, r"algorithm\.lr_low = 0\.0004 is impossible: it must be at most server_lr"),
-    ("fedbe", {"cycle": 0}, r"algorithm\.cycle = 0 is impossible"),
-    ("fedbe", {"swa_after": -1}, r"algorithm\.swa_after = -1 is impossible"),
+    ("feddf", {"preset": "mrtf_code"}, r"method\.preset = 'mrtf_code' is unknown: did you mean 'mrtf"),
+    ("feddf", {"epochs": -1}, r"method\.epochs = -1 is impossible"),
+    ("feddf", {"exponent": 0.0}, r"method\.exponent = 0\.0 is impossible"),
+    ("feddf", {"patience": 0}, r"method\.patience = 0 is impossible"),
+    ("feddf", {"look_every": 0}, r"method\.look_every = 0 is impossible"),
+    ("feddf", {"warm_up": -1}, r"method\.warm_up = -1 is impossible"),
+    ("feddf", {"threshold": -0.1}, r"method\.threshold = -0\.1 is impossible"),
+    ("feddf", {"teacher_batch": 0}, r"method\.teacher_batch = 0 is impossible"),
+    ("feddf", {"labels": "hard", "teacher_weighting": "size"}, r"method\.teacher_weighting = 'size' has no use"),
+    ("feddf", {"augment": "crop"}, r"method\.augment = 'crop' is unknown: did you mean 'crop_flip'"),
+    ("avglogit", {"temperature": 0.0}, r"method\.temperature = 0\.0 is impossible"),
+    ("avgprob", {"server_lr": 0.0}, r"method\.server_lr = 0\.0 is impossible"),
+    ("fedbe", {"samples": -1}, r"method\.samples = -1 is impossible"),
+    ("fedbe", {"samples": 0, "with_average": False, "with_clients": False}, r"method\.samples = 0 leaves nobody"),
+    ("fedbe", {"sampling": "normal"}, r"method\.sampling = 'normal' is unknown"),
+    ("fedbe", {"alpha": 0.0}, r"method\.alpha = 0\.0 is impossible"),
+    ("fedbe", {"sharpen": 0.0}, r"method\.sharpen = 0\.0 is impossible"),
+    ("fedbe", {"server_lr": 1e-4}, r"method\.lr_low = 0\.0004 is impossible: it must be at most server_lr"),
+    ("fedbe", {"cycle": 0}, r"method\.cycle = 0 is impossible"),
+    ("fedbe", {"swa_after": -1}, r"method\.swa_after = -1 is impossible"),
 ]  # fmt: skip
 
 

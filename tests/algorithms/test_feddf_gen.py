@@ -7,15 +7,14 @@ import inspect
 import pytest
 from server_rounds import furthest, run, same_bits
 
-from fedstill.algorithms import build_algorithm, fedavg, feddf_gen, scaffold
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
-from fedstill.core.join import join
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need
-from fedstill.expression import write
-from fedstill.methods import build_method
-from fedstill.privacy.budget import Privacy
-from fedstill.trial import trial_federation, trial_model
+from fedstill.methods import build_algorithm, fedavg, feddf_gen, scaffold
+from fedstill.methods.lookup import build_method, write
+from fedstill.privacy.plan import Privacy
 
 SHORT = {"generator_steps": 2, "student_steps": 2, "batch_size": 8, "noise": 5}
 
@@ -37,16 +36,16 @@ def test_the_defaults_are_those_of_fedftgs_code_but_for_batch_norm():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"generator_steps": -1}, r"algorithm\.generator_steps = -1 is impossible"),
-        ({"student_steps": -1}, r"algorithm\.student_steps"),
-        ({"batch_size": 1}, r"algorithm\.batch_size"),
-        ({"noise": 0}, r"algorithm\.noise"),
-        ({"server_lr": 0.0}, r"algorithm\.server_lr"),
-        ({"generator_lr": -1.0}, r"algorithm\.generator_lr"),
-        ({"lr_decay": 0.0}, r"algorithm\.lr_decay"),
-        ({"lam_dis": -0.5}, r"algorithm\.lam_dis"),
-        ({"weight_decay": -1.0}, r"algorithm\.weight_decay"),
-        ({"pool": "mean"}, r"algorithm\.pool = 'mean' is unknown"),
+        ({"generator_steps": -1}, r"method\.generator_steps = -1 is impossible"),
+        ({"student_steps": -1}, r"method\.student_steps"),
+        ({"batch_size": 1}, r"method\.batch_size"),
+        ({"noise": 0}, r"method\.noise"),
+        ({"server_lr": 0.0}, r"method\.server_lr"),
+        ({"generator_lr": -1.0}, r"method\.generator_lr"),
+        ({"lr_decay": 0.0}, r"method\.lr_decay"),
+        ({"lam_dis": -0.5}, r"method\.lam_dis"),
+        ({"weight_decay": -1.0}, r"method\.weight_decay"),
+        ({"pool": "mean"}, r"method\.pool = 'mean' is unknown"),
         ({"labels": "quotas"}, "quota"),
         ({"batch_norm": "eval"}, "frozen"),
     ],
@@ -83,7 +82,7 @@ def test_a_round_reports_both_losses_and_the_average_before():
 
 def test_it_refines_what_another_method_has_made():
     """SCAFFOLD averages evenly; its first round is its own, refined, and its controls go on from the model sent."""
-    both = build_method(f"scaffold+{write('feddf_gen', SHORT)}")[0].algorithm
+    both = build_method(f"scaffold+{write('feddf_gen', SHORT)}")[0].method
     alone = run(scaffold(), rounds=1)
     joined = run(both, rounds=1)
     assert joined.history.rows[0]["accuracy_aggregated"] == alone.history.rows[0]["accuracy"]

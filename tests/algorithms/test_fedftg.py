@@ -11,15 +11,15 @@ import torch
 from server_rounds import LOCAL as TRAINING
 from server_rounds import federation, furthest, network, run, same_bits
 
-from fedstill.algorithms import METHODS, build_algorithm, fedavg, fedftg
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
-from fedstill.core.join import join
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Need, Phase
-from fedstill.methods import build_method
-from fedstill.server.average import average
-from fedstill.trial import trial_federation, trial_model
+from fedstill.methods import METHODS, build_algorithm, fedavg, fedftg
+from fedstill.methods.lookup import build_method
+from fedstill.server.aggregate import average
 
 SHORT = {"iterations": 2, "student_steps": 2, "batch_size": 4, "noise": 3, "server_lr": 0.3}
 TINY = "fedftg(iterations=2, student_steps=2, batch_size=4, noise=3, server_lr=0.3)"
@@ -31,9 +31,9 @@ LOCAL += ["fednova", "fedavgm", "fedrs", "label_smoothing"]
 QUICK = {"steps": 2, "batch_size": 8, "epochs": 2, "student_steps": 2, "generator_steps": 2, "samples": 2}
 
 
-def method(text: str):
+def method_of(text: str):
     (phase,) = build_method(text)
-    return phase.algorithm
+    return phase.method
 
 
 def quick(name: str) -> str:
@@ -48,18 +48,18 @@ def quick(name: str) -> str:
 @pytest.mark.parametrize("base", BASES)
 def test_without_iterations_it_is_its_base_method_bit_for_bit(base):
     joined, alone = (
-        run(method(text), rounds=2).weights for text in (f"{quick(base)}+fedftg(iterations=0)", quick(base))
+        run(method_of(text), rounds=2).weights for text in (f"{quick(base)}+fedftg(iterations=0)", quick(base))
     )
     assert same_bits(joined, alone)
 
 
 @pytest.mark.parametrize("base", ["fedavg", "scaffold", "feddyn", "moon", "fedlmd"])
 def test_with_iterations_it_changes_its_base_method(base):
-    assert furthest(run(method(f"{base}+{TINY}"), rounds=1).weights, run(method(base), rounds=1).weights) > 1e-6
+    assert furthest(run(method_of(f"{base}+{TINY}"), rounds=1).weights, run(method_of(base), rounds=1).weights) > 1e-6
 
 
 def test_alone_it_is_fedavg_with_fine_tuning():
-    alone, joined = (run(method(text), rounds=2).weights for text in (TINY, f"fedavg+{TINY}"))
+    alone, joined = (run(method_of(text), rounds=2).weights for text in (TINY, f"fedavg+{TINY}"))
     assert same_bits(alone, joined)
     assert same_bits(run(fedftg(iterations=0)).weights, run(fedavg()).weights)
 
@@ -67,7 +67,7 @@ def test_alone_it_is_fedavg_with_fine_tuning():
 @pytest.mark.parametrize("base", ["fedavg", "scaffold"])
 def test_the_model_before_fine_tuning_can_be_reported_and_training_is_the_same(base):
     tuned, average = (
-        run(method(f"{base}+{text}"), rounds=3) for text in (TINY, TINY.replace(")", ', report="average")'))
+        run(method_of(f"{base}+{text}"), rounds=3) for text in (TINY, TINY.replace(")", ', report="average")'))
     )
     rows, others = tuned.history.rows, average.history.rows
     assert [row["train_loss"] for row in rows] == [row["train_loss"] for row in others]
@@ -84,7 +84,7 @@ def compositions() -> list[str]:
     for i in generator.permutation(len(pairs)):
         text = "+".join((*pairs[i], TINY))
         try:
-            method(text)
+            method_of(text)
         except FedstillError:
             continue
         found.append(text)
@@ -101,8 +101,8 @@ def test_the_draw_of_compositions_is_wide():
 
 @pytest.mark.parametrize("text", compositions())
 def test_the_same_step_refines_any_local_composition(text):
-    result = run(method(text), rounds=2)
-    base = run(method(text.removesuffix(f"+{TINY}")), rounds=2)
+    result = run(method_of(text), rounds=2)
+    base = run(method_of(text.removesuffix(f"+{TINY}")), rounds=2)
     assert furthest(result.weights, base.weights) > 1e-6
     for row in result.history.rows:
         assert {"server/generator_loss", "server/student_loss", "server/samples_right"} <= set(row)
@@ -112,15 +112,15 @@ def test_the_same_step_refines_any_local_composition(text):
 
 def watched(text, rounds=3):
     """[(candidate before the round's last step, what was sent next, the round, server state after it)]."""
-    algorithm = method(text)
+    method = method_of(text)
     seen = []
 
     def apply(candidate, state, round):
-        after, new = algorithm.server.apply(candidate, state, round)
+        after, new = method.server.apply(candidate, state, round)
         seen.append((after, round, new))
         return after, new
 
-    run(dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply)), rounds=rounds)
+    run(dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply)), rounds=rounds)
     return seen
 
 
@@ -170,10 +170,10 @@ def test_joined_it_takes_the_other_methods_average():
     """FedAvg weighs by size, SCAFFOLD evenly; neither has to be told."""
     for base, weighting in (("fedavg", "size"), ("scaffold", "uniform"), ("fedprox", "size")):
         for text in (f"{base}+fedftg", f"fedftg+{base}"):
-            assert method(text).server.steps[0].name == average(weighting).name
-    assert method("fedftg+fednova").server.steps[0].name.startswith("normalized average")
+            assert method_of(text).server.steps[0].name == average(weighting).name
+    assert method_of("fedftg+fednova").server.steps[0].name.startswith("normalized average")
     assert fedftg().server.steps[0].name == average("size").name
-    assert method('scaffold+fedftg(weighting="size")').server.steps[0].name == average("size").name
+    assert method_of('scaffold+fedftg(weighting="size")').server.steps[0].name == average("size").name
 
 
 def test_methods_joined_in_python_must_average_alike():
@@ -243,7 +243,7 @@ def test_features_come_from_a_generator_without_bounds_and_samples_from_a_normal
         ((_, _, state),) = watched(text, rounds=1)
         kept = state["1"]["hard_generator"]
         assert ("4.running_mean" in kept["buffers"]) == ends_normalised
-        assert (method(text).server.samples(state, network()) is not None) == ends_normalised
+        assert (method_of(text).server.samples(state, network()) is not None) == ends_normalised
 
 
 def test_with_features_it_refines_the_head_of_linear_evaluation_alone():
@@ -255,7 +255,7 @@ def test_with_features_it_refines_the_head_of_linear_evaluation_alone():
 
 def test_text_is_refused_before_the_first_round_and_served_by_features():
     text = {"model": trial_model(text=True), "federation": trial_federation(text=True), "rounds": 1}
-    with pytest.raises(FedstillError, match=r"numbers, not words: .*algorithm\.input = 'feature'"):
+    with pytest.raises(FedstillError, match=r"numbers, not words: .*method\.input = 'feature'"):
         run(fedftg(**SHORT), **text)
     result = run(fedftg(**SHORT, input="feature"), **text)
     assert "server/samples_right" in result.history.rows[0]
@@ -265,23 +265,23 @@ def test_label_counts_leave_clients_unless_nothing_is_made_of_them():
     asks = {Need.LABEL_COUNTS_UPLOADED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
     assert needs_of(fedftg()) == asks
     assert Need.HEAD in needs_of(fedftg(input="feature"))
-    without = method(fedftg().without_counts)
+    without = method_of(fedftg().without_counts)
     assert needs_of(without) == asks - {Need.LABEL_COUNTS_UPLOADED}
-    assert run(method('fedftg(labels="uniform", ensemble="uniform", iterations=1, batch_size=4, noise=3)'), rounds=1)
+    assert run(method_of('fedftg(labels="uniform", ensemble="uniform", iterations=1, batch_size=4, noise=3)'), rounds=1)
 
 
 def test_a_generator_goes_on_when_another_local_method_takes_over():
     seen = []
 
     def overheard(text):
-        algorithm = method(text)
+        method = method_of(text)
 
         def apply(candidate, state, round):
-            after, new = algorithm.server.apply(candidate, state, round)
+            after, new = method.server.apply(candidate, state, round)
             seen.append((state["1"]["hard_generator"], new["1"]["hard_generator"]))
             return after, new
 
-        return dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply))
+        return dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
 
     run((Phase(overheard(TINY), 1), Phase(overheard(f"fedprox(mu=0.1)+{TINY}"))), rounds=2)
     (first, trained), (second, _) = seen

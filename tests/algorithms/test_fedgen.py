@@ -8,22 +8,21 @@ import pytest
 import torch
 from server_rounds import CLASSES, furthest, network, run, same_bits
 
-from fedstill.algorithms import METHODS, build_algorithm, fedavg, fedgen
-from fedstill.core.compose import bound_to
+from fedstill.compose.combine import bound_to
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Phase
-from fedstill.expression import write
-from fedstill.methods import build_method
-from fedstill.privacy.budget import Privacy
+from fedstill.methods import METHODS, build_algorithm, fedavg, fedgen
+from fedstill.methods.lookup import build_method, write
+from fedstill.privacy.plan import Privacy
 
 SHORT = {"steps": 5, "batch_size": 8, "gen_batch": 6, "noise": 4, "label_weight": 1.0, "match_weight": 1.0}
 ENGINES = ("batched", "looped")
 
 
 def joined(text):
-    return build_method(text)[0].algorithm
+    return build_method(text)[0].method
 
 
 def with_fedgen(other):

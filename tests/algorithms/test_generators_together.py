@@ -11,7 +11,7 @@ from server_rounds import LOCAL, furthest, run, same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Phase
-from fedstill.methods import build_method
+from fedstill.methods.lookup import build_method
 
 HARD = "fedftg(iterations=2, student_steps=2, batch_size=4, noise=3, server_lr=0.3)"
 TAUGHT = "feddf_gen(generator_steps=2, student_steps=2, batch_size=4, noise=3)"
@@ -20,17 +20,17 @@ SENT = "fedgen(steps=2, batch_size=4, noise=3)"
 
 def overheard(text, seen):
     """The method; `seen` gets the states of its refinements before and after each round, by slot."""
-    algorithm = build_method(text)[0].algorithm
+    method = build_method(text)[0].method
 
     def slots(state):
         return {slot: kept for own in state.values() for slot, kept in own.items()}
 
     def apply(candidate, state, round):
-        after, new = algorithm.server.apply(candidate, state, round)
+        after, new = method.server.apply(candidate, state, round)
         seen.append((slots({k: v for k, v in state.items() if k.isdecimal()}), slots(new)))
         return after, new
 
-    return dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply))
+    return dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
 
 
 def test_two_generators_start_unlike_and_each_goes_on_as_itself_in_the_next_phase():
@@ -47,7 +47,7 @@ def test_two_generators_start_unlike_and_each_goes_on_as_itself_in_the_next_phas
 
 
 def test_of_two_generators_the_last_shows_what_it_invents():
-    found = {text: run(build_method(text)[0].algorithm, rounds=1).samples for text in (f"{HARD}+{TAUGHT}", HARD)}
+    found = {text: run(build_method(text)[0].method, rounds=1).samples for text in (f"{HARD}+{TAUGHT}", HARD)}
     assert {samples.x.shape for samples in found.values()} == {(30, 4)}
     both, alone = found.values()
     assert not torch.equal(both.x, alone.x)
@@ -58,21 +58,21 @@ REFINERS = (HARD, TAUGHT, "feddf(steps=2)", "mrtf(steps=2)", "d2cfl(threshold=0.
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(REFINERS, 2)))
 def test_what_is_called_aggregated_is_the_average_before_all_refinements(first, second):
-    algorithm, gaps = build_method(f"{first}+{second}")[0].algorithm, []
+    method, gaps = build_method(f"{first}+{second}")[0].method, []
 
     def apply(candidate, state, round):
-        plain, _ = algorithm.server.steps[0].apply(candidate, {}, round)
-        after, new = algorithm.server.apply(candidate, state, round)
+        plain, _ = method.server.steps[0].apply(candidate, {}, round)
+        after, new = method.server.apply(candidate, state, round)
         gaps.append((furthest(round.models["aggregated"], plain), furthest(after, plain)))
         return after, new
 
-    run(dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply)), rounds=2)
+    run(dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply)), rounds=2)
     assert all(gap == 0 for gap, _ in gaps)
     assert gaps[-1][1] > 1e-6
 
 
 def test_every_generator_reports_under_a_name_of_its_own():
-    (row,) = run(build_method(f"{SENT}+{HARD}+{TAUGHT}")[0].algorithm, rounds=1).history.rows
+    (row,) = run(build_method(f"{SENT}+{HARD}+{TAUGHT}")[0].method, rounds=1).history.rows
     losses = [row[f"server/{name}"] for name in ("feature_generator_loss", "generator_loss", "teaching_generator_loss")]
     assert len(set(losses)) == 3
 
@@ -81,20 +81,20 @@ def test_every_generator_reports_under_a_name_of_its_own():
 def test_clients_that_train_heads_alone_are_refused_where_the_server_would_move_the_extractor(text):
     heads = dataclasses.replace(LOCAL, part="head")
     with pytest.raises(FedstillError, match=r"local\.part = 'head' .* use fedftg\(input='feature'\)"):
-        run(build_method(text)[0].algorithm, rounds=1, training=heads)
+        run(build_method(text)[0].method, rounds=1, training=heads)
 
 
 @pytest.mark.parametrize("text", [SENT, "fedftg(iterations=0)", "feddf_gen(student_steps=0)"])
 def test_they_may_train_heads_alone_where_it_does_not(text):
     heads = dataclasses.replace(LOCAL, part="head")
-    found, base = (run(build_method(one)[0].algorithm, rounds=2, training=heads).weights for one in (text, "fedavg"))
+    found, base = (run(build_method(one)[0].method, rounds=2, training=heads).weights for one in (text, "fedavg"))
     for name, leaf in base.params.items():
         assert torch.equal(found.params[name], leaf) or name.startswith("head.")
 
 
 @pytest.mark.parametrize("method", ["fedftg", "feddf_gen", "fedgen"])
 def test_an_unknown_generator_is_told_before_the_phases_in_front_of_it_are_played(method):
-    with pytest.raises(FedstillError, match=r"algorithm\.generator = 'cnv' is unknown.*conv"):
+    with pytest.raises(FedstillError, match=r"method\.generator = 'cnv' is unknown.*conv"):
         build_method(f'fedavg until 500 then {method}(generator="cnv")')
 
 
@@ -103,14 +103,14 @@ def test_an_unknown_generator_is_told_before_the_phases_in_front_of_it_are_playe
 )
 def test_a_generator_that_does_not_fit_is_told_before_the_phases_in_front_of_it_are_played(text):
     seen = []
-    first = build_method("fedavg")[0].algorithm
+    first = build_method("fedavg")[0].method
 
     def apply(candidate, state, round):
         seen.append(round.number)
         return first.server.apply(candidate, state, round)
 
     watched = dataclasses.replace(first, server=dataclasses.replace(first.server, apply=apply))
-    phases = (Phase(watched, until=2), Phase(build_method(text)[0].algorithm))
+    phases = (Phase(watched, until=2), Phase(build_method(text)[0].method))
     with pytest.raises(FedstillError, match="generator = "):
         run(phases, rounds=3)
     assert seen == []
@@ -120,9 +120,9 @@ MRTF = "mrtf(steps=2, batch_size=8)"
 
 
 def test_a_model_that_is_only_reported_is_refined_last_wherever_it_is_written():
-    first, last = (run(build_method(text)[0].algorithm, rounds=2) for text in (f"{MRTF}+{HARD}", f"{HARD}+{MRTF}"))
+    first, last = (run(build_method(text)[0].method, rounds=2) for text in (f"{MRTF}+{HARD}", f"{HARD}+{MRTF}"))
     assert same_bits(first.weights, last.weights)
-    alone = run(build_method(MRTF)[0].algorithm, rounds=2)
+    alone = run(build_method(MRTF)[0].method, rounds=2)
     assert furthest(first.weights, alone.weights) > 1e-6, "it starts from the fine-tuned model"
 
 
@@ -143,6 +143,6 @@ def test_of_two_models_to_report_none_is_lost_without_a_word(text, first, second
 
 
 def test_the_model_before_fine_tuning_may_be_another_ones_student():
-    found = run(build_method(f"feddf(steps=2)+{AVERAGE}")[0].algorithm, rounds=1)
-    student = run(build_method("feddf(steps=2)+fedavg")[0].algorithm, rounds=1)
+    found = run(build_method(f"feddf(steps=2)+{AVERAGE}")[0].method, rounds=1)
+    student = run(build_method("feddf(steps=2)+fedavg")[0].method, rounds=1)
     assert same_bits(found.weights, student.weights)

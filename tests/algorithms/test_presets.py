@@ -6,13 +6,13 @@ from typing import Literal
 
 import pytest
 
-from fedstill import toml_io
-from fedstill.algorithms import METHODS, build_algorithm, fedavg
-from fedstill.algorithms.options import presets
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Algorithm
-from fedstill.experiment import build_method
+from fedstill.core.types import Method
+from fedstill.experiment.config import Experiment
+from fedstill.methods import METHODS, build_algorithm, fedavg
+from fedstill.methods.lookup import build_method
+from fedstill.methods.options import presets
+from fedstill.storage import toml as toml_io
 
 Mode = Literal["eval", "train"]
 CORRECT = {"steps": 500, "server_lr": 1e-3, "clip": 5.0, "mode": "eval", "feedback": True, "window": None}
@@ -35,7 +35,7 @@ def calls(monkeypatch) -> list[dict]:
         mode: Mode = "eval",
         feedback: bool = True,
         window: int | None = None,
-    ) -> Algorithm:
+    ) -> Method:
         """Refinery: a method of three forms."""
         values = (steps, server_lr, clip, mode, feedback, window)
         built.append(dict(zip(CORRECT, values, strict=True)))
@@ -76,9 +76,9 @@ def test_a_method_shows_preset_beside_its_own_options_and_keeps_its_name_and_doc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "papr"}, r"algorithm\.preset = 'papr' is unknown: did you mean 'paper'"),
-        ({"preset": "paper", "stepps": 1}, r"algorithm\.stepps is not an option of refinery: did you mean 'steps'"),
-        ({"preset": "paper", "steps": 1.5}, r"algorithm\.steps = 1\.5 is impossible: it must be a whole number"),
+        ({"preset": "papr"}, r"method\.preset = 'papr' is unknown: did you mean 'paper'"),
+        ({"preset": "paper", "stepps": 1}, r"method\.stepps is not an option of refinery: did you mean 'steps'"),
+        ({"preset": "paper", "steps": 1.5}, r"method\.steps = 1\.5 is impossible: it must be a whole number"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(calls, options, message):
@@ -89,30 +89,30 @@ def test_a_mistake_is_one_line_that_names_the_key(calls, options, message):
 
 
 def test_an_unknown_preset_is_refused_in_python_too(calls):
-    with pytest.raises(FedstillError, match=r"algorithm\.preset = 'code' is unknown"):
+    with pytest.raises(FedstillError, match=r"method\.preset = 'code' is unknown"):
         METHODS["refinery"](preset="code")
 
 
 @pytest.mark.parametrize("preset", FORMS)
 @pytest.mark.parametrize("own", [{}, {"steps": 7}, {"clip": 100.0, "feedback": True}], ids=["", "steps", "two"])
 def test_a_resolved_experiment_shows_the_presets_values_and_builds_the_same_method(calls, preset, own):
-    experiment = Experiment(algorithm={"name": "refinery", "preset": preset, **own})
+    experiment = Experiment(method={"name": "refinery", "preset": preset, **own})
     resolved = experiment.resolved()
     wanted = {**FORMS[preset], **own}
     shown = {key: value for key, value in wanted.items() if value is not None}  # TOML has no word for None
-    assert resolved.algorithm.options == {"preset": preset, **shown}
+    assert resolved.method.options == {"preset": preset, **shown}
     written = Experiment.model_validate(toml_io.loads(resolved.to_toml(), where="config.toml"))
     assert written == resolved == written.resolved()
     for one in (experiment, resolved, written):
-        build_method(one.algorithm.name, one.algorithm.options)
+        build_method(one.method.name, one.method.options)
         assert calls[-1] == wanted
     assert all(call == wanted for call in calls)  # an experiment tries its method when it is read
 
 
 def test_a_resolved_experiment_without_a_preset_says_which_one_it_is(calls):
-    resolved = Experiment(algorithm={"name": "refinery"}).resolved()
-    assert resolved.algorithm.options["preset"] == "correct"
-    build_method("refinery", resolved.algorithm.options)
+    resolved = Experiment(method={"name": "refinery"}).resolved()
+    assert resolved.method.options["preset"] == "correct"
+    build_method("refinery", resolved.method.options)
     assert calls[-1] == CORRECT
 
 
@@ -125,6 +125,6 @@ def test_a_preset_can_be_named_in_an_expression(calls, text, preset):
 
 
 def test_an_unknown_preset_in_a_file_is_told_before_anything_runs(calls):
-    with pytest.raises(FedstillError, match=r'algorithm\.preset = "papr" is unknown: did you mean .paper'):
-        Experiment(algorithm={"name": "refinery", "preset": "papr"})
+    with pytest.raises(FedstillError, match=r'method\.preset = "papr" is unknown: did you mean .paper'):
+        Experiment(method={"name": "refinery", "preset": "papr"})
     assert calls == []

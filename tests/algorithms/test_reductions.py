@@ -4,7 +4,7 @@ import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model
 
-from fedstill.algorithms import build_algorithm
+from fedstill.methods import build_algorithm
 
 DATA = [blobs(k, 8 + 6 * k) for k in range(4)]
 COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0], [1, 0]]

@@ -2,11 +2,11 @@ import inspect
 
 import pytest
 
-from fedstill import algorithms
-from fedstill.algorithms import METHODS, build_algorithm
+from fedstill import methods as methods
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.types import Algorithm, Need
+from fedstill.core.types import Method, Need
+from fedstill.methods import METHODS, build_algorithm
 
 NEEDS = {
     "scaffold": {Need.CLIENT_STATE, Need.PLAIN_SGD},
@@ -36,9 +36,9 @@ NEEDS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_builds_from_its_name_alone_and_declares_its_needs(name):
-    algorithm = build_algorithm(name, {})
-    assert isinstance(algorithm, Algorithm)
-    assert needs_of(algorithm) == NEEDS.get(name, set())
+    method = build_algorithm(name, {})
+    assert isinstance(method, Method)
+    assert needs_of(method) == NEEDS.get(name, set())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -62,62 +62,62 @@ def test_every_docstring_says_what_it_reveals_and_where_it_differs(name):
 
 
 def test_the_public_names_are_the_registry_and_its_builder():
-    assert sorted(algorithms.__all__) == sorted(["METHODS", "build_algorithm", *METHODS])
+    assert sorted(methods.__all__) == sorted(["METHODS", "build_algorithm", *METHODS])
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fedavgg", {}, r"algorithm\.name 'fedavgg' is not a method: did you mean"),
-        ("fedprox", {"mo": 1}, r"algorithm\.mo is not an option of fedprox: did you mean 'mu'"),
-        ("fedprox", {"mu": -1.0}, r"algorithm\.mu = -1\.0 is impossible: it must be 0 or a number above it"),
-        ("fedprox", {"mu": "big"}, r"algorithm\.mu = 'big' is impossible: it must be a number"),
-        ("fedprox", {"mu": True}, r"algorithm\.mu = True is impossible"),
-        ("fedprox", {"mu": float("nan")}, r"algorithm\.mu = nan is impossible"),
-        ("fedprox", {"mu": float("inf")}, r"algorithm\.mu = inf is impossible"),
-        ("fedavg", {"weighting": "sizes"}, r"algorithm\.weighting = 'sizes' is unknown: did you mean 'size'"),
+        ("fedavgg", {}, r"method\.name 'fedavgg' is not a method: did you mean"),
+        ("fedprox", {"mo": 1}, r"method\.mo is not an option of fedprox: did you mean 'mu'"),
+        ("fedprox", {"mu": -1.0}, r"method\.mu = -1\.0 is impossible: it must be 0 or a number above it"),
+        ("fedprox", {"mu": "big"}, r"method\.mu = 'big' is impossible: it must be a number"),
+        ("fedprox", {"mu": True}, r"method\.mu = True is impossible"),
+        ("fedprox", {"mu": float("nan")}, r"method\.mu = nan is impossible"),
+        ("fedprox", {"mu": float("inf")}, r"method\.mu = inf is impossible"),
+        ("fedavg", {"weighting": "sizes"}, r"method\.weighting = 'sizes' is unknown: did you mean 'size'"),
         (
             "fedavg",
             {"buffers": 3},
-            r"algorithm\.buffers = 3 is unknown: choose one of: average, last, local, pooled, reset",
+            r"method\.buffers = 3 is unknown: choose one of: average, last, local, pooled, reset",
         ),
-        ("scaffold", {"option": "III"}, r"algorithm\.option = 'III' is unknown"),
-        ("scaffold", {"global_lr": 0}, r"algorithm\.global_lr = 0 is impossible"),
+        ("scaffold", {"option": "III"}, r"method\.option = 'III' is unknown"),
+        ("scaffold", {"global_lr": 0}, r"method\.global_lr = 0 is impossible"),
         (
             "scaffold",
             {"control_weighting": "uniforms"},
-            r"algorithm\.control_weighting = 'uniforms' is unknown: did you mean 'uniform'",
+            r"method\.control_weighting = 'uniforms' is unknown: did you mean 'uniform'",
         ),
-        ("fednova", {"correction": "on"}, r"algorithm\.correction = 'on' is unknown"),
-        ("fedcurv", {"lam": -1.0}, r"algorithm\.lam = -1\.0 is impossible: it must be 0 or a number above it"),
-        ("fedcurv", {"fisher": "batch"}, r"algorithm\.fisher = 'batch' is unknown"),
-        ("moon", {"temperature": 0.0}, r"algorithm\.temperature = 0\.0 is impossible: it must be from 0\.001 to 1000"),
-        ("moon", {"mu": -0.1}, r"algorithm\.mu = -0\.1 is impossible"),
-        ("moon", {"previous": "last"}, r"algorithm\.previous = 'last' is unknown"),
-        ("fedmmd", {"lam": float("inf")}, r"algorithm\.lam = inf is impossible"),
-        ("fedavgm", {"beta": 1.0}, r"algorithm\.beta = 1\.0 is impossible: it must be at least 0 and below 1"),
-        ("fedadam", {"tau": 0.0}, r"algorithm\.tau = 0\.0 is impossible"),
-        ("fedyogi", {"beta2": -0.1}, r"algorithm\.beta2"),
-        ("fedopt", {"optimizer": "adamw"}, r"algorithm\.optimizer = 'adamw' is unknown: did you mean 'adam'"),
-        ("feddyn", {"alpha": 0.0}, r"algorithm\.alpha = 0\.0 is impossible: it must be a number above 0"),
-        ("fedntd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
-        ("d2cfl", {"beta": 1.3}, r"algorithm\.beta = 1\.3 is impossible: it must be from 0 to 1"),
-        ("d2cfl", {"mix_alpha": -0.1}, r"algorithm\.mix_alpha = -0\.1 is impossible: it must be from 0 to 1"),
-        ("d2cfl", {"past": 0}, r"algorithm\.past = 0 is impossible: it must be a number above 0"),
-        ("d2cfl", {"rule": "average"}, r"algorithm\.rule = 'average' is unknown"),
-        ("fedntd_tf", {"beta": -1.0}, r"algorithm\.beta = -1\.0 is impossible"),
-        ("kd", {"tau": 0}, r"algorithm\.tau = 0 is impossible"),
-        ("fedlmd", {"beta": float("nan")}, r"algorithm\.beta = nan is impossible"),
-        ("fedlmd_tf", {"tau": -1}, r"algorithm\.tau = -1 is impossible"),
-        ("fedrs", {"alpha": 1.5}, r"algorithm\.alpha = 1\.5 is impossible: it must be from 0 to 1"),
-        ("fedrs", {"alpha": -0.5}, r"algorithm\.alpha = -0\.5 is impossible"),
-        ("fedrs", {"alpha": float("nan")}, r"algorithm\.alpha = nan is impossible"),
-        ("fedrs", {"rule": "proportion"}, r"algorithm\.rule = 'proportion' is unknown: did you mean 'proportional'"),
-        ("label_smoothing", {"epsilon": 1.0}, r"algorithm\.epsilon = 1\.0 is impossible: it must be at least 0 and"),
-        ("feddf", {"steps": 2.5}, r"algorithm\.steps = 2\.5 is impossible: it must be a whole number"),
-        ("feddf", {"steps": -1}, r"algorithm\.steps = -1 is impossible"),
-        ("feddf", {"clip": 0.0}, r"algorithm\.clip = 0\.0 is impossible"),
-        ("feddf", {"clip": "no"}, r"algorithm\.clip = 'no' is impossible: it must be a number"),
+        ("fednova", {"correction": "on"}, r"method\.correction = 'on' is unknown"),
+        ("fedcurv", {"lam": -1.0}, r"method\.lam = -1\.0 is impossible: it must be 0 or a number above it"),
+        ("fedcurv", {"fisher": "batch"}, r"method\.fisher = 'batch' is unknown"),
+        ("moon", {"temperature": 0.0}, r"method\.temperature = 0\.0 is impossible: it must be from 0\.001 to 1000"),
+        ("moon", {"mu": -0.1}, r"method\.mu = -0\.1 is impossible"),
+        ("moon", {"previous": "last"}, r"method\.previous = 'last' is unknown"),
+        ("fedmmd", {"lam": float("inf")}, r"method\.lam = inf is impossible"),
+        ("fedavgm", {"beta": 1.0}, r"method\.beta = 1\.0 is impossible: it must be at least 0 and below 1"),
+        ("fedadam", {"tau": 0.0}, r"method\.tau = 0\.0 is impossible"),
+        ("fedyogi", {"beta2": -0.1}, r"method\.beta2"),
+        ("fedopt", {"optimizer": "adamw"}, r"method\.optimizer = 'adamw' is unknown: did you mean 'adam'"),
+        ("feddyn", {"alpha": 0.0}, r"method\.alpha = 0\.0 is impossible: it must be a number above 0"),
+        ("fedntd", {"tau": 0}, r"method\.tau = 0 is impossible"),
+        ("d2cfl", {"beta": 1.3}, r"method\.beta = 1\.3 is impossible: it must be from 0 to 1"),
+        ("d2cfl", {"mix_alpha": -0.1}, r"method\.mix_alpha = -0\.1 is impossible: it must be from 0 to 1"),
+        ("d2cfl", {"past": 0}, r"method\.past = 0 is impossible: it must be a number above 0"),
+        ("d2cfl", {"rule": "average"}, r"method\.rule = 'average' is unknown"),
+        ("fedntd_tf", {"beta": -1.0}, r"method\.beta = -1\.0 is impossible"),
+        ("kd", {"tau": 0}, r"method\.tau = 0 is impossible"),
+        ("fedlmd", {"beta": float("nan")}, r"method\.beta = nan is impossible"),
+        ("fedlmd_tf", {"tau": -1}, r"method\.tau = -1 is impossible"),
+        ("fedrs", {"alpha": 1.5}, r"method\.alpha = 1\.5 is impossible: it must be from 0 to 1"),
+        ("fedrs", {"alpha": -0.5}, r"method\.alpha = -0\.5 is impossible"),
+        ("fedrs", {"alpha": float("nan")}, r"method\.alpha = nan is impossible"),
+        ("fedrs", {"rule": "proportion"}, r"method\.rule = 'proportion' is unknown: did you mean 'proportional'"),
+        ("label_smoothing", {"epsilon": 1.0}, r"method\.epsilon = 1\.0 is impossible: it must be at least 0 and"),
+        ("feddf", {"steps": 2.5}, r"method\.steps = 2\.5 is impossible: it must be a whole number"),
+        ("feddf", {"steps": -1}, r"method\.steps = -1 is impossible"),
+        ("feddf", {"clip": 0.0}, r"method\.clip = 0\.0 is impossible"),
+        ("feddf", {"clip": "no"}, r"method\.clip = 'no' is impossible: it must be a number"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(name, options, message):

@@ -4,14 +4,14 @@ import pytest
 import torch
 from by_hand import F64, blobs, linear, linear_model, local_view, number
 
-from fedstill.algorithms import METHODS, fedcurv, fednova, moon, scaffold
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.tree import flatten, rows, stack, tree_map
-from fedstill.core.types import Algorithm, Weights
+from fedstill.core.types import Method, Weights
+from fedstill.methods import METHODS, fedcurv, fednova, moon, scaffold
 
 BUILT = {name: factory() for name, factory in METHODS.items()}
 # fedgen's term must be bound to a model with a head: tests/local/test_generated.py
-OBJECTIVES = {name: algorithm for name, algorithm in BUILT.items() if algorithm.objective.bind is None} | {
+OBJECTIVES = {name: method for name, method in BUILT.items() if method.objective.bind is None} | {
     "scaffold-I": scaffold(option="I"),
     "fednova-released": fednova(correction="released"),
     "fedcurv-per-sample": fedcurv(fisher="per_sample"),
@@ -25,10 +25,10 @@ def noisy(tree, seed):
     return tree_map(lambda leaf: leaf + torch.randn(leaf.shape, generator=generator, dtype=F64), tree)
 
 
-def client_view(algorithm: Algorithm, client: int):
+def client_view(method: Method, client: int):
     start = linear(3, 4, seed=1)
-    objective = algorithm.objective
-    broadcast = algorithm.server.broadcast(algorithm.server.init(start))
+    objective = method.objective
+    broadcast = method.server.broadcast(method.server.init(start))
     return local_view(
         start,
         params=noisy(start.params, client),
@@ -52,15 +52,15 @@ def after_training(objective, batch, view):
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_batched_cohort_gives_what_a_loop_over_clients_gives(name):
-    algorithm = OBJECTIVES[name]
-    views = [client_view(algorithm, k) for k in range(3)]
+    method = OBJECTIVES[name]
+    views = [client_view(method, k) for k in range(3)]
     batches = [blobs(k, 6)._replace(weight=number([1.0] * (6 - k) + [0.0] * k)) for k in range(3)]
 
     def gradient(batch, view):
-        return torch.func.grad_and_value(lambda params: loss_of(algorithm.objective, params, batch, view))(view.params)
+        return torch.func.grad_and_value(lambda params: loss_of(method.objective, params, batch, view))(view.params)
 
     def finish(batch, view):
-        return after_training(algorithm.objective, batch, view)
+        return after_training(method.objective, batch, view)
 
     for function in (gradient, finish):
         together = torch.func.vmap(function)(stack(batches), stack(views))

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from fedstill.bench import Cell, Recipe, Table, workers
 from fedstill.bench.results import cell_key
 from fedstill.cli import app
-from fedstill.config import Experiment
+from fedstill.experiment.config import Experiment
 
 RECIPE = """
 from fedstill.bench import Cell, Recipe, Table
@@ -22,7 +22,7 @@ def cell(row, column, **changes):
     return Cell(row, column, Experiment.model_validate({
         "name": "tiny", "rounds": 3, "cohort": 3, "checkpoint_every": 1,
         "partition": {"scheme": "lda", "clients": 6, "alpha": 0.5}, "model": {"name": "mlp", "hidden": [8]},
-        "local": {"batch_size": 20, "lr": 0.1}, "algorithm": {"name": row, **OPTIONS.get(row, {})}, **changes,
+        "local": {"batch_size": 20, "lr": 0.1}, "method": {"name": row, **OPTIONS.get(row, {})}, **changes,
     }))
 
 
@@ -72,8 +72,8 @@ def small(**changes) -> Experiment:
 def run_of(experiment: Experiment, accuracy, *, seed=0, **changes):
     """A run as the results file holds it."""
     record = {
-        "key": cell_key(experiment), "row": experiment.algorithm.name, "column": "digits", "preset": "paper",
-        "method": experiment.algorithm.name, "seed": seed, "rounds": experiment.rounds,
+        "key": cell_key(experiment), "row": experiment.method.name, "column": "digits", "preset": "paper",
+        "method": experiment.method.name, "seed": seed, "rounds": experiment.rounds,
         "evaluated": experiment.evaluate_every, "accuracy": list(accuracy), "seconds": 10.0, "at_once": 1,
         "device": "cpu x86_64", "torch": "2.6.0", "fedstill": "0.1.0", "date": "2026-01-01",
     }  # fmt: skip
@@ -97,7 +97,7 @@ def count_runs(monkeypatch):
 
     def counted(experiment, **options):
         if options.get("run_dir") is not None:
-            seen.append((experiment.algorithm.name, experiment.seed))
+            seen.append((experiment.method.name, experiment.seed))
         return run(experiment, **options)
 
     monkeypatch.setattr(workers, "run", counted)

@@ -12,7 +12,7 @@ from fedstill.bench import Cell, Recipe
 from fedstill.bench.recipe import load_expected, load_recipe
 from fedstill.bench.results import read_runs
 from fedstill.cli import app
-from fedstill.config import Experiment
+from fedstill.experiment.config import Experiment
 from fedstill.models import build_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -47,7 +47,7 @@ class PaperCase:
 
     def method(self, table: str, row: str, column: str, preset: str | None = None) -> str | dict:
         """The text of a mixture; of a single method its name and options."""
-        section = self.experiment(table, row, column, preset).algorithm
+        section = self.experiment(table, row, column, preset).method
         return {"name": section.name, **section.options} if "+" not in section.name else section.name
 
     def columns_that_differ_in_more_than_the_method(self) -> list[str]:
@@ -55,7 +55,7 @@ class PaperCase:
         for preset, tables in self.recipe.tables.items():
             for table in tables.values():
                 for column in table.columns:
-                    own = {c.experiment.replace(algorithm="fedavg") for c in table.cells if c.column == column}
+                    own = {c.experiment.replace(method="fedavg") for c in table.cells if c.column == column}
                     odd += [f"{preset} {table.name} {column}"] if len(own) > 1 else []
         return odd
 

@@ -150,7 +150,7 @@ def test_a_failing_run_does_not_stop_the_others(folder, monkeypatch):
     run = workers.run
 
     def failing(experiment, **options):
-        if experiment.algorithm.name == "fedavg" and experiment.seed == 0 and options.get("run_dir"):
+        if experiment.method.name == "fedavg" and experiment.seed == 0 and options.get("run_dir"):
             raise RuntimeError("out of memory")
         return run(experiment, **options)
 
@@ -263,10 +263,10 @@ def test_settings_change_every_cell_and_stay_out_of_the_documented_results(folde
 
 
 def test_a_setting_that_fits_only_the_chosen_methods_is_taken(folder):
-    bench("tiny", "--table", "1", "--methods", "fedprox", "--set", "algorithm.mu=0.5")
+    bench("tiny", "--table", "1", "--methods", "fedprox", "--set", "method.mu=0.5")
     ((_, run),) = results(folder).items()
     assert run["method"] == "fedprox(mu=0.5)"
-    outcome = invoke("tiny", "--table", "1", "--set", "algorithm.mu=0.5")
+    outcome = invoke("tiny", "--table", "1", "--set", "method.mu=0.5")
     assert outcome.exit_code == 2
     assert "fedavg in digits: " in outcome.stderr
-    assert "algorithm.mu" in outcome.stderr
+    assert "method.mu" in outcome.stderr

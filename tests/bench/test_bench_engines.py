@@ -166,7 +166,7 @@ def pages(monkeypatch):
 
 def test_a_page_shows_runs_of_the_cell_s_engine_and_names_those_that_it_does_not_show(pages, monkeypatch):
     methods = ("fedavg", "fedntd", "fedprox")
-    cells = [Cell(method, "digits", small(rounds=1, algorithm=method)) for method in methods]
+    cells = [Cell(method, "digits", small(rounds=1, method=method)) for method in methods]
     runs = [run_of(cell.experiment, [10.0]) for cell in cells]
     other = {**runs[0], "accuracy": [90.0], "engine": {"precision": "bf16"}}
     paper = pages.Paper(Path("tiny"), recipe_of(*cells), {}, [other, *runs])

@@ -26,14 +26,14 @@ class Prober:
 
 
 def orders(*methods, seeds=1, rounds=11, column="digits", **changes):
-    cells = [Cell(method, column, small(algorithm=method, rounds=rounds, **changes)) for method in methods]
+    cells = [Cell(method, column, small(method=method, rounds=rounds, **changes)) for method in methods]
     return make_orders(cells, preset="paper", seeds=seeds, device="cpu", out=Path("out"))
 
 
 def test_a_step_costs_a_third_more_for_every_frozen_model():
-    assert step_cost(small(algorithm="fedavg")) == 1.0
-    assert step_cost(small(algorithm="fedntd")) == pytest.approx(4 / 3)
-    switched = small(rounds=10, algorithm="fedavg until 4 then fedntd")
+    assert step_cost(small(method="fedavg")) == 1.0
+    assert step_cost(small(method="fedntd")) == pytest.approx(4 / 3)
+    switched = small(rounds=10, method="fedavg until 4 then fedntd")
     assert step_cost(switched) == pytest.approx((4 + 6 * 4 / 3) / 10)
 
 
@@ -69,7 +69,7 @@ def test_what_a_probe_prepares_is_told_now_and_then_and_is_no_failure():
 def test_a_probe_leaves_out_what_the_method_prepares_and_says_what_it_is(tmp_path, monkeypatch):
     """Pre-training is done once for many runs, and the probe has done it."""
     experiment = small(
-        algorithm="simclr(epochs=2, batch_size=32, neighbours=0)", data={"source": "digits", "unlabeled": 400},
+        method="simclr(epochs=2, batch_size=32, neighbours=0)", data={"source": "digits", "unlabeled": 400},
         model={"name": "mlp", "hidden": [8]}, rounds=2, cohort=1, engine={"device": "cpu"},
     )  # fmt: skip
     heard = []

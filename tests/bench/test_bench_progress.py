@@ -11,7 +11,7 @@ from fedstill.bench.recipe import Cell
 from fedstill.cli import bench_progress as module
 from fedstill.cli.bench_progress import BenchProgress
 
-CELLS = [Cell("fedavg", "digits", small(rounds=100)), Cell("fedntd", "digits", small(rounds=100, algorithm="fedntd"))]
+CELLS = [Cell("fedavg", "digits", small(rounds=100)), Cell("fedntd", "digits", small(rounds=100, method="fedntd"))]
 ORDERS = make_orders(CELLS, preset="paper", seeds=1, device="cpu", out=Path("out"))
 KNOWN = Estimate({ORDERS[0].run_id: 100.0, ORDERS[1].run_id: 300.0})
 

@@ -8,7 +8,7 @@ from fedstill.bench.render import render_table, text_table
 from fedstill.bench.summary import summarize_table
 
 FEDAVG = Cell("fedavg", "digits", small())
-LMD = Cell("fedntd", "digits", small(algorithm="fedntd"))
+LMD = Cell("fedntd", "digits", small(method="fedntd"))
 EXPECTED = {"1": {"digits": {"fedavg": {"best": 33.02, "speedup": 1.0}, "fedntd": {"best": 50.0, "speedup": 2.47}}}}
 RUNS = [
     run_of(FEDAVG.experiment, [10.0, 20.0, 30.0, 50.0], seed=0),

@@ -5,10 +5,10 @@ import json
 import pytest
 from bench_cases import run_of, small
 
-from fedstill.algorithms import METHODS
 from fedstill.bench.results import add_run, cell_key, merge, read_runs, write_runs
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
+from fedstill.experiment.config import Experiment
+from fedstill.methods import METHODS
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_where_the_data_lie_is_no_part_of_a_cell(place):
         {"data": "fashion-mini"},
         {"data": {"source": "digits", "unlabeled": 10}},
         {"partition": {"scheme": "lda", "alpha": 0.1}},
-        {"algorithm": {"name": "fedprox", "mu": 0.1}},
+        {"method": {"name": "fedprox", "mu": 0.1}},
         {"model": {"name": "mlp", "hidden": [8]}},
         {"local": {"lr": 0.02}},
         {"cohort": 5},
@@ -147,8 +147,8 @@ def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path, text):
 
 @pytest.mark.parametrize("text", ["feddf(preset='mrtf')", 'feddf(preset="mrtf")+fedprox(mu=0.1)'])
 def test_a_preset_that_changes_is_another_cell_and_cells_without_presets_keep_their_keys(monkeypatch, text):
-    named = Experiment(algorithm=text.replace("'", '"'))
-    plain = Experiment(algorithm="feddf")
+    named = Experiment(method=text.replace("'", '"'))
+    plain = Experiment(method="feddf")
     before = cell_key(named), cell_key(plain)
     monkeypatch.setitem(METHODS["feddf"].presets, "mrtf", {"server_lr": 0.5})
     assert cell_key(named) != before[0]

@@ -18,7 +18,7 @@ OWN_METHODS = """
 import multiprocessing
 import os
 
-from fedstill.algorithms import fedavg as plain
+from fedstill.methods import fedavg as plain
 
 
 def wrong():

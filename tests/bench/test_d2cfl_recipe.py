@@ -143,17 +143,17 @@ def test_figure_13_has_four_fifths_of_the_server_s_images_without_labels():
 
 
 def test_figure_14_varies_the_teachers_and_figure_15_the_optimiser():
-    options = {cell.row: cell.experiment.algorithm.options.get("past", 10) for cell in D2C.cells("figure-14")}
+    options = {cell.row: cell.experiment.method.options.get("past", 10) for cell in D2C.cells("figure-14")}
     assert options == {f"teachers-{count}": count for count in (1, 5, 10, 20)}
     sgd = D2C.experiment("figure-15", "sgd", MAIN[0])
     assert (sgd.local.optimizer, sgd.local.lr, sgd.local.lr_epoch_decay, sgd.local.momentum) == ("sgd", 1e-3, 1.0, 0.0)
-    assert sgd.algorithm.options == {"mix_alpha": 0.2, "beta": 0.8, "optimizer": "sgd", "lr_epoch_decay": 1.0}
+    assert sgd.method.options == {"mix_alpha": 0.2, "beta": 0.8, "optimizer": "sgd", "lr_epoch_decay": 1.0}
     assert D2C.experiment("figure-15", "sgd-momentum", MAIN[0]).local.momentum == 0.9
 
 
 def test_figure_4_has_both_rollbacks_and_fedavg_once_a_split():
     table = D2C.recipe.tables["correct"]["figure-4"]
-    pairs = {(c.experiment.algorithm.options["mix_alpha"], c.experiment.algorithm.options["beta"]) for c in table.cells}
+    pairs = {(c.experiment.method.options["mix_alpha"], c.experiment.method.options["beta"]) for c in table.cells}
     assert {(0.0, 0.0), (0.2, 0.7), (0.8, 1.0)} <= pairs
     assert [pair for pair in pairs if pair[0] == 1.0] == [(1.0, 0.0)]
     assert {cell.experiment.data.unlabeled_limit for cell in table.cells} == {8_000}
@@ -204,8 +204,8 @@ def test_commands_of_the_readme_name_tables_columns_and_methods_that_exist():
 
 SMALL = (
     "data.source=digits", "data.client_rows=600", "model.name=mlp", "model.hidden=[32]", "rounds=3", "cohort=3",
-    "partition.clients=6", "partition.size=100", "local.epochs=5", "local.lr=0.01", "algorithm.past=1",
-    "algorithm.threshold=0.3", "engine.device=cpu", "engine.threads=1",
+    "partition.clients=6", "partition.size=100", "local.epochs=5", "local.lr=0.01", "method.past=1",
+    "method.threshold=0.3", "engine.device=cpu", "engine.threads=1",
 )  # fmt: skip
 
 

@@ -10,14 +10,14 @@ import pytest
 from recipe_cases import PaperCase, parameters
 
 from fedstill import run
-from fedstill.algorithms import build_algorithm
-from fedstill.algorithms import fedaux as fedaux_factory
 from fedstill.bench.estimate import group_of
 from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
 from fedstill.engine import Engine
-from fedstill.expression import parse
+from fedstill.methods import build_algorithm
+from fedstill.methods import fedaux as fedaux_factory
+from fedstill.methods.lookup import parse
 
 FEDAUX = PaperCase("fedaux")
 PRESETS = ("correct", "paper", "released")
@@ -332,7 +332,7 @@ def small(cell, unlabeled, seed):
         "data": {"source": "digits", "unlabeled": str(unlabeled)}, "model": {"name": "mlp", "hidden": [8]},
         "partition": {**cell.partition.model_dump(), "clients": 4, "alpha": 1.0}, "engine": {"device": "cpu"},
     }  # fmt: skip
-    return cell.replace(rounds=1, cohort=4, seed=seed, algorithm=text, **changes)
+    return cell.replace(rounds=1, cohort=4, seed=seed, method=text, **changes)
 
 
 @pytest.fixture

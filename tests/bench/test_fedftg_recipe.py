@@ -17,10 +17,9 @@ from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need
-from fedstill.expression import parse
-from fedstill.methods import build_method
+from fedstill.methods.lookup import build_method, parse
 from fedstill.partition import PARTITIONS, class_counts
-from fedstill.privacy.gaussian import analytic_gaussian_multiplier
+from fedstill.privacy.accountant import analytic_gaussian_multiplier
 
 FEDFTG = PaperCase("fedftg")
 PRESETS = ("correct", "paper", "released")
@@ -235,8 +234,8 @@ def test_noise_on_the_counts_reaches_the_tenth_that_the_paper_speaks_of():
     )
     none = FEDFTG.experiment("count-noise", "scaffold+fedftg", "none")
     assert none.privacy.label_counts == "none"
-    (phase,) = build_method(none.algorithm.name, none.algorithm.options)
-    assert Need.LABEL_COUNTS_UPLOADED not in needs_of(phase.algorithm)
+    (phase,) = build_method(none.method.name, none.method.options)
+    assert Need.LABEL_COUNTS_UPLOADED not in needs_of(phase.method)
 
 
 def test_every_printed_number_has_a_cell_and_every_cell_its_number():
@@ -346,7 +345,7 @@ def test_every_method_of_every_table_runs_on_a_few_digits(preset):
             text = method_text(cell.experiment)
             if "deconv" in text or "features_large" in text:
                 continue
-            one = on_digits(cell.experiment).replace(algorithm=quick(text))
+            one = on_digits(cell.experiment).replace(method=quick(text))
             if cell_key(one) not in done:
                 done.add(cell_key(one))
                 (row,) = run(one).history.rows

@@ -12,8 +12,8 @@ import pytest
 from fedstill.bench import Recipe
 from fedstill.bench.recipe import load_expected, load_recipe
 from fedstill.bench.results import cell_key, read_runs
-from fedstill.config import Experiment
-from fedstill.methods import build_method
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 from fedstill.partition import PARTITIONS, class_counts
 
@@ -49,7 +49,7 @@ def experiment(row: str, column: str, *, preset: str = "correct", table: str = "
 
 
 def options(row: str, preset: str, column: str = "cifar10-lda-0.05"):
-    return experiment(row, column, preset=preset).algorithm.options
+    return experiment(row, column, preset=preset).method.options
 
 
 def printed(table: str, column: str, row: str, number: str = "best"):
@@ -75,8 +75,8 @@ def test_every_method_of_every_cell_can_be_built(preset):
     texts = set()
     for table in recipe().tables[preset].values():
         for cell in table.cells:
-            algorithm = cell.experiment.algorithm
-            texts.add((algorithm.name, tuple(algorithm.options.items())))
+            method = cell.experiment.method
+            texts.add((method.name, tuple(method.options.items())))
     assert len(texts) > 40
     for name, chosen in texts:
         assert build_method(name, dict(chosen))
@@ -114,7 +114,7 @@ def test_the_setting_is_that_of_section_5_1():
 def test_methods_of_a_column_differ_in_nothing_but_the_method():
     for table in recipe().tables["correct"].values():
         for column in table.columns:
-            bare = {cell.experiment.replace(algorithm="fedavg") for cell in table.cells if cell.column == column}
+            bare = {cell.experiment.replace(method="fedavg") for cell in table.cells if cell.column == column}
             assert len(bare) == 1, f"{table.name} {column}"
 
 
@@ -122,8 +122,8 @@ def test_the_text_has_no_cutout_and_averages_evenly():
     for table in recipe().tables["paper"].values():
         for cell in table.cells:
             assert cell.experiment.local.augment == ("crop", "flip")
-            algorithm = cell.experiment.algorithm
-            assert "uniform" in (algorithm.options.get("weighting"), *algorithm.name.split('"'))
+            method = cell.experiment.method
+            assert "uniform" in (method.options.get("weighting"), *method.name.split('"'))
 
 
 def test_cinic_has_no_cutout_in_any_preset():
@@ -145,7 +145,7 @@ def test_the_released_forms_are_those_of_the_public_code():
 
 
 def test_the_combinations_have_the_options_of_their_parts():
-    names = {cell.row: cell.experiment.algorithm.name for cell in cells(table="5")}
+    names = {cell.row: cell.experiment.method.name for cell in cells(table="5")}
     assert names["fedlmd"] == "fedlmd"
     assert names["fedlmd+fedprox+fedavgm"] == "fedlmd(beta=1.0, tau=1.0)+fedprox(mu=1.0)+fedavgm(beta=0.7)"
 
@@ -156,9 +156,7 @@ def test_a_switch_at_either_end_is_the_run_of_the_plain_method():
     column = "cifar10-lda-0.05"
     assert cell_key(switches["switch-0"]) == cell_key(experiment("fedlmd", column, table="1"))
     assert cell_key(switches["switch-200"]) == cell_key(experiment("fedlmd_tf", column, table="2"))
-    assert switches["switch-50"].algorithm.name == (
-        "fedlmd_tf(beta=1.0, tau=1.0) until 50 then fedlmd(beta=1.0, tau=1.0)"
-    )
+    assert switches["switch-50"].method.name == ("fedlmd_tf(beta=1.0, tau=1.0) until 50 then fedlmd(beta=1.0, tau=1.0)")
 
 
 def test_runs_are_shared_between_tables():

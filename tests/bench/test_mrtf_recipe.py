@@ -147,7 +147,7 @@ def test_the_released_code_holds_a_fifth_out_and_refines_every_hundredth_of_the_
     }  # fmt: skip
     label = MRTF.experiment("figure-7", "mrtf", "mnist-label-5", "released")
     assert (label.partition.options["held_out"], label.local.batch_size, label.local.epochs) == (0.2, 32, 5)
-    assert label.algorithm.options["std_batch"] == 320, "ten times the clients' batch"
+    assert label.method.options["std_batch"] == 320, "ten times the clients' batch"
 
 
 def test_networks_have_the_sizes_of_the_papers():

@@ -15,11 +15,11 @@ import torch
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from fedstill import comparison as comparison_module
-from fedstill import experiment as experiment_module
-from fedstill.algorithms import METHODS
 from fedstill.cli import app
-from fedstill.config import Experiment
+from fedstill.experiment import compare as comparison_module
+from fedstill.experiment import run as experiment_module
+from fedstill.experiment.config import Experiment
+from fedstill.methods import METHODS
 from fedstill.models import MODELS
 from fedstill.partition import PARTITIONS
 from fedstill.report import curves
@@ -176,7 +176,7 @@ def test_compare_without_methods_takes_those_of_the_file(folder):
 
 
 def test_compare_without_any_methods_takes_fedavg_against_the_experiments_own(folder):
-    experiment = Experiment.from_toml("small.toml").replace(algorithm="scaffold")
+    experiment = Experiment.from_toml("small.toml").replace(method="scaffold")
     assert list(comparison_module.choose_methods(experiment)) == ["fedavg", "scaffold"]
 
 
@@ -323,9 +323,9 @@ def hint(outcome, place=0):
 def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder):
     (folder / "my file.toml").write_text(SMALL)
     mixture = "fedprox(mu=0.1)+fedavgm until 2 then fedprox(mu=0.1)"
-    proposed = hint(call("run", "my file.toml", "--set", f"algorithm.name={mixture}"))
+    proposed = hint(call("run", "my file.toml", "--set", f"method.name={mixture}"))
     assert proposed[:5] == ["fedstill", "compare", "my file.toml", "--methods", f"{mixture},fedavg"]
-    proposed = hint(call("run", "small.toml", "--set", "algorithm.name=fedprox", "--set", "algorithm.mu=0.5"))
+    proposed = hint(call("run", "small.toml", "--set", "method.name=fedprox", "--set", "method.mu=0.5"))
     assert proposed[3:5] == ["--methods", "fedprox(mu=0.5),fedavg"]
     proposed = hint(call("compare", "small.toml", "--methods", mixture, "--seeds", "1"))
     assert proposed == ["fedstill", "explain", mixture]
@@ -343,7 +343,7 @@ def test_after_changes_the_proposed_command_is_about_the_changed_experiment(fold
 
 def test_after_resuming_the_proposed_method_is_written_without_its_defaults(folder):
     """The run's folder spells out all of them: twenty-seven of FedAUX."""
-    fedaux = "algorithm.name=fedaux(steps=2, preset='released')"
+    fedaux = "method.name=fedaux(steps=2, preset='released')"
     call("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
     proposed = hint(call("resume", "aux"))
     assert proposed[3:5] == ["--methods", 'fedaux(preset="released", steps=2),fedavg']
@@ -352,7 +352,7 @@ def test_after_resuming_the_proposed_method_is_written_without_its_defaults(fold
 def test_the_proposed_command_finds_a_method_in_another_folder(folder):
     (folder / "deep").mkdir()
     (folder / "deep" / "mine.py").write_text(
-        'from fedstill.algorithms import fedavg\n\n\ndef own():\n    """Own: FedAvg."""\n    return fedavg()\n'
+        'from fedstill.methods import fedavg\n\n\ndef own():\n    """Own: FedAvg."""\n    return fedavg()\n'
     )
     proposed = hint(call("compare", "small.toml", "--methods", "deep/mine.py:own", "--seeds", "1"))
     assert proposed == ["fedstill", "explain", "deep/mine.py:own"]
@@ -378,9 +378,7 @@ def runs_of(rows, place):
     return runs
 
 
-@pytest.mark.parametrize(
-    "words", [["run", "--set", "algorithm.name={}"], ["compare", "--seeds", "1", "--methods", "{}"]]
-)
+@pytest.mark.parametrize("words", [["run", "--set", "method.name={}"], ["compare", "--seeds", "1", "--methods", "{}"]])
 def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
     def told(method):
         outcome = call(words[0], "small.toml", *(word.format(method) for word in words[1:]))
@@ -393,7 +391,7 @@ def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
 
 
 def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
-    words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "algorithm.name=mrtf(steps=1)")
+    words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "method.name=mrtf(steps=1)")
     told = call("run", *words, "--out", "labels here").stdout
     assert "fedstill predict 'labels here'" in told
     assert "fedstill predict" not in call("run", "small.toml", "--out", "none").stdout

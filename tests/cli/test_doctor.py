@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 
 import fedstill
-from fedstill import doctor
-from fedstill.environment import EXTRAS
+from fedstill.about import doctor
+from fedstill.experiment.run_folder import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"pillow": "PIL", "dp-accounting": "dp_accounting"}  # where a package has another name in code

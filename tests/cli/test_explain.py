@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from fedstill.algorithms import METHODS, build_algorithm
-from fedstill.cli.answers import explain_text
-from fedstill.core.compose import combine
+from fedstill.about.explain import explain, parts_of, read_docstring, traffic
+from fedstill.cli.info import explain_text
+from fedstill.compose.combine import combine
 from fedstill.core.types import Need, Objective
-from fedstill.explain import explain, parts_of, read_docstring, traffic
 from fedstill.local.terms import cross_entropy
+from fedstill.methods import METHODS, build_algorithm
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -22,7 +22,7 @@ alpha = 0.5
 [model]
 name = "mlp"
 hidden = [8]
-[algorithm]
+[method]
 name = "fedprox"
 mu = 0.01
 """
@@ -89,12 +89,12 @@ SETTINGS = [
     ("local=3", "local", "a section"),
     ("local.lr.x=3", "local.lr", "a number"),
     ("rounds.x=3", "rounds", "single value"),
-    ("algorithm.name=fedprx", "algorithm.name", "'fedprox'"),
-    ("algorithm.mu=-1", "algorithm.mu", "0 or"),
-    ("algorithm.mu=lots", "algorithm.mu", "a number"),
-    ("algorithm.nu=1", "algorithm.nu", "'mu'"),
-    ("algorithm.weighting=sise", "algorithm.weighting", "'size'"),
-    ("algorithm=feddf", "data.unlabeled", "feddf"),
+    ("method.name=fedprx", "method.name", "'fedprox'"),
+    ("method.mu=-1", "method.mu", "0 or"),
+    ("method.mu=lots", "method.mu", "a number"),
+    ("method.nu=1", "method.nu", "'mu'"),
+    ("method.weighting=sise", "method.weighting", "'size'"),
+    ("method=feddf", "data.unlabeled", "feddf"),
     ("engine.name=batchd", "engine.name", "'batched'"),
     ("engine.device=gpu", "engine.device", "cuda"),
     ("engine.precision=fp16", "engine.precision", "bf16"),
@@ -129,7 +129,7 @@ def mistake(*arguments):
 
 @pytest.mark.parametrize(("until", "told"), [(1, "1 round has trained"), (2, "2 rounds have trained")])
 def test_a_pretext_that_comes_too_late_says_how_much_it_would_undo(base, until, told):
-    method = f"algorithm.name=fedavg until {until} then simclr"
+    method = f"method.name=fedavg until {until} then simclr"
     assert told in mistake("run", "base.toml", "--set", "data.unlabeled=40", "--set", "rounds=3", "--set", method)
 
 
@@ -205,7 +205,7 @@ def test_a_gpu_that_is_not_there_is_told(base):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["run", "--set", "rounds=0"], ["run", "missing.toml"], ["lst"], ["run", "--set", "algorithm.name=fedavgg"]],
+    [["run", "--set", "rounds=0"], ["run", "missing.toml"], ["lst"], ["run", "--set", "method.name=fedavgg"]],
 )
 def test_the_installed_command_does_the_same(tmp_path, arguments):
     command = [sys.executable, "-c", "from fedstill.cli import main; main()", *arguments]

@@ -6,9 +6,9 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from fedstill import comparison as comparison_module
-from fedstill import experiment as experiment_module
 from fedstill.cli import app
+from fedstill.experiment import compare as comparison_module
+from fedstill.experiment import run as experiment_module
 
 SMALL = """
 rounds = 1
@@ -58,7 +58,7 @@ def compared(*words):
         ["--methods", "fedavg,fedprox(mu=1)", "--seeds", "2"],
         ["--methods", "fedavg,fedprox(mu=1)"],
         ["--seeds", "2"],
-        ["--set", "algorithm.name=fedprox"],
+        ["--set", "method.name=fedprox"],
     ],
 )
 def test_other_methods_or_seeds_than_the_files_are_those_of_the_next_comparison(words):

@@ -28,7 +28,7 @@ IMAGES = {  # a file and the row of the test set that is drawn into it
 
 
 def experiment(source, **changes):
-    sections = {"data": {"source": source, "unlabeled": "test"}, "algorithm": {"name": "feddf", "steps": 10}, **changes}
+    sections = {"data": {"source": source, "unlabeled": "test"}, "method": {"name": "feddf", "steps": 10}, **changes}
     return fedstill.Experiment(
         rounds=4,
         cohort=4,
@@ -128,7 +128,7 @@ def test_the_runs_own_unlabeled_set_keeps_its_names_and_goes_to_the_run_folder(r
 def test_targets_label_the_unlabeled_set_too(method, tmp_path):
     folder = tmp_path / "run"
     small = {"name": method, "steps": 10} if method == "feddf" else {"name": method}
-    fedstill.run(experiment("digits", algorithm=small), run_dir=folder, pictures=False)
+    fedstill.run(experiment("digits", method=small), run_dir=folder, pictures=False)
     call(folder, "--from", "targets")
     rows = check_files(folder, [str(digit) for digit in range(10)])
     assert list(rows[0]) == [*FIXED, "kept", *DIGITS]
@@ -181,7 +181,7 @@ def test_a_table_is_labeled_by_the_names_of_its_columns(tmp_path):
     width, height = kind * 9.0 + generator.normal(size=200), -kind * 9.0 + generator.normal(size=200)
     lines = [f"{w},{h},{('cat', 'dog')[k]}" for w, h, k in zip(width, height, kind, strict=True)]
     (tmp_path / "train.csv").write_text("\n".join(["width,height,label", *lines]))
-    fedstill.run(experiment(str(tmp_path / "train.csv"), algorithm="fedavg"), run_dir=tmp_path / "run", pictures=False)
+    fedstill.run(experiment(str(tmp_path / "train.csv"), method="fedavg"), run_dir=tmp_path / "run", pictures=False)
     new = [f"{h},x{row},{w}" for row, (w, h) in enumerate(zip(width[:5], height[:5], strict=True))]
     (tmp_path / "new.csv").write_text("\n".join(["height,id,width", *new]))
     told = call(tmp_path / "run", tmp_path / "new.csv").stdout
@@ -195,7 +195,7 @@ def test_rows_of_a_table_keep_the_ids_that_training_was_told_to_leave_out(tmp_pa
     lines = [f"p-{1000 + row},{row % 2},{row % 3},{('cat', 'dog')[row % 2]}" for row in range(60)]
     (tmp_path / "all.csv").write_text("\n".join(["id,width,height,label", *lines]))
     data = {"source": str(tmp_path / "all.csv"), "inputs": ["width", "height"]}
-    fedstill.run(experiment("", data=data, algorithm="fedavg"), run_dir=tmp_path / "run", pictures=False)
+    fedstill.run(experiment("", data=data, method="fedavg"), run_dir=tmp_path / "run", pictures=False)
     call(tmp_path / "run", tmp_path / "all.csv")
     assert [row["id"] for row in read_csv(tmp_path / "run")] == [f"p-{1000 + row}" for row in range(60)]
 
@@ -220,7 +220,7 @@ def test_an_empty_folder_a_missing_one_and_one_without_a_readable_image_are_mist
 
 def test_an_interrupted_run_is_to_be_resumed_and_then_predicts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(experiment("digits", algorithm="fedavg").to_toml())
+    (tmp_path / "small.toml").write_text(experiment("digits", method="fedavg").to_toml())
 
     def interrupted(self, row):
         raise KeyboardInterrupt

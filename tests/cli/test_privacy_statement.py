@@ -20,7 +20,7 @@ alpha = 0.5
 [model]
 name = "mlp"
 hidden = [8]
-[algorithm]
+[method]
 name = "dp_fedavg"
 noise_multiplier = 8.0
 """
@@ -74,13 +74,13 @@ def test_predict_of_a_run_that_its_budget_ended_proposes_no_resuming(fedstill, t
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["algorithm.name=fedavg", "privacy.epsilon=1"], "privacy.epsilon = 1"),
+        (["method.name=fedavg", "privacy.epsilon=1"], "privacy.epsilon = 1"),
         (["privacy.epsilon=0.1"], "the first round alone takes more"),
         (["privacy.epsilon=0"], "privacy.epsilon"),
         (["privacy.delta=1"], "privacy.delta"),
         (["privacy.delta=0.5"], "privacy.delta = 0.5: to publish one client of 2 outright would keep that"),
-        (["algorithm.noise_multiplier=1e200"], "it must be from 0.0001 to 1e+06 (usual are 0.5 to 20), or 0"),
-        (["algorithm.noise_multiplier=1e-160"], "it must be from 0.0001 to 1e+06"),
+        (["method.noise_multiplier=1e200"], "it must be from 0.0001 to 1e+06 (usual are 0.5 to 20), or 0"),
+        (["method.noise_multiplier=1e-160"], "it must be from 0.0001 to 1e+06"),
         (["privacy.unit=person"], "privacy.unit"),
         (["sampling=often"], "sampling"),
     ],

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from fedstill.callbacks import RunInfo
 from fedstill.cli import progress as module
 from fedstill.cli.progress import Progress, duration
+from fedstill.loop.callbacks import RunInfo
 
 ROW = {"accuracy": 0.5}
 

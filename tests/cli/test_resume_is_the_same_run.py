@@ -6,7 +6,7 @@ import pytest
 
 import fedstill
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import read_description
+from fedstill.experiment.run_folder import read_description
 
 ISSUE_FILE = """
 name = "first"
@@ -31,7 +31,7 @@ momentum = 0.9
 weight_decay = 1e-5
 lr_decay = 0.99
 augment = ["crop", "flip"]
-[algorithm]
+[method]
 name = "fedprox"
 mu = 0.01
 [engine]
@@ -47,7 +47,7 @@ def small(**changes):
         "partition": {"scheme": "iid", "clients": 4},
         "model": {"name": "mlp", "hidden": [4]},
         "local": {"epochs": 1},
-        "algorithm": {"name": "fedprox", "mu": 0.1},
+        "method": {"name": "fedprox", "mu": 0.1},
     }
     return fedstill.Experiment.model_validate({**sections, **changes})
 
@@ -66,7 +66,7 @@ def test_the_defaults_run():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"algorithm": {"name": "fedprox", "mu": 50.0}},
+        {"method": {"name": "fedprox", "mu": 50.0}},
         {"partition": {"scheme": "lda", "clients": 4, "alpha": 1.0}},
         {"seed": 3},
     ],

@@ -49,7 +49,7 @@ def rows(tmp_path) -> list[dict]:
 
 def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
     """FedAUX's scores in their mean form: 64 pixels into 8 features, 4 bytes each, from each of 6 clients."""
-    done = fedstill("run", "algorithm.name=fedaux", "algorithm.form=mean", "algorithm.steps=1", "rounds=1")
+    done = fedstill("run", "method.name=fedaux", "method.form=mean", "method.steps=1", "rounds=1")
     (first,) = rows(tmp_path)
     assert first["bytes_prepared"] == 6 * 8 * 4
     up, down = (first[f"bytes_{way}"] + first[f"bytes_prepared{end}"] for way, end in (("up", ""), ("down", "_down")))
@@ -59,12 +59,12 @@ def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
 
 
 def test_what_a_later_method_asks_is_told_with_its_own_first_round(fedstill):
-    done = fedstill("run", "algorithm.name=fedavg until 2 then fedaux(steps=1)", "rounds=3")
+    done = fedstill("run", "method.name=fedavg until 2 then fedaux(steps=1)", "rounds=3")
     assert "(before round 3: 192 B up, " in line(done, "sent")
 
 
 def test_rounds_that_draw_nobody_are_not_uploads_that_were_turned_away(fedstill, tmp_path):
-    done = fedstill("run", "algorithm.name=dp_fedavg", "sampling=poisson", "cohort=1", "rounds=12")
+    done = fedstill("run", "method.name=dp_fedavg", "sampling=poisson", "cohort=1", "rounds=12")
     empty = sum(row["cohort"] == 0 for row in rows(tmp_path))
     assert empty > 0
     assert line(done, "nobody drawn").startswith(f"nobody drawn   {empty} round")
@@ -103,7 +103,7 @@ def test_a_comparison_names_the_runs_that_their_budget_ended(fedstill):
 def test_a_run_of_several_architectures_names_them_and_shows_each(fedstill, tmp_path):
     words = ('model.prototypes=["cnn", "mlp(hidden=[8])"]', "model.report=mlp")
     (tmp_path / "small.toml").write_text(FILE.replace('name = "mlp"\nhidden = [8]', 'name = "mixed"'))
-    done = fedstill("run", *words, "rounds=1", "algorithm.name=fedavg")
+    done = fedstill("run", *words, "rounds=1", "method.name=fedavg")
     assert done.stderr.startswith("mixed(cnn, mlp; reported: mlp) on digits")
     (row,) = rows(tmp_path)
     assert line(done, "reported") == "reported       mlp"
@@ -113,9 +113,11 @@ def test_a_run_of_several_architectures_names_them_and_shows_each(fedstill, tmp_
 
 def test_the_curves_of_several_architectures_show_each_beside_the_reported_one(fedstill, tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr("fedstill.experiment.learning_curves", lambda curves, path, **how: drawn.update(how, of=curves))
+    monkeypatch.setattr(
+        "fedstill.experiment.run.learning_curves", lambda curves, path, **how: drawn.update(how, of=curves)
+    )
     (tmp_path / "small.toml").write_text(FILE.replace('name = "mlp"\nhidden = [8]', 'name = "mixed"'))
-    fedstill("run", 'model.prototypes=["cnn", "mlp(hidden=[8])"]', "rounds=2", "algorithm.name=fedavg")
+    fedstill("run", 'model.prototypes=["cnn", "mlp(hidden=[8])"]', "rounds=2", "method.name=fedavg")
     assert drawn["title"] == "digits: lda(alpha=0.5) over 6 clients; mixed(cnn, mlp; reported: ensemble)"
     assert list(drawn["of"]) == ["fedavg", "fedavg: cnn", "fedavg: mlp"]
     assert drawn["of"]["fedavg: cnn"] == [([1, 2], [row["accuracy_cnn"] for row in rows(tmp_path)])]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill.config import Experiment, LocalSection, quickstart_table
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Training
-from fedstill.expression import split_methods
-from fedstill.guard import Guard
-from fedstill.settings import apply_settings, parse_method
+from fedstill.experiment.config import Experiment, LocalSection, quickstart_table
+from fedstill.experiment.overrides import apply_settings, parse_method
+from fedstill.loop.guard import Guard
+from fedstill.methods.lookup import split_methods
 
 positive = st.floats(1e-6, 1e6, allow_nan=False)
 share = st.floats(0.01, 0.99)
@@ -46,7 +46,7 @@ experiments = st.fixed_dictionaries(
                 "augment": st.lists(st.sampled_from(["crop", "flip", "cutout"]), max_size=3),
             },
         ),
-        "algorithm": st.fixed_dictionaries({"name": st.just("fedprox"), "mu": st.floats(0, 10)}),
+        "method": st.fixed_dictionaries({"name": st.just("fedprox"), "mu": st.floats(0, 10)}),
         "guard": st.fixed_dictionaries({"quorum": st.integers(0, 9) | share}),
         "engine": st.fixed_dictionaries(
             {"device": st.sampled_from(["auto", "cpu", "cuda:1"]), "graphs": st.booleans(), "compile": st.booleans()}
@@ -97,15 +97,15 @@ def test_guard_section_has_the_words_and_defaults_of_guard():
 
 
 def test_a_resolved_experiment_spells_out_the_defaults_of_its_parts():
-    resolved = Experiment(algorithm={"name": "fedprox"}).resolved()
-    assert resolved.algorithm.options["mu"] == 0.01
+    resolved = Experiment(method={"name": "fedprox"}).resolved()
+    assert resolved.method.options["mu"] == 0.01
     assert resolved.partition.options["alpha"] == 0.1
 
 
 def test_a_digest_changes_with_any_key_and_only_then():
     one = Experiment()
     assert one.digest() == Experiment().digest()
-    others = [one.replace(seed=1), one.replace(local={"lr": 0.02}), one.replace(algorithm="fedprox")]
+    others = [one.replace(seed=1), one.replace(local={"lr": 0.02}), one.replace(method="fedprox")]
     assert len({experiment.digest() for experiment in [one, *others]}) == 4
 
 
@@ -157,8 +157,8 @@ def test_a_cohort_is_a_number_or_a_share_of_the_clients():
 
 
 def test_a_section_with_only_its_name_may_be_a_word():
-    experiment = Experiment(algorithm="scaffold", partition="iid", model="mlp", data="digits")
-    assert (experiment.algorithm.name, experiment.partition.scheme) == ("scaffold", "iid")
+    experiment = Experiment(method="scaffold", partition="iid", model="mlp", data="digits")
+    assert (experiment.method.name, experiment.partition.scheme) == ("scaffold", "iid")
 
 
 def test_the_quick_start_compares_at_least_five_methods_on_embedded_non_iid_data():
@@ -177,31 +177,29 @@ def test_settings_change_one_key_and_leave_the_table_alone():
     assert table == {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
 
 
-@pytest.mark.parametrize(
-    "settings", [["algorithm.mu=1", "algorithm.name=fedprox"], ["algorithm.name=fedprox", "algorithm.mu=1"]]
-)
+@pytest.mark.parametrize("settings", [["method.mu=1", "method.name=fedprox"], ["method.name=fedprox", "method.mu=1"]])
 def test_another_name_drops_the_old_ones_own_keys_whatever_the_order(settings):
-    changed = apply_settings({"algorithm": {"name": "feddyn", "alpha": 0.1}}, settings)
-    assert changed["algorithm"] == {"name": "fedprox", "mu": 1}
+    changed = apply_settings({"method": {"name": "feddyn", "alpha": 0.1}}, settings)
+    assert changed["method"] == {"name": "fedprox", "mu": 1}
 
 
 def test_the_same_name_keeps_its_own_keys_and_clients_stay_with_the_partition():
-    table = {"algorithm": {"name": "fedprox", "mu": 1}, "partition": {"scheme": "lda", "clients": 7, "alpha": 1}}
-    changed = apply_settings(table, ["algorithm=fedprox", "partition=shards"])
-    assert changed["algorithm"] == {"name": "fedprox", "mu": 1}
+    table = {"method": {"name": "fedprox", "mu": 1}, "partition": {"scheme": "lda", "clients": 7, "alpha": 1}}
+    changed = apply_settings(table, ["method=fedprox", "partition=shards"])
+    assert changed["method"] == {"name": "fedprox", "mu": 1}
     assert changed["partition"] == {"scheme": "shards", "clients": 7}
 
 
-@pytest.mark.parametrize("name", ["partition", "model", "algorithm"])
+@pytest.mark.parametrize("name", ["partition", "model", "method"])
 def test_settings_on_the_quick_start_can_choose_every_name(name):
-    choice = {"partition": "iid", "model": "lenet5", "algorithm": "fedavg"}[name]
+    choice = {"partition": "iid", "model": "lenet5", "method": "fedavg"}[name]
     Experiment.model_validate(apply_settings(quickstart_table(), [f"{name}={choice}"]))
 
 
 def test_none_removes_a_key_so_that_its_default_counts():
-    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "algorithm": {"name": "feddf", "steps": 20}}
-    changed = apply_settings(table, ["local.steps=none", "rounds=none", "algorithm.steps=none", "target=none"])
-    assert changed == {"local": {"lr": 0.1}, "algorithm": {"name": "feddf"}}
+    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "feddf", "steps": 20}}
+    changed = apply_settings(table, ["local.steps=none", "rounds=none", "method.steps=none", "target=none"])
+    assert changed == {"local": {"lr": 0.1}, "method": {"name": "feddf"}}
 
 
 @pytest.mark.parametrize("key", ["data.scale", "data.unlabeled", "privacy.label_counts", "data.source", "name"])
@@ -224,8 +222,8 @@ def test_text_that_is_quoted_is_never_a_removal():
     ("setting", "line"),
     [
         ("local.stps=none", "unknown key 'local.stps'"),
-        ("algorithm.stps=none", "unknown key 'algorithm.stps'"),
-        ("algorithm.name=none", "algorithm.name = 'none' is unknown"),
+        ("method.stps=none", "unknown key 'method.stps'"),
+        ("method.name=none", "method.name = 'none' is unknown"),
         ("local=none", 'local = "none" must be a section'),
     ],
 )
@@ -263,7 +261,7 @@ def test_methods_are_split_outside_parentheses_and_lists():
 
 
 def test_a_method_takes_its_options_or_else_those_of_the_experiment():
-    experiment = Experiment(algorithm={"name": "fedprox", "mu": 0.5})
+    experiment = Experiment(method={"name": "fedprox", "mu": 0.5})
     assert parse_method("fedprox", experiment).options == {"mu": 0.5}
     assert parse_method("fedprox(mu=0.1)", experiment).options == {"mu": 0.1}
     assert parse_method("fedprox()", experiment).options == {}

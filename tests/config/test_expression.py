@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import resume_run, run
-from fedstill.expression import Part, Stretch, parse, single, split_methods, write
-from fedstill.options import defaults
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run import resume_run, run
+from fedstill.methods.lookup import Part, Stretch, parse, single, split_methods, write
+from fedstill.methods.options import defaults
 
 NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(lambda name: name not in ("then", "until"))
 VALUES = st.one_of(
@@ -73,51 +73,51 @@ def test_a_mistake_is_told_with_an_example(text, told):
 
 
 def test_options_of_one_method_may_stand_inside_or_beside_its_name():
-    inside = Experiment(algorithm="fedprox(mu=0.5)").algorithm
-    assert inside == Experiment(algorithm={"name": "fedprox", "mu": 0.5}).algorithm
-    with pytest.raises(FedstillError, match=r"algorithm\.mu is set twice"):
-        Experiment(algorithm={"name": "fedprox(mu=0.5)", "mu": 0.1})
+    inside = Experiment(method="fedprox(mu=0.5)").method
+    assert inside == Experiment(method={"name": "fedprox", "mu": 0.5}).method
+    with pytest.raises(FedstillError, match=r"method\.mu is set twice"):
+        Experiment(method={"name": "fedprox(mu=0.5)", "mu": 0.1})
     with pytest.raises(FedstillError, match="stand inside it"):
-        Experiment(algorithm={"name": "fedprox+fedavgm", "mu": 0.1})
+        Experiment(method={"name": "fedprox+fedavgm", "mu": 0.1})
 
 
 def test_a_mixture_survives_the_file_it_is_written_to():
-    experiment = Experiment(algorithm="fedavg until 3 then fedprox(mu=0.5)+fedavgm(beta=0.7)")
-    from fedstill import toml_io
+    experiment = Experiment(method="fedavg until 3 then fedprox(mu=0.5)+fedavgm(beta=0.7)")
+    from fedstill.storage import toml as toml_io
 
     again = Experiment.model_validate(toml_io.loads(experiment.resolved().to_toml(), where="here"))
-    assert again.algorithm == experiment.algorithm
+    assert again.method == experiment.method
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("fedadam+fedavgm", "both decide the server's step"),
-        ("fedprox(nu=1)+fedavgm", "'algorithm.nu' for fedprox: did you mean 'mu'"),
+        ("fedprox(nu=1)+fedavgm", "'method.nu' for fedprox: did you mean 'mu'"),
         ("fedprx+fedavgm", "did you mean 'fedprox'"),
         ("nothing.py:here", "no file 'nothing.py'"),
         ("not_a_package:here", "No module named 'not_a_package'"),
-        ("fedstill.algorithms.fedprox:fedprax", "did you mean 'fedprox'"),
+        ("fedstill.methods.fedprox:fedprax", "did you mean 'fedprox'"),
     ],
 )
 def test_an_experiment_refuses_what_cannot_run_together_before_anything_is_loaded(name, told):
     with pytest.raises(FedstillError, match=told):
-        Experiment(algorithm=name)
+        Experiment(method=name)
 
 
 def test_a_method_of_ones_own_is_found_by_file_and_by_module(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "from fedstill.algorithms import fedprox\n\n\ndef gentle(*, mu: float = 0.5):\n    return fedprox(mu=mu)\n\n\n"
+        "from fedstill.methods import fedprox\n\n\ndef gentle(*, mu: float = 0.5):\n    return fedprox(mu=mu)\n\n\n"
         "def broken():\n    return 3\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", *sys.path])
     for name in ("mine.py:gentle", "mine:gentle", f"{tmp_path}/mine.py:gentle(mu=0.1)", "mine.py:gentle+fedavgm"):
-        assert Experiment(algorithm=name).algorithm.name.partition("(")[0].split(":")[1].startswith("gentle")
+        assert Experiment(method=name).method.name.partition("(")[0].split(":")[1].startswith("gentle")
     with pytest.raises(FedstillError, match="returned a int"):
-        Experiment(algorithm="mine.py:broken")
+        Experiment(method="mine.py:broken")
     with pytest.raises(FedstillError, match="must be a number"):
-        Experiment(algorithm="mine.py:gentle(mu=high)")
+        Experiment(method="mine.py:gentle(mu=high)")
 
 
 def test_a_run_with_a_method_of_ones_own_is_resumed_from_another_folder(tmp_path, monkeypatch):
@@ -125,11 +125,11 @@ def test_a_run_with_a_method_of_ones_own_is_resumed_from_another_folder(tmp_path
     home.mkdir()
     elsewhere.mkdir()
     (home / "kept.py").write_text(
-        "from fedstill.algorithms import fedprox\n\n\ndef gentle(*, mu: float = 0.5):\n    return fedprox(mu=mu)\n"
+        "from fedstill.methods import fedprox\n\n\ndef gentle(*, mu: float = 0.5):\n    return fedprox(mu=mu)\n"
     )
     monkeypatch.chdir(home)
     partition = {"scheme": "iid", "clients": 4}
-    experiment = Experiment(algorithm="kept.py:gentle", rounds=2, cohort=2, partition=partition, model="mlp")
+    experiment = Experiment(method="kept.py:gentle", rounds=2, cohort=2, partition=partition, model="mlp")
     whole = run(experiment, run_dir=tmp_path / "run", pictures=False)
     assert whole.method == "kept.py:gentle"
     monkeypatch.chdir(elsewhere)
@@ -137,12 +137,12 @@ def test_a_run_with_a_method_of_ones_own_is_resumed_from_another_folder(tmp_path
     assert again.history.rows == whole.history.rows
 
 
-OWN = "from fedstill.algorithms import fedprox\n\n\ndef gentle(*, mu: float = {mu}):\n    return fedprox(mu=mu)\n"
+OWN = "from fedstill.methods import fedprox\n\n\ndef gentle(*, mu: float = {mu}):\n    return fedprox(mu=mu)\n"
 FEW = {"rounds": 1, "cohort": 2, "partition": {"scheme": "iid", "clients": 4}, "model": "mlp"}
 
 
 def default_mu(name):
-    return defaults("algorithm", name)["mu"]
+    return defaults("method", name)["mu"]
 
 
 def test_a_file_is_not_taken_for_its_namesake_nor_for_itself_before_an_edit(tmp_path, monkeypatch):
@@ -163,11 +163,11 @@ def test_a_file_may_import_its_neighbour_and_use_types_of_checkers_only(tmp_path
     (tmp_path / "neighbour_of_mine.py").write_text("STRENGTH = 0.5\n")
     (tmp_path / "mine2.py").write_text(
         "from __future__ import annotations\nfrom typing import TYPE_CHECKING\n"
-        "from fedstill.algorithms import fedprox\nfrom neighbour_of_mine import STRENGTH\n"
-        "if TYPE_CHECKING:\n    from fedstill import Algorithm\n\n\n"
-        "def gentle() -> Algorithm:\n    return fedprox(mu=STRENGTH)\n"
+        "from fedstill.methods import fedprox\nfrom neighbour_of_mine import STRENGTH\n"
+        "if TYPE_CHECKING:\n    from fedstill import Method\n\n\n"
+        "def gentle() -> Method:\n    return fedprox(mu=STRENGTH)\n"
     )
-    assert Experiment(algorithm=f"{tmp_path}/mine2.py:gentle").algorithm.name.endswith("mine2.py:gentle")
+    assert Experiment(method=f"{tmp_path}/mine2.py:gentle").method.name.endswith("mine2.py:gentle")
 
 
 @pytest.mark.parametrize("folder", ["my dir", "a+b"])
@@ -175,7 +175,7 @@ def test_a_method_runs_in_a_folder_whose_name_the_language_cannot_hold(tmp_path,
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "mine3.py").write_text(OWN.format(mu=0.5))
     monkeypatch.chdir(tmp_path / folder)
-    experiment = Experiment(algorithm="mine3.py:gentle", **FEW)
+    experiment = Experiment(method="mine3.py:gentle", **FEW)
     assert run(experiment, run_dir="here", pictures=False).method == "mine3.py:gentle"
 
 
@@ -195,11 +195,11 @@ def test_a_line_break_is_a_space():
 
 def test_options_of_an_odd_kind_are_told_not_raised():
     with pytest.raises(FedstillError, match="weighting"):
-        Experiment(algorithm="fedavg(weighting=[1])+fedprox")
+        Experiment(method="fedavg(weighting=[1])+fedprox")
 
 
 def test_phases_that_run_backwards_are_told_before_a_folder_is_made(tmp_path):
-    experiment = Experiment(algorithm="fedavg until 5 then fedprox until 2 then fedavgm", **FEW)
+    experiment = Experiment(method="fedavg until 5 then fedprox until 2 then fedavgm", **FEW)
     with pytest.raises(FedstillError, match="before the phase ahead"):
         run(experiment, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
-from fedstill import options
 from fedstill.core.errors import FedstillError
+from fedstill.methods import options
 
 
 def sample(
@@ -36,29 +36,29 @@ def registered(monkeypatch):
     ],
 )
 def test_right_keys_pass(registered, given):
-    options.check("algorithm", "sample", given)
+    options.check("method", "sample", given)
 
 
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({}, r"algorithm\.needed is missing: sample needs it, a whole number"),
-        ({"needed": 1.5}, r"algorithm\.needed = 1\.5 must be a whole number"),
-        ({"needed": True}, r"algorithm\.needed = true must be a whole number"),
-        ({"needed": 1, "rate": "x"}, r'algorithm\.rate = "x" must be a number: e\.g\. algorithm\.rate = 0\.5'),
-        ({"needed": 1, "rat": 1}, r"unknown key 'algorithm\.rat' for sample: did you mean 'rate'\?"),
-        ({"needed": 1, "hidden": ["x"]}, r"algorithm\.hidden = .* must be a list of whole numbers"),
-        ({"needed": 1, "mode": "c"}, r'algorithm\.mode = "c" is unknown: choose one of: a, b'),
-        ({"needed": 1, "other": "c"}, r'algorithm\.other = "c" is unknown: choose one of: a, b'),
-        ({"needed": 1, "flag": 1}, r"algorithm\.flag = 1 must be true or false"),
+        ({}, r"method\.needed is missing: sample needs it, a whole number"),
+        ({"needed": 1.5}, r"method\.needed = 1\.5 must be a whole number"),
+        ({"needed": True}, r"method\.needed = true must be a whole number"),
+        ({"needed": 1, "rate": "x"}, r'method\.rate = "x" must be a number: e\.g\. method\.rate = 0\.5'),
+        ({"needed": 1, "rat": 1}, r"unknown key 'method\.rat' for sample: did you mean 'rate'\?"),
+        ({"needed": 1, "hidden": ["x"]}, r"method\.hidden = .* must be a list of whole numbers"),
+        ({"needed": 1, "mode": "c"}, r'method\.mode = "c" is unknown: choose one of: a, b'),
+        ({"needed": 1, "other": "c"}, r'method\.other = "c" is unknown: choose one of: a, b'),
+        ({"needed": 1, "flag": 1}, r"method\.flag = 1 must be true or false"),
     ],
 )
 def test_wrong_keys_are_one_line_with_a_cure(registered, given, line):
     with pytest.raises(FedstillError, match=line):
-        options.check("algorithm", "sample", given)
+        options.check("method", "sample", given)
 
 
-@pytest.mark.parametrize("kind", ["partition", "model", "algorithm"])
+@pytest.mark.parametrize("kind", ["partition", "model", "method"])
 def test_defaults_of_everything_registered_pass_their_own_check(kind):
     for name in options.registry(kind):
         required = {

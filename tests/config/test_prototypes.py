@@ -4,11 +4,11 @@ import tomllib
 
 import pytest
 
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import build_federation, check_ready
-from fedstill.networks import build_network
-from fedstill.prototypes import prototypes_of
+from fedstill.experiment.build import build_federation, check_ready
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.model import build_network
+from fedstill.experiment.prototypes import prototypes_of
 
 
 def experiment(prototypes, *, clients=6, **own):
@@ -79,7 +79,7 @@ def test_a_network_that_reads_text_is_no_prototype_for_images():
 
 @pytest.mark.parametrize("method", ["fedbe", "mrtf", "d2cfl"])
 def test_a_method_that_mixes_parameters_into_its_teachers_needs_one_architecture(method):
-    given = experiment(["mlp(hidden=[8])", "mlp(hidden=[4])"]).replace(algorithm=method, data={"unlabeled": "test"})
+    given = experiment(["mlp(hidden=[8])", "mlp(hidden=[4])"]).replace(method=method, data={"unlabeled": "test"})
     with pytest.raises(FedstillError, match="one architecture on all clients") as error:
         check_ready(given, build_federation(given))
     assert "feddf" in str(error.value)

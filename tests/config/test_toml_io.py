@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core.errors import FedstillError
-from fedstill.toml_io import dumps, loads, parse_value, read_toml
+from fedstill.storage.toml import dumps, loads, parse_value, read_toml
 
 scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
 values = st.recursive(

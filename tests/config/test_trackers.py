@@ -5,10 +5,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import run
-from fedstill.trackers import build_trackers, flat, numbers
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run import run
+from fedstill.loop.trackers import build_trackers, flat, numbers
 
 PARTITION = {"scheme": "iid", "clients": 4}
 MODEL = {"name": "mlp", "hidden": [4]}

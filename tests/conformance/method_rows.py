@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedstill.algorithms import build_algorithm
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
-from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Output, Tokenizer, Training
+from fedstill.core.types import Dataset, Federation, Method, Model, Need, Output, Tokenizer, Training
+from fedstill.loop.federate import federate
+from fedstill.methods import build_algorithm
 from fedstill.models import build_model, from_module
-from fedstill.rounds import federate
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Row:
     def id(self) -> str:
         return "-".join([self.name, *(str(value) for value in self.options.values())])
 
-    def build(self, **changes: Any) -> Algorithm:
+    def build(self, **changes: Any) -> Method:
         return build_algorithm(self.name, {**self.options, **changes})
 
 
@@ -225,10 +225,10 @@ def federation(net: str = "mlp", sizes: tuple[int, ...] = SIZES) -> Federation:
     return Federation(train, test, indices, offsets, unlabeled, validation=pick(11, "validation"))
 
 
-def run(algorithm: Algorithm, *, net: str = "mlp", **how: Any):
+def run(method: Method, *, net: str = "mlp", **how: Any):
     """A few rounds of a tiny federation; anything may be changed by name."""
     settings = {
-        "algorithm": algorithm, "model": network(net), "federation": federation(net), "training": TRAINING,
+        "method": method, "model": network(net), "federation": federation(net), "training": TRAINING,
         "rounds": ROUNDS, "cohort": COHORT, "seed": 5, "engine": "batched", "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})
@@ -239,35 +239,35 @@ def run_row(row: Row, changes: dict[str, Any] | None = None, **how: Any):
     return run(row.build(**(changes or {})), **{"net": row.net, **how})
 
 
-def first_broadcast(algorithm: Algorithm, net: str = "mlp") -> Any:
+def first_broadcast(method: Method, net: str = "mlp") -> Any:
     """What the first cohort receives beside the model: caught in a run where the server has to know the network.
 
     The last broadcast of its only round: a release asks for one before, without the slots that come with the network.
 
     >>> from fedstill.methods import build_method
     >>> (phase,) = build_method("scaffold+dp_fedavg(trust='nobody')+fedgen(steps=1)")
-    >>> sorted(first_broadcast(phase.algorithm))
+    >>> sorted(first_broadcast(phase.method))
     ['control', 'generator', 'label_weight', 'labels', 'match_weight']
     """
-    if algorithm.objective.bind is None:
-        return algorithm.server.broadcast(algorithm.server.init(network(net).init(1)))
+    if method.objective.bind is None:
+        return method.server.broadcast(method.server.init(network(net).init(1)))
     seen = []
 
     def broadcast(state: Any) -> Any:
-        seen.append(algorithm.server.broadcast(state))
+        seen.append(method.server.broadcast(state))
         return seen[-1]
 
     run(
-        dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, broadcast=broadcast)),
+        dataclasses.replace(method, server=dataclasses.replace(method.server, broadcast=broadcast)),
         net=net,
         rounds=1,
     )
     return seen[-1]
 
 
-def bytes_of_counts(algorithm: Algorithm) -> int:
+def bytes_of_counts(method: Method) -> int:
     """What a client sends when the server must know its label counts: a number of 4 bytes for each class."""
-    return 4 * CLASSES if Need.LABEL_COUNTS_UPLOADED in needs_of(algorithm) else 0
+    return 4 * CLASSES if Need.LABEL_COUNTS_UPLOADED in needs_of(method) else 0
 
 
 def distance(found: Any, wanted: Any) -> float:
@@ -316,9 +316,9 @@ def spoiled(x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, float("nan") if x.is_floating_point() else 10**6)
 
 
-def poisoned(algorithm, net: str = "mlp"):
+def poisoned(method, net: str = "mlp"):
     """A network and a federation whose unlabeled data, features and head are useless unless they are declared."""
-    model, data, declared = network(net), federation(net), needs_of(algorithm)
+    model, data, declared = network(net), federation(net), needs_of(method)
     if Need.UNLABELED not in declared:
         data = dataclasses.replace(data, unlabeled=spoiled(data.unlabeled))
     if Need.VALIDATION not in declared:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from method_rows import ROWS, distance, run
 
-from fedstill.engine.program import Program
+from fedstill.engine.step import Program
 
 COMPILE = torch.compile
 BUILD = Program.__init__

@@ -34,8 +34,7 @@ from method_rows import (
     same_bits,
 )
 
-from fedstill.algorithms import METHODS, fedavg
-from fedstill.core.compose import bound_to
+from fedstill.compose.combine import bound_to
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import byte_size, rows, stack
@@ -43,6 +42,7 @@ from fedstill.core.types import Need, Training, Weights
 from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
 from fedstill.engine.plan import Plan, make_plan
+from fedstill.methods import METHODS, fedavg
 
 ENGINES = ("batched", "looped")
 CLOSE = 1e-5
@@ -135,8 +135,8 @@ def test_padding_changes_nothing(monkeypatch, row, engine):
 def test_with_its_knob_at_zero_a_method_is_fedavg_bit_for_bit(row, engine):
     training = Training(batch_size=4, steps=5, lr=0.1, momentum=0.5) if row.equal_steps else TRAINING
     found, wanted = (
-        run(algorithm, engine=engine, training=training, net=row.net).weights
-        for algorithm in (row.build(**row.is_fedavg_with), fedavg())
+        run(method, engine=engine, training=training, net=row.net).weights
+        for method in (row.build(**row.is_fedavg_with), fedavg())
     )
     assert same_bits(found, wanted)
     if row.name != "fedavg":  # and with its knob on, or unequal steps, it is not
@@ -146,9 +146,9 @@ def test_with_its_knob_at_zero_a_method_is_fedavg_bit_for_bit(row, engine):
 @every_engine
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_the_first_round_of_scaffold_is_uniform_fedavg_bit_for_bit(engine, option):
-    algorithms = (METHODS["scaffold"](option=option), fedavg(weighting="uniform"))
+    methods = (METHODS["scaffold"](option=option), fedavg(weighting="uniform"))
     for rounds, equal in ((1, True), (2, False)):
-        found, wanted = (run(algorithm, engine=engine, rounds=rounds).weights for algorithm in algorithms)
+        found, wanted = (run(method, engine=engine, rounds=rounds).weights for method in methods)
         assert same_bits(found, wanted) == equal
 
 
@@ -184,8 +184,8 @@ def test_no_global_random_stream_is_touched(row, engine):
 
 @every_row_and_engine
 def test_what_is_not_declared_may_be_nan(row, engine):
-    algorithm = row.build()
-    assert same_bits(run(algorithm, engine=engine, **poisoned(algorithm, row.net)).weights, plain_run(row, engine))
+    method = row.build()
+    assert same_bits(run(method, engine=engine, **poisoned(method, row.net)).weights, plain_run(row, engine))
 
 
 @pytest.mark.parametrize(
@@ -200,23 +200,21 @@ def test_declared_unlabeled_data_are_really_used(row):
 
 @every_row
 def test_label_counts_and_memory_are_there_only_where_they_are_declared(row):
-    algorithm = bound_to(row.build(), network(row.net))
-    declared = needs_of(algorithm)
-    first = algorithm.objective.init(network(row.net).init(0))
+    method = bound_to(row.build(), network(row.net))
+    declared = needs_of(method)
+    first = method.objective.init(network(row.net).init(0))
     assert (Need.CLIENT_STATE in declared) == bool(first)
     seen = []
 
     def loss(output, batch, local):
         seen.append((local.label_counts, local.state))
-        return algorithm.objective.loss(output, batch, local)
+        return method.objective.loss(output, batch, local)
 
     def look(uploads, start, seed):
         seen.append(uploads)
         return uploads
 
-    watched = dataclasses.replace(
-        algorithm, objective=dataclasses.replace(algorithm.objective, loss=loss), transmit=look
-    )
+    watched = dataclasses.replace(method, objective=dataclasses.replace(method.objective, loss=loss), transmit=look)
     run(watched, engine="looped", rounds=1, net=row.net)
     *steps, uploads = seen
     assert steps
@@ -248,14 +246,14 @@ def disguise(uploads, start, seed):
 
 @every_row
 def test_a_server_that_does_not_declare_it_looks_at_no_client_alone(row):
-    algorithm, how = row.build(), {"cohort": 6, "rounds": row.shows_in_round, "net": row.net}
+    method, how = row.build(), {"cohort": 6, "rounds": row.shows_in_round, "net": row.net}
 
     def transmit(uploads, start, seed):
-        return disguise(algorithm.transmit(uploads, start, seed), start, seed)
+        return disguise(method.transmit(uploads, start, seed), start, seed)
 
-    found = run(dataclasses.replace(algorithm, transmit=transmit), **how).weights
-    gap = distance(found, run(algorithm, **how).weights)
-    if Need.INDIVIDUAL_UPLOADS in needs_of(algorithm):
+    found = run(dataclasses.replace(method, transmit=transmit), **how).weights
+    gap = distance(found, run(method, **how).weights)
+    if Need.INDIVIDUAL_UPLOADS in needs_of(method):
         assert gap > 1e-3
     else:
         assert gap < CLOSE
@@ -264,12 +262,12 @@ def test_a_server_that_does_not_declare_it_looks_at_no_client_alone(row):
 @every_row_and_engine
 def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(row, engine):
     model, training = network(row.net), Training(batch_size=12, lr=0.3)
-    algorithm, data = bound_to(row.build(), model), federation(row.net, sizes=(12,))
+    method, data = bound_to(row.build(), model), federation(row.net, sizes=(12,))
     start = model.init(1)
-    first = stack([algorithm.objective.init(start)])
+    first = stack([method.objective.init(start)])
     runner = build_engine(engine, "cpu", model=model, federation=data)
     uploads = runner.train(
-        algorithm.objective, training, start, received=first_broadcast(row.build(), row.net),
+        method.objective, training, start, received=first_broadcast(row.build(), row.net),
         states=first, ids=np.array([0]), round=1, seed=5,
     ).uploads  # fmt: skip
     x, y = data.train.x[data.indices], data.train.y[data.indices]
@@ -282,7 +280,7 @@ def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(
     gap = distance(rows(uploads.weights, 0).params, wanted)
     assert gap > 1e-4 if row.own_first_step else gap < 1e-6
     if row.is_fedavg_with == {}:
-        result = run(algorithm, engine=engine, federation=data, training=training, rounds=1, cohort=1, seed=5).weights
+        result = run(method, engine=engine, federation=data, training=training, rounds=1, cohort=1, seed=5).weights
         assert distance(result, _centralised(model, model.init(seed_for(5, "model")), x, y)) < 1e-6
 
 
@@ -297,17 +295,17 @@ def _centralised(model, start: Weights, x, y) -> Weights:
 @every_row_and_engine
 def test_any_order_of_clients_gives_each_client_the_same(row, engine):
     data, model = federation(row.net), network(row.net)
-    algorithm = bound_to(row.build(), model)
+    method = bound_to(row.build(), model)
     runner = build_engine(engine, "cpu", model=model, federation=data)
     start = model.init(1)
     generator = torch.Generator().manual_seed(0)
-    several = [algorithm.objective.init(start) for _ in SIZES]
+    several = [method.objective.init(start) for _ in SIZES]
     states = stack([_noisy(state, generator) for state in several])
     received = _noisy(first_broadcast(row.build(), row.net), generator)
 
     def trained(ids):
         return runner.train(
-            algorithm.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
+            method.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
             ids=np.array(ids), round=2, seed=5,
         )  # fmt: skip
 
@@ -371,21 +369,21 @@ def lasting(state):
 def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
     net = row.net if row.net != "mlp" else net
     model, data = network(net), federation(net)
-    algorithm, start = bound_to(row.build(), model), model.init(1)
-    server, seen = algorithm.server, []
+    method, start = bound_to(row.build(), model), model.init(1)
+    server, seen = method.server, []
 
     def apply(candidate, state, round):
         moved, new = server.apply(candidate, state, round)
         seen.append((lasting(state), lasting(new), form_of(moved)))
         return moved, new
 
-    run(dataclasses.replace(algorithm, server=dataclasses.replace(server, apply=apply)), net=net, engine=engine)
+    run(dataclasses.replace(method, server=dataclasses.replace(server, apply=apply)), net=net, engine=engine)
     for before, after, moved in seen:
         assert before == after == lasting(server.init(start))
         assert moved == form_of(start)
-    first = algorithm.objective.init(start)
+    first = method.objective.init(start)
     trained = build_engine(engine, "cpu", model=model, federation=data).train(
-        algorithm.objective, TRAINING, start, received=first_broadcast(row.build(), net),
+        method.objective, TRAINING, start, received=first_broadcast(row.build(), net),
         states=stack([first] * len(SIZES)), ids=np.arange(len(SIZES)), round=1, seed=5,
     )  # fmt: skip
     assert form_of(trained.states) == form_of(stack([first] * len(SIZES)))

@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 from method_rows import CLASSES, ROWS, SIZES, distance, federation, form_of, network, run, same_bits
 
-from fedstill.algorithms import fedavg
-from fedstill.core.message import as_tree
 from fedstill.core.needs import needs_of
+from fedstill.core.tree import as_tree
 from fedstill.core.types import Need, Uploads
 from fedstill.engine import engine as engine_module
-from fedstill.evaluate import label_counts
+from fedstill.loop.evaluate import label_counts
+from fedstill.methods import fedavg
 
 COUNTING = [
     row
@@ -38,7 +38,7 @@ def other_labels():
     return dataclasses.replace(data, train=dataclasses.replace(data.train, y=y))
 
 
-def sent(algorithm, **how) -> list[Uploads]:
+def sent(method, **how) -> list[Uploads]:
     """What is on its way to the server, round by round."""
     seen = []
 
@@ -46,19 +46,19 @@ def sent(algorithm, **how) -> list[Uploads]:
         seen.append(uploads)
         return uploads
 
-    run(dataclasses.replace(algorithm, transmit=look), **how)
+    run(dataclasses.replace(method, transmit=look), **how)
     return seen
 
 
-def served(algorithm, **how) -> list[Uploads]:
+def served(method, **how) -> list[Uploads]:
     """What the server's step gets to see, round by round."""
-    server, seen = algorithm.server, []
+    server, seen = method.server, []
 
     def apply(candidate, state, round):
         seen.append(round.uploads)
         return server.apply(candidate, state, round)
 
-    run(dataclasses.replace(algorithm, server=dataclasses.replace(server, apply=apply)), **how)
+    run(dataclasses.replace(method, server=dataclasses.replace(server, apply=apply)), **how)
     return seen
 
 
@@ -77,7 +77,7 @@ def test_the_two_federations_differ_in_the_label_counts_of_every_client_and_in_n
 def test_an_upload_has_the_form_of_fedavgs(row, engine):
     """No label counts, no extra slot: the same names, shapes and dtypes as in FedAvg, on the way and at the server."""
     for watch in (sent, served):
-        found, plain = (watch(algorithm, engine=engine) for algorithm in (row.build(), fedavg()))
+        found, plain = (watch(method, engine=engine) for method in (row.build(), fedavg()))
         assert len(found) == len(plain) == 3
         for ours, theirs in zip(found, plain, strict=True):
             assert ours.label_counts is None
@@ -121,8 +121,8 @@ def wrong_counts(self, objective, rows, sizes):
 @every_engine
 def test_with_its_knob_off_label_counts_change_no_bit_of_an_upload(monkeypatch, row, engine):
     off, on = row.build(**row.is_fedavg_with), row.build()
-    before = [sent(algorithm, engine=engine, **EVERYBODY)[0] for algorithm in (off, on)]
+    before = [sent(method, engine=engine, **EVERYBODY)[0] for method in (off, on)]
     monkeypatch.setattr(engine_module.Engine, "_label_counts", wrong_counts)
-    after = [sent(algorithm, engine=engine, **EVERYBODY)[0] for algorithm in (off, on)]
+    after = [sent(method, engine=engine, **EVERYBODY)[0] for method in (off, on)]
     assert same_bits(as_tree(after[0]), as_tree(before[0]))
     assert not same_bits(after[1].weights, before[1].weights), "with its knob on it looks at them"

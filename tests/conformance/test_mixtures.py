@@ -25,17 +25,16 @@ from method_rows import (
 )
 from test_conformance import CLOSE, ENGINES, padded_plan, poisoned
 
-from fedstill.algorithms import METHODS
-from fedstill.core.compose import bound_to
+from fedstill.compose.combine import bound_to
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import byte_size, rows, stack
 from fedstill.core.types import Stage
 from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
-from fedstill.expression import parse, write
-from fedstill.methods import build_method
-from fedstill.rounds import check_promise
+from fedstill.loop.federate import check_promise
+from fedstill.methods import METHODS
+from fedstill.methods.lookup import build_method, parse, write
 
 NAMED = (
     "fedlmd+fedprox(mu=0.01)+fedavgm",
@@ -64,10 +63,10 @@ def drawn() -> list[str]:
         text = "+".join(write(part.name, part.options) for part in parts)
         try:
             phases = build_method(text)
-            check_promise(algorithm=phases, rounds=ROUNDS, cohort=COHORT, **toy)
+            check_promise(method=phases, rounds=ROUNDS, cohort=COHORT, **toy)
         except FedstillError:
             continue
-        if sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in phases[0].algorithm.server.steps) < 2:
+        if sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in phases[0].method.server.steps) < 2:
             found.append(text)
     return found
 
@@ -80,7 +79,7 @@ every_engine = pytest.mark.parametrize("engine", ENGINES)
 @cache
 def built(text: str):
     (phase,) = build_method(text)
-    return phase.algorithm
+    return phase.method
 
 
 @cache
@@ -164,14 +163,14 @@ def test_as_many_bytes_travel_as_the_parts_declare(text):
 
 @every_mixture
 def test_any_order_of_clients_gives_each_client_the_same(text):
-    algorithm, start = bound_to(built(text), network()), network().init(1)
+    method, start = bound_to(built(text), network()), network().init(1)
     runner = build_engine("batched", "cpu", model=network(), federation=federation())
     received = first_broadcast(built(text))
-    states = stack([algorithm.objective.init(start) for _ in SIZES])
+    states = stack([method.objective.init(start) for _ in SIZES])
 
     def trained(ids):
         return runner.train(
-            algorithm.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
+            method.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
             ids=np.array(ids), round=2, seed=5,
         )  # fmt: skip
 

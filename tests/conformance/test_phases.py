@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from method_rows import network, run, same_bits
 
-from fedstill.algorithms import fedavg, fedavgm, feddf, fedprox, scaffold
+from fedstill.compose.phases import method_at, phases_of, share_states
 from fedstill.core.errors import FedstillError
-from fedstill.core.phases import algorithm_at, phases_of, share_states
 from fedstill.core.tree import clone, flatten
 from fedstill.core.types import Phase
-from fedstill.methods import build_method
+from fedstill.methods import fedavg, fedavgm, feddf, fedprox, scaffold
+from fedstill.methods.lookup import build_method
 
 ENGINES = ("batched", "looped")
 REFINED = "steps=5, batch_size=8, server_lr=3e-3"
@@ -32,7 +32,7 @@ def test_every_round_belongs_to_the_first_phase_that_has_not_ended(ends):
     phases = phases_of([Phase(m, end) for m, end in zip(methods, [*ends, None], strict=True)])
     for number in range(1, 20):
         expected = methods[sum(end < number for end in ends)]
-        assert algorithm_at(phases, number) is expected
+        assert method_at(phases, number) is expected
 
 
 def test_phases_must_have_ends_that_do_not_run_backwards():
@@ -79,7 +79,7 @@ def test_switching_to_the_same_method_changes_nothing(text, until, engine):
     (whole,) = build_method(text)
     found, wanted = (
         run(method, engine=engine, rounds=5)
-        for method in (build_method(f"{text} until {until} then {text}"), whole.algorithm)
+        for method in (build_method(f"{text} until {until} then {text}"), whole.method)
     )
     assert same_bits(found.weights, wanted.weights)
     assert without_clock(found) == without_clock(wanted)
@@ -121,14 +121,14 @@ def test_a_client_keeps_its_control_through_a_phase_that_does_not_know_it():
     kept: dict[int, list] = {1: [], 3: []}
 
     def watched(number):
-        algorithm = scaffold()
+        method = scaffold()
 
         def finish(local, measured):
-            state, extra = algorithm.objective.finish(local, measured)
+            state, extra = method.objective.finish(local, measured)
             kept[number].append(clone(state["control"] if number == 1 else local.state["control"]))
             return state, extra
 
-        return dataclasses.replace(algorithm, objective=dataclasses.replace(algorithm.objective, finish=finish))
+        return dataclasses.replace(method, objective=dataclasses.replace(method.objective, finish=finish))
 
     run((Phase(watched(1), 1), Phase(fedprox(), 2), Phase(watched(3))), engine="looped", rounds=3, cohort=7)
     assert len(kept[1]) == 7
@@ -143,19 +143,19 @@ def means_agree(text: str, *, server: str, client: str, total: bool = False) -> 
 
     def watched(phase):
         def finish(local, measured):
-            state, extra = phase.algorithm.objective.finish(local, measured)
+            state, extra = phase.method.objective.finish(local, measured)
             last.setdefault("clients", []).append(clone(state.get(client, local.state.get(client))))
             return state, extra
 
         def apply(candidate, state, round):
-            candidate, state = phase.algorithm.server.apply(candidate, state, round)
+            candidate, state = phase.method.server.apply(candidate, state, round)
             last["server"], last["sent"] = state, last.pop("clients", [])
             return candidate, state
 
-        parts = phase.algorithm
+        parts = phase.method
         objective = dataclasses.replace(parts.objective, finish=finish)
         return phase._replace(
-            algorithm=dataclasses.replace(
+            method=dataclasses.replace(
                 parts, objective=objective, server=dataclasses.replace(parts.server, apply=apply)
             )
         )
@@ -223,12 +223,12 @@ def test_a_run_in_phases_resumes_bit_for_bit(tmp_path, engine, cut):
 def test_unlabeled_data_are_passed_only_in_the_phase_that_declares_them():
     seen = []
 
-    def spying(algorithm):
+    def spying(method):
         def apply(candidate, state, round):
             seen.append((round.number, round.unlabeled is not None))
-            return algorithm.server.apply(candidate, state, round)
+            return method.server.apply(candidate, state, round)
 
-        return dataclasses.replace(algorithm, server=dataclasses.replace(algorithm.server, apply=apply))
+        return dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
 
     run((Phase(spying(fedavg()), 1), Phase(spying(feddf(steps=1)), 2), Phase(spying(fedavgm()))), rounds=3)
     assert seen == [(1, False), (2, True), (3, False)]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstill.checkpoint import RunState, load_newest, save_checkpoint
-from fedstill.core.compose import after, chain, combine, every, remember, report_only, rollback, weighted_mean
+from fedstill.compose.combine import chain, combine, weighted_mean
+from fedstill.compose.wrappers import after, every, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, unflatten
 from fedstill.core.types import (
@@ -21,6 +21,7 @@ from fedstill.core.types import (
     Uploads,
     Weights,
 )
+from fedstill.loop.checkpoint import RunState, load_newest, save_checkpoint
 
 
 def model_at(value: float) -> Weights:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.core.errors import FedstillError
-from fedstill.core.groups import (
+from fedstill.about.toy import trial_federation
+from fedstill.compose.groups import (
     bytes_received,
     bytes_sent,
     check_fits,
@@ -24,12 +24,11 @@ from fedstill.core.groups import (
     together,
     whole_upload,
 )
-from fedstill.core.message import as_tree, select
+from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator
-from fedstill.core.tree import flatten
+from fedstill.core.tree import as_tree, flatten, select
 from fedstill.core.types import Groups, Model, Output, Targets, Uploads, Weights
 from fedstill.models import build_model, mixed_model
-from fedstill.trial import trial_federation
 
 # "a" is a part of the name of "a.b": a prefix is more than the first letters
 NAMES = ("a", "a.b", "c")

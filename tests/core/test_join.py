@@ -6,24 +6,25 @@ import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model, local_view
 
-from fedstill.algorithms import build_algorithm, fedavg, fedavgm, fednova, fedprox, scaffold
-from fedstill.core.compose import chain, combine, rollback
+from fedstill.compose.combine import chain, combine
+from fedstill.compose.join import join
+from fedstill.compose.wrappers import rollback
 from fedstill.core.errors import FedstillError
-from fedstill.core.join import join
 from fedstill.core.tree import stack
-from fedstill.core.types import Algorithm, Objective, Round, ServerStep, Stage, Uploads, Weights
+from fedstill.core.types import Method, Objective, Round, ServerStep, Stage, Uploads, Weights
 from fedstill.local.labels import smoothed_cross_entropy
 from fedstill.local.terms import cross_entropy, proximal
-from fedstill.methods import build_method
+from fedstill.methods import build_algorithm, fedavg, fedavgm, fednova, fedprox, scaffold
+from fedstill.methods.lookup import build_method
 from fedstill.server import average, sgd
 
 DATA = [blobs(k, 8 + 6 * k) for k in range(4)]
 COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0]]
 
 
-def train(algorithm, rounds=3):
+def train(method, rounds=3):
     how = {"steps": 3, "lr": 0.2, "momentum": 0.5, "cohorts": COHORTS}
-    return federate_by_hand(algorithm, linear_model(), DATA, linear(3, 4, seed=1), rounds=rounds, **how).weights[-1]
+    return federate_by_hand(method, linear_model(), DATA, linear(3, 4, seed=1), rounds=rounds, **how).weights[-1]
 
 
 def uploads_of(ends, start):
@@ -38,7 +39,7 @@ def same_bits(one, other):
 
 def mixture(text):
     (phase,) = build_method(text)
-    return phase.algorithm
+    return phase.method
 
 
 def test_one_method_comes_back_as_it_is():
@@ -51,7 +52,7 @@ def test_cross_entropy_counts_once():
 
 
 def test_a_mixture_is_the_sum_of_its_terms_and_the_chain_of_its_steps():
-    by_hand = Algorithm(combine(cross_entropy(), proximal(0.3)), chain(average("size"), sgd(1.0, momentum=0.7)))
+    by_hand = Method(combine(cross_entropy(), proximal(0.3)), chain(average("size"), sgd(1.0, momentum=0.7)))
     assert same_bits(train(mixture("fedprox(mu=0.3)+fedavgm(beta=0.7)")), train(by_hand))
     assert not same_bits(train(by_hand), train(fedprox(mu=0.3)))
 
@@ -91,7 +92,7 @@ def test_two_methods_that_want_one_place_are_named(text, told):
 
 def replaced_risk(name):
     plain = cross_entropy()
-    return Algorithm(dataclasses.replace(plain, risk=name), average())
+    return Method(dataclasses.replace(plain, risk=name), average())
 
 
 def test_two_ways_to_fit_the_labels_clash_and_one_replaces_the_cross_entropy():
@@ -112,22 +113,22 @@ def test_two_averages_that_differ_clash_in_python_too():
 
 
 def test_a_function_of_ones_own_that_fixes_how_it_averages_is_told_to_take_it_as_an_option():
-    mine = Algorithm(cross_entropy(), average())
+    mine = Method(cross_entropy(), average())
     told = r"mine \(average by size.*scaffold \(average by uniform.*average\(weighting, buffers=buffers\)"
     with pytest.raises(FedstillError, match=told):
         join({"mine": mine, "scaffold": scaffold()})
 
 
 def test_something_must_fit_the_labels_and_something_must_aggregate():
-    penalty = Algorithm(proximal(0.1), average())
+    penalty = Method(proximal(0.1), average())
     with pytest.raises(FedstillError, match="fits the labels"):
-        join({"a": penalty, "b": Algorithm(Objective(proximal(1.0).loss), average())})
+        join({"a": penalty, "b": Method(Objective(proximal(1.0).loss), average())})
     with pytest.raises(FedstillError, match="makes one model"):
-        join({"a": Algorithm(cross_entropy(), ServerStep()), "b": Algorithm(proximal(1.0), ServerStep())})
+        join({"a": Method(cross_entropy(), ServerStep()), "b": Method(proximal(1.0), ServerStep())})
 
 
 def test_a_wrapped_average_is_not_taken_for_the_plain_one():
-    mine = Algorithm(cross_entropy(), rollback(average(), 0.5))
+    mine = Method(cross_entropy(), rollback(average(), 0.5))
     for methods in ({"fedprox": fedprox(), "mine": mine}, {"mine": mine, "fedprox": fedprox()}):
         with pytest.raises(FedstillError, match="aggregate differently"):
             join(methods)
@@ -154,10 +155,10 @@ def test_terms_that_differentiate_the_risk_take_the_one_that_replaced_it():
 
 def test_feddyn_with_fednovas_average_still_reaches_the_joint_optimum():
     """h is the mean of the clients' g_k, however the candidate was made: two quadratics, 2 and 20 steps."""
-    algorithm = mixture("feddyn(alpha=0.5)+fednova")
-    stages = [step.stage for step in algorithm.server.steps]
+    method = mixture("feddyn(alpha=0.5)+fednova")
+    stages = [step.stage for step in method.server.steps]
     assert stages == [Stage.AGGREGATE, Stage.MOVE]
-    moves = algorithm.server.steps[1]
+    moves = method.server.steps[1]
     start, ends = linear(3, 4, seed=1), [linear(3, 4, seed=s) for s in (2, 3)]
     round = uploads_of(ends, start)
     _, state = moves.apply(start, moves.init(start), round)  # a candidate that did not move at all
@@ -173,8 +174,8 @@ def test_what_changes_uploads_on_the_way_runs_in_turn():
         return transmit
 
     methods = {
-        str(number): dataclasses.replace(algorithm, transmit=adding(number))
-        for number, algorithm in enumerate((fedprox(), fedavgm(), fedavg()))
+        str(number): dataclasses.replace(method, transmit=adding(number))
+        for number, method in enumerate((fedprox(), fedavgm(), fedavg()))
     }
     seen = join(methods).transmit([], None, 0)
     assert [number for number, _ in seen] == [0, 1, 2]
@@ -182,7 +183,7 @@ def test_what_changes_uploads_on_the_way_runs_in_turn():
 
 
 def test_every_pair_of_registered_methods_joins_or_says_why_not():
-    from fedstill.algorithms import METHODS
+    from fedstill.methods import METHODS
 
     for one in METHODS:
         for two in METHODS:

@@ -7,14 +7,14 @@ import torch
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.needs import CURES, check_needs, check_phases, needs_of, unmet_needs
-from fedstill.core.types import Algorithm, Dataset, Federation, Model, Need, Objective, Phase, ServerStep, Training
+from fedstill.core.types import Dataset, Federation, Method, Model, Need, Objective, Phase, ServerStep, Training
 
 CAN_BE_UNMET = {Need.UNLABELED, Need.VALIDATION, Need.FEATURES, Need.HEAD, Need.TOKENS, Need.PLAIN_SGD}
 
 
-def method(*needs: Need, server: tuple[Need, ...] = ()) -> Algorithm:
+def method(*needs: Need, server: tuple[Need, ...] = ()) -> Method:
     objective = Objective(lambda output, batch, local: output.logits.sum(), needs=frozenset(needs))
-    return Algorithm(objective, ServerStep(needs=frozenset(server)))
+    return Method(objective, ServerStep(needs=frozenset(server)))
 
 
 def setting(*, rich: bool) -> dict:

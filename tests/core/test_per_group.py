@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedstill.core.compose import chain, report_only
-from fedstill.core.per_group import carry_over_of, grouped, per_group, rounds_of, share_states_of
+from fedstill.compose.combine import chain
+from fedstill.compose.groups import carry_over_of, grouped, per_group, rounds_of, share_states_of
+from fedstill.compose.wrappers import report_only
+from fedstill.core.setup import Preparation
 from fedstill.core.types import (
-    Algorithm,
     Answers,
+    Method,
     Model,
     Objective,
     Phase,
-    Preparation,
     Round,
     ServerStep,
     Stage,
@@ -194,15 +195,15 @@ def test_a_prototype_prepares_with_its_own_clients_and_sees_what_the_others_are_
     assert {name: own["1"]["ids"].tolist() for name, own in state.items()} == {"a": [0, 2], "b": [1]}
 
 
-def algorithm(**changes):
-    return replace(Algorithm(Objective(None), chain(MEAN, REFINE)), **changes)
+def method(**changes):
+    return replace(Method(Objective(None), chain(MEAN, REFINE)), **changes)
 
 
 def test_the_same_method_in_two_phases_stays_one_method():
-    plain = algorithm()
+    plain = method()
     first, second = grouped((Phase(plain, 2), Phase(plain)), GROUPS)
-    assert first.algorithm is second.algorithm
-    assert first.algorithm.transmit is unchanged
+    assert first.method is second.method
+    assert first.method.transmit is unchanged
 
 
 def test_what_happens_on_the_way_happens_to_a_clients_own_part_alone():
@@ -210,8 +211,8 @@ def test_what_happens_on_the_way_happens_to_a_clients_own_part_alone():
         assert start.params.keys() == {"w"}
         return uploads._replace(weights=Weights({"w": uploads.weights.params["w"] * 10}, {}))
 
-    (phase,) = grouped((Phase(algorithm(transmit=louder)),), GROUPS)
-    sent = phase.algorithm.transmit(round_of(1, 0).uploads, MODEL.init(0), 3)
+    (phase,) = grouped((Phase(method(transmit=louder)),), GROUPS)
+    sent = phase.method.transmit(round_of(1, 0).uploads, MODEL.init(0), 3)
     assert sent.weights.params["a/w"].tolist() == [[1.0], [1000.0]]
     assert sent.weights.params["b/w"].tolist() == [[1010.0], [10.0]]
 
@@ -220,14 +221,14 @@ def test_a_method_may_differ_from_prototype_to_prototype():
     def suited(plain, model):
         return replace(plain, server=MEAN if model.name == "a" else replace(MEAN, apply=add_one))
 
-    (phase,) = grouped((Phase(algorithm()),), GROUPS, suited)
-    server = phase.algorithm.server
+    (phase,) = grouped((Phase(method()),), GROUPS, suited)
+    server = phase.method.server
     assert server.apply(MODEL.init(0), server.init(MODEL.init(0)), round_of(0, 1))[0] == weights(100.0, 11.0)
 
 
 def keeping(slot, width):
     objective = Objective(None, init=lambda weights: {slot: torch.zeros(width)}, finish=lambda local, _: ({}, {}))
-    return algorithm(objective=objective, server=ServerStep(init=lambda weights: {slot: torch.ones(width)}))
+    return method(objective=objective, server=ServerStep(init=lambda weights: {slot: torch.ones(width)}))
 
 
 def test_clients_keep_the_slots_of_all_phases_for_each_prototype():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fedstill.core.types import (
-    Algorithm,
     Dataset,
     Federation,
     Local,
+    Method,
     Model,
     Objective,
     Round,
@@ -24,7 +24,7 @@ def silent_objective() -> Objective:
     return Objective(lambda output, batch, local: output.logits.sum())
 
 
-@pytest.mark.parametrize("kind", [Model, Objective, Training, Round, ServerStep, Algorithm, Dataset, Federation])
+@pytest.mark.parametrize("kind", [Model, Objective, Training, Round, ServerStep, Method, Dataset, Federation])
 def test_nothing_of_a_method_or_a_run_can_be_changed_in_place(kind):
     assert dataclasses.fields(kind)
     assert kind.__dataclass_params__.frozen
@@ -50,7 +50,7 @@ def test_a_server_step_that_says_nothing_passes_the_candidate_and_its_state_thro
 
 def test_without_a_transmission_uploads_arrive_as_they_were_sent():
     uploads = Uploads(*[None] * len(Uploads._fields))
-    assert Algorithm(silent_objective(), ServerStep()).transmit(uploads, None, 0) is uploads
+    assert Method(silent_objective(), ServerStep()).transmit(uploads, None, 0) is uploads
 
 
 def test_a_federation_counts_its_clients_also_those_without_data():

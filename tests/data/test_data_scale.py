@@ -21,8 +21,10 @@ from fedstill import Experiment, Federation
 from fedstill.bench.results import cell_key
 from fedstill.data import from_tensors, load, make_federation, scale_inputs, split_unlabeled, tokenise
 from fedstill.data.source import KNOWN_STATISTICS, Source
-from fedstill.engine.feed import Feed
-from fedstill.experiment import build_federation, load_source, read_description, resume_run
+from fedstill.engine.device_data import Feed
+from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.run import resume_run
+from fedstill.experiment.run_folder import read_description
 
 CLIENTS_STATISTICS = ("mean and deviation of all clients' inputs (data.scale can change that)",)
 CLIENTS_WORDS = ("a tokenizer trained on all clients' texts (data.tokenizer can change that)",)

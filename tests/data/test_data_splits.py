@@ -12,7 +12,6 @@ from data_files import HYPOTHESIS, fails, image_folder, pictures, png, write_par
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.config import Experiment
 from fedstill.data import (
     Source,
     central_pool,
@@ -23,7 +22,9 @@ from fedstill.data import (
     split_unlabeled,
     with_test_of,
 )
-from fedstill.experiment import build_federation, load_source, read_description, write_description
+from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run_folder import read_description, write_description
 
 
 def numbered(train: int, test: int) -> Source:

@@ -13,7 +13,8 @@ from data_files import fails, write_parquet
 from fedstill import Experiment
 from fedstill.data import load, owners
 from fedstill.data.text import CLASSES, LETTERS, cut_windows, encode
-from fedstill.experiment import build_federation, check_ready, run
+from fedstill.experiment.build import build_federation, check_ready
+from fedstill.experiment.run import run
 
 SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "shakespeare"
 

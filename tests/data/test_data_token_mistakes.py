@@ -14,7 +14,7 @@ from text_files import experiment, news, table
 from fedstill import Experiment
 from fedstill.data import load, tokenise, tokens
 from fedstill.data.source import Reading
-from fedstill.experiment import build_federation, check_ready
+from fedstill.experiment.build import build_federation, check_ready
 
 
 def test_columns_that_are_no_text_or_too_many_are_told(tmp_path):

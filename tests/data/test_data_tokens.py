@@ -17,9 +17,10 @@ from text_files import SMALL, experiment, news, table
 
 from fedstill import Experiment
 from fedstill.data import load, owners, read_unlabeled, split_unlabeled, text, tokenise, tokens
-from fedstill.evaluate import label_counts
-from fedstill.experiment import build_federation, check_ready, load_source, resume_run, run
-from fedstill.networks import build_network
+from fedstill.experiment.build import build_federation, check_ready, load_source
+from fedstill.experiment.model import build_network
+from fedstill.experiment.run import resume_run, run
+from fedstill.loop.evaluate import label_counts
 from fedstill.prediction import predict
 
 AG_NEWS = Path(__file__).parents[3] / "shared" / "data" / "ag_news"
@@ -237,19 +238,19 @@ def test_pretraining_that_does_not_fit_the_text_is_told_before_a_run_starts(tmp_
     federation = build_federation(one)
 
     def told(method: str) -> str:
-        return fails(check_ready, one.replace(algorithm={"name": method}), federation)
+        return fails(check_ready, one.replace(method={"name": method}), federation)
 
     assert "mask_id = 103 is not [MASK], which is 4" in told("masked_lm(mask_id=103, first_word_id=999)")
     assert "on text use masked_lm or next_token" in told("fedavg+simclr")
     assert "next_token would replace the model that 1 round has trained" in told("fedavg until 1 then next_token")
-    check_ready(one.replace(algorithm={"name": "masked_lm"}), federation)
+    check_ready(one.replace(method={"name": "masked_lm"}), federation)
 
 
 def test_with_a_tokenizer_that_is_given_hidden_words_are_its_own(tmp_path, source):
     task, _ = tokenise(source, length=8, vocabulary=100)
     (tmp_path / "bert.json").write_text(as_bert(task.train.tokenizer.file))
     one = experiment(table(tmp_path / "news.csv", news()), tokenizer=str(tmp_path / "bert.json"))
-    row = run(one.replace(algorithm={"name": "masked_lm(epochs=1)"})).history.rows[0]
+    row = run(one.replace(method={"name": "masked_lm(epochs=1)"})).history.rows[0]
     assert row["prepare/masked_lm_loss"] > 1.0  # near ln of a thousand ids; 0 is a training on nothing
 
 

@@ -15,11 +15,11 @@ from doc_pages import ROOT, blocks
 from typer.testing import CliRunner
 
 import fedstill
-from fedstill.algorithms import METHODS, build_algorithm
 from fedstill.cli import app
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Local, Need, Output
-from fedstill.methods import build_method
+from fedstill.methods import METHODS, build_algorithm
+from fedstill.methods.lookup import build_method
 from fedstill.partition import PARTITIONS
 
 PAGE, EXAMPLE = ROOT / "docs" / "adding-a-method.md", ROOT / "examples" / "my_method.py"
@@ -62,9 +62,9 @@ def test_it_is_registered_nowhere():
 
 
 def test_it_runs_from_the_command_line_by_its_path(folder):
-    command = [sys.executable, "-m", "fedstill", "run", "--set", f"algorithm={PATH}", "--out", "mine", *SHORT]
+    command = [sys.executable, "-m", "fedstill", "run", "--set", f"method={PATH}", "--out", "mine", *SHORT]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    answer("run", "--set", "algorithm=fedavg", "--out", "plain")
+    answer("run", "--set", "method=fedavg", "--out", "plain")
     mine, plain = (
         [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("mine", "plain")
@@ -99,14 +99,14 @@ def test_it_joins_whatever_a_built_in_method_of_its_kind_joins(folder):
 def test_joined_with_scaffold_and_its_knob_at_zero_it_is_scaffold(folder):
     (joined,) = build_method(f"{PATH}(strength=0.0)+scaffold")
     (plain,) = build_method("scaffold")
-    assert torch.equal(trained(joined.algorithm, "batched"), trained(plain.algorithm, "batched"))
+    assert torch.equal(trained(joined.method, "batched"), trained(plain.method, "batched"))
 
 
 def test_it_can_be_imported_as_a_module_too(folder, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (folder / "examples").rename(folder / "somebodys_package")
-    (algorithm,) = (phase.algorithm for phase in build_method("somebodys_package.my_method:my_method(strength=0.5)"))
-    assert algorithm.objective.needs == {Need.LABEL_COUNTS}
+    (method,) = (phase.method for phase in build_method("somebodys_package.my_method:my_method(strength=0.5)"))
+    assert method.objective.needs == {Need.LABEL_COUNTS}
 
 
 def test_a_wrong_option_or_function_is_one_line_that_names_the_right_one(folder):
@@ -130,11 +130,11 @@ def test_the_term_is_what_the_client_lost_of_the_classes_it_lacks(example):
     assert float(term.loss(Output(trained, trained), batch, nothing_absent)) == 0.0
 
 
-def trained(algorithm, engine: str) -> torch.Tensor:
+def trained(method, engine: str) -> torch.Tensor:
     source = fedstill.load("digits")
     parts = PARTITIONS["lda"](source.train.y.numpy(), 20, seed=0, alpha=0.1)
     weights = fedstill.federate(
-        algorithm=algorithm,
+        method=method,
         model=fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(16,), init="torch"),
         federation=fedstill.make_federation(source, parts),
         training=fedstill.Training(epochs=1, batch_size=20, lr=0.1, momentum=0.5),
@@ -172,7 +172,7 @@ def test_the_pages_method_with_a_memory_runs_and_tells_how_far_clients_went():
         exec(compile(block.text, str(PAGE), "exec"), space)
     source = fedstill.load("digits")
     result = fedstill.federate(
-        algorithm=space["steady"](),
+        method=space["steady"](),
         model=fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(16,), init="torch"),
         federation=fedstill.make_federation(source, PARTITIONS["iid"](source.train.y.numpy(), 10, seed=0)),
         training=fedstill.Training(batch_size=20, lr=0.1),

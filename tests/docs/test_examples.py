@@ -9,7 +9,7 @@ from doc_pages import ROOT
 
 import fedstill
 from fedstill import Training
-from fedstill.algorithms import build_algorithm
+from fedstill.methods import build_algorithm
 
 FILES = sorted((ROOT / "examples").glob("*.py"))
 EXAMPLES = [path for path in FILES if "__main__" in path.read_text()]  # my_method.py: see test_adding_a_method
@@ -61,7 +61,7 @@ def test_the_library_trains_as_the_one_file_reference(engine):
         torch.tensor([0, *np.cumsum([len(rows) for rows in owned])]),
     )
     result = fedstill.federate(
-        algorithm=build_algorithm("fedavg"),
+        method=build_algorithm("fedavg"),
         model=fedstill.from_module(module(), input_shape=(64,), classes=10),
         federation=federation,
         training=Training(epochs=plain["epochs"], batch_size=10_000, lr=plain["lr"]),

@@ -7,7 +7,7 @@ import statistics
 import pytest
 from doc_pages import ROOT
 
-from fedstill.methods import build_method
+from fedstill.methods.lookup import build_method
 
 PATH = ROOT / "benchmarks" / "fedftg"
 
@@ -24,7 +24,7 @@ def seen(ablation, monkeypatch):
 
     def run(experiment, *, federation, pictures):
         asked.append((experiment, federation))
-        level = {"fedavg": 0.50}.get(experiment.algorithm.name, 0.60) + 0.01 * experiment.seed
+        level = {"fedavg": 0.50}.get(experiment.method.name, 0.60) + 0.01 * experiment.seed
         rows = [{"accuracy": level + 0.2}, *[{"accuracy": level}] * 5]
         return type("Result", (), {"history": type("History", (), {"rows": rows})})
 
@@ -36,10 +36,10 @@ def seen(ablation, monkeypatch):
 def test_rows_share_a_split_and_are_told_as_mean_spread_and_gain_over_fedavg(ablation, seen, tmp_path, capsys):
     file = tmp_path / "found.json"
     assert ablation["main"](["--seeds", "3", "--rows", "fedavg,no-hsm", "--json", str(file)]) == 0
-    assert [(one.algorithm.name, federation) for one, federation in seen] == [
+    assert [(one.method.name, federation) for one, federation in seen] == [
         (name, f"of seed {seed}") for seed in range(3) for name in ("fedavg", "fedftg")
     ]
-    assert seen[1][0].algorithm.options == {"discrepancy": "none"}
+    assert seen[1][0].method.options == {"discrepancy": "none"}
     _, base, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert base[:8] == ["fedavg", "51.0", "±", "1.0", "-", "71.0", "±", "1.0"]
     assert row[:10] == ["no-hsm", "61.0", "±", "1.0", "+10.0", "±", "0.0", "81.0", "±", "1.0"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from doc_pages import ROOT
 
-from fedstill.server.pools import pool_targets
+from fedstill.server.distill.targets import pool_targets
 
 EXAMPLE = ROOT / "examples" / "iris_certainty.py"
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from doc_pages import ROOT
 
-from fedstill.algorithms import METHODS
+from fedstill.methods import METHODS
 
 SECTIONS = ("The idea", "When to use it", "Differs from the paper", "Reference")
 

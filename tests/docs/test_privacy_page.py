@@ -13,7 +13,7 @@ def statement(folder, method: str | None = None) -> list[str]:
     """What a run of the page's file says about privacy, or of the same with another method."""
     example = next(block.text for block in blocks(PAGE, "toml") if "dp_fedavg" in block.text)
     if method:
-        example = f'{example.partition("[algorithm]")[0]}[algorithm]\nname = "{method}"\n'
+        example = f'{example.partition("[method]")[0]}[method]\nname = "{method}"\n'
     (folder / "page.toml").write_text(example)
     words = [f"--set={key}={value}" for key, value in SMALL.items()]
     done = CliRunner().invoke(app, ["run", str(folder / "page.toml"), "--out", str(folder / "run"), *words])

@@ -14,11 +14,11 @@ from typer.main import get_command
 
 from fedstill import Experiment
 from fedstill.cli import app
-from fedstill.config_errors import keys_of
 from fedstill.core import types
-from fedstill.experiment import write_description
+from fedstill.experiment.config_errors import keys_of
+from fedstill.experiment.run_folder import write_description
+from fedstill.methods.options import parameters
 from fedstill.models import MODELS
-from fedstill.options import parameters
 from fedstill.partition import PARTITIONS
 from fedstill.report.table import COLUMNS
 
@@ -91,7 +91,7 @@ def test_the_concepts_show_the_types_that_methods_are_written_in():
         "Uploads",
         "Round",
         "ServerStep",
-        "Algorithm",
+        "Method",
         "Training",
         "Need",
     }

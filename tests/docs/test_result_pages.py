@@ -14,7 +14,7 @@ from fedstill.config import Experiment
 def cells(mu, columns):
     rows = {"fedavg": "fedavg", "fedprox": f"fedprox(mu={mu})", "fedntd": "fedntd"}
     return tuple(
-        Cell(row, f"lda-{alpha}", Experiment(rounds=2, partition={"scheme": "lda", "alpha": alpha}, algorithm=method))
+        Cell(row, f"lda-{alpha}", Experiment(rounds=2, partition={"scheme": "lda", "alpha": alpha}, method=method))
         for row, method in rows.items()
         for alpha in columns
     )

@@ -29,13 +29,13 @@ from engine_cases import (
 from torch import nn
 from torch.optim import lr_scheduler
 
-from fedstill.algorithms import fedavg
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation, Training, Weights
 from fedstill.engine.plan import make_plan
+from fedstill.loop.federate import federate
+from fedstill.methods import fedavg
 from fedstill.models import build_model
-from fedstill.models.cnn import cnn
-from fedstill.rounds import federate
+from fedstill.models.zoo.cnn import cnn
 
 ENGINES = ("batched", "looped")
 EVEN = (
@@ -115,7 +115,7 @@ def fedavg_in_torch(module: nn.Module, data: Federation, training: Training, *, 
 
 def ours(engine: str, model, data: Federation, training: Training, *, rounds: int, **options) -> Weights:
     return federate(
-        algorithm=fedavg(), model=model, federation=data, training=training, rounds=rounds, cohort=data.population,
+        method=fedavg(), model=model, federation=data, training=training, rounds=rounds, cohort=data.population,
         seed=SEED, engine=engine, device="cpu", evaluate_every=99, engine_options=options,
     ).weights  # fmt: skip
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import bits as draw_bits
-from fedstill.engine.augment import AUGMENTATIONS, check_augmentations, cutout, gather_augmented
+from fedstill.engine.device_data import AUGMENTATIONS, check_augmentations, cutout, gather_augmented
 
 quick = settings(max_examples=40, deadline=None)
 WORDS = st.integers(-(2**63), 2**63 - 1)

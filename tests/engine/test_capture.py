@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedstill.core.types import Training, Weights
-from fedstill.engine.capture import WARM_UPS, capture, no_collection
+from fedstill.engine.cuda_graphs import WARM_UPS, capture, no_collection
 from fedstill.engine.stack import Stack, View
 
 

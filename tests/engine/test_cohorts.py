@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_cases import NETS, assert_close, assert_same_bits, engine_for, federation, reads_images, train
 
-from fedstill.core.compose import combine, weighted_mean
+from fedstill.compose.combine import combine, weighted_mean
 from fedstill.core.seeds import normal
 from fedstill.core.tree import clone, rows
 from fedstill.core.types import Objective, Training

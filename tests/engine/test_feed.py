@@ -6,8 +6,8 @@ import torch
 from engine_cases import MEAN, STD, dataset
 
 from fedstill.core.types import Dataset
-from fedstill.engine import feed as feed_module
-from fedstill.engine.feed import Feed
+from fedstill.engine import device_data as feed_module
+from fedstill.engine.device_data import Feed
 
 CPU = torch.device("cpu")
 

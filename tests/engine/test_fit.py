@@ -19,7 +19,7 @@ from engine_cases import (
 )
 from torch import nn
 
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
 from fedstill.core.types import Training
@@ -27,7 +27,7 @@ from fedstill.engine.engine import FEEDS
 from fedstill.engine.plan import make_plan
 from fedstill.local.distillation import plain_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.server.student import soft_target_loss
+from fedstill.server.distill.student import soft_target_loss
 
 ENGINES = ("batched", "looped")
 DISTILLING = Training(steps=9, batch_size=8, optimizer="adam", lr=5e-3, lr_schedule="cosine", clip=0.5)

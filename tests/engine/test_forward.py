@@ -31,8 +31,8 @@ from fedstill.core.tree import clone, rows, stack
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
 from fedstill.engine import forward as forward_module
+from fedstill.engine.device_data import Feed
 from fedstill.engine.engine import FEEDS
-from fedstill.engine.feed import Feed
 from fedstill.engine.forward import TEACHERS_AT_ONCE, forward, forward_many
 from fedstill.local.terms import cross_entropy
 from fedstill.models import build_model, from_module

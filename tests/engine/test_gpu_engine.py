@@ -24,16 +24,16 @@ from engine_cases import (
     train,
 )
 
-from fedstill.algorithms import METHODS
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.tree import clone, rows, stack, to_device
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import cross_entropy
+from fedstill.loop.federate import federate
+from fedstill.methods import METHODS
 from fedstill.models import build_model
-from fedstill.rounds import federate
-from fedstill.server.student import soft_target_loss
+from fedstill.server.distill.student import soft_target_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -213,7 +213,7 @@ def test_a_run_on_the_gpu_is_the_run_on_the_cpu(name, method):
     data, training = federation(SIZES), Training(batch_size=4, epochs=2, lr=0.02)
     found, wanted = (
         federate(
-            algorithm=METHODS[method](), model=network(), federation=data, training=training, rounds=4, cohort=4,
+            method=METHODS[method](), model=network(), federation=data, training=training, rounds=4, cohort=4,
             engine=kind, device=device, engine_options={"precision": "float32"},
         ).weights
         for kind, device in ((name, GPU), ("looped", "cpu"))

@@ -24,19 +24,19 @@ from engine_cases import (
 )
 from torch import nn
 
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import rows
 from fedstill.core.types import Objective, Training, Weights
 from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
-from fedstill.engine import features as features_module
+from fedstill.engine import forward as features_module
 from fedstill.engine.plan import make_plan
 from fedstill.local.distillation import plain_distillation
 from fedstill.local.terms import control_variates, cross_entropy, dynamic_regularization, proximal
 from fedstill.models import from_module
-from fedstill.server.student import soft_target_loss
+from fedstill.server.distill.student import soft_target_loss
 
 ENGINES = ("batched", "looped")
 SIZES = (5, 0, 9, 1, 16, 4)  # nobody, a client of one sample, a last batch of one, full batches
@@ -282,7 +282,7 @@ def test_features_are_computed_once_for_each_row_until_the_extractor_changes(mon
 @pytest.mark.parametrize("engine", ENGINES)
 def test_features_that_do_not_fit_are_computed_step_by_step(monkeypatch, engine):
     kept = cohort(engine, "convnorm", TRAININGS["sgd"]).weights
-    monkeypatch.setattr("fedstill.engine.feed.Feed.fits", lambda feed, numbers: False)
+    monkeypatch.setattr("fedstill.engine.device_data.Feed.fits", lambda feed, numbers: False)
     assert_close(cohort(engine, "convnorm", TRAININGS["sgd"]).weights, kept)
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from engine_cases import CLASSES, assert_close, engine_for, federation, network, train
 
-from fedstill.core.compose import combine, weighted_mean
+from fedstill.compose.combine import combine, weighted_mean
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import rows
 from fedstill.core.types import Model, Need, Objective, Training, Weights
 from fedstill.engine import build_engine
 from fedstill.engine.plan import make_plan
-from fedstill.engine.program import Program
+from fedstill.engine.step import Program
 from fedstill.local.distillation import not_true_distillation, start_model
 from fedstill.local.terms import cross_entropy
-from fedstill.methods import build_method
+from fedstill.methods.lookup import build_method
 
 ENGINES = ("batched", "looped")
 SIZES = (5, 9, 1, 16)
@@ -314,7 +314,7 @@ def test_under_bf16_a_remembered_teacher_is_as_precise_as_its_student(method):
         train(
             build_engine("looped", "cpu", model=network(), federation=federation(SIZES), precision="bf16"),
             one_step,
-            objective=build_method(text)[0].algorithm.objective,
+            objective=build_method(text)[0].method.objective,
             ids=[0, 1],
         ).uploads.weights
         for text in ("fedavg", method)

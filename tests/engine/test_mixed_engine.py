@@ -5,8 +5,8 @@ import pytest
 import torch
 from mixed_runs import LOCAL, NETS, federation, mixed
 
+from fedstill.compose.groups import only, part_of
 from fedstill.core.errors import FedstillError
-from fedstill.core.groups import only, part_of
 from fedstill.core.tree import flatten
 from fedstill.engine import Engine, MixedEngine, build_engine
 from fedstill.local.terms import control_variates, cross_entropy

@@ -9,8 +9,8 @@ from engine_cases import assert_close, assert_same_bits, engine_for, federation,
 
 from fedstill.core.tree import clone
 from fedstill.core.types import Training
-from fedstill.engine import probe as probe_module
-from fedstill.engine.probe import chunk_budget
+from fedstill.engine import group as probe_module
+from fedstill.engine.group import chunk_budget
 from fedstill.local.terms import cross_entropy
 
 TRAINING = Training(batch_size=4, lr=0.05, momentum=0.9)

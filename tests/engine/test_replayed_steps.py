@@ -12,19 +12,19 @@ import pytest
 import torch
 from engine_cases import assert_close, assert_same_bits, dataset, federation, in_dtype, network, reads_images, train
 
-from fedstill.core.compose import combine, weighted_mean
+from fedstill.compose.combine import combine, weighted_mean
 from fedstill.core.tree import clone, rows, stack, tree_map
 from fedstill.core.types import Objective, Training, Weights
-from fedstill.engine import Engine, graph
-from fedstill.engine.graph import CapturedGroup, ladder
-from fedstill.engine.looped import _balance
-from fedstill.engine.optim import first_memory
+from fedstill.engine import Engine
+from fedstill.engine import cuda_graphs as graph
+from fedstill.engine.cuda_graphs import CapturedGroup, ladder
 from fedstill.engine.plan import make_plan
-from fedstill.engine.program import Program
-from fedstill.engine.stack import View
+from fedstill.engine.runners import _balance
+from fedstill.engine.stack import View, first_memory
+from fedstill.engine.step import Program
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import control_variates, cross_entropy
-from fedstill.server.student import soft_target_loss
+from fedstill.server.distill.student import soft_target_loss
 
 SIZES = (5, 0, 9, 1, 16, 4, 12, 7, 3, 28)
 COHORTS = [[3, 2], [0, 4, 9, 1], list(range(10)), [7, 8], [9, 4, 6, 5, 3]]

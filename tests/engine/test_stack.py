@@ -6,9 +6,18 @@ import pytest
 import torch
 
 from fedstill.core.types import Training, Weights
-from fedstill.engine.optim import clip, moment_names, step, step_by_row
-from fedstill.engine.results import Results
-from fedstill.engine.stack import Stack, View, allocate, allocate_weights, layout_of
+from fedstill.engine.stack import (
+    Results,
+    Stack,
+    View,
+    allocate,
+    allocate_weights,
+    clip,
+    layout_of,
+    moment_names,
+    step,
+    step_by_row,
+)
 
 CLIENTS, STEPS = 3, 4
 SHAPES = {"weight": (4, 5), "bias": (5,)}

@@ -11,7 +11,7 @@ from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import rows
 from fedstill.core.types import Dataset, Federation, Model, Training
 from fedstill.engine import build_engine
-from fedstill.engine.feed import Feed
+from fedstill.engine.device_data import Feed
 from fedstill.models import build_model
 
 LETTERS, WINDOW = 7, 5
@@ -82,6 +82,6 @@ def test_stored_ids_reach_the_network_as_integers_without_scaling(dtype):
 
 
 def test_ids_too_many_for_a_float_copy_are_not_normalised(monkeypatch):
-    monkeypatch.setattr("fedstill.engine.feed.CPU_FLOAT_BYTES", 0)
+    monkeypatch.setattr("fedstill.engine.device_data.CPU_FLOAT_BYTES", 0)
     data = texts(dtype=torch.int64).train
     assert torch.equal(Feed(data.x, data.y, data, torch.device("cpu"), torch.float32).inputs(slice(0, 4)), data.x[:4])

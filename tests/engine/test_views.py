@@ -13,10 +13,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import bits as draw_bits
 from fedstill.core.seeds import uniform, uniforms
 from fedstill.core.types import Dataset
-from fedstill.engine import feed as feed_module
-from fedstill.engine.augment import check_augmentations
-from fedstill.engine.feed import Feed
-from fedstill.engine.views import (
+from fedstill.engine import device_data as feed_module
+from fedstill.engine.contrastive_views import (
     ATTEMPTS,
     Boxes,
     Strength,
@@ -30,6 +28,7 @@ from fedstill.engine.views import (
     resized_crops,
     shifted_hue,
 )
+from fedstill.engine.device_data import Feed, check_augmentations
 
 quick = settings(max_examples=40, deadline=None)
 OFF = Strength(area=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0, jitter=0.0, grey=0.0)
@@ -231,13 +230,13 @@ def test_a_batch_holds_both_views_side_by_side_normalised(monkeypatch):
 
 
 def test_views_are_for_a_server_only_and_for_images_only():
-    check_augmentations(("views",), (3, 8, 8), "algorithm.augment")
+    check_augmentations(("views",), (3, 8, 8), "method.augment")
     with pytest.raises(FedstillError, match="two images of one"):
         check_augmentations(("views",), (3, 8, 8))
     with pytest.raises(FedstillError, match="need images"):
-        check_augmentations(("views",), (5,), "algorithm.augment")
+        check_augmentations(("views",), (5,), "method.augment")
     with pytest.raises(FedstillError, match="views"):  # it stands alone
-        check_augmentations(("views", "crop"), (3, 8, 8), "algorithm.augment")
+        check_augmentations(("views", "crop"), (3, 8, 8), "method.augment")
 
 
 @pytest.mark.gpu

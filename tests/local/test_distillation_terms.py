@@ -12,7 +12,7 @@ from by_hand import local_view, number, scalar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Need, Output
 from fedstill.local import (

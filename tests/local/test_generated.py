@@ -8,12 +8,12 @@ import pytest
 import torch
 from by_hand import F64, local_view, number
 
-from fedstill.core.compose import bound, combine
+from fedstill.compose.combine import bound, combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import stack
 from fedstill.core.types import Batch, Model, Need, Output, Weights
-from fedstill.local.generated import generated_features, labels_among, row_noise
 from fedstill.local.terms import cross_entropy
+from fedstill.methods.data_free.feature_generator import generated_features, labels_among, row_noise
 
 SAID = {0: math.log(3.0), 1: -1.0}  # the one feature of each class
 

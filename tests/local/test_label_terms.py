@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core.types import Batch, Need, Output
-from fedstill.local import (
-    class_scales,
-    cross_entropy,
-    majority,
-    restricted_softmax,
-    smoothed_cross_entropy,
-)
+from fedstill.local import class_scales, cross_entropy, majority, restricted_softmax, smoothed_cross_entropy
 
 
 def value(term, z, y, *, counts=(math.nan,) * 3, weight=None):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from by_hand import blobs, linear, linear_model, local_view, number, scalar, scalar_model, travel_of
 
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.types import Batch, Need, Output, Weights
 from fedstill.local import control_variates, cross_entropy, dynamic_regularization, not_true_distillation, proximal
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Weights
-from fedstill.models import MODELS, build_model, folded_conv, from_module
-from fedstill.models.folded_conv import FoldedConv2d, FoldedGroupNorm, FoldedMean, FoldedShuffle
-from fedstill.models.layers import Context, convert
+from fedstill.models import MODELS, build_model, from_module
+from fedstill.models.pure_layers import Context, convert
+from fedstill.models.stacked import folded as folded_conv
+from fedstill.models.stacked.folded import FoldedConv2d, FoldedGroupNorm, FoldedMean, FoldedShuffle
 from fedstill.models.stateless import weights_of
 
 CLIENTS, ROWS = 3, 4

@@ -15,8 +15,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Model, Weights
+from fedstill.methods.data_free.generators import GENERATORS, Wanted, build_generator
 from fedstill.models import why_unbatchable
-from fedstill.models.generators import GENERATORS, Wanted, build_generator
 
 CIFAR, FASHION, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
 # Of each generator one that is quick to run: (name, shape, inputs)

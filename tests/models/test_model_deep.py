@@ -13,7 +13,7 @@ from fedstill.core.types import Dataset, Federation, Training, Weights
 from fedstill.engine import build_engine
 from fedstill.local.terms import cross_entropy
 from fedstill.models import MODELS, build_model, why_unbatchable
-from fedstill.models.resnet import BasicBlock
+from fedstill.models.zoo.resnet import BasicBlock
 
 
 def network(name: str, shape: tuple[int, int, int], **options: object) -> nn.Module:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import fedstill
+from fedstill.compose.groups import part_of
 from fedstill.core.errors import FedstillError
-from fedstill.core.groups import part_of
 from fedstill.core.seeds import torch_generator
 from fedstill.models import build_model, from_module, mixed_model
 

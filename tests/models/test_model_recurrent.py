@@ -13,7 +13,7 @@ from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Weights
 from fedstill.models import build_model, from_module
-from fedstill.models.recurrent import StepwiseLSTM
+from fedstill.models.zoo.char_lstm import StepwiseLSTM
 
 KINDS = {
     "plain": {},

@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from fedstill.core.errors import FedstillError
-from fedstill.partition import PARTITIONS, class_counts, legacy
+from fedstill.partition import PARTITIONS, class_counts
+from fedstill.partition import published_streams as legacy
 from fedstill.partition.lda import balanced_counts, draw_attempts
 
 CIFAR10 = np.repeat(np.arange(10), 5000)

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.errors import FedstillError
-from fedstill.report import partition_picture as module
-from fedstill.report.partition_picture import partition_picture
+from fedstill.report import partition as module
+from fedstill.report.partition import partition_picture
 
 TITLE = "a rather long title of an experiment with very many clients, a dataset, a scheme and its alpha"
 

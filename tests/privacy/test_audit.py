@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.algorithms import fedaux
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Uploads, Weights
+from fedstill.methods import fedaux
+from fedstill.methods.fedaux import certainty
+from fedstill.methods.fedaux.certainty import Scoring, client_answer, sensitivity
 from fedstill.privacy import analytic_gaussian_multiplier, audit, classic_multiplier, noisy_mean
 from fedstill.privacy.audit import allowed_advantage
-from fedstill.server import certainty
-from fedstill.server.certainty import Scoring, client_answer, sensitivity
 
 DELTA = 1e-5
 
@@ -133,8 +133,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [pytest.param(0.1, marks=slow), pytest.param(1.0, marks=slow), 8.0])
 def test_fedaux_in_its_mean_form_keeps_its_promise(solved_once, epsilon):
     """The noise is the one that the method takes for this epsilon."""
-    algorithm = fedaux(form="mean", lam=LAM, epsilon=epsilon, delta=DELTA)
-    multiplier = algorithm.releases[0].multiplier
+    method = fedaux(form="mean", lam=LAM, epsilon=epsilon, delta=DELTA)
+    multiplier = method.releases[0].multiplier
     assert multiplier == pytest.approx(analytic_gaussian_multiplier(epsilon, DELTA), rel=1e-3)
     found = audited(scoring_of("mean", LAM, multiplier), epsilon)
     assert found.holds

@@ -10,18 +10,17 @@ import re
 import pytest
 import torch
 
-from fedstill.algorithms import build_algorithm, dp_fedavg, fedavg
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.compose.join import join
+from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
-from fedstill.core.join import join
-from fedstill.core.message import select
-from fedstill.core.phases import phases_of
-from fedstill.core.tree import stack
+from fedstill.core.tree import select, stack
 from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
-from fedstill.methods import build_method
+from fedstill.loop.federate import federate
+from fedstill.methods import build_algorithm, dp_fedavg, fedavg
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 from fedstill.privacy import noisy_mean, noisy_moves
-from fedstill.rounds import federate
-from fedstill.trial import trial_federation, trial_model
 
 START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"mean": torch.tensor([7.0])})
 MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5
@@ -51,8 +50,8 @@ def run(method, **how):
         "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
         "rounds": 3, "cohort": 2, "engine": "looped", "device": "cpu",
     }  # fmt: skip
-    algorithm = build_method(method) if isinstance(method, str) else method
-    return federate(algorithm=algorithm, **{**settings, **how})
+    method = build_method(method) if isinstance(method, str) else method
+    return federate(method=method, **{**settings, **how})
 
 
 def test_a_trusted_party_shows_the_sum_of_bounded_moves_over_the_expected_cohort():
@@ -148,11 +147,9 @@ def peeking():
 def test_later_steps_of_the_server_see_only_the_noisy_mean():
     """FedDyn's step takes the mean of uploads anew: behind a seal it gets the noisy one."""
     step, seen = peeking()
-    algorithm = dp_fedavg(noise_multiplier=1.0)
-    server = dataclasses.replace(
-        algorithm.server, apply=lambda c, s, r: step.apply(algorithm.server.apply(c, s, r)[0], s, r)
-    )
-    result = run(dataclasses.replace(algorithm, server=server), rounds=1)
+    method = dp_fedavg(noise_multiplier=1.0)
+    server = dataclasses.replace(method.server, apply=lambda c, s, r: step.apply(method.server.apply(c, s, r)[0], s, r))
+    result = run(dataclasses.replace(method, server=server), rounds=1)
     (uploads,) = seen
     assert uploads.size.tolist() == [1.0, 1.0]
     assert uploads.loss.tolist() == [0.0, 0.0]
@@ -234,15 +231,15 @@ def test_two_of_them_cannot_stand_between_clients_and_server():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"clip": 0.0}, "algorithm.clip = 0.0 is impossible"),
-        ({"noise_multiplier": -1.0}, "algorithm.noise_multiplier = -1.0 is impossible"),
+        ({"clip": 0.0}, "method.clip = 0.0 is impossible"),
+        ({"noise_multiplier": -1.0}, "method.noise_multiplier = -1.0 is impossible"),
         (
             {"noise_multiplier": 1e-6},
-            "algorithm.noise_multiplier = 1e-06 is impossible: it must be from 0.0001 to 1e+06",
+            "method.noise_multiplier = 1e-06 is impossible: it must be from 0.0001 to 1e+06",
         ),
-        ({"noise_multiplier": 1e160}, "algorithm.noise_multiplier = 1e+160 is impossible"),
-        ({"trust": "everybody"}, "algorithm.trust = 'everybody' is unknown"),
-        ({"weighting": "size"}, "algorithm.weighting = 'size' is unknown"),
+        ({"noise_multiplier": 1e160}, "method.noise_multiplier = 1e+160 is impossible"),
+        ({"trust": "everybody"}, "method.trust = 'everybody' is unknown"),
+        ({"weighting": "size"}, "method.weighting = 'size' is unknown"),
     ],
 )
 def test_impossible_options_are_one_line(options, told):

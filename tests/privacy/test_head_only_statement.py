@@ -4,9 +4,9 @@ import pytest
 from mixed_runs import mixed, network
 from mixed_runs import run as run_of_six
 
+from fedstill.about.toy import trial_model
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Model, Training
-from fedstill.trial import trial_model
 
 HEADS, WHOLE = Training(batch_size=8, lr=0.05, part="head"), Training(batch_size=8, lr=0.05)
 SCORES = 'fedaux(steps=2, form="mean", epsilon=1.0, part="{}")'

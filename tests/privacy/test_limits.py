@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from fedstill.algorithms import dp_fedavg
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Release
+from fedstill.methods import dp_fedavg
 from fedstill.privacy import Event, Privacy, Stretch, delta_of, epsilon_after, epsilon_of, statement
 from fedstill.privacy.accountant import SMALLEST_DELTA
 

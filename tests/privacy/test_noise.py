@@ -10,15 +10,15 @@ import math
 import pytest
 import torch
 
-from fedstill.algorithms import build_algorithm, fedavg, update_noise
+from fedstill.about.toy import trial_run
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import rows, stack
 from fedstill.core.types import Uploads, Weights, unchanged
-from fedstill.guard import Guard, admit
-from fedstill.methods import build_method
+from fedstill.loop.guard import Guard, admit
+from fedstill.methods import build_algorithm, fedavg, update_noise
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 from fedstill.privacy import clip_and_noise
-from fedstill.trial import trial_run
 
 START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"seen": torch.tensor(7)})
 MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5
@@ -165,16 +165,16 @@ def test_what_goes_beside_the_model_is_not_noised():
     """SCAFFOLD's control leaves as it is: the docs must not let anybody think otherwise."""
     seen = []
 
-    def look(algorithm):
+    def look(method):
         def transmit(uploads, start, seed):
-            sent = algorithm.transmit(uploads, start, seed)
+            sent = method.transmit(uploads, start, seed)
             seen.append((uploads, sent))
             return sent
 
         return transmit
 
     (phase,) = build_method("scaffold+update_noise(sigma=0.1)")
-    trial_run(dataclasses.replace(phase.algorithm, transmit=look(phase.algorithm)))
+    trial_run(dataclasses.replace(phase.method, transmit=look(phase.method)))
     before, after = seen[0]
     delta = before.extra["control_delta"]
     assert all(torch.equal(leaf, after.extra["control_delta"][name]) for name, leaf in delta.items())
@@ -192,14 +192,14 @@ def test_a_broken_upload_is_still_seen_by_the_guard():
 @pytest.mark.parametrize("text", ["fedavg+update_noise(sigma=0.01)", "update_noise(sigma=0.01)+fedprox(mu=0.0)"])
 def test_joined_with_others_it_is_their_method_with_noise(text):
     (phase,) = build_method(text)
-    found, wanted = (trial_run(one, rounds=2).weights for one in (phase.algorithm, update_noise(sigma=0.01)))
+    found, wanted = (trial_run(one, rounds=2).weights for one in (phase.method, update_noise(sigma=0.01)))
     assert same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddf(steps=3)", "mrtf(steps=3)"])
 def test_joined_with_a_method_that_averages_evenly_it_does_so_too_and_only_the_noise_is_new(method):
     alone, silent, noisy = (
-        trial_run(build_method(text)[0].algorithm, rounds=2).weights
+        trial_run(build_method(text)[0].method, rounds=2).weights
         for text in (method, f"{method}+update_noise(sigma=0.0)", f"{method}+update_noise(sigma=0.01)")
     )
     assert same_bits(silent, alone)
@@ -226,9 +226,9 @@ def test_batchnorm_statistics_arrive_as_they_were():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"sigma": -0.1}, "algorithm.sigma = -0.1 is impossible: it must be 0 or a number above it"),
-        ({"sigma": float("inf")}, "algorithm.sigma = inf is impossible"),
-        ({"clip": 0.0}, "algorithm.clip = 0.0 is impossible: it must be a number above 0"),
+        ({"sigma": -0.1}, "method.sigma = -0.1 is impossible: it must be 0 or a number above it"),
+        ({"sigma": float("inf")}, "method.sigma = inf is impossible"),
+        ({"clip": 0.0}, "method.clip = 0.0 is impossible: it must be a number above 0"),
     ],
 )
 def test_impossible_noise_is_refused_in_one_line(options, told):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fedstill.core.types import Release, Weights
-from fedstill.methods import build_method
+from fedstill.loop.privacy_plan import stretches_of
+from fedstill.methods.lookup import build_method
 from fedstill.privacy import Privacy, Stretch, statement
 from fedstill.privacy.statement import shown
-from fedstill.promises import stretches_of
 
 DELTA = 1e-5
 ALL = ("model", "buffers", "numbers")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from fedstill.core.types import Release, Weights
-from fedstill.methods import build_method
+from fedstill.loop.privacy_plan import stretches_of
+from fedstill.methods.lookup import build_method
 from fedstill.privacy import Privacy, Stretch, statement
-from fedstill.promises import stretches_of
 
 DELTA = 1e-5
 LEAVES = {"model": "trained models", "numbers": "sizes and losses"}

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedstill.algorithms import d2cfl, fedavg
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
 from fedstill.engine import engine as engine_module
-from fedstill.methods import build_method
+from fedstill.loop.federate import federate
+from fedstill.methods import d2cfl, fedavg
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
-from fedstill.rounds import federate
 
 CLASSES, FEATURES = 4, 6
 TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
@@ -69,7 +69,7 @@ class Seen(NamedTuple):
     result: Any
 
 
-def run(algorithm, *, net: str = "mlp", rounds: int = 5, engine: str = "batched", **how: Any) -> Seen:
+def run(method, *, net: str = "mlp", rounds: int = 5, engine: str = "batched", **how: Any) -> Seen:
     seen = Seen([], [], [], None)
 
     def watched(one):
@@ -83,9 +83,9 @@ def run(algorithm, *, net: str = "mlp", rounds: int = 5, engine: str = "batched"
 
         return dataclasses.replace(one, server=dataclasses.replace(one.server, apply=apply))
 
-    phases = (Phase(algorithm),) if not isinstance(algorithm, tuple) else algorithm
+    phases = (Phase(method),) if not isinstance(method, tuple) else method
     result = federate(
-        algorithm=[phase._replace(algorithm=watched(phase.algorithm)) for phase in phases],
+        method=[phase._replace(method=watched(phase.method)) for phase in phases],
         model=network(net), federation=federation(), training=TRAINING, rounds=rounds, cohort=3, seed=4,
         engine=engine, device="cpu", **how,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def test_no_round_is_fedavgs_for_having_just_enough_labels():
 
 @pytest.mark.parametrize(("option", "value"), [("least", 0), ("least", -1), ("warm_up", -1)])
 def test_impossible_warm_ups_and_numbers_of_labels_are_refused(option, value):
-    with pytest.raises(FedstillError, match=f"algorithm.{option} = {value}"):
+    with pytest.raises(FedstillError, match=f"method.{option} = {value}"):
         d2cfl(**{option: value})
 
 
@@ -222,10 +222,10 @@ def test_the_optimiser_is_the_one_asked_for(monkeypatch):
 @pytest.mark.parametrize("other", ["scaffold(weighting=size)", "fedlmd(weighting=size)", "fedprox(mu=0.5)", "fedavgm"])
 def test_it_runs_over_other_methods_alike_on_both_engines(other):
     (both,), (alone,) = build_method(f"{other}+d2cfl({WRITTEN})"), build_method(other)
-    batched, looped = (run(both.algorithm, engine=engine) for engine in ("batched", "looped"))
+    batched, looped = (run(both.method, engine=engine) for engine in ("batched", "looped"))
     assert distance(batched.sent[-1], looped.sent[-1]) < 1e-5
     assert bool(batched.kept[-1].any())
-    plain = run(alone.algorithm)
+    plain = run(alone.method)
     assert [same_bits(a, b) for a, b in zip(batched.sent, plain.sent, strict=True)] == [True, True, False, False, False]
     assert distance(batched.sent[-1], run(d2cfl(**QUICK)).sent[-1]) > 1e-3
 

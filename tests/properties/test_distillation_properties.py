@@ -7,9 +7,9 @@ import torch
 from by_hand import F64, federate_by_hand, linear, linear_model
 from own_counts import counting, counts_of
 
-from fedstill.algorithms import METHODS, fedavg, fedlmd, fedlmd_tf, fedntd, fedntd_tf, fedrs, kd, label_smoothing
 from fedstill.core.types import Batch
 from fedstill.local import majority, target_mask
+from fedstill.methods import METHODS, fedavg, fedlmd, fedlmd_tf, fedntd, fedntd_tf, fedrs, kd, label_smoothing
 
 CLASSES, FEATURES = 4, 4
 START = linear(CLASSES, FEATURES, seed=6)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.algorithms import build_algorithm
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
+from fedstill.loop.federate import federate
+from fedstill.methods import build_algorithm
 from fedstill.models import build_model
-from fedstill.rounds import federate
 
 CLASSES, FEATURES, ROUNDS = 4, 6, 2
 EQUAL, DIFFERENT = 1e-12, 1e-6
@@ -74,9 +74,9 @@ def federation(counts: tuple[tuple[int, ...], ...]) -> Federation:
     return Federation(train, test, torch.arange(len(labels)), offsets, samples(np.arange(13) % CLASSES, "unlabeled")[0])
 
 
-def run(algorithm, engine: str, *, counts=SKEWED, training: Training = EPOCHS, rounds: int = ROUNDS) -> Weights:
+def run(method, engine: str, *, counts=SKEWED, training: Training = EPOCHS, rounds: int = ROUNDS) -> Weights:
     weights = federate(
-        algorithm=algorithm,
+        method=method,
         model=build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
         federation=federation(counts),
         training=training,

@@ -14,8 +14,8 @@ from by_hand import (
 )
 from torch.nn.functional import cross_entropy
 
-from fedstill.algorithms import fedavg, feddf, fedntd, fedprox
 from fedstill.local import proximal
+from fedstill.methods import fedavg, feddf, fedntd, fedprox
 
 DATA = [blobs(k, 8 + 6 * k) for k in range(3)]
 START = linear(3, 4, seed=2)

@@ -3,9 +3,9 @@
 import pytest
 from by_hand import federate_by_hand, number, quadratic_data, scalar, scalar_model, train_client, with_quadratic
 
-from fedstill.algorithms import feddyn
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.local import dynamic_regularization, proximal
+from fedstill.methods import feddyn
 
 CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 EXACT = {"steps": 60, "lr": 0.3}  # contraction 0.55 and 0.05 a step

@@ -12,10 +12,10 @@ from by_hand import (
     with_quadratic,
 )
 
-from fedstill.algorithms import fedavg, fednova
-from fedstill.core.compose import combine
-from fedstill.core.types import Algorithm, Batch, Objective
+from fedstill.compose.combine import combine
+from fedstill.core.types import Batch, Method, Objective
 from fedstill.local import against_own_past
+from fedstill.methods import fedavg, fednova
 
 CLIENTS = [
     quadratic_data(1.0, 0.0)._replace(weight=number([3.0])),
@@ -68,7 +68,7 @@ def slope() -> Objective:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_under_constant_gradients_the_step_is_the_mean_gradient_times_the_mean_travel(momentum):
     clients = [Batch(number([0.0]), number([g]), number([n])) for g, n in ((2.0, 3.0), (-4.0, 1.0))]
-    method = Algorithm(slope(), fednova().server)
+    method = Method(slope(), fednova().server)
     history = federate_by_hand(
         method, scalar_model(), clients, scalar(1.0), rounds=1, steps=[2, 7], lr=0.1, momentum=momentum
     )
@@ -90,7 +90,7 @@ def released(clients, *, objective=None, **how):
     method = (
         with_quadratic(recipe, against_own_past())
         if objective is None
-        else Algorithm(combine(objective, against_own_past()), recipe.server)
+        else Method(combine(objective, against_own_past()), recipe.server)
     )
     history = federate_by_hand(method, scalar_model(), clients, scalar(1.0), **how)
     return [weights.params["w"].item() for weights in history.weights]

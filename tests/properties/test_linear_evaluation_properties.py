@@ -22,14 +22,14 @@ from server_rounds import (
 )
 from torch import nn
 
-from fedstill.algorithms import METHODS, build_algorithm, fedavg
+from fedstill.compose.head_only import head_names, head_of, heads_only
+from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
-from fedstill.core.heads import head_names, head_of, heads_only
-from fedstill.core.join import join
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Training, Weights
+from fedstill.methods import METHODS, build_algorithm, fedavg
 from fedstill.models import from_module
 from fedstill.models.mixed import mixed_model
 

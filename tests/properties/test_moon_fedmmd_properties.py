@@ -4,8 +4,8 @@ import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model
 
-from fedstill.algorithms import fedavg, fedmmd, moon
 from fedstill.core.types import Model, Output, Weights
+from fedstill.methods import fedavg, fedmmd, moon
 
 DATA = [blobs(k, 8 + 4 * k) for k in range(3)]
 START = linear(3, 4, seed=1)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedstill.algorithms import build_algorithm, fedavg, mrtf
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.data import Unlabeled, load, make_federation
-from fedstill.methods import build_method
+from fedstill.loop.federate import federate
+from fedstill.methods import build_algorithm, fedavg, mrtf
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
 from fedstill.partition import PARTITIONS
-from fedstill.rounds import federate
 
 CLASSES, FEATURES = 4, 6
 TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
@@ -44,13 +44,13 @@ def federation() -> Federation:
     return Federation(train, test, torch.argsort(train.y, stable=True), offsets, test.x, test.y)
 
 
-def run(algorithm, **how):
+def run(method, **how):
     settings = {
         "model": build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
         "federation": federation(), "training": TRAINING, "rounds": 4, "cohort": 3, "seed": 2, "engine": "batched",
         "device": "cpu",
     }  # fmt: skip
-    return federate(algorithm=algorithm, **{**settings, **how})
+    return federate(method=method, **{**settings, **how})
 
 
 def same_bits(ours, other) -> bool:
@@ -195,11 +195,11 @@ def test_teachers_in_train_mode_say_the_same_on_both_engines_and_not_what_they_s
 @pytest.mark.parametrize("other", ["fedlmd", "scaffold", "update_noise(sigma=0.01)", "feddyn"])
 def test_it_runs_over_other_methods_on_both_engines(other):
     (joined,), (alone,) = build_method(f"{other}+mrtf({WRITTEN})"), build_method(f"mrtf({WRITTEN})")
-    batched, looped = (run(joined.algorithm, engine=engine).weights for engine in ("batched", "looped"))
+    batched, looped = (run(joined.method, engine=engine).weights for engine in ("batched", "looped"))
     assert furthest(batched, looped) < 1e-5
-    assert furthest(batched, run(alone.algorithm).weights) > 1e-3
+    assert furthest(batched, run(alone.method).weights) > 1e-3
     (plain,) = build_method(f"{other}+fedavg(weighting=uniform)")
-    assert furthest(batched, run(plain.algorithm).weights) > 1e-3
+    assert furthest(batched, run(plain.method).weights) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_it_runs_over_other_methods_on_both_engines(other):
      ("preset", "papers")],
 )  # fmt: skip
 def test_an_impossible_option_is_one_line_that_names_it(option, value):
-    with pytest.raises(FedstillError, match=rf"algorithm\.{option} = ") as caught:
+    with pytest.raises(FedstillError, match=rf"method\.{option} = ") as caught:
         build_algorithm("mrtf", {option: value})
     assert "\n" not in str(caught.value)
 

@@ -15,8 +15,8 @@ from by_hand import (
 )
 from torch.nn.functional import cross_entropy
 
-from fedstill.algorithms import fedavg, scaffold
 from fedstill.local import control_variates
+from fedstill.methods import fedavg, scaffold
 
 CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 

@@ -7,12 +7,12 @@ import torch
 from server_rounds import CLASSES, clients_models, federation, furthest, network, run, same_bits, served, server_round
 from torch import nn
 
-from fedstill.algorithms import METHODS, avglogit, avgprob, fedavg, fedbe, feddf, fedlmd, scaffold
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
 from fedstill.core.types import Dataset, Training, Weights
 from fedstill.local.terms import cross_entropy
-from fedstill.methods import build_method
+from fedstill.methods import METHODS, avglogit, avgprob, fedavg, fedbe, feddf, fedlmd, scaffold
+from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
 
 PLAIN = {"momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "reestimate": False, "sharpen": 1.0}
@@ -260,4 +260,4 @@ def test_a_mixture_is_averaged_as_the_preset_says():
     """D2C-FL's FedDF weighs by n_k, as FedLMD does, so the mixture does; plain FedDF brings even weights."""
     for text, wanted in (("feddf(preset=d2cfl)+fedlmd", "size"), ("feddf+fedlmd", "uniform")):
         (phase,) = build_method(text)
-        assert phase.algorithm.server.steps[0].name == f"average by {wanted}, buffers average"
+        assert phase.method.server.steps[0].name == f"average by {wanted}, buffers average"

@@ -10,15 +10,15 @@ from torch import nn
 
 from fedstill import Experiment, mixed_model
 from fedstill import run as run_experiment
-from fedstill.algorithms import METHODS, build_algorithm, fedavg
-from fedstill.core.compose import chain
+from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, ServerStep, Training
-from fedstill.kept_results import KeptResults
-from fedstill.methods import build_method
+from fedstill.loop.federate import federate
+from fedstill.methods import METHODS, build_algorithm, fedavg
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
-from fedstill.rounds import federate
+from fedstill.storage.cache import KeptResults
 
 SIDE = 12
 SMALL = "batch_size=8, projection=4, hidden=8"
@@ -56,7 +56,7 @@ def test_features_tell_what_no_label_said():
     data = Federation(train, test, torch.arange(40), torch.tensor([0, 40]), x, unlabeled_truth=truth)
     options = {"epochs": 10, "batch_size": 100, "pretrain_lr": 3e-3, "hidden": 64, "projection": 32, "neighbours": 20}
     result = federate(
-        algorithm=build_algorithm("simclr", options), model=from_module(Textures, input_shape=(3, SIDE, SIDE)),
+        method=build_algorithm("simclr", options), model=from_module(Textures, input_shape=(3, SIDE, SIDE)),
         federation=data, training=Training(lr=0.1), rounds=1, cohort=1, device="cpu",
     )  # fmt: skip
     row = result.history.rows[0]
@@ -67,7 +67,7 @@ def test_features_tell_what_no_label_said():
 def pictures(text, **how):
     phases = build_method(text)
     settings = {
-        "algorithm": phases, "model": net(), "federation": picture_federation(), "rounds": 2, "cohort": 2,
+        "method": phases, "model": net(), "federation": picture_federation(), "rounds": 2, "cohort": 2,
         "training": Training(batch_size=8, lr=0.05), "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})
@@ -93,8 +93,8 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
         return candidate, state
 
     def watched():
-        algorithm = fedavg()
-        return type(algorithm)(algorithm.objective, chain(algorithm.server, ServerStep(prepare=look)))
+        method = fedavg()
+        return type(method)(method.objective, chain(method.server, ServerStep(prepare=look)))
 
     monkeypatch.setitem(METHODS, "watched", watched)
     simclr, feddf = f"simclr(epochs=2, {SMALL})", 'feddf(weighting="size", steps=2)'
@@ -110,7 +110,7 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
         data={"source": "digits", "unlabeled": 200, "test_limit": 100},
         partition={"scheme": "iid", "clients": 4},
         model={"name": "resnet8"},
-        algorithm={"name": "fedavg+simclr(epochs=2, batch_size=64, neighbours=10)"},
+        method={"name": "fedavg+simclr(epochs=2, batch_size=64, neighbours=10)"},
         rounds=1,
         cohort=2,
         name="digits",
@@ -126,15 +126,15 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": -1}, "algorithm.epochs = -1"),
+        ({"epochs": -1}, "method.epochs = -1"),
         ({"batch_size": 1}, "2 or more"),
-        ({"pretrain_lr": 0.0}, "algorithm.pretrain_lr"),
-        ({"weight_decay": -1.0}, "algorithm.weight_decay"),
-        ({"temperature": 0.0}, "algorithm.temperature"),
-        ({"projection": 0}, "algorithm.projection"),
-        ({"hidden": 0}, "algorithm.hidden"),
-        ({"neighbours": -1}, "algorithm.neighbours"),
-        ({"pretrain_seed": 0.5}, "algorithm.pretrain_seed"),
+        ({"pretrain_lr": 0.0}, "method.pretrain_lr"),
+        ({"weight_decay": -1.0}, "method.weight_decay"),
+        ({"temperature": 0.0}, "method.temperature"),
+        ({"projection": 0}, "method.projection"),
+        ({"hidden": 0}, "method.hidden"),
+        ({"neighbours": -1}, "method.neighbours"),
+        ({"pretrain_seed": 0.5}, "method.pretrain_seed"),
     ],
 )
 def test_an_impossible_option_is_refused_by_name(options, message):

@@ -10,8 +10,8 @@ import torch
 from by_hand import blobs, federate_by_hand
 from test_label_skew_against_numpy import CASES as LABEL_SKEW_CASES
 
-from fedstill.algorithms import METHODS
 from fedstill.core.types import Model, Output, Weights
+from fedstill.methods import METHODS
 
 SIZES, STEPS = [6, 13, 9, 20], [2, 5, 3, 7]
 COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0], [1, 0], [0, 1, 2, 3]]

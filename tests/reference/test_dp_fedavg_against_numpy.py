@@ -11,10 +11,10 @@ import pytest
 import torch
 from by_hand import blobs, federation_of, linear_model, number
 
-from fedstill.algorithms import dp_fedavg
 from fedstill.core.types import Training, Weights
-from fedstill.privacy import moves
-from fedstill.rounds import federate
+from fedstill.loop.federate import federate
+from fedstill.methods import dp_fedavg
+from fedstill.privacy import mechanisms as moves
 
 SIZES, EPOCHS, EXPECTED, ROUNDS, CLIP = [6, 13, 9, 20, 4], 4, 2, 6, 0.8
 DATA = [blobs(k, size) for k, size in enumerate(SIZES)]
@@ -54,7 +54,7 @@ def test_dp_fedavg_equals_its_equations_in_numpy(trust, sampling, noise_multipli
     monkeypatch.setattr(moves, "gaussian_like", watched.draw)
     start = Weights({"weight": number(START[:, :-1]), "bias": number(START[:, -1])}, {})
     result = federate(
-        algorithm=watched.method, model=dataclasses.replace(linear_model(), init=lambda seed: start),
+        method=watched.method, model=dataclasses.replace(linear_model(), init=lambda seed: start),
         federation=federation_of(DATA), training=LOCAL, rounds=ROUNDS, cohort=EXPECTED, sampling=sampling, seed=9,
         engine="looped", device="cpu", engine_options={"precision": "float64"},
     )  # fmt: skip

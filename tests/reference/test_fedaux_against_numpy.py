@@ -8,11 +8,11 @@ import pytest
 import torch
 from by_hand import blobs, federation_of, number
 
-from fedstill.algorithms import fedaux
 from fedstill.core.tree import flatten
 from fedstill.core.types import Model, Output, Training, Weights
-from fedstill.rounds import federate
-from fedstill.server import certainty
+from fedstill.loop.federate import federate
+from fedstill.methods import fedaux
+from fedstill.methods.fedaux import certainty
 
 SIZES, ROWS, HIDDEN, EPOCHS, RATE = [6, 13, 9, 20, 4], 31, 5, 3, 0.4
 DATA = [blobs(k, size) for k, size in enumerate(SIZES)]
@@ -77,7 +77,7 @@ def test_two_rounds_of_fedaux_equal_its_equations_in_numpy(options, monkeypatch)
     monkeypatch.setattr(certainty, "private_normal", handed)
     method = fedaux(batch_size=64, distill_share=0.8, mechanism="classic", **options)
     result = federate(
-        algorithm=watched(method, seen), model=hidden_layer(), federation=federation_of(DATA, UNLABELED),
+        method=watched(method, seen), model=hidden_layer(), federation=federation_of(DATA, UNLABELED),
         training=Training(batch_size=64, epochs=EPOCHS, lr=RATE), rounds=2, cohort=3, seed=2, engine="looped",
         device="cpu", engine_options={"precision": "float64"},
     )  # fmt: skip

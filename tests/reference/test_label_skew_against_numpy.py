@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_counts import counting
 
-from fedstill.algorithms import METHODS
 from fedstill.core.types import Batch, Model, Output, Weights
 from fedstill.local import (
     label_masked_distillation,
@@ -18,6 +17,7 @@ from fedstill.local import (
     restricted_softmax,
     smoothed_cross_entropy,
 )
+from fedstill.methods import METHODS
 
 TERMS = {
     "kd": lambda tau: plain_distillation(0.7, tau=tau),

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from fedstill.core.types import Weights
-from fedstill.server.pools import (
+from fedstill.methods.mrtf.refinery import rectified, trust_in_clients
+from fedstill.server.distill.targets import (
+    cluster_labels,
     confident_share,
     maximum_rule,
     mean_rule,
     mix,
     pool_targets,
+    sharpen,
     standardised,
 )
-from fedstill.server.rectify import rectified, trust_in_clients
-from fedstill.server.targets import cluster_labels, sharpen
-from fedstill.server.teachers import direction_samples, dirichlet_samples, gaussian_samples
+from fedstill.server.distill.teachers import direction_samples, dirichlet_samples, gaussian_samples
 
 quick = settings(deadline=None, max_examples=60)
 MANY = 40_000

@@ -10,8 +10,8 @@ import torch
 
 from fedstill.core.seeds import torch_generator
 from fedstill.core.types import Dataset, Federation, Samples
-from fedstill.report import nearest as module
-from fedstill.report.nearest import SHOWS_NOT, Copies, Nearest, inputs, look_for_copies, nearest
+from fedstill.report import generated as module
+from fedstill.report.generated import SHOWS_NOT, Copies, Nearest, inputs, look_for_copies, nearest
 
 CLASSES = ("cat", "dog", "owl")
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)

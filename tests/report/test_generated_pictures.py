@@ -20,9 +20,17 @@ from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.seeds import torch_generator
 from fedstill.core.types import Dataset, Federation, Samples, Weights
-from fedstill.history import History, Result
-from fedstill.report.generated import as_stored, closest_picture, generated_picture, is_pictured, pixels, show_generated
-from fedstill.report.nearest import inputs, look_for_copies
+from fedstill.loop.history import History, Result
+from fedstill.report.generated import (
+    as_stored,
+    closest_picture,
+    generated_picture,
+    inputs,
+    is_pictured,
+    look_for_copies,
+    pixels,
+    show_generated,
+)
 
 
 def dataset(shape=(1, 6, 6), count: int = 30, seed: int = 0, **changes) -> Dataset:

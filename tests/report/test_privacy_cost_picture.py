@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.errors import FedstillError
-from fedstill.methods import build_method
+from fedstill.methods.lookup import build_method
 from fedstill.report.privacy_cost import best_lambda, epsilons_of, privacy_cost_picture
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fedaux" / "privacy_cost.py"
@@ -92,7 +92,7 @@ def test_its_feddf_is_fedaux_with_equal_scores(script):
     ours = script["baseline"]()
     assert ours == 'feddf(steps=100, server_lr=0.001, distill_share=0.8, weighting="size")'
     (feddf,), (fedaux,) = build_method(ours), build_method(script["method"]("sum", 0.01, "probability"))
-    assert feddf.algorithm.server.steps[0].name == fedaux.algorithm.server.steps[0].name
+    assert feddf.method.server.steps[0].name == fedaux.method.server.steps[0].name
 
 
 def run_of(row, column, accuracy):

@@ -195,7 +195,7 @@ def test_rows_without_pseudo_labels_are_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize(("method", "there"), [({"name": "feddf", "steps": 2}, True), ({"name": "fedavg"}, False)])
 def test_a_run_folder_gets_the_picture_where_the_method_makes_pseudo_labels(tmp_path, method, there):
     experiment = fedstill.Experiment(
-        rounds=2, cohort=2, algorithm=method, data={"unlabeled": 40}, model={"name": "mlp", "hidden": [8]},
+        rounds=2, cohort=2, method=method, data={"unlabeled": 40}, model={"name": "mlp", "hidden": [8]},
         partition={"scheme": "iid", "clients": 4},
     )  # fmt: skip
     fedstill.run(experiment, run_dir=tmp_path / "run")

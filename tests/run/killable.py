@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation
 
-from fedstill.callbacks import Callback
 from fedstill.core.types import ServerStep, Training, Weights
-from fedstill.history import Result
-from fedstill.rounds import federate
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.federate import federate
+from fedstill.loop.history import Result
 
 
 def server_with_momentum() -> ServerStep:
@@ -38,7 +38,7 @@ class SayReady(Callback):
 def run(run_dir: Path, engine: str, rounds: int, callbacks: tuple = ()) -> Result:
     federation, model = toy_federation(), linear_model()
     return federate(
-        algorithm=fedavg(objective=counting_objective(), server=server_with_momentum()), model=model,
+        method=fedavg(objective=counting_objective(), server=server_with_momentum()), model=model,
         federation=federation, training=Training(batch_size=4, lr=0.05), rounds=rounds, cohort=6, seed=11,
         engine=LoopEngine(model, federation) if engine == "loop" else engine, device="cpu", run_dir=run_dir,
         checkpoint_every=2, resume=True, callbacks=callbacks,

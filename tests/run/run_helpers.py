@@ -8,15 +8,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedstill.core.compose import weighted_mean
+from fedstill.compose.combine import weighted_mean
 from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
 from fedstill.core.tree import rows, stack
 from fedstill.core.types import (
-    Algorithm,
     Batch,
     Dataset,
     Federation,
     Local,
+    Method,
     Model,
     Objective,
     Output,
@@ -79,9 +79,9 @@ def average(candidate, state, round):
     return Weights(params, {name: mean(leaf) for name, leaf in weights.buffers.items()}), state
 
 
-def fedavg(**changes) -> Algorithm:
+def fedavg(**changes) -> Method:
     parts = {"objective": Objective(cross_entropy), "server": ServerStep(average), **changes}
-    return Algorithm(**parts)
+    return Method(**parts)
 
 
 def counting_objective() -> Objective:

@@ -14,8 +14,8 @@ from run_helpers import LoopEngine, fedavg, linear_model, toy_federation
 
 from fedstill.core.tree import leaves
 from fedstill.core.types import Training
-from fedstill.guard import Guard
-from fedstill.rounds import federate
+from fedstill.loop.federate import federate
+from fedstill.loop.guard import Guard
 
 LIAR = 7
 ROUNDS = 3
@@ -77,7 +77,7 @@ def run(spoil=None, run_dir=None, **settings):
     federation, model = toy_federation([12] * 10), linear_model()
     tamper = None if spoil is None else lambda _, client, data: spoil(data) if client == LIAR else data
     return federate(
-        algorithm=fedavg(), model=model, federation=federation, engine=LoopEngine(model, federation),
+        method=fedavg(), model=model, federation=federation, engine=LoopEngine(model, federation),
         training=Training(batch_size=6, lr=0.2), rounds=ROUNDS, cohort=10,
         tamper=tamper, run_dir=run_dir, **settings,
     )  # fmt: skip

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.calibrate import (
+from fedstill.core.errors import FedstillError
+from fedstill.loop.evaluate import calibration_error
+from fedstill.prediction.calibrate import (
     FEWEST_ROWS,
     at_temperature,
     calibrate,
@@ -15,9 +17,7 @@ from fedstill.calibrate import (
     log_scores,
     reliability,
 )
-from fedstill.core.errors import FedstillError
-from fedstill.evaluate import calibration_error
-from fedstill.report.reliability import reliability_picture, wilson
+from fedstill.prediction.files import reliability_picture, wilson
 
 
 def drawn(count=600, classes=5, *, sharpness=1.0, seed=0):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedstill.callbacks import Callback, EarlyStop, RunInfo
 from fedstill.core.errors import FedstillError
+from fedstill.loop.callbacks import Callback, EarlyStop, RunInfo
 
 
 def info(past: tuple = ()) -> RunInfo:

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_helpers import linear_model
 
-from fedstill.checkpoint import (
+from fedstill.core.errors import FedstillError
+from fedstill.loop.checkpoint import (
     RunState,
     list_checkpoints,
     load_checkpoint,
@@ -25,7 +26,6 @@ from fedstill.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from fedstill.core.errors import FedstillError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fedstill.core.errors import FedstillError
-from fedstill.rounds import cohort_size
+from fedstill.loop.federate import cohort_size
 
 
 @pytest.mark.parametrize(

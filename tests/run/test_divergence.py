@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedstill
-from fedstill.core.compose import weighted_mean
+from fedstill.compose.combine import weighted_mean
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset, Federation, Model, Objective, Output, Training, Weights
 from fedstill.data import make_federation

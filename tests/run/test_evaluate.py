@@ -11,7 +11,7 @@ from run_helpers import toy_federation
 
 from fedstill.core.seeds import numpy_generator
 from fedstill.core.types import Dataset, Federation, Output
-from fedstill.evaluate import Forgetting, calibration_error, evaluate, label_counts, make_exam
+from fedstill.loop.evaluate import Forgetting, calibration_error, evaluate, label_counts, make_exam
 
 
 class Oracle:

@@ -9,25 +9,25 @@ import pytest
 import torch
 from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation, without_clock
 
-from fedstill.callbacks import Callback, EarlyStop
-from fedstill.checkpoint import load_weights
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Need, ServerStep, Training, Weights
-from fedstill.guard import Guard
-from fedstill.play import draw_cohort
-from fedstill.rounds import federate
+from fedstill.loop.callbacks import Callback, EarlyStop
+from fedstill.loop.checkpoint import load_weights
+from fedstill.loop.federate import federate
+from fedstill.loop.guard import Guard
+from fedstill.loop.round import draw_cohort
 
 TRAINING = Training(batch_size=6, lr=0.2)
 
 
-def run(algorithm=None, *, federation=None, engine=None, **settings):
+def run(method=None, *, federation=None, engine=None, **settings):
     federation = federation or toy_federation()
     model = linear_model()
     engine = engine or LoopEngine(model, federation)
     settings = {"training": TRAINING, "rounds": 3, "cohort": 5, **settings}
-    return federate(algorithm=algorithm or fedavg(), model=model, federation=federation, engine=engine, **settings)
+    return federate(method=method or fedavg(), model=model, federation=federation, engine=engine, **settings)
 
 
 def same_bits(a: Weights, b: Weights) -> bool:
@@ -61,10 +61,10 @@ def test_training_learns_the_classes():
 
 
 def test_cohorts_do_not_depend_on_the_method_and_change_with_seed_and_round():
-    def cohorts(algorithm, seed):
+    def cohorts(method, seed):
         federation = toy_federation()
         engine = LoopEngine(linear_model(), federation)
-        run(algorithm, federation=federation, engine=engine, seed=seed, rounds=6)
+        run(method, federation=federation, engine=engine, seed=seed, rounds=6)
         return [call["ids"] for call in engine.calls]
 
     plain, other = cohorts(fedavg(), 1), cohorts(fedavg(objective=counting_objective(), server=ServerStep()), 1)
@@ -89,8 +89,8 @@ def test_clients_without_data_are_never_drawn_and_everybody_else_is():
 def test_an_engine_by_name_trains_as_the_plain_loop_does(name):
     """One full batch a client, so that the order of samples does not matter."""
     full = Training(batch_size=12, lr=0.2)
-    algorithm = fedavg(objective=counting_objective(), server=momentum_server())
-    ours, theirs = run(algorithm, training=full), run(algorithm, training=full, engine=name, device="cpu")
+    method = fedavg(objective=counting_objective(), server=momentum_server())
+    ours, theirs = run(method, training=full), run(method, training=full, engine=name, device="cpu")
     torch.testing.assert_close(theirs.weights, ours.weights)
     assert [row["bytes_up"] for row in theirs.history.rows] == [row["bytes_up"] for row in ours.history.rows]
 
@@ -121,9 +121,9 @@ def momentum_server() -> ServerStep:
 @pytest.mark.parametrize("budget", [2 << 30, 0], ids=["states in memory", "states on disk"])
 @pytest.mark.parametrize("stop", [2, 4, 5])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, budget):
-    algorithm = fedavg(objective=counting_objective(), server=momentum_server())
+    method = fedavg(objective=counting_objective(), server=momentum_server())
     settings = {"seed": 5, "checkpoint_every": 2, "state_budget": budget}
-    whole = run(algorithm, rounds=7, run_dir=tmp_path / "whole", **settings)
+    whole = run(method, rounds=7, run_dir=tmp_path / "whole", **settings)
 
     class Interrupt(Callback):
         def on_round(self, row):
@@ -131,9 +131,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, budget):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(algorithm, rounds=7, run_dir=tmp_path / "cut", callbacks=[Interrupt()], **settings)
+        run(method, rounds=7, run_dir=tmp_path / "cut", callbacks=[Interrupt()], **settings)
     engine = LoopEngine(linear_model(), toy_federation())
-    resumed = run(algorithm, rounds=7, run_dir=tmp_path / "cut", engine=engine, resume=True, **settings)
+    resumed = run(method, rounds=7, run_dir=tmp_path / "cut", engine=engine, resume=True, **settings)
     assert engine.calls[0]["round"] == stop // 2 * 2 + 1
     assert same_bits(resumed.weights, whole.weights)
     assert same_bits(resumed.best_weights, whole.best_weights)

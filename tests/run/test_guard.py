@@ -9,10 +9,10 @@ import torch
 from run_helpers import toy_uploads
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.message import as_tree, encode, select, template_of
-from fedstill.core.tree import flatten
+from fedstill.core.tree import as_tree, flatten, select
 from fedstill.core.types import Weights
-from fedstill.guard import Guard, admit, admit_messages, find_faults
+from fedstill.loop.guard import Guard, admit, admit_messages, find_faults
+from fedstill.loop.message import encode, template_of
 
 BAD = 2  # position of the bad client in the cohort; its id is 12
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_helpers import linear_model
 
-from fedstill.history import History, Journal, Result, plain
+from fedstill.loop.history import History, Journal, Result, plain
 
 
 def history() -> History:

@@ -9,21 +9,20 @@ import torch
 from typer.testing import CliRunner
 
 import fedstill
-from fedstill.algorithms import fedavg
+from fedstill.about.toy import trial_federation, trial_model
 from fedstill.cli import app
-from fedstill.core.compose import chain
-from fedstill.core.groups import merge
-from fedstill.core.per_group import per_group
-from fedstill.core.types import Algorithm, Groups, Phase, Samples, ServerStep, Training
-from fedstill.rounds import federate
-from fedstill.trial import trial_federation, trial_model
+from fedstill.compose.combine import chain
+from fedstill.compose.groups import merge, per_group
+from fedstill.core.types import Groups, Method, Phase, Samples, ServerStep, Training
+from fedstill.loop.federate import federate
+from fedstill.methods import fedavg
 
 METHOD = '''
 import torch
-from fedstill.algorithms import fedavg
+from fedstill.methods import fedavg
 from fedstill.core.compose import chain
 from fedstill.core.seeds import torch_generator
-from fedstill.core.types import Algorithm, Samples, ServerStep
+from fedstill.core.types import Method, Samples, ServerStep
 from fedstill.data import load
 from fedstill.report.nearest import inputs
 
@@ -45,11 +44,11 @@ def inventing(*, copies: int = 0):
 
     base = fedavg()
     step = ServerStep(apply, lambda _: {"samples": {}}, samples=samples)
-    return Algorithm(base.objective, chain(base.server, step))
+    return Method(base.objective, chain(base.server, step))
 '''
 
 
-def inventing() -> Algorithm:
+def inventing() -> Method:
     """As many samples as rounds were played, all of the last round's number."""
 
     def apply(candidate, state, round):
@@ -61,15 +60,15 @@ def inventing() -> Algorithm:
 
     base = fedavg()
     step = ServerStep(apply, lambda _: {"samples": {}}, samples=samples)
-    return Algorithm(base.objective, chain(base.server, step))
+    return Method(base.objective, chain(base.server, step))
 
 
-def run(algorithm, **how):
+def run(method, **how):
     settings = {
         "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
         "rounds": 3, "cohort": 2, "engine": "looped", "device": "cpu",
     }  # fmt: skip
-    return federate(algorithm=algorithm, **{**settings, **how})
+    return federate(method=method, **{**settings, **how})
 
 
 def test_a_result_holds_what_was_invented_last_and_nothing_where_nothing_was():
@@ -106,7 +105,7 @@ def experiment(tmp_path):
     def make(copies: int = 0, method: str = "") -> fedstill.Experiment:
         own = f"{tmp_path / 'inventing.py'}:inventing(copies={copies})"
         return fedstill.Experiment(
-            rounds=2, cohort=2, algorithm={"name": method or own},
+            rounds=2, cohort=2, method={"name": method or own},
             data={"source": "digits"}, model={"name": "mlp", "hidden": [8]}, checkpoint_every=1,
             partition={"scheme": "iid", "clients": 4},
         )  # fmt: skip

@@ -24,16 +24,16 @@ from server_rounds import (
 )
 from torch import nn
 
-from fedstill.algorithms import build_algorithm, fedavg
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import stack
 from fedstill.core.types import Phase, Training
 from fedstill.engine import build_engine
-from fedstill.engine.optim import first_memory
 from fedstill.engine.plan import make_plan
+from fedstill.engine.stack import first_memory
 from fedstill.local.terms import cross_entropy
-from fedstill.play import draw_cohort
+from fedstill.loop.round import draw_cohort
+from fedstill.methods import build_algorithm, fedavg
 
 ADAM = Training(batch_size=5, epochs=1, lr=0.01, optimizer="adam", keep_optimizer=True)
 MOMENTUM = Training(batch_size=5, epochs=1, lr=0.05, momentum=0.9, keep_optimizer=True)
@@ -172,7 +172,7 @@ def test_the_released_preset_keeps_it():
 
 
 def test_it_is_refused_where_the_result_is_not_the_last_model():
-    with pytest.raises(FedstillError, match=r"algorithm\.keep_optimizer has no use with patience"):
+    with pytest.raises(FedstillError, match=r"method\.keep_optimizer has no use with patience"):
         build_algorithm("feddf", {"keep_optimizer": True, "patience": 5})
 
 

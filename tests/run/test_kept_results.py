@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fedstill import file_lock, kept_results
-from fedstill.kept_results import KeptResults
+from fedstill.storage import cache as kept_results
+from fedstill.storage import files as file_lock
+from fedstill.storage.cache import KeptResults
 
 IDENTITY = {"kind": "extractor", "seed": 2**63 + 1, "options": {"rate": 0.1, "names": ["a"]}}
 TREE = {

@@ -12,9 +12,9 @@ import killable
 import pytest
 import torch
 
-from fedstill.checkpoint import list_checkpoints, load_weights
 from fedstill.core.seeds import numpy_generator
 from fedstill.core.tree import flatten
+from fedstill.loop.checkpoint import list_checkpoints, load_weights
 
 KILLS, ENDLESS = 20, 10**6
 

@@ -13,19 +13,19 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedstill.algorithms import METHODS, dp_fedavg, fedavg, fedprox
-from fedstill.core.compose import chain
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.compose.combine import chain
+from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
-from fedstill.core.join import join
 from fedstill.core.needs import needs_of
-from fedstill.core.types import Algorithm, Need, Phase, ServerStep, Training
-from fedstill.evaluate import label_counts
+from fedstill.core.types import Method, Need, Phase, ServerStep, Training
 from fedstill.local.terms import cross_entropy
-from fedstill.methods import build_method
-from fedstill.privacy.budget import Privacy
-from fedstill.rounds import federate
-from fedstill.server.average import average
-from fedstill.trial import trial_federation, trial_model
+from fedstill.loop.evaluate import label_counts
+from fedstill.loop.federate import federate
+from fedstill.methods import METHODS, dp_fedavg, fedavg, fedprox
+from fedstill.methods.lookup import build_method
+from fedstill.privacy.plan import Privacy
+from fedstill.server.aggregate import average
 
 DP = Privacy(label_counts="dp", label_epsilon=2.0)
 NONE = Privacy(label_counts="none")
@@ -33,15 +33,15 @@ ZERO = torch.tensor([0])
 FORM = "counter(labels='uniform', ensemble='uniform')"
 
 
-def run(algorithm, **how):
+def run(method, **how):
     settings = {
         "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
         "rounds": 6, "cohort": 2, "engine": "looped", "device": "cpu",
     }  # fmt: skip
-    return federate(algorithm=algorithm, **{**settings, **how})
+    return federate(method=method, **{**settings, **how})
 
 
-def counter(seen: list, *, labels: str = "quota", ensemble: str = "class") -> Algorithm:
+def counter(seen: list, *, labels: str = "quota", ensemble: str = "class") -> Method:
     """Reads every client's label counts in every round, unless both of its options can do without."""
     counts = frozenset({Need.LABEL_COUNTS_UPLOADED}) if {labels, ensemble} != {"uniform"} else frozenset()
 
@@ -52,7 +52,7 @@ def counter(seen: list, *, labels: str = "quota", ensemble: str = "class") -> Al
         return candidate, state
 
     step = ServerStep(look, needs=counts)
-    return Algorithm(cross_entropy(), chain(average(), step), without_counts=FORM if counts else "")
+    return Method(cross_entropy(), chain(average(), step), without_counts=FORM if counts else "")
 
 
 def by_client(seen: list) -> dict[int, list[torch.Tensor]]:
@@ -194,7 +194,7 @@ def test_every_method_of_the_library_that_needs_counts_names_a_form_that_needs_n
     method = METHODS[name]()
     if Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         (phase,) = build_method(method.without_counts)
-        assert Need.LABEL_COUNTS_UPLOADED not in needs_of(phase.algorithm)
+        assert Need.LABEL_COUNTS_UPLOADED not in needs_of(phase.method)
 
 
 @pytest.mark.parametrize("mode", ["none", "dp", "exact"])
@@ -215,8 +215,8 @@ def test_a_method_without_such_a_form_is_told_to_send_them():
 def test_methods_together_hand_the_form_on_where_all_that_need_counts_have_one():
     counts = frozenset({Need.LABEL_COUNTS_UPLOADED})
 
-    def other(form: str) -> Algorithm:
-        return Algorithm(cross_entropy(), chain(average(), ServerStep(needs=counts)), without_counts=form)
+    def other(form: str) -> Method:
+        return Method(cross_entropy(), chain(average(), ServerStep(needs=counts)), without_counts=form)
 
     assert join({"fedprox": fedprox(), "counter": counter([])}).without_counts == FORM
     assert join({"other": other("other(a=1)"), "counter": counter([])}).without_counts == f"other(a=1) and {FORM}"

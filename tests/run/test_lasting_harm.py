@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from fedstill.algorithms import build_algorithm
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Training
 from fedstill.data import federation_from_tensors
-from fedstill.guard import Guard
+from fedstill.loop.federate import federate
+from fedstill.loop.guard import Guard
+from fedstill.methods import build_algorithm
 from fedstill.models import build_model
-from fedstill.rounds import federate
 
 
 def blobs(clients: int = 4, size: int = 20):
@@ -28,7 +28,7 @@ def blobs(clients: int = 4, size: int = 20):
 
 def run(method: str, spoil, guard: Guard):
     """Eight rounds; in the second one, client 0's upload passes through `spoil`."""
-    algorithm = build_algorithm(method, {})
+    method = build_algorithm(method, {})
     seen = []
 
     def transmit(uploads, start, seed):
@@ -36,7 +36,7 @@ def run(method: str, spoil, guard: Guard):
         return spoil(uploads) if len(seen) == 2 else uploads
 
     return federate(
-        algorithm=dataclasses.replace(algorithm, transmit=transmit),
+        method=dataclasses.replace(method, transmit=transmit),
         model=build_model("mlp", input_shape=(3,), classes=2, hidden=(8,), init="torch"),
         federation=blobs(),
         training=Training(epochs=2, batch_size=10, lr=0.1),

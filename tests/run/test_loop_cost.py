@@ -10,7 +10,7 @@ import torch
 from run_helpers import CLASSES, FEATURES, LoopEngine, Trained, cross_entropy, fedavg, linear_model
 
 from fedstill.core.types import Dataset, Federation, Objective, Output, Training, Uploads, Weights
-from fedstill.rounds import federate
+from fedstill.loop.federate import federate
 
 POPULATION, COHORT = 100_000, 1_000
 
@@ -53,7 +53,7 @@ def test_a_round_of_a_thousand_tiny_clients_costs_the_loop_a_few_milliseconds(ob
     federation, model = wide_federation(), linear_model()
     engine = IdleEngine(model, federation)
     federate(
-        algorithm=fedavg(objective=objective), model=model, federation=federation, training=Training(), engine=engine,
+        method=fedavg(objective=objective), model=model, federation=federation, training=Training(), engine=engine,
         rounds=30, cohort=COHORT,
     )  # fmt: skip
     lengths = np.diff(engine.ends)  # the shortest ones: other processes can only make a round longer

@@ -9,11 +9,13 @@ import torch
 from typer.testing import CliRunner
 
 import fedstill
-from fedstill.checkpoint import load_weights
 from fedstill.cli import app
-from fedstill.core.groups import part_of
+from fedstill.compose.groups import part_of
 from fedstill.engine import build_engine
-from fedstill.experiment import build_federation, build_network, resume_run
+from fedstill.experiment.build import build_federation
+from fedstill.experiment.model import build_network
+from fedstill.experiment.run import resume_run
+from fedstill.loop.checkpoint import load_weights
 
 PROTOTYPES = ['mlp(hidden=[16], init="torch")', "cnn", 'resnet8(norm="group")']
 
@@ -21,7 +23,7 @@ PROTOTYPES = ['mlp(hidden=[16], init="torch")', "cnn", 'resnet8(norm="group")']
 def experiment(**changes):
     sections = {
         "data": {"source": "digits", "unlabeled": 60},
-        "algorithm": {"name": "feddf", "steps": 10},
+        "method": {"name": "feddf", "steps": 10},
         "partition": {"scheme": "lda", "clients": 7, "alpha": 1.0},
         "model": {"name": "mixed", "prototypes": PROTOTYPES[:2]},
         "rounds": 2,
@@ -80,11 +82,11 @@ def test_the_command_line_says_which_model_is_reported(folder, tmp_path, monkeyp
 
 def test_an_unmet_need_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mixed.toml").write_text(experiment(algorithm="fedbe").to_toml())
+    (tmp_path / "mixed.toml").write_text(experiment(method="fedbe").to_toml())
     outcome = CliRunner().invoke(app, ["run", "mixed.toml", "--out", "out"])
     assert outcome.exit_code == 2
     (line,) = [line for line in outcome.output.splitlines() if "architecture" in line]
-    assert "algorithm.name = 'fedbe' needs one architecture on all clients" in line
+    assert "method.name = 'fedbe' needs one architecture on all clients" in line
     assert "Traceback" not in outcome.output
 
 
@@ -105,7 +107,7 @@ def test_forty_clients_of_three_architectures_take_seconds():
         partition={"scheme": "lda", "clients": 40, "alpha": 1.0},
         model={"name": "mixed", "prototypes": PROTOTYPES},
         local={"batch_size": 10, "lr": 0.003, "optimizer": "adam", "epochs": 3},
-        algorithm={"name": "feddf", "steps": 20, "batch_size": 64},
+        method={"name": "feddf", "steps": 20, "batch_size": 64},
         engine={"threads": 1},
         cohort=0.4,
         rounds=3,

@@ -8,17 +8,16 @@ import torch
 from mixed_runs import LOCAL, MEMBER, NETS, federation, first, mixed, run, without
 from safetensors.torch import load as read_tensors
 
-from fedstill.core.groups import merge, part_of, split
-from fedstill.core.message import HEADER_LIMIT
-from fedstill.core.per_group import grouped, share_states_of
-from fedstill.core.phases import phases_of
+from fedstill.compose.groups import grouped, merge, part_of, share_states_of, split
+from fedstill.compose.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import byte_size, clone, flatten
 from fedstill.core.types import Round, Training
 from fedstill.engine import build_engine
-from fedstill.engine.store import ClientStore
-from fedstill.guard import Guard
-from fedstill.methods import build_method
+from fedstill.engine.client_store import ClientStore
+from fedstill.loop.guard import Guard
+from fedstill.loop.message import HEADER_LIMIT
+from fedstill.methods.lookup import build_method
 from fedstill.models import mixed_model
 
 
@@ -75,11 +74,11 @@ def one_round(method="feddf(steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=None):
     engine = build_engine("auto", "cpu", model=model, federation=data)
     (phase,) = _grouped(method, model)
     start, ids = model.init(0), np.array(ids)
-    server = phase.algorithm.server
+    server = phase.method.server
     state = server.init(start)
     states = ClientStore(share_states_of((phase,), start, model.groups)[0], 6).read(ids)
     how = {"received": server.broadcast(state), "states": states, "ids": ids, "round": 1, "seed": 5}
-    uploads = engine.train(phase.algorithm.objective, LOCAL, start, **how).uploads
+    uploads = engine.train(phase.method.objective, LOCAL, start, **how).uploads
     if sizes is not None:
         uploads = uploads._replace(size=torch.tensor(sizes, dtype=torch.float64))
     look = Round(1, start, uploads, model, 6, data.unlabeled, 3, engine, validation=data.validation)
@@ -163,7 +162,7 @@ def test_distillation_leaves_the_teachers_as_they_were():
     look, engine, _ = one_round(method="feddf(steps=0)")
     before = clone(look.uploads.weights)
     (phase,) = _grouped("feddf(steps=5)", mixed())
-    server = phase.algorithm.server
+    server = phase.method.server
     server.apply(look.start, server.init(look.start), look)
     assert same(look.uploads.weights, before)
     assert engine.name == "batched and looped"

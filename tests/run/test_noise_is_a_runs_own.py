@@ -9,28 +9,28 @@ import pytest
 import torch
 
 import fedstill
-from fedstill.algorithms import dp_fedavg, fedaux
-from fedstill.callbacks import Callback
-from fedstill.checkpoint import list_checkpoints
-from fedstill.config import Experiment
+from fedstill.about.toy import trial_federation, trial_model
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import private_normal, torch_generator
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
-from fedstill.methods import build_method
-from fedstill.privacy.budget import Privacy
-from fedstill.rounds import federate
-from fedstill.trial import trial_federation, trial_model
+from fedstill.experiment.config import Experiment
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.checkpoint import list_checkpoints
+from fedstill.loop.federate import federate
+from fedstill.methods import dp_fedavg, fedaux
+from fedstill.methods.lookup import build_method
+from fedstill.privacy.plan import Privacy
 
 FOUR = dp_fedavg(clip=0.5, noise_multiplier=4.0)
 
 
-def run(algorithm=FOUR, **how):
+def run(method=FOUR, **how):
     settings = {
         "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
         "rounds": 1, "cohort": 4, "engine": "looped", "device": "cpu",
     }  # fmt: skip
-    return federate(algorithm=algorithm, **{**settings, **how})
+    return federate(method=method, **{**settings, **how})
 
 
 def vector(result) -> torch.Tensor:
@@ -72,7 +72,7 @@ def other_sample():
 @pytest.mark.parametrize(
     "change",
     [
-        {"algorithm": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0)},
+        {"method": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0)},
         {"settings": "fedprox(mu=0.1)"},
         {"training": Training(batch_size=8, lr=0.05 + 1e-9)},
         {"federation": other_sample()},
@@ -84,10 +84,10 @@ def other_sample():
 def test_runs_that_differ_in_anything_share_no_noise(change, trust):
     """The move hardly changes; with the noise of the other run, neither would the model."""
     options = {"trust": trust}
-    if "algorithm" in change:
-        change = {"algorithm": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0, **options)}
+    if "method" in change:
+        change = {"method": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0, **options)}
     plain = dp_fedavg(clip=0.5, noise_multiplier=4.0, **options)
-    one, other = vector(run(plain)), vector(run(**{"algorithm": plain, **change}))
+    one, other = vector(run(plain)), vector(run(**{"method": plain, **change}))
     assert float((one - other).norm()) > 0.5 * float((one - vector(run(dp_fedavg(noise_multiplier=0.0)))).norm())
     assert torch.equal(one, vector(run(plain)))
 
@@ -102,10 +102,10 @@ def test_the_server_s_own_data_count_where_it_learns_from_them(method, same):
         return inner(uploads, start, seed)
 
     (phase,) = build_method(f"{method}(trust='nobody')", {})
-    inner = phase.algorithm.transmit
-    algorithm, whole = dataclasses.replace(phase.algorithm, transmit=watched), trial_federation()
+    inner = phase.method.transmit
+    method, whole = dataclasses.replace(phase.method, transmit=watched), trial_federation()
     for federation in (whole, dataclasses.replace(whole, unlabeled=whole.unlabeled[1:])):
-        run(algorithm, federation=federation)
+        run(method, federation=federation)
     assert (seeds[0] == seeds[1]) == same
 
 
@@ -139,13 +139,13 @@ SETTING = {
     "rounds": 3, "cohort": 2, "checkpoint_every": 1, "engine": {"device": "cpu"},
     "model": {"name": "mlp", "hidden": [8]},
     "partition": {"scheme": "lda", "clients": 6, "alpha": 0.5},
-    "algorithm": {"name": "dp_fedavg", "clip": 0.5, "noise_multiplier": 4.0},
+    "method": {"name": "dp_fedavg", "clip": 0.5, "noise_multiplier": 4.0},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"partition": {**SETTING["partition"], "alpha": 5.0}}, {"algorithm": {**SETTING["algorithm"], "clip": 5.0}}],
+    [{"partition": {**SETTING["partition"], "alpha": 5.0}}, {"method": {**SETTING["method"], "clip": 5.0}}],
 )
 def test_a_private_run_is_not_resumed_with_another_split_or_other_options(tmp_path, change):
     """Rounds since the last checkpoint would come again with the same noise on other moves."""
@@ -170,7 +170,7 @@ def test_a_private_run_is_resumed_for_more_rounds_with_another_budget(tmp_path):
 
 
 OWN = """
-from fedstill.algorithms import fedavg
+from fedstill.methods import fedavg
 
 
 def own():
@@ -182,7 +182,7 @@ def test_a_private_run_of_an_own_method_is_resumed_from_wherever_its_file_was_na
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     method = "mine.py:own+dp_fedavg(noise_multiplier=4.0)"
-    fedstill.run(Experiment.model_validate({**SETTING, "algorithm": method}), run_dir="run")
+    fedstill.run(Experiment.model_validate({**SETTING, "method": method}), run_dir="run")
     assert fedstill.resume_run("run").privacy.claims
 
 

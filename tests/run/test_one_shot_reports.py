@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from fedstill import Experiment
 from fedstill import run as run_experiment
-from fedstill.algorithms import build_algorithm, fedavg
 from fedstill.cli import app
+from fedstill.methods import build_algorithm, fedavg
 from fedstill.report import curves as curves_module
 from fedstill.report.curves import learning_curves
 
@@ -51,7 +51,7 @@ ONE_SHOT = {
     "partition": {"scheme": "iid", "clients": 4},
     "model": {"name": "mlp", "hidden": [8]},
     "local": {"epochs": 2, "lr": 0.1},
-    "algorithm": {"name": "feddf", "steps": 5},
+    "method": {"name": "feddf", "steps": 5},
 }
 
 

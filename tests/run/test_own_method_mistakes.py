@@ -8,12 +8,13 @@ from run_helpers import toy_federation
 from typer.testing import CliRunner
 
 import fedstill
-from fedstill import Algorithm, Need, Objective, ServerStep, chain, combine
+from fedstill import Method, Need, Objective, ServerStep, chain, combine
+from fedstill.about.explain import explain
 from fedstill.cli import app
-from fedstill.core.compose import every, report_only, rollback, weighted_mean
+from fedstill.compose.combine import weighted_mean
+from fedstill.compose.wrappers import every, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Output, Stage
-from fedstill.explain import explain
 from fedstill.local import cross_entropy, start_model
 from fedstill.server import average
 
@@ -21,16 +22,16 @@ ENGINES = ("batched", "looped")
 HERE = r"\(test_own_method_mistakes.py, line \d+\)"
 
 
-def federate(algorithm, engine="batched"):
+def federate(method, engine="batched"):
     data = toy_federation()
     model = fedstill.build_model("mlp", input_shape=(4,), classes=3, hidden=(8,))
     training = fedstill.Training(steps=2, batch_size=5, lr=0.1)
     how = {"training": training, "rounds": 1, "cohort": 3, "engine": engine, "device": "cpu"}
-    return fedstill.federate(algorithm=algorithm, model=model, federation=data, **how)
+    return fedstill.federate(method=method, model=model, federation=data, **how)
 
 
 def with_term(loss, **how):
-    return Algorithm(combine(cross_entropy(), Objective(loss, **how)), average())
+    return Method(combine(cross_entropy(), Objective(loss, **how)), average())
 
 
 def counted_term():
@@ -45,9 +46,9 @@ def counted_term():
 def test_label_counts_that_are_read_and_not_declared_are_told_with_the_line(engine):
     told = rf"^counted_term {HERE}: .* reads local.label_counts .* needs=frozenset\({{Need.LABEL_COUNTS}}\)"
     with pytest.raises(FedstillError, match=told):
-        federate(Algorithm(combine(cross_entropy(), counted_term()), average()), engine)
+        federate(Method(combine(cross_entropy(), counted_term()), average()), engine)
     declared = dataclasses.replace(counted_term(), needs=frozenset({Need.LABEL_COUNTS}))
-    assert federate(Algorithm(combine(cross_entropy(), declared), average()), engine).history.rows[0]["accepted"] == 3
+    assert federate(Method(combine(cross_entropy(), declared), average()), engine).history.rows[0]["accepted"] == 3
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -81,13 +82,13 @@ def hasty_step():
 @pytest.mark.parametrize("wrap", [lambda step: step, lambda step: every(1, step), lambda step: rollback(step, 0.5)])
 def test_a_server_step_that_returns_only_the_candidate_is_named(wrap):
     with pytest.raises(FedstillError, match=rf"server step hasty_step {HERE} returned only the candidate: .*state"):
-        federate(Algorithm(cross_entropy(), chain(average(), wrap(hasty_step()))))
+        federate(Method(cross_entropy(), chain(average(), wrap(hasty_step()))))
 
 
 def test_so_it_is_where_it_stands_alone_or_is_only_reported():
     for server in (hasty_step(), chain(average(), report_only(hasty_step()))):
         with pytest.raises(FedstillError, match="hasty_step"):
-            federate(Algorithm(cross_entropy(), server))
+            federate(Method(cross_entropy(), server))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_so_it_is_where_it_stands_alone_or_is_only_reported():
 def test_other_things_that_a_server_step_cannot_return_are_told_in_words(returned, told):
     step = ServerStep(lambda candidate, state, round: returned(candidate, state))
     with pytest.raises(FedstillError, match=told):
-        federate(Algorithm(cross_entropy(), chain(average(), step)))
+        federate(Method(cross_entropy(), chain(average(), step)))
 
 
 def per_sample_term():
@@ -114,7 +115,7 @@ def per_sample_term():
 def test_a_loss_with_one_value_for_each_sample_is_named(engine, objective):
     told = rf"local term per_sample_term {HERE} returned values of shape \(5,\): .*weighted_mean"
     with pytest.raises(FedstillError, match=told):
-        federate(Algorithm(objective, average()), engine)
+        federate(Method(objective, average()), engine)
 
 
 def test_a_loss_that_returns_nothing_is_named_and_a_plain_number_may_be_added():
@@ -160,7 +161,7 @@ def test_any_other_error_of_ones_own_code_keeps_its_traceback():
 
 
 OWN = '''
-from fedstill import Algorithm, Objective, ServerStep, chain, combine
+from fedstill import Method, Objective, ServerStep, chain, combine
 from fedstill.local import cross_entropy
 from fedstill.server import average
 
@@ -177,7 +178,7 @@ def tell():
 
 def mine(*, strength=0.1):
     """Mine: small logits."""
-    return Algorithm(combine(cross_entropy(), small_logits(strength)), chain(average(), tell()))
+    return Method(combine(cross_entropy(), small_logits(strength)), chain(average(), tell()))
 
 
 def hasty(*, strength):
@@ -206,5 +207,5 @@ def test_a_required_option_without_a_type_hint_is_told_without_one(folder):
     found = CliRunner().invoke(app, ["explain", "mine.py:hasty"])
     assert found.exit_code == 2
     assert found.stderr.splitlines()[-1].endswith(
-        "algorithm.strength is missing: mine.py:hasty needs it: set it, or give it a default"
+        "method.strength is missing: mine.py:hasty needs it: set it, or give it a default"
     )

@@ -5,11 +5,12 @@ import shutil
 import pytest
 
 import fedstill
-from fedstill import comparison as comparison_module
-from fedstill import experiment as experiment_module
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import build_federation, resume_run
-from fedstill.networks import build_network
+from fedstill.experiment import compare as comparison_module
+from fedstill.experiment import run as experiment_module
+from fedstill.experiment.build import build_federation
+from fedstill.experiment.model import build_network
+from fedstill.experiment.run import resume_run
 
 NET = """
 import torch
@@ -57,7 +58,7 @@ def experiment(model, **changes):
         "partition": {"scheme": "iid", "clients": 4},
         "model": model,
         "local": {"steps": 2},
-        "algorithm": "feddf(steps=2)",
+        "method": "feddf(steps=2)",
     }
     return fedstill.Experiment(**{**given, **changes})
 
@@ -100,7 +101,7 @@ def test_it_may_read_text(folder):
     rows = "\n".join(f"{text},{'yes' if i % 2 else 'no'}" for i, text in enumerate(words))
     (folder / "texts.csv").write_text(f"text,label\n{rows}\n")
     data = {"source": "texts.csv", "tokens": 4, "vocabulary": 30}
-    done = fedstill.run(experiment("net.py:reader", data=data, algorithm="fedavg"))
+    done = fedstill.run(experiment("net.py:reader", data=data, method="fedavg"))
     assert len(done.history.rows) == 2
 
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 import fedstill
 from fedstill import prediction
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import build_federation, read_description
+from fedstill.experiment.build import build_federation
+from fedstill.experiment.run_folder import read_description
 
 ROUNDS = 3
 
@@ -22,7 +23,7 @@ ROUNDS = 3
 def experiment(**changes):
     sections = {
         "data": {"source": "digits", "unlabeled": "test"},
-        "algorithm": {"name": "feddf", "steps": 10},
+        "method": {"name": "feddf", "steps": 10},
         **changes,
     }
     return fedstill.Experiment(
@@ -39,8 +40,8 @@ def experiment(**changes):
 RUNS = {
     "transductive": {},
     "held-out": {"data": {"source": "digits", "unlabeled": 60}},
-    "no-targets": {"data": {"source": "digits", "unlabeled": 60}, "algorithm": "fedavg"},
-    "nothing": {"data": "digits", "algorithm": "fedavg"},
+    "no-targets": {"data": {"source": "digits", "unlabeled": 60}, "method": "fedavg"},
+    "nothing": {"data": "digits", "method": "fedavg"},
 }
 
 

@@ -10,15 +10,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import fedstill
-from fedstill.callbacks import Callback
 from fedstill.core.errors import FedstillError
-from fedstill.resume import TARGETS_FILE, rows_digest
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.resume import TARGETS_FILE, rows_digest
 
 FEDDF = {"name": "feddf", "steps": 10}
 MRTF = {"name": "mrtf", "steps": 10, "warm_up": 0}
 
 
-def experiment(algorithm, unlabeled="test", rounds=3):
+def experiment(method, unlabeled="test", rounds=3):
     return fedstill.Experiment(
         rounds=rounds,
         cohort=3,
@@ -27,7 +27,7 @@ def experiment(algorithm, unlabeled="test", rounds=3):
         partition={"scheme": "lda", "clients": 6, "alpha": 0.5},
         model={"name": "mlp", "hidden": [8], "init": "torch"},
         local={"batch_size": 20, "lr": 0.1},
-        algorithm=algorithm,
+        method=method,
     )
 
 
@@ -37,8 +37,8 @@ def no_log_left():
     logging.getLogger("fedstill.run").handlers.clear()
 
 
-def run(folder, algorithm, **changes):
-    fedstill.run(experiment(algorithm, **changes), run_dir=folder, pictures=False)
+def run(folder, method, **changes):
+    fedstill.run(experiment(method, **changes), run_dir=folder, pictures=False)
     return folder
 
 
@@ -130,9 +130,9 @@ def test_an_interrupted_run_has_the_targets_of_its_last_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("stops", [(3,), (2, 3)], ids=["at once", "resumed"])
 def test_targets_of_an_earlier_round_say_so_and_are_not_chosen(tmp_path, stops):
-    algorithm = {**MRTF, "every": 2}
+    method = {**MRTF, "every": 2}
     for rounds in stops:
-        more = experiment(algorithm, rounds=rounds)
+        more = experiment(method, rounds=rounds)
         fedstill.run(more, run_dir=tmp_path, pictures=False, resume=rounds != stops[0])
     doctor(tmp_path, everywhere)
     asked = fedstill.predict(tmp_path, from_="targets")
@@ -193,7 +193,7 @@ def test_targets_of_another_version_do_not_tell_their_rows(tmp_path):
 
 
 def test_a_run_that_stopped_before_its_first_targets_is_to_be_resumed(tmp_path):
-    algorithm = {**MRTF, "every": 4}
+    method = {**MRTF, "every": 4}
     with pytest.raises(KeyboardInterrupt):
-        fedstill.run(experiment(algorithm, rounds=5), run_dir=tmp_path / "run", callbacks=[Stop()], pictures=False)
+        fedstill.run(experiment(method, rounds=5), run_dir=tmp_path / "run", callbacks=[Stop()], pictures=False)
     assert "has formed none by round 2 of 5" in fedstill.predict(tmp_path / "run").why

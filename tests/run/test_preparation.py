@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.asking import Asked
-from fedstill.callbacks import Callback
-from fedstill.core.compose import after, chain, remember, report_only, rollback
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.compose.combine import chain
+from fedstill.compose.wrappers import after, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import leaves, tree_map
-from fedstill.core.types import Algorithm, Phase, ServerStep, Training, Weights
+from fedstill.core.types import Method, Phase, ServerStep, Training, Weights
 from fedstill.local.terms import cross_entropy
-from fedstill.rounds import federate
-from fedstill.server.average import average
-from fedstill.trial import trial_federation, trial_model
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.federate import federate
+from fedstill.loop.setup import Asked
+from fedstill.server.aggregate import average
 
 
 def counts_samples(candidate, state, preparation):
@@ -33,12 +34,12 @@ FROM_ZERO = ServerStep(prepare=zeros)
 
 
 def method(*steps):
-    return Algorithm(cross_entropy(), chain(average(), *steps))
+    return Method(cross_entropy(), chain(average(), *steps))
 
 
-def run(algorithm, **options):
+def run(method, **options):
     settings = {"rounds": 2, "cohort": 2, "training": Training(batch_size=8, lr=0.1)} | options
-    return federate(algorithm=algorithm, model=trial_model(), federation=trial_federation(), **settings)
+    return federate(method=method, model=trial_model(), federation=trial_federation(), **settings)
 
 
 def same(first: Weights, second: Weights) -> bool:

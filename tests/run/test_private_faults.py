@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from fedstill.algorithms import dp_fedavg, fedaux
-from fedstill.checkpoint import load_newest
+from fedstill.about.toy import trial_federation, trial_model
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Training
-from fedstill.guard import is_finite
-from fedstill.methods import build_method
-from fedstill.rounds import federate
-from fedstill.server.certainty import Scoring, client_answer
-from fedstill.trial import trial_federation, trial_model
+from fedstill.loop.checkpoint import load_newest
+from fedstill.loop.federate import federate
+from fedstill.loop.guard import is_finite
+from fedstill.methods import dp_fedavg, fedaux
+from fedstill.methods.fedaux.certainty import Scoring, client_answer
+from fedstill.methods.lookup import build_method
 
 
 def spoilt(client: int, samples: int | None = None):
@@ -26,9 +26,9 @@ def spoilt(client: int, samples: int | None = None):
     return dataclasses.replace(federation, train=dataclasses.replace(federation.train, x=x), unlabeled=unlabeled)
 
 
-def run(algorithm, federation, **how):
+def run(method, federation, **how):
     settings = {"rounds": 1, "cohort": 4, "training": Training(batch_size=8, lr=0.1), "engine": "looped"} | how
-    return federate(algorithm=algorithm, model=trial_model(), federation=federation, device="cpu", **settings)
+    return federate(method=method, model=trial_model(), federation=federation, device="cpu", **settings)
 
 
 def every_client_spoilt():

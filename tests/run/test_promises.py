@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.algorithms import METHODS, dp_fedavg, fedaux, fedavg, scaffold
-from fedstill.asking import Asked
-from fedstill.callbacks import Callback
-from fedstill.core.compose import chain
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Algorithm, Need, Phase, Release, ServerStep, Training
-from fedstill.guard import Guard
+from fedstill.core.types import Method, Need, Phase, Release, ServerStep, Training
 from fedstill.local.terms import cross_entropy
-from fedstill.methods import build_method
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.federate import federate
+from fedstill.loop.guard import Guard
+from fedstill.loop.privacy_plan import extra_slots, noisy_label_counts
+from fedstill.loop.round import draw_cohort
+from fedstill.loop.setup import Asked
+from fedstill.methods import METHODS, dp_fedavg, fedaux, fedavg, scaffold
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
-from fedstill.play import draw_cohort
 from fedstill.privacy import Event, analytic_gaussian_multiplier, epsilon_after, epsilon_of
-from fedstill.privacy.budget import Privacy
-from fedstill.promises import extra_slots, noisy_label_counts
-from fedstill.rounds import federate
-from fedstill.server.average import average
-from fedstill.trial import trial_federation, trial_model
+from fedstill.privacy.plan import Privacy
+from fedstill.server.aggregate import average
 
 DELTA = 1e-5
 QUIET = dp_fedavg(noise_multiplier=8.0, trust="nobody")  # a multiplier of 4 a round
 
 
-def run(algorithm, **how):
+def run(method, **how):
     settings = {
         "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
         "rounds": 6, "cohort": 4, "engine": "looped", "device": "cpu",
     }  # fmt: skip
-    return federate(algorithm=algorithm, **{**settings, **how})
+    return federate(method=method, **{**settings, **how})
 
 
 def after(rounds: int, multiplier: float = 4.0) -> float:
@@ -86,7 +86,7 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_would(tmp_path):
 SCORES = Release("scores", "sample", 2.0, when="once", against="server")
 
 
-def asks(*releases: Release, names: tuple[str, ...] = ("scores",), heard: list | None = None) -> Algorithm:
+def asks(*releases: Release, names: tuple[str, ...] = ("scores",), heard: list | None = None) -> Method:
     """Asks every client as many questions as there are names."""
 
     def question(data):
@@ -211,7 +211,7 @@ def test_a_quorum_of_one_upload_is_none():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "privacy", "told"),
+    ("method", "privacy", "told"),
     [
         (fedavg(), {}, "this method makes no such claim"),
         (QUIET, {"epsilon": 0.1}, "the first round alone takes more"),
@@ -237,9 +237,9 @@ def test_a_quorum_of_one_upload_is_none():
         (asks(SCORES), {"epsilon": 50.0}, "model updates: scores leave without noise that hides all that one client"),
     ],
 )
-def test_a_budget_without_a_claim_teaches(algorithm, privacy, told):
+def test_a_budget_without_a_claim_teaches(method, privacy, told):
     with pytest.raises(FedstillError, match=told):
-        run(algorithm, privacy=Privacy(**{"epsilon": 1.0, **privacy}))
+        run(method, privacy=Privacy(**{"epsilon": 1.0, **privacy}))
 
 
 def test_a_part_of_what_leaves_may_have_a_budget_if_that_is_said():
@@ -295,13 +295,13 @@ def empty_seed() -> int:
 @pytest.mark.parametrize("engine", ["looped", "batched"])
 def test_a_round_that_nobody_was_drawn_for_keeps_the_model_and_says_so(engine):
     seed, how = empty_seed(), {"cohort": 1, "sampling": "poisson", "engine": engine}
-    for algorithm in (fedavg(), scaffold()):
-        one, two = (run(algorithm, seed=seed, rounds=rounds, **how) for rounds in (1, 2))
+    for method in (fedavg(), scaffold()):
+        one, two = (run(method, seed=seed, rounds=rounds, **how) for rounds in (1, 2))
         assert all(torch.equal(leaf, one.weights.params[name]) for name, leaf in two.weights.params.items())
         row = two.history.rows[1]
         assert (row["cohort"], row["accepted"], row["train_loss"], row["bytes_up"]) == (0, 0, None, 0)
         assert two.audit[-1]["reason"] == "nobody was drawn; the round keeps the old model"
-        assert run(algorithm, seed=seed, rounds=3, **how).history.last["round"] == 3
+        assert run(method, seed=seed, rounds=3, **how).history.last["round"] == 3
 
 
 def test_with_a_trusted_server_the_model_moves_by_noise_so_that_nobody_can_tell():
@@ -321,13 +321,13 @@ def test_a_poisson_run_resumes_as_such_and_as_nothing_else(tmp_path):
         run(fedavg(), run_dir=tmp_path / "cut", resume=True, **{**how, "sampling": "fixed"})
 
 
-def counting(seen: list) -> Algorithm:
+def counting(seen: list) -> Method:
     def look(candidate, state, round):
         seen.append(round.uploads.label_counts)
         return candidate, state
 
     step = ServerStep(look, needs=frozenset({Need.LABEL_COUNTS_UPLOADED}))
-    return Algorithm(cross_entropy(), chain(average(), step))
+    return Method(cross_entropy(), chain(average(), step))
 
 
 def test_exact_label_counts_are_sent_as_they_are():
@@ -383,9 +383,7 @@ def test_a_term_that_cannot_be_tried_is_believed_to_send_something():
         raise KeyError("data")
 
     odd = dataclasses.replace(cross_entropy(), finish=finish)
-    assert extra_slots(Algorithm(odd, average()), trial_model().init(0)) == (
-        "what its local terms send beside the model",
-    )
+    assert extra_slots(Method(odd, average()), trial_model().init(0)) == ("what its local terms send beside the model",)
 
 
 def test_batchnorm_under_noise_is_told_in_the_log(caplog):

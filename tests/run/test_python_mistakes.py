@@ -5,10 +5,10 @@ import torch
 from run_helpers import fedavg, linear_model, toy_federation
 
 from fedstill import Experiment, Phase, Training, build_method, build_model, compare, federate, run
-from fedstill.comparison import choose_methods, table_notes
-from fedstill.config import checked_experiment
 from fedstill.core.errors import FedstillError
-from fedstill.history import History, Result
+from fedstill.experiment.compare import choose_methods, table_notes
+from fedstill.experiment.config import checked_experiment
+from fedstill.loop.history import History, Result
 
 SMALL = Experiment(
     rounds=1,
@@ -16,7 +16,7 @@ SMALL = Experiment(
     partition={"scheme": "iid", "clients": 4},
     model={"name": "mlp", "hidden": [4]},
     local={"steps": 1},
-    algorithm={"name": "fedprox", "mu": 0.5},
+    method={"name": "fedprox", "mu": 0.5},
 )
 
 
@@ -25,7 +25,7 @@ def mine():
 
 
 def federated(**changes):
-    given = {"algorithm": fedavg(), "model": linear_model(), "federation": toy_federation(), "training": Training()}
+    given = {"method": fedavg(), "model": linear_model(), "federation": toy_federation(), "training": Training()}
     return federate(**{**given, **changes}, rounds=1, cohort=2, device="cpu")
 
 
@@ -35,9 +35,9 @@ def federated(**changes):
         ({"model": torch.nn.Linear(4, 3)}, r"model: Linear is no fedstill\.Model: give fedstill\.from_module\("),
         ({"model": torch.nn.Linear}, r"model: .* fedstill\.from_module\("),
         ({"model": "mlp"}, r"model: str is no fedstill\.Model: give fedstill\.build_model\("),
-        ({"algorithm": "scaffold"}, r"algorithm: str .* give fedstill\.build_method\('scaffold'\)"),
-        ({"algorithm": mine}, r"algorithm: function is no fedstill\.Algorithm"),
-        ({"algorithm": [fedavg()]}, r"algorithm: list is no fedstill\.Algorithm or sequence of Phase"),
+        ({"method": "scaffold"}, r"method: str .* give fedstill\.build_method\('scaffold'\)"),
+        ({"method": mine}, r"method: function is no fedstill\.Method"),
+        ({"method": [fedavg()]}, r"method: list is no fedstill\.Method or sequence of Phase"),
         ({"federation": SMALL}, r"federation: Experiment .* give fedstill\.build_federation\("),
         ({"training": {"lr": 0.1}}, r"training: dict .* give fedstill\.Training\("),
         ({"training": Training(epochs=1.5)}, r"local\.epochs = 1\.5 must be a whole number"),
@@ -48,9 +48,9 @@ def test_federate_says_what_to_give_instead(wrong, line):
         federated(**wrong)
 
 
-@pytest.mark.parametrize("algorithm", [build_method("fedavg"), [Phase(fedavg(), until=1), Phase(fedavg())]])
-def test_methods_in_turn_may_stand_in_any_sequence(algorithm):
-    assert len(federated(algorithm=algorithm).history.rows) == 1
+@pytest.mark.parametrize("method", [build_method("fedavg"), [Phase(fedavg(), until=1), Phase(fedavg())]])
+def test_methods_in_turn_may_stand_in_any_sequence(method):
+    assert len(federated(method=method).history.rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_a_result_is_shown_without_its_weights():
 
 def test_a_bare_name_that_has_the_experiments_options_is_noted_below_the_table():
     compared = compare(SMALL, ["fedavg", "fedprox", "fedprox(mu=0.1)"], seeds=1)
-    told = "fedprox is fedprox(mu=0.5): without options it has those of the experiment's [algorithm] section."
+    told = "fedprox is fedprox(mu=0.5): without options it has those of the experiment's [method] section."
     assert table_notes(compared.results) == [told]
 
 
 def test_options_that_are_the_defaults_anyway_are_not_noted():
-    compared = compare(SMALL.replace(algorithm="fedprox").resolved(), ["fedprox"], seeds=1)
+    compared = compare(SMALL.replace(method="fedprox").resolved(), ["fedprox"], seeds=1)
     assert table_notes(compared.results) == []

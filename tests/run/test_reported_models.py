@@ -10,13 +10,14 @@ import torch
 from run_helpers import LoopEngine, cross_entropy, linear_model, toy_federation, without_clock
 from run_helpers import average as apply_average
 
-from fedstill.checkpoint import load_weights
-from fedstill.core.compose import chain, report_only, send_only
+from fedstill.compose.combine import chain
+from fedstill.compose.wrappers import report_only, send_only
 from fedstill.core.tree import flatten, tree_map
-from fedstill.core.types import Algorithm, Need, Objective, ServerStep, Targets, Training
-from fedstill.play import look_at_targets
-from fedstill.resume import TARGETS_FILE
-from fedstill.rounds import federate
+from fedstill.core.types import Method, Need, Objective, ServerStep, Targets, Training
+from fedstill.loop.checkpoint import load_weights
+from fedstill.loop.federate import federate
+from fedstill.loop.resume import TARGETS_FILE
+from fedstill.loop.round import look_at_targets
 
 CLASSES = 3
 
@@ -36,10 +37,10 @@ def ruin(needs=()) -> ServerStep:
 
 def run(server: ServerStep, *, federation=None, **settings):
     federation, model = federation or toy_federation(), linear_model()
-    algorithm = Algorithm(Objective(cross_entropy), server)
+    method = Method(Objective(cross_entropy), server)
     settings = {"training": Training(batch_size=6, lr=0.2), "rounds": 4, "cohort": 5, **settings}
     engine = LoopEngine(model, federation)
-    return federate(algorithm=algorithm, model=model, federation=federation, engine=engine, **settings)
+    return federate(method=method, model=model, federation=federation, engine=engine, **settings)
 
 
 def same_bits(a, b) -> bool:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedstill.about.toy import CLASSES, SHAPE, trial_federation
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
-from fedstill.methods import build_method
+from fedstill.loop.federate import federate
+from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
-from fedstill.rounds import federate
-from fedstill.trial import CLASSES, SHAPE, trial_federation
 
 SHORT = "batch_size=4, noise=3, student_steps=2"
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 def run(text, **how):
     (phase,) = build_method(text)
     return federate(
-        algorithm=phase.algorithm, model=from_module(Net, input_shape=SHAPE, classes=CLASSES, check=False),
+        method=phase.method, model=from_module(Net, input_shape=SHAPE, classes=CLASSES, check=False),
         federation=trial_federation(), training=Training(batch_size=8, lr=0.05), cohort=2, checkpoint_every=1,
         engine="looped", device="cpu", **how,
     ).weights  # fmt: skip

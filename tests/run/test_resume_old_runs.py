@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from run_helpers import LoopEngine, fedavg, linear_model, toy_federation
 
-from fedstill.checkpoint import load_newest, save_checkpoint
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
-from fedstill.rounds import federate
+from fedstill.loop.checkpoint import load_newest, save_checkpoint
+from fedstill.loop.federate import federate
 
 TRAINING = Training(batch_size=6, lr=0.2)
 LATER = ("part", "keep_optimizer")  # keys of a training that were added since
@@ -20,7 +20,7 @@ LATER = ("part", "keep_optimizer")  # keys of a training that were added since
 def run(folder, *, rounds, training=TRAINING, **settings):
     federation, model = toy_federation(), linear_model()
     return federate(
-        algorithm=fedavg(), model=model, federation=federation, engine=LoopEngine(model, federation), run_dir=folder,
+        method=fedavg(), model=model, federation=federation, engine=LoopEngine(model, federation), run_dir=folder,
         training=training, rounds=rounds, cohort=5, checkpoint_every=1, **settings,
     )  # fmt: skip
 

@@ -14,10 +14,10 @@ import fedstill
 from fedstill.cli import app
 from fedstill.core.errors import FedstillError
 from fedstill.data.files import files_of
-from fedstill.places import check_run_folder
+from fedstill.experiment.run_folder import check_run_folder
 
 WORDS = ["--set", "data.size=8", "--set", "data.unlabeled=none", "--set", "model.name=mlp", "--set", "rounds=1"]
-WORDS += ["--set", "algorithm.name=fedavg", "--set", "partition.clients=2", "--set", "cohort=2"]
+WORDS += ["--set", "method.name=fedavg", "--set", "partition.clients=2", "--set", "cohort=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_python_refuses_too_before_anything_is_written(tmp_path):
 def test_a_run_that_was_begun_among_its_data_can_still_be_ended(tmp_path, monkeypatch):
     images = draw(tmp_path / "images")
     with monkeypatch.context() as earlier:
-        earlier.setattr("fedstill.experiment.check_run_folder", lambda *_, **__: None)
+        earlier.setattr("fedstill.experiment.run.check_run_folder", lambda *_, **__: None)
         fedstill.run(experiment(source=images), run_dir=images / "run", pictures=False)
     assert fedstill.resume_run(images / "run").history.last["round"] == 1
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from run_helpers import LoopEngine, fedavg, linear_model, toy_federation
 
-from fedstill import resume
-from fedstill.callbacks import Callback
-from fedstill.checkpoint import list_checkpoints
 from fedstill.core.types import Training
-from fedstill.resume import SaveClock
-from fedstill.rounds import federate
+from fedstill.loop import resume
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.checkpoint import list_checkpoints
+from fedstill.loop.federate import federate
+from fedstill.loop.resume import SaveClock
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_large_checkpoints_are_due_more_seldom(now):
 def run(**settings):
     model, federation = linear_model(), toy_federation()
     how = {"training": Training(batch_size=6), "rounds": 9, "cohort": 5, "engine": LoopEngine(model, federation)}
-    federate(algorithm=fedavg(), model=model, federation=federation, **how, **settings)
+    federate(method=fedavg(), model=model, federation=federation, **how, **settings)
 
 
 class Slow(Callback):

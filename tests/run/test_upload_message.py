@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from run_helpers import toy_uploads
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.message import HEADER_LIMIT, as_tree, decode, encode, from_mapping, select, template_of
-from fedstill.core.tree import flatten
+from fedstill.core.tree import as_tree, flatten, select
+from fedstill.loop.message import HEADER_LIMIT, decode, encode, from_mapping, template_of
 
 UPLOADS, START = toy_uploads(label_counts=True)
 TEMPLATE = template_of(UPLOADS)

@@ -5,7 +5,7 @@ from by_hand import number, round_of, scalar, uploads_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Need, Weights
 from fedstill.server import average, normalized_average
-from fedstill.server.average import shares
+from fedstill.server.aggregate import shares
 
 
 def averaged(models, sizes, weighting="size", **options):

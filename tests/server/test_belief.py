@@ -8,10 +8,16 @@ import torch
 from by_hand import number
 from server_rounds import CLASSES, clients_models, network, points, server_round
 
-from fedstill.algorithms import avglogit
 from fedstill.core.types import Need
-from fedstill.server.belief import hard_belief, shares_by_accuracy, shares_without_worst, soft_belief, teacher_shares
-from fedstill.server.distill import targets_of
+from fedstill.methods import avglogit
+from fedstill.server.distill.targets import (
+    hard_belief,
+    shares_by_accuracy,
+    shares_without_worst,
+    soft_belief,
+    targets_of,
+    teacher_shares,
+)
 
 
 def logits_of(probabilities):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.types import Answers, ClientData, Output, Preparation
-from fedstill.server.auxiliary import distilled_rows, split_rows
-from fedstill.server.certainty import (
+from fedstill.core.setup import Preparation
+from fedstill.core.types import Answers, ClientData, Output
+from fedstill.methods.fedaux.certainty import (
     FLOOR,
     Features,
     Scoring,
@@ -26,7 +26,8 @@ from fedstill.server.certainty import (
     scores_of,
     sensitivity,
 )
-from fedstill.server.pools import pool_targets
+from fedstill.server.distill.step import distilled_rows, split_rows
+from fedstill.server.distill.targets import pool_targets
 
 F64 = torch.float64
 ONE, MINUS_ONE = torch.tensor([[1.0]], dtype=F64), torch.tensor([[-1.0]], dtype=F64)

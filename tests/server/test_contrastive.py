@@ -10,8 +10,15 @@ from torch import nn
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_stream
 from fedstill.core.types import Batch, Output, Training
+from fedstill.methods.pretraining.contrastive import (
+    PROJECTION,
+    check_images,
+    no_labels,
+    nt_xent,
+    projected,
+    simclr_pretext,
+)
 from fedstill.models import build_model, from_module
-from fedstill.server.contrastive import PROJECTION, check_images, no_labels, nt_xent, projected, simclr_pretext
 
 
 def unit_rows(count, width, seed=0):

@@ -6,13 +6,12 @@ import pytest
 import torch
 from server_rounds import clients_models, furthest, network, preparation_of, run, same_bits, server_round
 
-from fedstill.algorithms import fedbe, feddf
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Need, Targets, Training
-from fedstill.server.auxiliary import split_rows
-from fedstill.server.distill import TeacherShares, distill, rows_of, spread, targets_of
-from fedstill.server.pools import maximum_rule
-from fedstill.server.student import Student
+from fedstill.methods import fedbe, feddf
+from fedstill.server.distill.step import distill, rows_of, split_rows, spread
+from fedstill.server.distill.student import Student
+from fedstill.server.distill.targets import TeacherShares, maximum_rule, targets_of
 
 STUDENT = Student(Training(steps=4, batch_size=8, lr=0.1))
 ROWS = split_rows(20, 0.8, seed=7)  # of the twenty of server_rounds, with the seed of its rounds
@@ -143,7 +142,7 @@ def test_all_rows_are_the_default_and_prepare_nothing():
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 @pytest.mark.parametrize("method", [feddf, fedbe])
 def test_an_impossible_part_is_refused_by_name(method, share):
-    with pytest.raises(FedstillError, match=r"algorithm\.distill_share = .* above 0 and at most 1"):
+    with pytest.raises(FedstillError, match=r"method\.distill_share = .* above 0 and at most 1"):
         method(distill_share=share)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedstill.methods.data_free.hard_samples import fresh_statistics
 from fedstill.models import from_module
-from fedstill.server.hard_samples import fresh_statistics
 
 CLASSES = 3
 

@@ -15,9 +15,8 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.tree import rows
 from fedstill.core.types import Need, Stage, Training, Weights
 from fedstill.engine import turns
-from fedstill.models import from_module
-from fedstill.server import generator_training
-from fedstill.server.generator_training import (
+from fedstill.methods.data_free import feature_generator as generator_training
+from fedstill.methods.data_free.feature_generator import (
     SLOT,
     GeneratorTraining,
     draw_requests,
@@ -26,7 +25,8 @@ from fedstill.server.generator_training import (
     seen_labels,
     train_generator,
 )
-from fedstill.server.invented import diversity
+from fedstill.methods.data_free.inventing import diversity
+from fedstill.models import from_module
 
 NOISE, HIDDEN, CLIENTS = 5, 7, 3
 COUNTS = [[4.0, 2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 9.0, 0.0]]  # nobody holds the last class

@@ -27,12 +27,20 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, unflatten
 from fedstill.core.types import Need, Outlook, Tokenizer, Weights
 from fedstill.engine import turns
+from fedstill.methods.data_free.generators import build_generator
+from fedstill.methods.data_free.hard_samples import (
+    RIGHT,
+    apart,
+    discrepancy,
+    ensemble_names,
+    fresh_statistics,
+    hard_samples,
+    lesson_loss,
+    recognition,
+)
+from fedstill.methods.data_free.inventing import asked_for
 from fedstill.models import build_model, from_module
-from fedstill.models.generators import build_generator
-from fedstill.server.hard_losses import apart, discrepancy, ensemble_names, lesson_loss, recognition
-from fedstill.server.hard_samples import RIGHT, fresh_statistics, hard_samples
-from fedstill.server.invented import asked_for
-from fedstill.server.pools import mix
+from fedstill.server.distill.targets import mix
 
 S = torch.tensor([[1.0, 0.0, -1.0]], dtype=torch.float64)
 T = torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]], dtype=torch.float64)
@@ -352,7 +360,7 @@ def test_dropout_is_live_for_the_student_alone_and_a_function_of_the_seed():
 
 def test_text_is_refused_with_what_to_do():
     step = hard_samples(generator_for, contest())
-    with pytest.raises(FedstillError, match=r"numbers, not words: .*algorithm\.input = 'feature'"):
+    with pytest.raises(FedstillError, match=r"numbers, not words: .*method\.input = 'feature'"):
         step.check(Outlook(1, None, Tokenizer("", 6, 20, mask=4, first_word=5)))
     hard_samples(generator_for, contest(input="feature")).check(Outlook(1, None, Tokenizer("", 6, 20, 4, 5)))
     small = {"layers": 1, "hidden": 8, "heads": 2, "inner": 8, "positions": 6}

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_rounds import network, server_round
 
-from fedstill.server.invented import asked_for, class_shares, diversity, gaussian_noise, label_counts, quota_labels
+from fedstill.methods.data_free.inventing import (
+    asked_for,
+    class_shares,
+    diversity,
+    gaussian_noise,
+    label_counts,
+    quota_labels,
+)
 
 
 def counted(labels, classes):

@@ -10,8 +10,8 @@ from server_rounds import CLASSES, clients_models, network, preparation_of, same
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Model, Outlook, Output, Weights
-from fedstill.models.generators import build_generator
-from fedstill.server.invented import (
+from fedstill.methods.data_free.generators import build_generator
+from fedstill.methods.data_free.inventing import (
     AT_ONCE,
     prepared_generator,
     refuse_text_and_heads,

@@ -15,11 +15,11 @@ from torch import nn
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import clone, flatten, unflatten
 from fedstill.core.types import Need, Outlook, Tokenizer, Training
+from fedstill.methods.data_free import inventing as invented
+from fedstill.methods.data_free.inventing import diversity
+from fedstill.methods.data_free.teach_invented import SLOT, Teaching, teach_invented
 from fedstill.models import from_module
-from fedstill.server import invented
-from fedstill.server.invented import diversity
-from fedstill.server.invented_teaching import SLOT, Teaching, teach_invented
-from fedstill.server.pools import pool_targets
+from fedstill.server.distill.targets import pool_targets
 
 NOISE, BATCH = 4, 8
 COUNTS = [[9.0, 3.0, 0.0], [1.0, 5.0, 0.0], [0.0, 2.0, 0.0]]

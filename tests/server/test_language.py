@@ -8,27 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.algorithms import build_algorithm, fedavg
-from fedstill.asking import Asked
+from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
-from fedstill.core.phases import phases_of
 from fedstill.core.seeds import uniform
-from fedstill.core.types import (
-    Batch,
-    Dataset,
-    Federation,
-    Outlook,
-    Preparation,
-    Stage,
-    Tokenizer,
-    Training,
-    Weights,
-    no_preparation,
-)
+from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.types import Batch, Dataset, Federation, Outlook, Stage, Tokenizer, Training, Weights
 from fedstill.engine import build_engine
-from fedstill.methods import build_method
-from fedstill.models import build_model
-from fedstill.server.language import (
+from fedstill.loop.setup import Asked
+from fedstill.methods import build_algorithm, fedavg
+from fedstill.methods.lookup import build_method
+from fedstill.methods.pretraining.words import (
     Words,
     choose_places,
     hide_words,
@@ -39,6 +28,7 @@ from fedstill.server.language import (
     told_loss,
     words_of,
 )
+from fedstill.models import build_model
 
 WORDS, VOCABULARY, LENGTH = Words(4, 5), 30, 10
 OURS = Tokenizer("", LENGTH, VOCABULARY, mask=4, first_word=5)  # as fedstill trains one
@@ -243,8 +233,8 @@ def federation() -> Federation:
 
 
 def method_of(text: str):
-    ((algorithm, _),) = phases_of(build_method(text))
-    return algorithm
+    ((method, _),) = phases_of(build_method(text))
+    return method
 
 
 def prepared(method: str, *, keeper=None, number: int = 1):
@@ -327,7 +317,7 @@ def test_which_ids_are_words_is_told_by_the_tokenizer_unless_it_is_given(tokeniz
         (OURS, {"first_word_id": 30}, "first_word_id = 30 leaves no word .* end at 29; leave it out"),
         (OURS, {"first_word_id": 4}, r"words have larger ids than \[MASK\], 4"),
         (Tokenizer("", LENGTH, 30), {}, r"no \[MASK\]: use next_token, or another data.tokenizer"),
-        (None, {}, "set data.tokens, or algorithm.mask_id and algorithm.first_word_id"),
+        (None, {}, "set data.tokens, or method.mask_id and method.first_word_id"),
         (None, {"mask_id": 4}, "these ids have no tokenizer"),
         (None, {"mask_id": 4, "first_word_id": 30}, "first_word_id = 30 leaves no word"),
     ],
@@ -360,13 +350,13 @@ def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"share": 0.0}, "algorithm.share = 0.0 is impossible"),
+        ({"share": 0.0}, "method.share = 0.0 is impossible"),
         ({"share": 1.0}, "above 0 and below 1"),
-        ({"epochs": -1}, "algorithm.epochs = -1 is impossible"),
-        ({"pretrain_lr": 0.0}, "algorithm.pretrain_lr = 0.0 is impossible"),
-        ({"mask_id": 0}, "algorithm.mask_id = 0 is impossible"),
-        ({"first_word_id": -5}, "algorithm.first_word_id = -5 is impossible"),
-        ({"pretrain_seed": -2}, "algorithm.pretrain_seed = -2 is impossible"),
+        ({"epochs": -1}, "method.epochs = -1 is impossible"),
+        ({"pretrain_lr": 0.0}, "method.pretrain_lr = 0.0 is impossible"),
+        ({"mask_id": 0}, "method.mask_id = 0 is impossible"),
+        ({"first_word_id": -5}, "method.first_word_id = -5 is impossible"),
+        ({"pretrain_seed": -2}, "method.pretrain_seed = -2 is impossible"),
     ],
 )
 def test_impossible_options_are_refused(options, told):

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import expit
 
-from fedstill.server.logistic import AIM, SOLVER_SLACK, Problem, _descend, fit_logistic
+from fedstill.methods.fedaux.certainty import AIM, SOLVER_SLACK, Problem, _descend, fit_logistic
 
 PAIR, SIGN = torch.tensor([[1.0], [-1.0]], dtype=torch.float64), torch.tensor([1.0, -1.0])
 LN3 = math.log(3)

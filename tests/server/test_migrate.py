@@ -25,10 +25,10 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.tree import stack
 from fedstill.core.types import Need, Output, Training, Weights
 from fedstill.local import cross_entropy
-from fedstill.server import average, distill, migrate
-from fedstill.server.migrate import answer_of, append_answer, blend, pseudo_labels
-from fedstill.server.pools import hard_targets, maximum_rule, mean_rule
-from fedstill.server.student import Student
+from fedstill.methods.d2cfl.migrate import answer_of, append_answer, blend, migrate, pseudo_labels
+from fedstill.server import average, distill
+from fedstill.server.distill.student import Student
+from fedstill.server.distill.targets import hard_targets, maximum_rule, mean_rule
 
 RULES = ("max", "mean")
 either_rule = pytest.mark.parametrize("rule", RULES)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.core.types import Output, Preparation, Weights
-from fedstill.server.neighbours import neighbour_accuracy, neighbour_probe
+from fedstill.core.setup import Preparation
+from fedstill.core.types import Output, Weights
+from fedstill.methods.pretraining.contrastive import neighbour_accuracy, neighbour_probe
 
 
 def slow_accuracy(bank, labels, queries, truth, k, temperature):

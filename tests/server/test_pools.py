@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fedstill.server.pools import (
+from fedstill.server.distill.student import divergence
+from fedstill.server.distill.targets import (
     confident_share,
     entropy,
     hard_targets,
@@ -17,7 +18,6 @@ from fedstill.server.pools import (
     pool_targets,
     standardised,
 )
-from fedstill.server.student import divergence
 
 quick = settings(deadline=None, max_examples=60)
 

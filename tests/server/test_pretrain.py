@@ -8,18 +8,18 @@ import pytest
 import torch
 from pretraining_cases import BRIEF, UNLABELED, net, picture_federation, pretext, pretrained, run, sent_first
 
-from fedstill import kept_results
-from fedstill.callbacks import Callback
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import flatten
-from fedstill.core.types import Algorithm, Phase, Stage, Training
+from fedstill.core.types import Method, Phase, Stage, Training
 from fedstill.engine import Engine
-from fedstill.kept_results import KeptResults
 from fedstill.local.terms import cross_entropy
+from fedstill.loop.callbacks import Callback
 from fedstill.models import from_module
-from fedstill.server.average import average
+from fedstill.server.aggregate import average
 from fedstill.server.pretrain import Pretext, digest, pretrain
+from fedstill.storage import cache as kept_results
+from fedstill.storage.cache import KeptResults
 
 HEAD = {"head.weight", "head.bias"}
 
@@ -64,16 +64,16 @@ def test_statistics_of_batchnorm_come_with_the_extractor():
         seen.update(round.start.buffers)
         return candidate, state
 
-    algorithm = pretrained()
-    server = replace(algorithm.server, apply=apply)
-    run(replace(algorithm, server=server))
+    method = pretrained()
+    server = replace(method.server, apply=apply)
+    run(replace(method, server=server))
     # 3 epochs of 2 batches (the third, of 5 rows, is left out), two views each
     assert int(seen["body.1.num_batches_tracked"]) == 3 * (UNLABELED // 8) * 2
     assert bool((seen["body.1.running_mean"] != 0).all())
 
 
 def test_zero_epochs_change_no_bit():
-    plain = Algorithm(cross_entropy(), average())
+    plain = Method(cross_entropy(), average())
     assert same(run(pretrained(task=pretext(replace(BRIEF, epochs=0)))).weights, run(plain).weights)
 
 
@@ -99,9 +99,9 @@ def test_another_run_and_another_method_take_the_same_bits_from_the_keeper(tmp_p
         {"seed": 1},
         {"federation": picture_federation(seed=1)},
         {"federation": picture_federation(mean=(0.4, 0.5, 0.5))},
-        {"algorithm": pretrained(task=pretext(replace(BRIEF, lr=2e-2)))},
-        {"algorithm": pretrained(task=pretext(temperature=0.1))},
-        {"algorithm": pretrained(seed=4)},
+        {"method": pretrained(task=pretext(replace(BRIEF, lr=2e-2)))},
+        {"method": pretrained(task=pretext(temperature=0.1))},
+        {"method": pretrained(seed=4)},
     ],
     ids=["seed", "images", "normalisation", "rate", "temperature", "pretrain_seed"],
 )
@@ -109,7 +109,7 @@ def test_whatever_the_result_follows_from_makes_it_another_result(tmp_path, chan
     keeper = KeptResults(tmp_path)
     sent_first(pretrained(), keeper=keeper)
     changes = dict(changes)
-    _, row = sent_first(changes.pop("algorithm", pretrained()), keeper=keeper, **changes)
+    _, row = sent_first(changes.pop("method", pretrained()), keeper=keeper, **changes)
     assert row["prepare/simclr_epochs"] == 3
 
 
@@ -236,7 +236,7 @@ def test_a_later_phase_is_refused_in_words_before_the_first_round():
         def on_round(self, row):
             played.append(row)
 
-    plain, listener = Algorithm(cross_entropy(), average()), Counts()
+    plain, listener = Method(cross_entropy(), average()), Counts()
     with pytest.raises(FedstillError, match=r"2 rounds have trained.*first phase"):
         run((Phase(plain, until=2), Phase(pretrained())), rounds=3, callbacks=[listener])
     assert not played

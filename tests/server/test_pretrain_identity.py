@@ -7,14 +7,14 @@ import torch
 from pretraining_cases import BRIEF, CLASSES, SIDE, net, pretext, pretrained, sent_first
 from torch import nn
 
-from fedstill.callbacks import Callback
 from fedstill.core.threads import threads
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
-from fedstill.kept_results import KeptResults
+from fedstill.loop.callbacks import Callback
+from fedstill.methods.pretraining.words import next_words
 from fedstill.models import build_model, from_module
-from fedstill.server.language import next_words
 from fedstill.server.pretrain import _fingerprint
+from fedstill.storage.cache import KeptResults
 
 SHAPE = (3, SIDE, SIDE)
 PICTURES = torch.zeros(5, *SHAPE, dtype=torch.uint8)

@@ -11,9 +11,7 @@ from by_hand import F64, DescentTrainer, blobs, number, round_of, uploads_of
 
 from fedstill.core.tree import clone
 from fedstill.core.types import Model, Need, Output, Round, Targets, Training, Weights
-from fedstill.server import average, distill
-from fedstill.server.pools import mix, standardised
-from fedstill.server.rectify import (
+from fedstill.methods.mrtf.refinery import (
     Refinery,
     prior_mixture,
     rectified,
@@ -21,7 +19,9 @@ from fedstill.server.rectify import (
     stable,
     trust_in_clients,
 )
-from fedstill.server.student import Student
+from fedstill.server import average, distill
+from fedstill.server.distill.student import Student
+from fedstill.server.distill.targets import mix, standardised
 
 STUDENT = Student(Training(steps=3, lr=0.5))
 RELEASED = Refinery(

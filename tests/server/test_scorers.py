@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.server.certainty import normalised
-from fedstill.server.scorers import LEAST, comparable, log_scores, relative
+from fedstill.methods.fedaux.certainty import LEAST, comparable, log_scores, normalised, relative
 
 SCORERS = ("kde", "isolation_forest", "one_class_svm", "two_class_svm")
 

@@ -5,15 +5,23 @@ import pytest
 import torch
 from by_hand import blobs, linear, linear_model, number, round_of, uploads_of
 
-from fedstill.core.compose import chain
+from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone, flatten, stack, unflatten
 from fedstill.core.types import Need, Targets, Training
 from fedstill.server import average, distill
-from fedstill.server.distill import TeacherShares, agreement, everything, keep_targets, loss_of, targets_of
-from fedstill.server.pools import maximum_rule, pool_targets
-from fedstill.server.student import Student
+from fedstill.server.distill.step import loss_of
+from fedstill.server.distill.student import Student
+from fedstill.server.distill.targets import (
+    TeacherShares,
+    agreement,
+    everything,
+    keep_targets,
+    maximum_rule,
+    pool_targets,
+    targets_of,
+)
 
 TRAINING = Training(steps=5, lr=0.5)
 

@@ -6,8 +6,8 @@ import torch
 from by_hand import blobs, linear, linear_model, local_view, number, round_of, scalar, uploads_of
 
 from fedstill.core.types import Batch, Output, Targets, Training, Weights
-from fedstill.server.pools import entropy, pool_targets
-from fedstill.server.student import Snapshots, Student, divergence, learner, lesson, soft_target_loss
+from fedstill.server.distill.student import Snapshots, Student, divergence, learner, lesson, soft_target_loss
+from fedstill.server.distill.targets import entropy, pool_targets
 
 TRAINING = Training(steps=6, lr=0.3)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from largest_tensor import LargestTensor
 
-from fedstill.server.targets import cluster_labels, sharpen, smooth_over_rounds
+from fedstill.server.distill.targets import cluster_labels, sharpen, smooth_over_rounds
 
 quick = settings(deadline=None, max_examples=60)
 POINTS = [[1.0, 0.0], [0.0, 1.0], [3.0, 4.0]]

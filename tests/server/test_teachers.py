@@ -11,8 +11,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Weights
-from fedstill.server.average import average
-from fedstill.server.teachers import (
+from fedstill.server.aggregate import average
+from fedstill.server.distill.teachers import (
     direction_samples,
     dirichlet_samples,
     gaussian_samples,

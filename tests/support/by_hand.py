@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fedstill.core.compose import combine
+from fedstill.compose.combine import combine
 from fedstill.core.tree import rows, stack
 from fedstill.core.types import (
-    Algorithm,
     Batch,
     Dataset,
     Federation,
     Local,
+    Method,
     Model,
     Objective,
     Output,
@@ -204,7 +204,7 @@ class History:
 
 
 def federate_by_hand(
-    algorithm: Algorithm,
+    method: Method,
     model: Model,
     data: list[Batch],
     start: Weights,
@@ -218,7 +218,7 @@ def federate_by_hand(
 ) -> History:
     """`steps` is a number or one per client; `cohorts` lists the clients of each round (default: all)."""
     per_client = steps if isinstance(steps, (list, tuple)) else [steps] * len(data)
-    objective, server = algorithm.objective, algorithm.server
+    objective, server = method.objective, method.server
     states = {k: objective.init(start) for k in range(len(data))}
     state, weights = server.init(start), start
     seen: list = []
@@ -255,6 +255,6 @@ def federate_by_hand(
     return History(seen, states_seen, states, metrics)
 
 
-def with_quadratic(algorithm: Algorithm, *terms: Objective) -> Algorithm:
+def with_quadratic(method: Method, *terms: Objective) -> Method:
     """The method's server, with clients that minimise a quadratic plus `terms`."""
-    return replace(algorithm, objective=combine(quadratic(), *terms))
+    return replace(method, objective=combine(quadratic(), *terms))

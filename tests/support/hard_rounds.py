@@ -9,9 +9,9 @@ import torch
 from server_rounds import CLASSES, FEATURES, clients_models, network, preparation_of, server_round
 
 from fedstill.core.types import Model, Round, Weights
-from fedstill.models.generators import build_generator
-from fedstill.server.average import average
-from fedstill.server.hard_samples import Contest, hard_samples
+from fedstill.methods.data_free.generators import build_generator
+from fedstill.methods.data_free.hard_samples import Contest, hard_samples
+from fedstill.server.aggregate import average
 
 NOISE = 3
 COUNTS = [[5.0, 1.0, 2.0], [1.0, 6.0, 2.0], [3.0, 3.0, 4.0]]  # of three clients

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from fedstill.about.toy import CLASSES, SHAPE, trial_federation
 from fedstill.core.types import Federation, Model, Training
-from fedstill.methods import build_method
+from fedstill.loop.federate import federate
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, mixed_model
-from fedstill.rounds import federate
-from fedstill.trial import CLASSES, SHAPE, trial_federation
 
 MEMBER = ("a", "a", "a", "b", "b", "b")
 LOCAL = Training(batch_size=8, lr=0.05, momentum=0.5)
@@ -55,7 +55,7 @@ def without(federation: Federation, gone: range) -> Federation:
 
 def run(method: str, model: Model | None = None, **how: Any):
     settings = {
-        "algorithm": build_method(method), "model": model or mixed(), "federation": federation(), "training": LOCAL,
+        "method": build_method(method), "model": model or mixed(), "federation": federation(), "training": LOCAL,
         "rounds": 2, "cohort": 6, "seed": 3, "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fedstill.core.types import Algorithm, Batch
+from fedstill.core.types import Batch, Method
 
 
 def counts_of(batch: Batch, classes: int) -> torch.Tensor:
@@ -14,11 +14,11 @@ def counts_of(batch: Batch, classes: int) -> torch.Tensor:
     return torch.bincount(batch.y, weights=batch.weight, minlength=classes)
 
 
-def counting(algorithm: Algorithm) -> Algorithm:
+def counting(method: Method) -> Method:
     """The method on clients that count their own labels at every step (`federate_by_hand` passes no counts)."""
 
     def loss(output, batch, local):
         counts = counts_of(batch, output.logits.shape[-1])
-        return algorithm.objective.loss(output, batch, local._replace(label_counts=counts))
+        return method.objective.loss(output, batch, local._replace(label_counts=counts))
 
-    return replace(algorithm, objective=replace(algorithm.objective, loss=loss))
+    return replace(method, objective=replace(method.objective, loss=loss))

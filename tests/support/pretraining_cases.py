@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from fedstill.core.compose import chain
-from fedstill.core.types import Algorithm, Dataset, Federation, Training
+from fedstill.compose.combine import chain
+from fedstill.core.types import Dataset, Federation, Method, Training
 from fedstill.local.terms import cross_entropy
+from fedstill.loop.federate import federate
+from fedstill.methods.pretraining.contrastive import simclr_pretext
 from fedstill.models import from_module
-from fedstill.rounds import federate
-from fedstill.server.average import average
-from fedstill.server.contrastive import simclr_pretext
+from fedstill.server.aggregate import average
 from fedstill.server.pretrain import pretrain
 
 CLASSES, SIDE, UNLABELED = 3, 6, 21
@@ -53,18 +53,18 @@ def pretext(training=BRIEF, **options):
 def pretrained(*, save_seconds=30.0, task=None, **how):
     """FedAvg after a pre-training."""
     step = pretrain(task or pretext(), save_seconds=save_seconds, **how)
-    return Algorithm(cross_entropy(), chain(average(), step))
+    return Method(cross_entropy(), chain(average(), step))
 
 
-def run(algorithm, **how):
+def run(method, **how):
     settings = {
-        "algorithm": algorithm, "model": net(), "federation": picture_federation(), "rounds": 1, "cohort": 2,
+        "method": method, "model": net(), "federation": picture_federation(), "rounds": 1, "cohort": 2,
         "training": Training(batch_size=8, lr=0.05), "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})
 
 
-def sent_first(algorithm, **how):
+def sent_first(method, **how):
     """(the model that the first cohort is sent, the run's first row)."""
-    result = run(algorithm, **{"training": Training(batch_size=8, lr=0.0), "cohort": 1, **how})
+    result = run(method, **{"training": Training(batch_size=8, lr=0.0), "cohort": 1, **how})
     return result.weights, result.history.rows[0]

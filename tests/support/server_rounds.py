@@ -12,22 +12,12 @@ from by_hand import uploads_of
 from torch import Tensor, nn
 
 from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.setup import Preparation
 from fedstill.core.tree import flatten, stack
-from fedstill.core.types import (
-    Algorithm,
-    Answers,
-    ClientData,
-    Dataset,
-    Federation,
-    Model,
-    Preparation,
-    Round,
-    Training,
-    Weights,
-)
+from fedstill.core.types import Answers, ClientData, Dataset, Federation, Method, Model, Round, Training, Weights
 from fedstill.engine import build_engine
+from fedstill.loop.federate import federate
 from fedstill.models import build_model, from_module
-from fedstill.rounds import federate
 
 CLASSES, FEATURES, CLIENTS, EACH = 3, 4, 5, 12
 LOCAL = Training(batch_size=6, epochs=2, lr=0.2, momentum=0.5)
@@ -66,9 +56,9 @@ def federation() -> Federation:
     )  # fmt: skip
 
 
-def run(algorithm: Algorithm, *, net: str = "mlp", rounds: int = 3, **how: Any):
+def run(method: Method, *, net: str = "mlp", rounds: int = 3, **how: Any):
     settings = {
-        "algorithm": algorithm, "model": network(net), "federation": federation(), "training": LOCAL,
+        "method": method, "model": network(net), "federation": federation(), "training": LOCAL,
         "rounds": rounds, "cohort": 4, "seed": 3, "engine": "batched", "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})
@@ -130,11 +120,11 @@ def preparation_of(this: Round, clients: dict[int, Tensor] | None = None) -> Pre
     return Preparation(1, this.model, this.population, this.unlabeled, this.seed, this.trainer, ask, run_seed=this.seed)
 
 
-def served(algorithm: Algorithm, this: Round) -> Weights:
+def served(method: Method, this: Round) -> Weights:
     """The model that the server makes of a round."""
-    state = algorithm.server.init(this.start)
-    _, state = algorithm.server.prepare(this.start, state, preparation_of(this))
-    return algorithm.server.apply(this.start, state, this)[0]
+    state = method.server.init(this.start)
+    _, state = method.server.prepare(this.start, state, preparation_of(this))
+    return method.server.apply(this.start, state, this)[0]
 
 
 def in_float64(weights: Weights) -> Weights:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from fedstill.bench.plan import Job, device_name
 from fedstill.bench.results import Run, cell_id, engine_of, engine_text, portable, run_id
 from fedstill.bench.workers import Message, Probe, WorkerPool
-from fedstill.config import Experiment
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need, Phase
-from fedstill.methods import build_method
+from fedstill.experiment.config import Experiment
+from fedstill.methods.lookup import build_method
 from fedstill.report.table import counted
 
 QUIET_SECONDS = 20.0  # between two lines about what a method prepares
@@ -50,13 +50,13 @@ def group_of(experiment: Experiment) -> str:
     """
     sections = {"data", "partition", "model", "local", "cohort", "evaluate_every"}
     looks = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}  # at data, or at each client's model: with a generator
-    learns = any(looks & needs_of(phase.algorithm) for phase in _phases(experiment))
+    learns = any(looks & needs_of(phase.method) for phase in _phases(experiment))
     alike = portable(experiment.model_dump(mode="json", include=sections))
     return f"{alike}{' and a server that learns' * learns}{engine_text(engine_of(experiment))}"
 
 
 def _phases(experiment: Experiment) -> tuple[Phase, ...]:
-    return build_method(experiment.algorithm.name, experiment.algorithm.options)
+    return build_method(experiment.method.name, experiment.method.options)
 
 
 def step_cost(experiment: Experiment) -> float:
@@ -64,7 +64,7 @@ def step_cost(experiment: Experiment) -> float:
     spent, past = 0.0, 0
     for phase in _phases(experiment):
         until = experiment.rounds if phase.until is None else min(phase.until, experiment.rounds)
-        spent += max(until - past, 0) * (1 + FROZEN_COST * len(phase.algorithm.objective.frozen))
+        spent += max(until - past, 0) * (1 + FROZEN_COST * len(phase.method.objective.frozen))
         past = max(past, until)
     return spent / experiment.rounds
 

@@ -32,14 +32,13 @@ from fedstill.bench.results import (
     method_text,
     run_id,
 )
-from fedstill.comparison import folder_name
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.engine import choose_device
-from fedstill.environment import version_of
-from fedstill.experiment import CONFIG_FILE, read_description
-from fedstill.file_lock import holder, released, take
-from fedstill.history import Row
+from fedstill.experiment.compare import folder_name
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run_folder import CONFIG_FILE, read_description, version_of
+from fedstill.loop.history import Row
+from fedstill.storage.files import holder, released, take
 
 
 @dataclass(frozen=True)

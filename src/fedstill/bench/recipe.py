@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedstill import toml_io
 from fedstill.bench.results import name_of_data
-from fedstill.config import DataSection, Experiment
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
-from fedstill.expression import split_methods
-from fedstill.settings import apply_settings
+from fedstill.experiment.config import DataSection, Experiment
+from fedstill.experiment.overrides import apply_settings
+from fedstill.methods.lookup import split_methods
+from fedstill.storage import toml as toml_io
 
 Number = float | str  # a word where the paper prints one instead of a number: "failed"
 # table -> column -> row -> {"best": percent, "last": percent, "speedup": times, "gain": points, "rounds": to the

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
-from fedstill import expression
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import write_whole
-from fedstill.file_lock import released, take
-from fedstill.options import find
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run_folder import write_whole
+from fedstill.methods import lookup as expression
+from fedstill.methods.options import find
+from fedstill.storage.files import released, take
 
 
 class Curve(NamedTuple):
@@ -87,11 +87,11 @@ def cell_key(experiment: Experiment) -> str:
 
 def _presets(experiment: Experiment) -> dict[str, Any]:
     """What the presets that a cell's methods name set at present; nothing where none is named."""
-    section = experiment.algorithm
+    section = experiment.method
     found: dict[str, Any] = {}
     for part in (part for stretch in expression.parse(section.name) for part in stretch.parts):
         preset = {**part.options, **section.options}.get("preset")
-        forms = getattr(find("algorithm", part.name), "presets", {})
+        forms = getattr(find("method", part.name), "presets", {})
         if preset in forms:
             found[part.name] = dict(forms[preset])
     return {"presets": found} if found else {}
@@ -144,8 +144,8 @@ def name_of_data(place: str) -> str:
 
 
 def method_text(experiment: Experiment) -> str:
-    """The algorithm as one writes it: fedprox(mu=0.1)."""
-    return expression.write(experiment.algorithm.name, experiment.algorithm.options)
+    """The method as one writes it: fedprox(mu=0.1)."""
+    return expression.write(experiment.method.name, experiment.method.options)
 
 
 def curve_of(run: Mapping[str, Any]) -> Curve:

@@ -26,13 +26,15 @@ import torch
 
 from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run, threads_for, tidy
 from fedstill.bench.results import Run
-from fedstill.callbacks import Callback, RunInfo
-from fedstill.config import Experiment
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
 from fedstill.data import Source
-from fedstill.experiment import build_federation, load_source, run, write_whole
-from fedstill.history import Result, Row
+from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run import run
+from fedstill.experiment.run_folder import write_whole
+from fedstill.loop.callbacks import Callback, RunInfo
+from fedstill.loop.history import Result, Row
 
 Message = dict[str, Any]  # plain values only
 Send = Callable[[Message], None]

@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from fedstill.cli.shared import Format, OneLineErrors, print_json
-from fedstill.settings import read_experiment
+from fedstill.core.errors import FedstillError, suggest
+
+
+class Format(StrEnum):
+    """How an answer is printed."""
+
+    text = "text"
+    json = "json"
+
+
+class OneLineErrors(TyperGroup):
+    """Commands whose mistakes, typer's own included, are told in one line without a traceback."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, **{**extra, "standalone_mode": False})
+        except FedstillError as error:
+            fail(str(error))
+        except Exception as error:
+            # typer brings its own copy of click since 0.20 or so: both kinds of usage error have this method.
+            if not hasattr(error, "format_message"):
+                raise
+            fail(error.format_message())
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            raise FedstillError(f"unknown command '{args[0]}': {suggest(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+def fail(message: str) -> NoReturn:
+    tell(" ".join(message.split()))
+    sys.exit(2)
+
+
+def tell(line: str) -> None:
+    """A line for the person in front; stdout stays for answers."""
+    print(f"fedstill: {line}", file=sys.stderr, flush=True)
+
+
+class Ended(KeyboardInterrupt):
+    """SIGTERM, as a scheduler, `timeout` or a container sends it: to be taken as Ctrl-C is."""
+
+
+@contextmanager
+def stoppable(how_to_go_on: Callable[[], str | None]) -> Iterator[None]:
+    """Who stops long work is told how to go on; it exits as shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise Ended
+
+    alone = threading.current_thread() is threading.main_thread()  # no other thread may say what a signal does
+    before = signal.signal(signal.SIGTERM, end) if alone else None
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        if told := how_to_go_on():
+            tell(f"stopped; {told}")
+        raise typer.Exit(143 if isinstance(stopped, Ended) else 130) from None
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def print_json(answer: Any) -> None:
+    typer.echo(json.dumps(answer, indent=2, allow_nan=False))
+
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -49,8 +123,10 @@ def start(
 @app.command()
 def run(file: File = None, set_: Set = None, out: Out = None, format_: AsFormat = Format.text) -> None:
     """Run one experiment: one method, one seed."""
+    from fedstill.cli.run import run_command
+    from fedstill.experiment.overrides import read_experiment
+
     experiment = read_experiment(file, changes := set_ or [])
-    from fedstill.cli.runs import run_command
 
     run_command(experiment, file=file, changes=changes, out=out, as_json=format_ is Format.json)
 
@@ -67,8 +143,10 @@ def compare(
     format_: AsFormat = Format.text,
 ) -> None:
     """Run several methods with several seeds on the same data: one table, and pictures."""
+    from fedstill.cli.run import compare_command
+    from fedstill.experiment.overrides import read_experiment
+
     experiment = read_experiment(file, changes := set_ or [])
-    from fedstill.cli.runs import compare_command
 
     as_json = format_ is Format.json
     compare_command(experiment, file=file, changes=changes, methods=methods, seeds=seeds, out=out, as_json=as_json)
@@ -80,7 +158,7 @@ def resume(
     format_: AsFormat = Format.text,
 ) -> None:
     """Go on with a run or a comparison that was interrupted; the result is that of an uninterrupted one."""
-    from fedstill.cli.runs import resume_command
+    from fedstill.cli.run import resume_command
 
     resume_command(run_dir, as_json=format_ is Format.json)
 
@@ -137,7 +215,7 @@ def list_(
     format_: AsFormat = Format.text,
 ) -> None:
     """List what can be named in an experiment file."""
-    from fedstill.cli.answers import list_text, listing
+    from fedstill.cli.info import list_text, listing
 
     entries = listing(what)
     print_json(entries) if format_ is Format.json else typer.echo(list_text(entries))
@@ -151,8 +229,8 @@ def explain(
     format_: AsFormat = Format.text,
 ) -> None:
     """Say what a method does: equation, parts, options, needs, and what leaves a client."""
-    from fedstill.cli.answers import explain_text
-    from fedstill.explain import explain as explanation
+    from fedstill.about.explain import explain as explanation
+    from fedstill.cli.info import explain_text
 
     facts = explanation(method)
     print_json(facts) if format_ is Format.json else typer.echo(explain_text(facts))
@@ -161,8 +239,8 @@ def explain(
 @app.command()
 def doctor(format_: AsFormat = Format.text) -> None:
     """Check this machine: versions, device, extras, both engines; say what to do where something is missing."""
-    from fedstill.cli.answers import doctor_text
-    from fedstill.doctor import as_json, examine, is_healthy
+    from fedstill.about.doctor import as_json, examine, is_healthy
+    from fedstill.cli.info import doctor_text
 
     checks = examine()
     print_json(as_json(checks)) if format_ is Format.json else typer.echo(doctor_text(checks))

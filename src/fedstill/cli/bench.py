@@ -40,8 +40,8 @@ from fedstill.bench.render import as_json, text_table
 from fedstill.bench.results import Records, Run, add_run, cell_id, read_runs, run_id
 from fedstill.bench.summary import summarize_table
 from fedstill.bench.workers import Message, WorkerPool, crew, shared_gpu
+from fedstill.cli.app import print_json, stoppable, tell
 from fedstill.cli.bench_progress import BenchProgress
-from fedstill.cli.shared import print_json, stoppable, tell
 from fedstill.core.errors import FedstillError
 from fedstill.report.table import counted
 

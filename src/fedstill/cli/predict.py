@@ -8,9 +8,9 @@ from pathlib import Path
 
 import typer
 
-from fedstill.cli.shared import print_json, tell
+from fedstill.cli.app import print_json, tell
 from fedstill.prediction import Predictions, predict
-from fedstill.report.prediction_files import FILES
+from fedstill.prediction.files import FILES
 
 NAMED = 10  # files that could not be read, by name; all of them are in predictions.json
 SHOWN_CLASSES = 10

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from fedstill.callbacks import Callback, RunInfo
-from fedstill.history import Result, Row
+from fedstill.loop.callbacks import Callback, RunInfo
+from fedstill.loop.history import Result, Row
 
 LINES_A_RUN = 10
 QUIET_SECONDS = 20.0  # in a comparison: a line at least this often

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Algorithm, Federation, Model, Need, Outlook, Phase, Training
+from fedstill.core.types import Federation, Method, Model, Need, Outlook, Phase, Training
 
 CURES = {
     Need.UNLABELED: "set data.unlabeled to 'test', a number of held-out samples, or another source",
@@ -18,10 +18,10 @@ CURES = {
 }
 
 
-def needs_of(algorithm: Algorithm) -> frozenset[Need]:
+def needs_of(method: Method) -> frozenset[Need]:
     """A seal mixes the moves of all clients into one, so they must be moves of one network."""
-    sealed = frozenset({Need.ONE_ARCHITECTURE} if algorithm.seal is not None else ())
-    return algorithm.objective.needs | algorithm.server.needs | sealed
+    sealed = frozenset({Need.ONE_ARCHITECTURE} if method.seal is not None else ())
+    return method.objective.needs | method.server.needs | sealed
 
 
 def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, training: Training) -> list[Need]:
@@ -40,25 +40,25 @@ def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, 
 
 
 def check_needs(
-    algorithm: Algorithm, *, model: Model, federation: Federation, training: Training, method: str = "this method"
+    method: Method, *, model: Model, federation: Federation, training: Training, label: str = "this method"
 ) -> None:
     """One line that names every unmet need and its cure; silent when all are met."""
-    needs = needs_of(algorithm)
+    needs = needs_of(method)
     if training.part == "head":
-        needs, method = needs | {Need.HEAD}, f"{method} with local.part = 'head'"
+        needs, label = needs | {Need.HEAD}, f"{label} with local.part = 'head'"
     unmet = unmet_needs(needs, model=model, federation=federation, training=training)
     if unmet:
         told = "; ".join(f"{need.value} ({CURES[need]})" for need in unmet)
-        raise FedstillError(f"{method} needs {told}")
+        raise FedstillError(f"{label} needs {told}")
 
 
 def check_phases(
-    phases: Sequence[Phase], *, model: Model, federation: Federation, training: Training, method: str = "this method"
+    phases: Sequence[Phase], *, model: Model, federation: Federation, training: Training, label: str = "this method"
 ) -> None:
     """Every method's needs, and what its steps find wrong with the data or with the round that they begin in."""
     first = 1
-    for algorithm, until in phases:
-        check_needs(algorithm, model=model, federation=federation, training=training, method=method)
-        unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(algorithm) else None
-        algorithm.server.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))
+    for method, until in phases:
+        check_needs(method, model=model, federation=federation, training=training, label=label)
+        unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(method) else None
+        method.server.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))
         first = first if until is None else until + 1

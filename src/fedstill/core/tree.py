@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstill.core.types import Params, Tree, Weights
+from fedstill.core.types import Params, Tree, Uploads, Weights
 
 T = TypeVar("T")
 
@@ -116,3 +116,46 @@ def unflatten(flat: dict[str, Tensor]) -> Tree:
 
 def byte_size(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+
+
+def as_tree(uploads: Uploads) -> Tree:
+    """Uploads as a plain tree; label counts that were not sent are not a leaf."""
+    tree: Tree = {
+        "params": uploads.weights.params,
+        "buffers": uploads.weights.buffers,
+        "extra": uploads.extra,
+        "size": uploads.size,
+        "steps": uploads.steps,
+        "travel": uploads.travel,
+        "loss": uploads.loss,
+        "ids": uploads.ids,
+    }
+    if uploads.label_counts is not None:
+        tree["label_counts"] = uploads.label_counts
+    return tree
+
+
+def from_tree(tree: Tree) -> Uploads:
+    return Uploads(
+        weights=Weights(tree["params"], tree["buffers"]),
+        size=tree["size"],
+        steps=tree["steps"],
+        travel=tree["travel"],
+        loss=tree["loss"],
+        extra=tree["extra"],
+        label_counts=tree.get("label_counts"),
+        ids=tree["ids"],
+    )
+
+
+def select(uploads: Uploads, index: Any) -> Uploads:
+    """Some clients of a cohort; an int gives one client's upload without the first dimension."""
+    return from_tree(tree_map(lambda leaf: leaf[index], as_tree(uploads)))
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """`x` in float32, or in its own type where that is finer.
+
+    Softmax and KL of half-precision logits are wrong in the third digit.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))

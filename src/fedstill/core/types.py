@@ -6,29 +6,87 @@ T teachers, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fedstill.core.answers import Samples as Samples
-from fedstill.core.answers import Targets as Targets
 from fedstill.core.data import Dataset as Dataset
 from fedstill.core.data import Federation as Federation
 from fedstill.core.data import Tokenizer as Tokenizer
-from fedstill.core.ensemble import ENSEMBLE
-from fedstill.core.preparing import Answers as Answers
-from fedstill.core.preparing import Ask as Ask
-from fedstill.core.preparing import ClientData as ClientData
-from fedstill.core.preparing import Keeper as Keeper
-from fedstill.core.preparing import Outlook as Outlook
-from fedstill.core.preparing import no_objection as no_objection
-from fedstill.core.release import Release as Release
-from fedstill.core.stage import Stage as Stage
-from fedstill.core.turns import Player as Player
-from fedstill.core.turns import Scene as Scene
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.setup import Answers as Answers
+from fedstill.core.setup import Ask as Ask
+from fedstill.core.setup import ClientData as ClientData
+from fedstill.core.setup import Keeper as Keeper
+from fedstill.core.setup import Outlook as Outlook
+from fedstill.core.setup import Preparation as Preparation
+from fedstill.core.setup import no_objection as no_objection
+from fedstill.core.setup import no_preparation as no_preparation
+from fedstill.core.trainer import Fitted as Fitted
+from fedstill.core.trainer import Player as Player
+from fedstill.core.trainer import Scene as Scene
+from fedstill.core.trainer import Trainer as Trainer
+from fedstill.core.trainer import Watch as Watch
+
+
+class Stage(Enum):
+    """Where a server step stands when methods are joined: in this order."""
+
+    AGGREGATE = "make one model from the cohort's"  # one a method
+    MOVE = "decide the server's step from the sent model"  # at most one a method
+    KEEP = "keep something, and pass the model through"
+    REFINE = "improve the model"
+    REPORT = "improve a copy that is reported, and pass the model through"
+
+
+class Samples(NamedTuple):
+    """What a generator on the server invents."""
+
+    x: Tensor  # (M, ...) as the model reads it: normalised
+    y: Tensor  # (M,) int64, the classes that it was asked for
+
+
+class Targets(NamedTuple):
+    """What the server believes about its unlabeled data, and the rows it learns from."""
+
+    probabilities: Tensor  # (M, K), rows sum to 1
+    kept: Tensor  # (M,) bool
+
+
+# What a client sends in a round: its parameters, BatchNorm statistics, size with steps, travel and loss, label counts,
+# and whatever its objective sends beside (SCAFFOLD's control).
+Upload = Literal["model", "buffers", "numbers", "label_counts", "extra"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Something about private data that leaves clients with noise on it: what a privacy accountant composes.
+
+    Neighbouring federations differ in one sample of one client, or in all that one client holds (`unit`).
+    """
+
+    what: str  # for people: "certainty scores", "model updates"
+    unit: Literal["sample", "client"]
+    multiplier: float | None  # standard deviation of the Gaussian noise / L2 sensitivity; None: no claim, see `why`
+    when: Literal["once", "round"]
+    against: Literal["server", "public"]  # noise before the server looks, or only before anybody else does
+    why: str = ""  # why there is no claim, or what it rests on
+    covers: tuple[Upload, ...] = ()  # of a round's: what it protects; a claim needs all that leaves
+    without_trust: str = ""  # of noise that the server adds: what to use where each client is to add its own
+
+
+ENSEMBLE = "ensemble"  # all prototypes together: the mean of their logits
+
+
+def check_report(report: str, prototypes: Iterable[str]) -> None:
+    """What is looked at is the ensemble or one of the prototypes."""
+    choices = (ENSEMBLE, *prototypes)
+    if report not in choices:
+        raise FedstillError(f"model.report = '{report}' is unknown: {suggest(report, choices)}")
+
 
 Params = dict[str, Tensor]  # flat names as in nn.Module.named_parameters()
 Tree = dict[str, Any]  # nested dicts with tensors at the leaves: states, slots, uploads
@@ -215,86 +273,6 @@ class Training:
     keep_optimizer: bool = False  # what it remembers goes on from round to round instead of starting at zero
 
 
-Watch = Callable[[int, Weights], bool]  # (steps done, weights now, which the next step overwrites) -> stop?
-
-
-class Fitted(NamedTuple):
-    """A model in the middle of its training."""
-
-    weights: Weights
-    optimizer: Tree  # what its optimiser remembers
-    loss: Tensor  # mean over the steps of this part
-
-
-class Trainer(Protocol):
-    """What the engine lends to a server step, so that there is one training loop."""
-
-    def fit(
-        self,
-        objective: Objective,
-        start: Weights,
-        x: Tensor,
-        y: Tensor,
-        training: Training,
-        seed: Seed,
-        *,
-        rows: Tensor | None = None,
-        watch: Watch | None = None,
-        every: int = 1,
-    ) -> Weights:
-        """Train one model on (x, y), or on some `rows` of them; `y` may be soft targets (M, K).
-
-        `watch` is called after each `every` steps and may end the training.
-        """
-        ...
-
-    def outputs(
-        self,
-        weights: Weights,
-        x: Tensor,
-        stacked: bool = False,
-        *,
-        features: bool = True,
-        batch: int | None = None,
-        seed: Seed = 0,
-        rows: Tensor | None = None,
-        keep: bool = True,
-    ) -> Output:
-        """Outputs in eval mode over all of x, or some `rows` of it, in chunks; stacked weights give (T, M, ...).
-
-        features: False leaves them out (they take most of the memory). batch: run in train mode instead, so many
-        rows at a time (BatchNorm by the batch, live dropout by `seed`). keep: False says that x does not come back,
-        and takes no place from the sets that do.
-        """
-        ...
-
-    def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
-        """Buffers with BatchNorm's statistics taken anew over all of x: the mean over batches, by their rows."""
-        ...
-
-    def proceed(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
-        optimizer: Tree, rows: Tensor | None = None,
-    ) -> Fitted:  # fmt: skip
-        """`fit` as one part of a longer training: the optimiser goes on from `optimizer` (empty: a fresh one)."""
-        ...
-
-    def take_turns(
-        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
-        optimizers: Mapping[str, Tree] | None = None,
-    ) -> dict[str, Fitted]:  # fmt: skip
-        """Train several models, each step of one seeing all: I exchanges, in each of them every player's turn in order.
-
-        drawn: (I, ...) a row for each exchange. given: what all of them see. optimizers: what a player's optimiser
-        goes on from, by name (none: a fresh one). The loss of a player is the mean over its steps.
-        """
-        ...
-
-    def lend(self, model: Model) -> Trainer:
-        """The same device, precision and data forms for another model (pre-training adds a projection head)."""
-        ...
-
-
 @dataclass(frozen=True)
 class Round:
     """All that the server may look at."""
@@ -312,34 +290,6 @@ class Round:
     validation: tuple[Tensor, Tensor] | None = None  # labeled (x, y); None unless Need.VALIDATION is declared
     groups: Mapping[str, Round] = field(default_factory=dict)  # several architectures: the round of each, by name
     shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all, this round
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """All that a server step may look at, and ask, before its method's first round."""
-
-    round: int  # the first round: 1, or later where the method follows another one
-    model: Model
-    population: int
-    unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
-    seed: Seed  # of this preparation: another one in every phase
-    trainer: Trainer
-    ask: Ask  # run a function on every client that holds data
-    keeper: Keeper | None = None
-    tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
-    metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
-    groups: Mapping[str, Preparation] = field(default_factory=dict)  # several architectures: each sees its own clients
-    candidates: Mapping[str, Weights] = field(default_factory=dict)  # ... what each prototype is by now, by name
-    shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all
-    inputs: Mapping[str, Any] = field(default_factory=dict)  # how stored samples become inputs: mean, std
-    run_seed: Seed = 0  # the run's own: the same in every phase
-    noise_seed: Seed = 0  # of noise that protects: no other run has it
-    labeled: tuple[Tensor, Tensor] | None = None  # (x, y) for looking at what was prepared, never for training
-    tokenizer: Tokenizer | None = None  # of text whose ids are tokens
-
-
-def no_preparation(candidate: Weights, state: Tree, _: Preparation) -> tuple[Weights, Tree]:
-    return candidate, state
 
 
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
@@ -379,7 +329,7 @@ def unchanged(uploads: Uploads, _: Weights, __: Seed) -> Uploads:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Method:
     """A method: what clients minimise, what the server does, what happens on the way."""
 
     objective: Objective
@@ -393,5 +343,5 @@ class Algorithm:
 class Phase(NamedTuple):
     """A stretch of rounds with one method; the last phase needs no end."""
 
-    algorithm: Algorithm
+    method: Method
     until: int | None = None  # the last round of the phase

@@ -6,14 +6,7 @@ from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, fr
 from fedstill.data.match import match_storage
 from fedstill.data.scale import scale_inputs
 from fedstill.data.source import Source, Unlabeled, owners, stratified_holdout
-from fedstill.data.split import (
-    central_pool,
-    hold_validation,
-    limit_test,
-    read_unlabeled,
-    split_unlabeled,
-    with_test_of,
-)
+from fedstill.data.split import central_pool, hold_validation, limit_test, read_unlabeled, split_unlabeled, with_test_of
 from fedstill.data.tokens import tokenise
 
 __all__ = [

@@ -13,36 +13,47 @@ import torch
 from torch import Tensor
 
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Fitted, Watch
 from fedstill.core.tree import rows as row_of
 from fedstill.core.types import (
     Dataset,
     Federation,
-    Fitted,
     Model,
     Need,
     Objective,
     Output,
     Params,
+    Phase,
     Player,
     Seed,
     Training,
     Tree,
     Uploads,
-    Watch,
     Weights,
 )
-from fedstill.engine.after import finish_clients
-from fedstill.engine.augment import check_augmentations
-from fedstill.engine.batched import Batched
-from fedstill.engine.features import fill_features
-from fedstill.engine.feed import Feed
-from fedstill.engine.forward import ROWS_AT_ONCE, batch_statistics, forward, forward_many, forward_training
-from fedstill.engine.group import Inputs, client_at, columns_of, local_view, make_inputs
-from fedstill.engine.looped import Looped, layout_alone
+from fedstill.engine.device_data import Feed, check_augmentations
+from fedstill.engine.forward import (
+    ROWS_AT_ONCE,
+    batch_statistics,
+    fill_features,
+    forward,
+    forward_many,
+    forward_training,
+)
+from fedstill.engine.group import (
+    Inputs,
+    chunk_budget,
+    client_at,
+    columns_of,
+    finish_clients,
+    local_view,
+    make_inputs,
+    probe,
+)
 from fedstill.engine.plan import Plan, check_training, make_plan
-from fedstill.engine.probe import chunk_budget, probe
-from fedstill.engine.program import Program, autocast_to, precision_mode
-from fedstill.engine.results import Finished
+from fedstill.engine.runners import Batched, Looped, layout_alone
+from fedstill.engine.stack import Finished, first_memory
+from fedstill.engine.step import Program, autocast_to, precision_mode
 from fedstill.engine.turns import Turns, turns_key
 
 FEEDS = 4  # sets beside the train set that stay on the device
@@ -139,7 +150,7 @@ class Engine:
     ) -> tuple[Program, Looped, Plan, Inputs]:  # fmt: skip
         """All that one model's training on (x, y) runs with."""
         check_training(training)
-        check_augmentations(training.augment, tuple(x.shape[1:]), "algorithm.augment")
+        check_augmentations(training.augment, tuple(x.shape[1:]), "method.augment")
         feed = self._feed_of(x)
         if feed.y.shape == y.shape and feed.y.dtype == y.dtype:
             feed.y.copy_(y)
@@ -339,3 +350,18 @@ class Engine:
             _, dropped = self.feeds.pop(next(iter(self.feeds)))
             self.programs = {key: pair for key, pair in self.programs.items() if pair[0].feed is not dropped}
         return known[1]
+
+
+def keep_optimizers(phases: tuple[Phase, ...], training: Training) -> tuple[Phase, ...]:
+    """The same methods, whose clients keep their optimiser's moments and step count; through every phase, too."""
+
+    def kept(objective: Objective) -> Objective:
+        def init(weights: Weights) -> Tree:
+            memory = first_memory(training, weights.params)
+            return {**objective.init(weights), **({OPTIMIZER: memory} if memory else {})}
+
+        return replace(objective, init=init)
+
+    return tuple(
+        phase._replace(method=replace(phase.method, objective=kept(phase.method.objective))) for phase in phases
+    )

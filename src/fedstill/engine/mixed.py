@@ -10,24 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.compose.groups import merge, merge_uploads, only, part_of, places_of, together
 from fedstill.core.errors import FedstillError
-from fedstill.core.groups import merge, merge_uploads, only, part_of, places_of, together
+from fedstill.core.trainer import Fitted, Watch
 from fedstill.core.tree import rows as rows_of
 from fedstill.core.tree import tree_map
-from fedstill.core.types import (
-    Fitted,
-    Groups,
-    Model,
-    Objective,
-    Output,
-    Params,
-    Player,
-    Seed,
-    Training,
-    Tree,
-    Watch,
-    Weights,
-)
+from fedstill.core.types import Groups, Model, Objective, Output, Params, Player, Seed, Training, Tree, Weights
 from fedstill.engine.engine import Engine, Trained
 
 

@@ -8,14 +8,18 @@ narrower view and their rows stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from fedstill.core.tree import clone, rows, tree_map
+from fedstill.core.tree import clone, rows, tree_map, zeros_like
+from fedstill.core.tree import rows as select
 from fedstill.core.types import Params, Training, Tree, Weights
-from fedstill.engine import optim
-from fedstill.engine.optim import moment_names
+from fedstill.engine import stack as optim
 
 Layout = dict[str, tuple[int, ...]]  # a parameter's dimensions from slowest to fastest in memory
 
@@ -118,3 +122,111 @@ class View:
         by_row = isinstance(rate, Tensor) and rate.ndim == 1
         update = optim.step_by_row if by_row else optim.step
         update(training, self.leaves, matched, self.moments, self.stack.count, rate)  # type: ignore[arg-type]
+
+
+class Finished(NamedTuple):
+    """A trained cohort, stacked in its order."""
+
+    weights: Weights
+    loss: Tensor  # (C,) sums over steps
+    optimizer: Tree  # what each client's remembers, where it is kept
+
+
+class Results:
+    """Rows in the order of the plan's columns; `weights` are handed out in the order of the cohort.
+
+    optimizer: what each client's remembered before, if it is kept.
+    """
+
+    def __init__(
+        self, start: Weights, cohort: int, like: Tensor, layout: Layout | None = None, optimizer: Tree | None = None
+    ) -> None:
+        self.stacked = allocate_weights(start, cohort, layout or {})
+        self.loss = like.new_zeros(cohort)
+        self.optimizer: Tree = clone(optimizer or {})
+
+    def fill(self, start: Weights) -> None:
+        """Everybody has the received model (a client without a step keeps it)."""
+        tree_map(lambda leaf, value: leaf.copy_(value.expand_as(leaf)), self.stacked, start)
+
+    def piece(self, rows: slice) -> Weights:
+        """Some rows as storage: a stack trained there needs no copy."""
+        return tree_map(lambda leaf: leaf[rows], self.stacked)
+
+    def take(self, stack: Stack, source: slice, rows: slice) -> None:
+        """Copy some clients of a stack to their rows."""
+        finished = Weights(stack.params, stack.buffers)
+        tree_map(lambda leaf, value: leaf[rows].copy_(value[source]), self.stacked, finished)
+        self.loss[rows] = stack.loss[source].to(self.loss.dtype)
+        if self.optimizer:
+            mine = self.optimizer["moments"]
+            tree_map(lambda value, leaf: leaf[rows].copy_(value[source]), stack.moments, mine)
+            self.optimizer["count"][rows] = stack.count.to(self.optimizer["count"].dtype)
+
+    def ordered(self, order: list[int]) -> Finished:
+        """Row i goes to place order[i]."""
+        finished = Finished(self.stacked, self.loss, self.optimizer)
+        if order == list(range(len(order))):
+            return finished
+        places = torch.empty(len(order), dtype=torch.int64)
+        places[torch.tensor(order)] = torch.arange(len(order))
+        return select(finished, places.to(self.loss.device))
+
+
+def moment_names(training: Training) -> tuple[str, ...]:
+    """The tensors an optimiser keeps beside each parameter; all start at zero."""
+    if training.optimizer == "sgd":
+        return ("momentum",) if training.momentum else ()
+    return ("mean", "square")
+
+
+def first_memory(training: Training, params: Params) -> Tree:
+    """What a fresh optimiser remembers of one model; empty if it never remembers anything."""
+    moments = {moment: zeros_like(params) for moment in moment_names(training)}
+    return {"moments": moments, "count": next(iter(params.values())).new_zeros(())} if moments else {}
+
+
+def step(
+    training: Training, params: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]],
+    count: Tensor, rate: float | Tensor,
+) -> None:  # fmt: skip
+    """One step in place. `count` is Adam's step number before this step; `rate` a number or a device scalar.
+
+    A zero momentum buffer makes torch's special first step (buffer = gradient) the ordinary one.
+    """
+    decay = training.weight_decay
+    if training.optimizer == "sgd":
+        buffers = moments[0] if moments else [None] * len(params)
+        sgd(
+            params, gradients, buffers, fused=True, foreach=False, weight_decay=decay,  # type: ignore[arg-type]
+            momentum=training.momentum, lr=rate, dampening=0.0, nesterov=training.nesterov, maximize=False,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return
+    function = {"adam": adam, "adamw": adamw}[training.optimizer]
+    counts = list(count.repeat(len(params)).unbind())  # the fused kernel advances one count a parameter
+    function(
+        params, gradients, moments[0], moments[1], [], counts, fused=True, foreach=False, amsgrad=False,
+        beta1=0.9, beta2=0.999, lr=rate, weight_decay=decay, eps=1e-8, maximize=False,
+    )  # fmt: skip
+    count.add_(1)
+
+
+def step_by_row(
+    training: Training, params: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]],
+    count: Tensor, rates: Tensor,
+) -> None:  # fmt: skip
+    """A rate for each client (C,): every update here is linear in the rate, so w + lr_k (w(lr = 1) - w)."""
+    before = [param.clone() for param in params]
+    step(training, params, gradients, moments, count, 1.0)
+    for param, old in zip(params, before, strict=True):
+        param.copy_(torch.lerp(old, param, rates.to(param.dtype).reshape(-1, *[1] * (param.ndim - 1))))
+
+
+def clip(gradients: list[Tensor], bound: float, *, stacked: bool) -> list[Tensor]:
+    """torch.nn.utils.clip_grad_norm_, client by client."""
+    if stacked:
+        squares = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
+    else:
+        squares = torch.stack([g.square().sum() for g in gradients]).sum()
+    scale = (bound / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    return [g * (scale.reshape(-1, *[1] * (g.ndim - 1)) if stacked else scale) for g in gradients]

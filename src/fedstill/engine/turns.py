@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for, to_signed
+from fedstill.core.trainer import Fitted
 from fedstill.core.tree import clone, flatten, leaves, rows, tree_map
-from fedstill.core.types import Fitted, Output, Player, Scene, Seed, Tree, Weights
-from fedstill.engine.capture import capture
+from fedstill.core.types import Output, Player, Scene, Seed, Tree, Weights
+from fedstill.engine.cuda_graphs import capture
 from fedstill.engine.group import row_at
 from fedstill.engine.stack import Layout, Stack, View, allocate_weights
 

@@ -1,5 +1,6 @@
 """What clients minimise: terms that add up."""
 
+from fedstill.core.tree import full_precision
 from fedstill.local.contrast import contrast_loss, model_contrast, previous_model
 from fedstill.local.curvature import curvature
 from fedstill.local.discrepancy import kernel_discrepancy, mean_discrepancy
@@ -13,7 +14,7 @@ from fedstill.local.distillation import (
 )
 from fedstill.local.labels import class_scales, majority, restricted_softmax, smoothed_cross_entropy
 from fedstill.local.released import against_own_past
-from fedstill.local.terms import control_variates, cross_entropy, dynamic_regularization, full_precision, proximal
+from fedstill.local.terms import control_variates, cross_entropy, dynamic_regularization, proximal
 
 __all__ = [
     "against_own_past",

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstill.core.compose import weighted_mean
-from fedstill.core.tree import clone
+from fedstill.compose.combine import weighted_mean
+from fedstill.core.tree import clone, full_precision
 from fedstill.core.types import Batch, Local, Need, Objective, Output, Tree, Weights, nothing
 from fedstill.local.distillation import start_model
-from fedstill.local.terms import full_precision
 
 Previous = Literal["skip", "init", "start"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedstill.core.tree import full_precision
 from fedstill.core.types import Batch, Local, Need, Objective, Output
 from fedstill.local.distillation import start_model
-from fedstill.local.terms import full_precision
 
 _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the mean squared distance: one kernel each
 

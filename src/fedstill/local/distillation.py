@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedstill.core.compose import weighted_mean
+from fedstill.compose.combine import weighted_mean
 from fedstill.core.errors import FedstillError
+from fedstill.core.tree import full_precision
 from fedstill.core.types import Batch, Local, Need, Objective, Output, Weights
 from fedstill.local.labels import majority
-from fedstill.local.terms import full_precision
 
 Masked = Literal["nothing", "target", "target and majority"]
 

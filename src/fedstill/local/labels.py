@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstill.core.compose import weighted_mean
+from fedstill.compose.combine import weighted_mean
+from fedstill.core.tree import full_precision
 from fedstill.core.types import Batch, Local, Need, Objective, Output
-from fedstill.local.terms import cross_entropy, full_precision
+from fedstill.local.terms import cross_entropy
 
 
 def majority(label_counts: Tensor) -> Tensor:

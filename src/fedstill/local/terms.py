@@ -8,16 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstill.core.compose import weighted_mean
-from fedstill.core.tree import dot, squared_distance, subtract, zeros_like
+from fedstill.compose.combine import weighted_mean
+from fedstill.core.tree import dot, full_precision, squared_distance, subtract, zeros_like
 from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Params, Tree, Weights, nothing
 
 ControlOption = Literal["I", "II"]
-
-
-def full_precision(logits: Tensor) -> Tensor:
-    """At least float32: softmax and KL of half-precision logits are wrong in the third digit."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def cross_entropy() -> Objective:

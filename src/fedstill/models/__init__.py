@@ -10,18 +10,17 @@ import torch
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Model
-from fedstill.models.cnn import cnn, convnet, fecnn, lenet, lenet5
-from fedstill.models.functional import from_module
+from fedstill.models.from_module import from_module, why_unbatchable
 from fedstill.models.mixed import mixed_model
-from fedstill.models.mlp import mlp
-from fedstill.models.mobilenet import mobilenet_v2
 from fedstill.models.network import Network
-from fedstill.models.recurrent import char_lstm
-from fedstill.models.resnet import resnet8, resnet8_wide, resnet18, resnet20, resnet34
-from fedstill.models.shufflenet import shufflenet
-from fedstill.models.transformer import bert
-from fedstill.models.validate import why_unbatchable
-from fedstill.models.vgg import vgg8, vgg11
+from fedstill.models.zoo.bert import bert
+from fedstill.models.zoo.char_lstm import char_lstm
+from fedstill.models.zoo.cnn import cnn, convnet, fecnn, lenet, lenet5
+from fedstill.models.zoo.mlp import mlp
+from fedstill.models.zoo.mobilenet import mobilenet_v2
+from fedstill.models.zoo.resnet import resnet8, resnet8_wide, resnet18, resnet20, resnet34
+from fedstill.models.zoo.shufflenet import shufflenet
+from fedstill.models.zoo.vgg import vgg8, vgg11
 
 __all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]
 

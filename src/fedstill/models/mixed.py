@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedstill.core.ensemble import ENSEMBLE, check_report
+from fedstill.compose.groups import merge, part_of, together
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.groups import merge, part_of, together
-from fedstill.core.types import Groups, Model, Output, Params, Seed, Weights
+from fedstill.core.types import ENSEMBLE, Groups, Model, Output, Params, Seed, Weights, check_report
 
 
 def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:

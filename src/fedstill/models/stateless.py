@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.types import Params, Weights
-from fedstill.models.layers import Context, MaskedBatchNorm, Step, convert
+from fedstill.models.pure_layers import Context, MaskedBatchNorm, Step, convert
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.partition import legacy
+from fedstill.partition import published_streams as legacy
 from fedstill.partition.common import (
     Parts,
     check_at_least,

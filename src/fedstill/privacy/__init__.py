@@ -1,11 +1,16 @@
 """Privacy: noise on what leaves a client, what it costs together, what may be claimed, and a test of claims."""
 
-from fedstill.privacy.accountant import Event, epsilon_after
+from fedstill.privacy.accountant import (
+    Event,
+    analytic_gaussian_multiplier,
+    classic_multiplier,
+    delta_of,
+    epsilon_after,
+    epsilon_of,
+)
 from fedstill.privacy.audit import Audit, audit
-from fedstill.privacy.budget import Privacy
-from fedstill.privacy.gaussian import analytic_gaussian_multiplier, classic_multiplier, delta_of, epsilon_of
-from fedstill.privacy.moves import noisy_mean, noisy_moves
-from fedstill.privacy.noise import clip_and_noise
+from fedstill.privacy.mechanisms import clip_and_noise, noisy_mean, noisy_moves
+from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import Claim, PrivacyStatement, Stretch, statement
 
 __all__ = [

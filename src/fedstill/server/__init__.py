@@ -1,11 +1,9 @@
 """What the server does with a round: steps from a candidate model to a candidate model."""
 
-from fedstill.server.average import average, normalized_average
-from fedstill.server.control import dynamic_correction, update_control
-from fedstill.server.curvature import sum_curvature
-from fedstill.server.distill import distill
-from fedstill.server.migrate import migrate
-from fedstill.server.optim import adam, adaptive, sgd
+from fedstill.server.aggregate import average, normalized_average
+from fedstill.server.distill.step import distill
+from fedstill.server.memory import dynamic_correction, sum_curvature, update_control
+from fedstill.server.optimizers import adam, adaptive, sgd
 
 __all__ = [
     "adam",
@@ -13,7 +11,6 @@ __all__ = [
     "average",
     "distill",
     "dynamic_correction",
-    "migrate",
     "normalized_average",
     "sgd",
     "sum_curvature",

@@ -16,20 +16,19 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
+from fedstill.core.setup import Preparation
 from fedstill.core.threads import threads
+from fedstill.core.trainer import Fitted, Trainer
 from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import (
-    Fitted,
     Keeper,
     Model,
     Need,
     Objective,
     Outlook,
-    Preparation,
     Seed,
     ServerStep,
     Stage,
-    Trainer,
     Training,
     Tree,
     Weights,

@@ -1,0 +1,1 @@
+"""Explanations of a method, and a check of this installation."""

@@ -1,0 +1,111 @@
+"""Is this machine ready? Versions, device, extras, and both engines on a tiny problem; what to do where not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fedstill.about.toy import trial_run
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import leaves
+from fedstill.core.types import Weights
+from fedstill.engine import check_compiler, choose_device
+from fedstill.experiment.run_folder import CORE_PACKAGES, EXTRAS, describe_device, version_of
+from fedstill.methods import build_algorithm
+
+TOLERANCE = 1e-4  # float32 sums in another order, over a few rounds
+ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `required` ones make the doctor unhappy; the others are opportunities."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+    required: bool = True
+
+
+def examine() -> list[Check]:
+    """All checks; those of the engines take about a second."""
+    return [*_basics(), *_extras(), *_engines(), _compiler()]
+
+
+def is_healthy(checks: list[Check]) -> bool:
+    return all(check.ok for check in checks if check.required)
+
+
+def as_json(checks: list[Check]) -> dict[str, Any]:
+    return {"healthy": is_healthy(checks), "checks": [asdict(check) for check in checks]}
+
+
+def _basics() -> Iterator[Check]:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    fits = (3, 11) <= sys.version_info[:2] < (3, 14)
+    yield Check("python", fits, version, "" if fits else "fedstill needs Python 3.11 to 3.13")
+    for package in ("fedstill", *CORE_PACKAGES):
+        found = version_of(package)
+        yield Check(package, found is not None, found or "missing", "" if found else f"pip install {package}")
+    device = describe_device()
+    if device["kind"] == "cuda":
+        yield Check("device", True, f"{device['name']}, {device['gigabytes']} GB")
+    else:
+        advice = "fine for small models; for CNNs a GPU and a CUDA build of torch are many times faster"
+        yield Check("device", True, f"cpu ({device['name']}), {device['threads']} threads", advice, required=False)
+
+
+def _extras() -> Iterator[Check]:
+    for extra, packages in EXTRAS.items():
+        missing = [package for package in packages if version_of(package) is None]
+        present = [package for package in packages if package not in missing]
+        found = ", ".join(present) or "not installed"
+        advice = f"for {', '.join(missing)}: pip install 'fedstill[{extra}]'" if missing else ""
+        yield Check(f"extra {extra}", not missing, found, advice, required=False)
+
+
+def _engines() -> Iterator[Check]:
+    """The same tiny run in both engines: equal weights but for rounding, and how fast."""
+    device = str(choose_device("auto"))
+    weights = {}
+    for engine in ("looped", "batched"):
+        try:
+            weights[engine], rate = _try_engine(engine, device)
+        except Exception as error:  # whatever breaks here is the finding
+            advice = "please report this with the output of `fedstill doctor --format json`"
+            yield Check(f"engine {engine}", False, " ".join(f"{type(error).__name__}: {error}".split()), advice)
+        else:
+            yield Check(f"engine {engine}", True, f"{rate:.0f} tiny rounds a second on {device}")
+    if len(weights) == 2:
+        gap = largest_gap(weights["looped"], weights["batched"])
+        advice = "" if gap <= TOLERANCE else "results depend on engine.name here: please report this"
+        yield Check("engines agree", gap <= TOLERANCE, f"largest difference of a weight {gap:.1e}", advice)
+
+
+def _compiler() -> Check:
+    """Whether engine.compile = true can be had here."""
+    name = "engine.compile"
+    try:
+        check_compiler(choose_device("auto"))
+    except FedstillError as error:
+        return Check(name, False, "not here", str(error).removeprefix(f"{name}: "), required=False)
+    return Check(name, True, "can be switched on", required=False)
+
+
+def _try_engine(engine: str, device: str) -> tuple[Weights, float]:
+    method = build_algorithm("fedavg", {})
+    trial_run(method, rounds=1, engine=engine, device=device)  # warms up what is made once
+    began = time.perf_counter()
+    result = trial_run(method, rounds=ROUNDS, engine=engine, device=device)
+    return result.weights, ROUNDS / (time.perf_counter() - began)
+
+
+def largest_gap(one: Weights, other: Weights) -> float:
+    gaps = [(a - b).abs().max() for a, b in zip(leaves(one.params), leaves(other.params), strict=True)]
+    return float(torch.stack(gaps).max())

@@ -1,0 +1,258 @@
+"""What a method is: its equation and options, its parts and needs, and what leaves a client, found by trying it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedstill.about.toy import CLASSES, SHAPE, UNLABELED, trial_model, trial_run
+from fedstill.compose.combine import run_step
+from fedstill.core.needs import needs_of
+from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.tree import byte_size, flatten
+from fedstill.core.types import (
+    Answers,
+    ClientData,
+    Method,
+    Model,
+    Need,
+    Phase,
+    Round,
+    ServerStep,
+    Stage,
+    Tree,
+    Uploads,
+    Weights,
+    unchanged,
+)
+from fedstill.loop.privacy_plan import stretches_of
+from fedstill.methods.lookup import build_method, find_method, parse, write
+from fedstill.privacy.plan import Privacy
+from fedstill.privacy.statement import statement
+
+_SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
+_HOMES = {
+    "fedstill.local": "client",
+    "fedstill.privacy": "on the way",
+    "fedstill.server": "server",
+    "fedstill.compose.combine": "server",
+}
+_MADE = {"Objective": "client", "ServerStep": "server"}
+_GLUE = {"combine", "chain"}
+_NUMBERS = "its number of samples and of steps, and its mean training loss"
+Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
+
+
+def explain(name: str) -> dict[str, Any]:
+    """Everything `fedstill explain` prints, as plain data; a mixture is explained part by part."""
+    named = {part.name: part for stretch in parse(name) for part in stretch.parts}
+    if len(named) > 1:
+        return _explain_several(name, {part.name: write(part.name, part.options) for part in named.values()})
+    factory = find_method(next(iter(named)))
+    method = build_method(name)[0].method
+    sections = read_docstring(factory)
+    return {
+        "method": name,
+        "summary": sections["summary"],
+        "equation": sections["body"],
+        "options": _options(factory, sections["Args"], next(iter(named.values())).options.get("preset")),
+        "parts": [_part(part) for part in parts_of(factory)],
+        "needs": sorted(need.value for need in needs_of(method)),
+        **traffic(method),
+        "privacy": privacy_of([Phase(method)]),
+        "differs_from_the_paper": sections["Differs from the paper"],
+        "reference": sections["Reference"],
+    }
+
+
+def _explain_several(text: str, parts: dict[str, str]) -> dict[str, Any]:
+    """What methods are when they run together or in turn: traffic and needs of the whole, the rest of each."""
+    each = {name: explain(part) for name, part in parts.items()}
+    methods = [phase.method for phase in build_method(text)]
+    flows = [traffic(method) for method in methods]
+    options = [(name, option) for name, facts in each.items() for option in facts["options"]]
+    return {
+        "method": text,
+        "summary": f"{text}: {'several methods in turn' if len(methods) > 1 else 'methods that run together'}.",
+        "equation": "\n\n".join(f"{facts['summary']}\n\n{facts['equation']}" for facts in each.values()),
+        "options": [{**option, "name": f"{name}({option['name']})"} for name, option in options],
+        "parts": _union(facts["parts"] for facts in each.values()),
+        "needs": sorted({need.value for method in methods for need in needs_of(method)}),
+        **{key: _union(flow[key] for flow in flows) for key in flows[0]},
+        "privacy": privacy_of(build_method(text)),
+        "differs_from_the_paper": " ".join(f"{n}: {facts['differs_from_the_paper']}" for n, facts in each.items()),
+        "reference": " ".join(facts["reference"] for facts in each.values()),
+    }
+
+
+def _union(lists: Iterable[list[Any]]) -> list[Any]:
+    found: list[Any] = []
+    for one in lists:
+        found += [item for item in one if item not in found]
+    return found
+
+
+def read_docstring(factory: Callable[..., Any]) -> dict[str, str]:
+    """summary, body (the equation) and the sections by name; a missing one is empty."""
+    text = inspect.getdoc(factory) or ""
+    heading = re.compile(rf"^({'|'.join(_SECTIONS)}):[ ]?", re.MULTILINE)
+    head, *rest = heading.split(text)
+    summary, _, body = head.partition("\n")
+    found = {"summary": summary.strip(), "body": textwrap.dedent(body.strip("\n")).rstrip()}
+    for section, content in zip(rest[::2], rest[1::2], strict=True):
+        found[section] = content.rstrip() if section == "Args" else " ".join(content.split())
+    return {section: found.get(section, "") for section in ("summary", "body", *_SECTIONS)}
+
+
+def first_line(function: Callable[..., Any]) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def parts_of(factory: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The terms and steps that a recipe calls, read off the names its code refers to, by where and when they run."""
+    return sorted(dict.fromkeys(_called(factory)), key=_turn)
+
+
+def _turn(part: Callable[..., Any]) -> tuple[int, int]:
+    """The client's parts, those on the way, the server's by the stage that their code names; without one it refines."""
+    stages = [stage for stage in Stage if stage.name in part.__code__.co_names]
+    return list(_HOMES.values()).index(_where(part)), list(Stage).index(next(iter(stages), Stage.REFINE))
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """client, on the way or server; empty for what is no part of a method."""
+    if not function.__module__.startswith("fedstill."):  # somebody's own: a part makes an Objective or a ServerStep
+        return next((where for made, where in _MADE.items() if made in function.__code__.co_names), "")
+    return next((where for home, where in _HOMES.items() if function.__module__.startswith(home)), "")
+
+
+def _part(part: Callable[..., Any]) -> dict[str, str]:
+    return {"part": part.__name__, "where": _where(part), "does": first_line(part)}
+
+
+def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    for value in inspect.getclosurevars(inspect.unwrap(function)).globals.values():
+        if not inspect.isfunction(value):
+            continue
+        if _where(value) and value.__name__ not in _GLUE:
+            yield value
+        elif value.__module__ == function.__module__ or value.__module__.startswith("fedstill.methods."):
+            yield from _called(value)
+
+
+def _options(factory: Callable[..., Any], text: str, preset: str | None = None) -> list[dict[str, Any]]:
+    meanings = dict(re.findall(r"^\s+(\w+): (.*(?:\n(?!\s+\w+: ).*)*)", text, re.MULTILINE))
+    form = getattr(factory, "presets", {}).get(preset, {})
+    return [
+        {"name": key, "default": form.get(key, parameter.default), "meaning": " ".join(meanings.get(key, "").split())}
+        for key, parameter in inspect.signature(factory).parameters.items()
+    ]
+
+
+def traffic(method: Method) -> dict[str, list[str]]:
+    """What leaves a client each round and once before the first one, what stays on it, and what the server sends beside
+    the model: seen in one tiny round.
+    """
+    seen: list[Uploads] = []
+    sent: list[Tree] = []
+
+    def broadcast(state: Tree) -> Tree:
+        sent.append(method.server.broadcast(state))
+        return sent[-1]
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        seen.append(round.uploads)
+        return run_step(method.server, candidate, state, round)
+
+    told, prepare = _overhearing(method.server)
+    watched = dataclasses.replace(method.server, apply=apply, broadcast=broadcast, prepare=prepare)
+    trial_run(dataclasses.replace(method, server=watched))
+    tried = _tried(trial_model(text=Need.TOKENS in needs_of(method)))
+    uploads, weights = seen[0], tried.weights
+    leaves = ["the trained model"]
+    stays = ["its data", *_slots(method.objective.init(weights), tried, 1)]
+    hidden = {part for one in method.releases if one.when == "round" and one.against == "server" for part in one.covers}
+    (stays if "numbers" in hidden else leaves).append(_NUMBERS)
+    if Need.LABEL_COUNTS_UPLOADED in needs_of(method):
+        leaves.append("how many samples of each class it holds")
+    leaves += _slots(uploads.extra, tried, len(uploads.ids))
+    if method.transmit is not unchanged:
+        leaves.append(f"(changed on the way: {first_line(method.transmit) or 'see the method'})")
+    if method.seal is not None:
+        leaves.append(f"(changed before the server's steps see it: {first_line(method.seal) or 'see the method'})")
+    return {
+        "leaves_a_client": leaves,
+        "leaves_a_client_once": [slot for one in told for slot in _slots(one.values, tried, len(one.ids))],
+        "stays_on_a_client": stays,
+        "sent_to_a_client": [
+            "the global model",
+            *_slots(sent[-1], tried, 1),
+        ],
+    }
+
+
+class _Tried(NamedTuple):
+    """What a method was tried on: a size in numbers says something only beside these."""
+
+    weights: Weights
+    model: int  # bytes
+    features: int
+
+
+def _tried(model: Model) -> _Tried:
+    weights, x = model.init(0), torch.zeros(1, *SHAPE)
+    output, _ = model.apply(weights, x[:, 0, 0].long() if model.tokens else x)
+    return _Tried(weights, byte_size(weights), output.features.shape[1])
+
+
+def _overhearing(server: ServerStep) -> tuple[list[Answers], Prepare]:
+    """What clients are going to answer before the first round, and the preparation that asks them."""
+    told: list[Answers] = []
+    if server.prepare is no_preparation:
+        return told, no_preparation
+
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        def ask(question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None, **how: Any) -> Answers:
+            told.append(preparation.ask(question, among=among, **how))
+            return told[-1]
+
+        return server.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
+
+    return told, prepare
+
+
+def privacy_of(phases: Sequence[Phase]) -> list[str]:
+    """What is claimed after the first round of the last method, every client taking part; empty where nothing is."""
+    if not any(phase.method.releases for phase in phases):
+        return []
+    played = 1 + max((phase.until or 0 for phase in phases), default=0)
+    stretches = stretches_of(phases, trial_model().init(0), Privacy())(played)
+    after = f"after {played} round{'s' if played > 1 else ''}, everybody in each:"
+    return [after, *statement(stretches, Privacy().delta).text().split("\n")]
+
+
+def _slots(tree: Tree, tried: _Tried, copies: int) -> list[str]:
+    return [f"{slot}: {_size(value, tried, copies)}" for slot, value in tree.items()]
+
+
+def _size(value: Any, tried: _Tried, copies: int) -> str:
+    """What a client's share of it grows with, as far as its size in the trial tells."""
+    leaves = flatten(value) if not isinstance(value, Tensor) else {"": value}
+    numbers, share = sum(leaf.numel() for leaf in leaves.values()) // copies, byte_size(value) // copies / tried.model
+    each = {1: "one number", CLASSES: "one number for each class", tried.features: "one number for each feature"}
+    each[UNLABELED] = "one number for each unlabeled row"
+    if numbers in each:
+        return each[numbers]
+    if 0.95 < share < 1.05:
+        return "as large as the model"
+    if 0.05 <= share < 3:  # what is larger (a generator) does not grow with the trial's tiny model
+        return f"{share:.2g} times the size of the model"
+    sizes = f"{tried.features} features, {UNLABELED} unlabeled rows, {CLASSES} classes"
+    return f"{numbers} numbers in a trial with {sizes}"

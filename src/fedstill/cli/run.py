@@ -1,0 +1,232 @@
+"""The commands that compute: run, compare, resume."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import typer
+
+from fedstill.cli.app import print_json, stoppable, tell
+from fedstill.cli.progress import Progress
+from fedstill.core.errors import FedstillError
+from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.overrides import describe_partition, parse_method, without_defaults
+from fedstill.experiment.prototypes import describe_model
+from fedstill.experiment.run import run
+from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, new_run_dir, read_description
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.history import History, Result
+from fedstill.methods.lookup import label, parse, split_methods
+from fedstill.report.table import counted, human_bytes, plain_table, rich_table
+
+
+def choose_folder(experiment: Experiment, out: Path | None) -> Path:
+    folder = new_run_dir(experiment) if out is None else out
+    if folder.exists() and not folder.is_dir():
+        raise FedstillError(f"--out: '{folder}' is a file: give a folder")
+    if (folder / CONFIG_FILE).exists():
+        raise FedstillError(
+            f"--out: '{folder}' already holds a run: choose another folder, or `fedstill resume {folder}`"
+        )
+    check_run_folder(experiment, folder, asked="--out")
+    return folder
+
+
+def run_command(
+    experiment: Experiment, *, file: Path | None, changes: Sequence[str], out: Path | None, as_json: bool
+) -> None:
+    folder = choose_folder(experiment, out)
+    _tell_unreached([experiment.method.name], experiment.rounds)
+    changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
+    file = folder / CONFIG_FILE if changed else file  # what to go on with: the run is not what the file says
+    _run(experiment, folder, file=file, as_json=as_json, resume=False)
+
+
+def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool) -> None:
+    source = load_source(experiment)
+    federation = build_federation(experiment, source)
+    title = "\n".join([describe(experiment), *source.notes])
+    with _resumable(folder), Progress(title, runs=1, rounds=experiment.rounds) as progress:
+        progress.label = experiment.method.name
+        result = run(experiment, run_dir=folder, callbacks=[progress], federation=federation, resume=resume)
+    print_json(result.summary()) if as_json else typer.echo(run_text(experiment, result, file))
+
+
+def compare_command(
+    experiment: Experiment,
+    *,
+    file: Path | None,
+    changes: Sequence[str],
+    methods: str | None,
+    seeds: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    entries = choose_methods(experiment, _entries(methods))
+    count = experiment.compare.seeds if seeds is None else seeds
+    chosen = methods is not None and tuple(entries) != experiment.compare.methods
+    changed = bool(changes) or chosen or count != experiment.compare.seeds
+    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
+    folder = choose_folder(experiment, out)
+    _tell_unreached(list(entries), experiment.rounds)
+    comparison = _compare(experiment, folder, resume=False)
+    file = folder / CONFIG_FILE if changed else file
+    _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
+
+
+def _tell_unreached(methods: Sequence[str], rounds: int) -> None:
+    """A switch after the last round is allowed, but hardly meant."""
+    for method in methods:
+        *before, _ = parse(method)
+        switch = max((stretch.until or 0 for stretch in before), default=0)
+        if switch >= rounds:
+            tell(f"'{method}' switches after round {switch}, the run has {rounds}: its last phase is never reached")
+
+
+def _entries(methods: str | None) -> list[str]:
+    entries = split_methods(methods or "")
+    if methods is not None and not entries:
+        raise FedstillError("--methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
+    return entries
+
+
+def resume_command(run_dir: Path, *, as_json: bool) -> None:
+    experiment, file = read_description(run_dir), run_dir / CONFIG_FILE
+    if (run_dir / RESULTS_FILE).exists():
+        comparison = _compare(experiment, run_dir, resume=True)
+        _print_comparison(comparison, experiment, folder=run_dir, file=file, as_json=as_json)
+        return
+    _run(experiment, run_dir, file=file, as_json=as_json, resume=True)
+
+
+def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Comparison:
+    methods, seeds = experiment.compare.methods, experiment.compare.seeds
+    source = load_source(experiment)
+    counts = f"{counted(len(methods), 'method')}, {counted(seeds, 'seed')}"
+    title = "\n".join([f"{counts}: {describe(experiment)}", *source.notes])
+    with _resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
+
+        def watch(method: str, seed: int) -> Sequence[Callback]:
+            progress.label = f"{method} seed {seed}"
+            return [progress]
+
+        return compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
+
+
+def _resumable(folder: Path) -> AbstractContextManager[None]:
+    return stoppable(
+        lambda: f"go on with: fedstill resume {shlex.quote(str(folder))}" if (folder / CONFIG_FILE).exists() else None
+    )
+
+
+def describe(experiment: Experiment) -> str:
+    split = describe_partition(experiment)
+    network = describe_model(experiment.model.name, experiment.model.options)
+    return f"{network} on {experiment.data.source}, {split}, {counted(experiment.rounds, 'round')}"
+
+
+def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
+    """What a person wants to know after a run, and what to try next."""
+    last, best = result.history.last or {}, result.history.best or {}
+    lines = [
+        f"{result.method}: {counted(len(result.history.rows), 'round')} in {result.seconds:.1f} s",
+        f"  last accuracy  {100 * last['accuracy']:.2f} %",
+        f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']})",
+        f"  sent           {_sent(result.history)}",
+    ]
+    if result.reported:
+        each = ", ".join(f"{name} {100 * last[f'accuracy_{name}']:.2f} %" for name in result.prototypes)
+        lines += [f"  reported       {result.reported}", f"  prototypes     {each}"]
+    if experiment.target is not None:
+        reached = result.rounds_to_target
+        lines.append(f"  target         {'not reached' if reached is None else f'reached in round {reached}'}")
+    if result.privacy is not None:
+        told = result.privacy.text().split("\n")
+        lines += [f"  {'' if i else 'privacy':<14} {line}" for i, line in enumerate(told)]
+    if result.generated is not None:
+        lines.append(f"  generated      {result.generated['line']}")
+        lines.append("                 (a check against copies, no guarantee of privacy: see generated.json)")
+    lines += _incidents(result)
+    lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
+    if result.targets is not None:
+        lines.append(f"Labels for the unlabeled set: fedstill predict {shlex.quote(str(result.run_dir))}")
+    lines.append(f"Next: {_after_run(experiment, file)}")
+    return "\n".join(lines)
+
+
+def _sent(history: History) -> str:
+    up, down = history.total("bytes_prepared"), history.total("bytes_prepared_down")
+    before = f" ({_asked(history)} {human_bytes(up)} up, {human_bytes(down)} down)" if up or down else ""
+    return f"{human_bytes(history.bytes_up)} up, {human_bytes(history.bytes_down)} down{before}"
+
+
+def _asked(history: History) -> str:
+    """When clients answered a question: a method that comes later asks before its own first round."""
+    asked = [row["round"] for row in history.rows if row.get("bytes_prepared") or row.get("bytes_prepared_down")]
+    return f"before round {' and '.join(map(str, asked))}:" if asked != [1] else "before the first round"
+
+
+def _incidents(result: Result) -> list[str]:
+    """Uploads that were not taken, rounds that drew nobody, and whatever else the audit holds."""
+    turned = sum(record["client"] is not None for record in result.audit)
+    alone = sum(row.get("cohort") == 0 for row in result.history.rows)
+    other = len(result.audit) - turned - alone
+    found = [
+        (turned, "turned away", "upload"),
+        (alone, "nobody drawn", "round"),
+        (other, "noted", "incident"),
+    ]
+    where = f"see {result.run_dir}/audit.jsonl"
+    return [f"  {title:<14} {counted(count, thing)}, {where}" for count, title, thing in found if count > 0]
+
+
+def _after_run(experiment: Experiment, file: Path | None) -> str:
+    """A comparison; under a budget a look at the method, since plain ones cannot keep it."""
+    method = without_defaults(experiment.method)
+    if experiment.privacy.epsilon is not None:
+        return f"fedstill explain {shlex.quote(method)}"
+    other = "scaffold" if method == "fedavg" else "fedavg"
+    return f"{_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
+
+
+def _command(name: str, file: Path | None) -> str:
+    return shlex.join(["fedstill", name, *([str(file)] if file else [])])
+
+
+def _next_step(experiment: Experiment, best: str, file: Path | None) -> str:
+    """Look at the winner, and at another skew where the partition has one."""
+    alpha, command = experiment.partition.options.get("alpha"), _command("compare", file)
+    seeds = 5 if experiment.compare.seeds < 5 else 2 * experiment.compare.seeds
+    sections = {label(entry): parse_method(entry, experiment) for entry in experiment.compare.methods}
+    winner = without_defaults(sections[best])  # files with their folders, unlike in the table
+    other = f"{command} --set partition.alpha={10 * alpha:g}  (milder skew)" if alpha else f"{command} --seeds {seeds}"
+    return f"fedstill explain {shlex.quote(winner)}, or {other}"
+
+
+def _print_comparison(
+    comparison: Comparison, experiment: Experiment, *, folder: Path, file: Path | None, as_json: bool
+) -> None:
+    if as_json:
+        print_json(comparison.as_json())
+        return
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(rich_table(comparison.summaries))
+    else:
+        typer.echo(plain_table(comparison.summaries))
+    best = comparison.summaries[0].method
+    pictures = [name for name in ("curves.png", "partition.png", "pseudo_labels.png") if (folder / name).exists()]
+    count = experiment.compare.seeds
+    over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
+    typer.echo(f"{over}; seconds and bytes are those of one run.")
+    for note in table_notes(comparison.results):
+        typer.echo(note)
+    typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
+    typer.echo(f"Next: {_next_step(experiment, best, file)}")

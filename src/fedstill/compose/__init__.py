@@ -1,0 +1,1 @@
+"""How parts become methods."""

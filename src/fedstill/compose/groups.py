@@ -1,0 +1,436 @@
+"""Clients with different architectures: one union of prototypes, taken apart and put together again.
+
+The union is one set of weights that holds every prototype, its tensors named "<prototype>/<name>". So a run has one
+model to keep, check, save and send, while a client trains and sends its own part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.compose.combine import chain, run_step
+from fedstill.compose.phases import carry_over, keep_waiting, share_states
+from fedstill.core.errors import FedstillError
+from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.tree import byte_size, select, tree_map
+from fedstill.core.types import (
+    Answers,
+    Ask,
+    ClientData,
+    Federation,
+    Groups,
+    Method,
+    Model,
+    Output,
+    Params,
+    Phase,
+    Round,
+    Samples,
+    Seed,
+    ServerStep,
+    Stage,
+    Targets,
+    Transmit,
+    Tree,
+    Uploads,
+    Weights,
+    unchanged,
+)
+
+
+def only(weights: Weights, prototype: str) -> Weights:
+    """One prototype of a union, under the names that it has there; nothing where it is not."""
+    return Weights(*({n: leaf for n, leaf in part.items() if n.startswith(f"{prototype}/")} for part in weights))
+
+
+def part_of(weights: Weights, prototype: str) -> Weights:
+    """One prototype of a union, under its own names."""
+    places = len(prototype) + 1
+    return Weights(*({name[places:]: leaf for name, leaf in part.items()} for part in only(weights, prototype)))
+
+
+def split(weights: Weights, groups: Groups) -> dict[str, Weights]:
+    """The prototypes of a union by name."""
+    return {prototype: part_of(weights, prototype) for prototype in groups.models}
+
+
+def merge(parts: Mapping[str, Weights]) -> Weights:
+    """One union of some prototypes: what `split` takes apart."""
+
+    def named(kind: int) -> Params:
+        return {f"{group}/{name}": leaf for group, part in parts.items() for name, leaf in part[kind].items()}
+
+    return Weights(named(0), named(1))
+
+
+def together(outputs: Mapping[str, Output], report: str) -> Output:
+    """What prototypes say as one: that of the reported prototype, or else the mean of their logits.
+
+    The features of an ensemble are those of its members, side by side.
+    """
+    if report in outputs or len(outputs) == 1:
+        return outputs[report] if report in outputs else next(iter(outputs.values()))
+    widths = {name: output.logits.shape[-1] for name, output in outputs.items()}
+    if len(set(widths.values())) > 1:
+        told = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise FedstillError(f"the prototypes tell different numbers of classes apart ({told}): give them one")
+    logits = torch.stack([output.logits for output in outputs.values()]).mean(0)
+    return Output(logits, torch.cat([output.features for output in outputs.values()], dim=-1))
+
+
+def targets_together(found: Mapping[str, Targets], report: str) -> Targets | None:
+    """Targets of prototypes as those of the model that is looked at.
+
+    All were taught the same; about rows that were not each says its own, and together (like `together`) they say
+    softmax(mean of ln p), which is the softmax of the mean of their logits.
+    """
+    if not found:
+        return None
+    one = found.get(report, next(iter(found.values())))
+    if report in found or len(found) == 1:
+        return one
+    each = torch.stack([targets.probabilities for targets in found.values()])
+    own = (each != each[0]).any(dim=0).any(dim=1) & ~one.kept
+    logs = each.double().clamp_min(torch.finfo(torch.float32).tiny).log()
+    said = logs.mean(dim=0).softmax(dim=1).to(each.dtype)
+    return one._replace(probabilities=torch.where(own.unsqueeze(1), said, one.probabilities))
+
+
+def reported_name(groups: Groups) -> str:
+    """Which model is looked at, in words."""
+    return f"ensemble of {', '.join(groups.models)}" if groups.report not in groups.models else groups.report
+
+
+def places_of(ids: Collection[int], groups: Groups) -> dict[str, Tensor]:
+    """Where in a cohort the clients of each prototype stand, in the order of the cohort."""
+    found: dict[str, list[int]] = {prototype: [] for prototype in groups.models}
+    for place, client in enumerate(ids):
+        found[groups.member[client]].append(place)
+    return {prototype: torch.tensor(places, dtype=torch.int64) for prototype, places in found.items()}
+
+
+def split_uploads(uploads: Uploads, groups: Groups) -> dict[str, Uploads]:
+    """What the clients of each prototype sent, as if there were no others; nobody of a group: no rows."""
+    parts: dict[str, Uploads] = {}
+    for prototype, places in places_of(uploads.ids.tolist(), groups).items():
+        own = uploads._replace(
+            weights=part_of(uploads.weights, prototype), extra=uploads.extra.get(prototype, {}) if len(places) else {}
+        )
+        parts[prototype] = own if len(places) == len(uploads.ids) else select(own, places)
+    return parts
+
+
+def merge_uploads(parts: Mapping[str, Uploads], start: Weights, places: Mapping[str, Tensor]) -> Uploads:
+    """The whole cohort's uploads from those of groups; in a client's row the other prototypes are as they were sent.
+
+    Extra uploads stand under the prototype's name and are 0 in the rows of other groups' clients.
+    """
+    count, first = sum(map(len, places.values())), next(iter(parts.values()))
+
+    def full(prototype: str, rows: Tensor, like: Tensor) -> Tensor:
+        here = places[prototype].to(rows.device)
+        return rows if len(here) == count else _filled(like, count).index_copy_(0, here, rows)
+
+    def stacked(kind: int) -> Params:
+        merged: Params = {}
+        for prototype in places:
+            for name, sent in part_of(start, prototype)[kind].items():
+                rows = parts[prototype].weights[kind][name] if prototype in parts else None
+                merged[f"{prototype}/{name}"] = _filled(sent, count) if rows is None else full(prototype, rows, sent)
+        return merged
+
+    def column(name: str) -> Tensor:
+        whole: Tensor = torch.cat([getattr(part, name) for part in parts.values()])
+        order = torch.cat([places[prototype] for prototype in parts])
+        return torch.empty_like(whole).index_copy_(0, order.to(whole.device), whole)
+
+    extra = {
+        prototype: tree_map(lambda rows, at=prototype: full(at, rows, torch.zeros_like(rows[0])), part.extra)
+        for prototype, part in parts.items()
+        if part.extra
+    }
+    facts = {name: column(name) for name in ("size", "steps", "travel", "loss", "ids")}
+    counts = None if first.label_counts is None else column("label_counts")
+    return Uploads(weights=Weights(stacked(0), stacked(1)), extra=extra, label_counts=counts, **facts)
+
+
+def own_upload(uploads: Uploads, place: int, groups: Groups) -> Uploads:
+    """What one client of a cohort sends: its own prototype, and what stands beside it."""
+    prototype = groups.member[int(uploads.ids[place])]
+    own = uploads._replace(weights=part_of(uploads.weights, prototype), extra=uploads.extra.get(prototype, {}))
+    return select(own, place)
+
+
+def whole_upload(own: Uploads, prototype: str, start: Weights, like: Uploads) -> Uploads:
+    """One client's row among the cohort's (`like`) from what it sent; the other prototypes are as they were sent."""
+    weights = Weights(*({**sent, **new} for sent, new in zip(start, merge({prototype: own.weights}), strict=True)))
+    others = {name: tree_map(lambda leaf: torch.zeros_like(leaf[0]), extra) for name, extra in like.extra.items()}
+    return own._replace(weights=weights, extra={**others, **({prototype: own.extra} if own.extra else {})})
+
+
+def _filled(leaf: Tensor, count: int) -> Tensor:
+    return leaf.expand(count, *leaf.shape).clone(memory_format=torch.contiguous_format)
+
+
+def bytes_sent(uploads: Uploads, groups: Groups) -> int:
+    """Bytes of each client's own part and of what it tells beside it."""
+    count, total = len(uploads.ids), 0
+    for prototype, places in places_of(uploads.ids.tolist(), groups).items():
+        own = byte_size((only(uploads.weights, prototype), uploads.extra.get(prototype, {})))
+        total += own // count * len(places)
+    told = (uploads.size, uploads.steps, uploads.travel, uploads.loss)
+    return total + byte_size(told) + (0 if uploads.label_counts is None else byte_size(uploads.label_counts))
+
+
+def bytes_received(start: Weights, received: Tree, ids: Collection[int], groups: Groups) -> int:
+    return sum(
+        len(places) * byte_size((only(start, prototype), received.get(prototype, {})))
+        for prototype, places in places_of(ids, groups).items()
+    )
+
+
+def check_groups(groups: Groups, federation: Federation) -> None:
+    """Every client has a prototype, and every prototype a client that holds data."""
+    if len(groups.member) != federation.population:
+        raise FedstillError(
+            f"the model says which prototype each of {len(groups.member)} clients runs, and there are "
+            f"{federation.population}: name one for each client"
+        )
+    sizes = federation.offsets.diff().tolist()
+    for prototype in groups.models:
+        if not any(size and own == prototype for size, own in zip(sizes, groups.member, strict=True)):
+            raise FedstillError(f"no client that holds data runs the prototype '{prototype}': give it one, or leave it")
+
+
+def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None:
+    """The model, and each of its prototypes, tells the federation's classes apart and can read its samples.
+
+    Shapes may differ (a dense network flattens an image): what counts is that it runs. What is not known is not asked.
+    """
+    for name, one in {model.name: model}.items() if model.groups is None else model.groups.models.items():
+        what = f"{'model' if model.groups is None else 'the prototype'} '{name}'"
+        if 0 < one.classes < classes:
+            raise FedstillError(
+                f"{what} tells {one.classes} classes apart, and the federation has {classes}: "
+                f"build it with classes={classes}"
+            )
+        if one.input_shape and one.input_shape != tuple(input_shape) and not _runs(one, input_shape):
+            raise FedstillError(
+                f"{what} reads samples of shape {one.input_shape}, and the federation's have {tuple(input_shape)}: "
+                f"build it with input_shape={tuple(input_shape)}"
+            )
+
+
+def _runs(model: Model, input_shape: tuple[int, ...]) -> bool:
+    """On numbers or, if it cannot, on ids."""
+    weights = model.init(0)
+    for dtype in (torch.float32, torch.int64):
+        with suppress(Exception), torch.no_grad():
+            model.apply(weights, torch.zeros(2, *input_shape, dtype=dtype))
+            return True
+    return False
+
+
+Question = Callable[[ClientData], Tree]
+
+
+def rounds_of(round: Round, groups: Groups) -> dict[str, Round]:
+    """The round of each prototype: its part of the model, its clients' uploads, its own population and engine.
+
+    All of them name each other in `groups` and share one `shared`. The seed is that of the whole round, so that a
+    group steps as it would alone.
+    """
+    rounds: dict[str, Round] = {}
+    starts, uploads = split(round.start, groups), split_uploads(round.uploads, groups)
+    for prototype, model in groups.models.items():
+        rounds[prototype] = replace(
+            round, start=starts[prototype], uploads=uploads[prototype], model=model,
+            population=groups.member.count(prototype), trainer=round.trainer.lend(model), metrics={}, models={},
+            groups=rounds, shared=round.shared,
+        )  # fmt: skip
+    return rounds
+
+
+def preparations_of(
+    preparation: Preparation, groups: Groups, candidates: Mapping[str, Weights]
+) -> dict[str, Preparation]:
+    """The preparation of each prototype: it asks its own clients; `candidates` show what the others are by now."""
+    looks: dict[str, Preparation] = {}
+    for prototype, model in groups.models.items():
+        members = frozenset(client for client, own in enumerate(groups.member) if own == prototype)
+        looks[prototype] = replace(
+            preparation, model=model, population=len(members), trainer=preparation.trainer.lend(model),
+            ask=_asking(preparation.ask, members), tell=_telling(preparation, prototype), metrics={},
+            groups=looks, candidates=candidates, shared=preparation.shared,
+        )  # fmt: skip
+    return looks
+
+
+def _asking(ask: Ask, members: frozenset[int]) -> Ask:
+    def among_members(question: Question, /, among: Collection[int] | None = None, **how: Any) -> Answers:
+        return ask(question, among=members if among is None else members & set(among), **how)
+
+    return among_members
+
+
+def _telling(preparation: Preparation, prototype: str) -> Callable[[str, float], None]:
+    return lambda what, share: preparation.tell(f"{prototype}: {what}", share)
+
+
+def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> ServerStep:
+    """A plain step on each prototype's part; of a chain each step on all prototypes before the next one.
+
+    step: the same for all, or one for each prototype.
+
+    A prototype without an upload this round stays as it was sent; refinements (distillation) still reach it.
+    State and broadcast: those of the step, under each prototype's name. Metrics are named "<prototype>/<metric>".
+    The model is reported once every prototype has one to report; targets are those of the reported prototype or of all
+    together (`targets_together`), samples those of the first that has some.
+    """
+    one_each = {name: step if isinstance(step, ServerStep) else step[name] for name in groups.models}
+    chains = {name: chain(*(one.steps or (one,))) for name, one in one_each.items()}
+
+    def init(weights: Weights) -> Tree:
+        return {name: chains[name].init(part) for name, part in split(weights, groups).items()}
+
+    def broadcast(state: Tree) -> Tree:
+        return {name: chains[name].broadcast(own) for name, own in state.items()}
+
+    def report(state: Tree) -> Weights | None:
+        found = {name: chains[name].report(own) for name, own in state.items()}
+        told = {name: weights for name, weights in found.items() if weights is not None}
+        return merge(told) if len(told) == len(groups.models) else None
+
+    def targets(state: Tree) -> Targets | None:
+        found = {name: chains[name].targets(own) for name, own in state.items()}
+        return targets_together({name: own for name, own in found.items() if own is not None}, groups.report)
+
+    def samples(state: Tree, _: Model) -> Samples | None:
+        each = (chains[name].samples(own, groups.models[name]) for name, own in state.items())
+        return next((found for found in each if found is not None), None)
+
+    idle = all(one.prepare is no_preparation for one in chains.values())
+    return ServerStep(
+        _apply(chains, groups),
+        init,
+        broadcast,
+        frozenset().union(*(one.needs for one in chains.values())),
+        report=report,
+        targets=targets,
+        samples=samples,
+        prepare=no_preparation if idle else _prepare(chains, groups),
+    )
+
+
+def _in_step(chains: Mapping[str, ServerStep]) -> Iterator[tuple[str, str, ServerStep]]:
+    """(place in the chain, prototype, step): the first step of every prototype, then the second one, ..."""
+    for place, same in enumerate(zip(*(one.steps for one in chains.values()), strict=True)):
+        for prototype, step in zip(chains, same, strict=True):
+            yield str(place), prototype, step
+
+
+def _apply(chains: Mapping[str, ServerStep], groups: Groups) -> Callable[[Weights, Tree, Round], tuple[Weights, Tree]]:
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        parts, rounds = split(candidate, groups), rounds_of(round, groups)
+        after = {prototype: dict(own) for prototype, own in state.items()}
+        for place, prototype, step in _in_step(chains):
+            look = rounds[prototype]
+            if len(look.uploads.ids) or step.stage in (Stage.REFINE, Stage.REPORT):
+                moved = run_step(step, parts[prototype], after[prototype].get(place, {}), look)
+                parts[prototype], after[prototype][place] = moved
+        _hand_up(round, rounds)
+        return merge(parts), after
+
+    return apply
+
+
+def _prepare(
+    chains: Mapping[str, ServerStep], groups: Groups
+) -> Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]:
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        parts = split(candidate, groups)
+        looks = preparations_of(preparation, groups, parts)
+        after = {prototype: dict(own) for prototype, own in state.items()}
+        for place, prototype, step in _in_step(chains):
+            made = step.prepare(parts[prototype], after[prototype].get(place, {}), looks[prototype])
+            parts[prototype], after[prototype][place] = made
+        for prototype, look in looks.items():
+            preparation.metrics.update({f"{prototype}/{name}": value for name, value in look.metrics.items()})
+        return merge(parts), after
+
+    return prepare
+
+
+def _hand_up(round: Round, rounds: Mapping[str, Round]) -> None:
+    """What the steps of single prototypes noted and left to be looked at, in the round of all."""
+    left: dict[str, dict[str, Weights]] = {}
+    for prototype, look in rounds.items():
+        round.metrics.update({f"{prototype}/{name}": value for name, value in look.metrics.items()})
+        for name, weights in look.models.items():
+            left.setdefault(name, {})[prototype] = weights
+    round.models.update({name: merge(parts) for name, parts in left.items()})
+
+
+def _transmit(transmit: Mapping[str, Transmit], groups: Groups) -> Transmit:
+    """Each client's own part on its way; the rest of its row stays what it was sent."""
+    if all(one is unchanged for one in transmit.values()):
+        return unchanged
+
+    def transmitted(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+        parts, starts = split_uploads(uploads, groups), split(start, groups)
+        sent = {name: transmit[name](part, starts[name], seed) for name, part in parts.items() if len(part.ids)}
+        return merge_uploads(sent, start, places_of(uploads.ids.tolist(), groups))
+
+    return transmitted
+
+
+def as_it_is(method: Method, _: Model) -> Method:
+    return method
+
+
+def grouped(
+    phases: tuple[Phase, ...], groups: Groups, suited: Callable[[Method, Model], Method] = as_it_is
+) -> tuple[Phase, ...]:
+    """The same methods for clients with different architectures, each group as a federation of its own, but for steps
+    that look at the others (`Round.groups`).
+
+    suited: what the method becomes for one prototype. Objectives stay as they are: a client trains one prototype.
+    """
+    made: dict[int, Method] = {}
+    for method in (phase.method for phase in phases):
+        own = {name: suited(method, model) for name, model in groups.models.items()}
+        server = per_group({name: one.server for name, one in own.items()}, groups)
+        transmit = _transmit({name: one.transmit for name, one in own.items()}, groups)
+        made[id(method)] = replace(method, server=server, transmit=transmit)
+    return tuple(phase._replace(method=made[id(phase.method)]) for phase in phases)
+
+
+def share_states_of(
+    phases: tuple[Phase, ...], weights: Weights, groups: Groups | None
+) -> tuple[Tree, tuple[Phase, ...]]:
+    """`share_states`, with a client's first state under each prototype's name where there are several."""
+    if groups is None:
+        return share_states(phases, weights)
+    shared = {prototype: share_states(phases, part) for prototype, part in split(weights, groups).items()}
+    kept = next(iter(shared.values()))[1]  # they differ by nothing: which slots are kept is up to the objectives
+    return {prototype: first for prototype, (first, _) in shared.items()}, kept
+
+
+def carry_over_of(old: Tree, fresh: Tree, groups: Groups | None) -> Tree:
+    """`carry_over`, for each prototype where there are several."""
+    if groups is None:
+        return carry_over(old, fresh)
+    return {prototype: carry_over(old[prototype], fresh[prototype]) for prototype in groups.models}
+
+
+def keep_waiting_of(old: Tree, new: Tree, groups: Groups | None) -> Tree:
+    """`keep_waiting`, for each prototype where there are several."""
+    if groups is None:
+        return keep_waiting(old, new)
+    return {prototype: keep_waiting(old[prototype], new[prototype]) for prototype in groups.models}

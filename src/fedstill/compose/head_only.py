@@ -1,0 +1,68 @@
+"""Linear evaluation: where clients train the head alone, a run leaves every bit of the extractor as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedstill.compose.combine import chain
+from fedstill.core.types import (
+    Method,
+    Model,
+    Round,
+    Seed,
+    ServerStep,
+    Stage,
+    Transmit,
+    Tree,
+    Uploads,
+    Weights,
+    unchanged,
+)
+
+
+def head_names(model: Model) -> tuple[str, ...]:
+    """The parameters of the head; of several architectures, those of each."""
+    if model.groups is None:
+        return model.head_names
+    return tuple(f"{group}/{name}" for group, one in model.groups.models.items() for name in one.head_names)
+
+
+def head_of(weights: Weights, names: tuple[str, ...]) -> Weights:
+    """What a client that trained the head alone has to send."""
+    return Weights({name: weights.params[name] for name in names}, {})
+
+
+def heads_only(method: Method, model: Model) -> Method:
+    """The same method for clients that train the head alone.
+
+    Only heads are transmitted (clipped, with noise); everything else in an upload is what the server sent. The model
+    that the server makes of the cohort's has the extractor it sent, to the last bit: a weighted sum of equal numbers
+    need not be that number. Steps that move or refine the model go on from there: a move of zero stays zero, and a
+    student has an option for the part that it trains.
+    """
+    names = head_names(model)
+    steps = method.server.steps or (method.server,)
+    kept = tuple(_with_extractor(step, names) if step.stage is Stage.AGGREGATE else step for step in steps)
+    server = chain(*kept) if method.server.steps else kept[0]
+    return replace(method, server=server, transmit=_heads_transmitted(method.transmit, names))
+
+
+def _with_extractor(step: ServerStep, names: tuple[str, ...]) -> ServerStep:
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        made, state = step.apply(candidate, state, round)
+        return Weights({**round.start.params, **head_of(made, names).params}, round.start.buffers), state
+
+    return replace(step, apply=apply)
+
+
+def _heads_transmitted(transmit: Transmit, names: tuple[str, ...]) -> Transmit:
+    if transmit is unchanged:
+        return unchanged
+
+    def transmit_heads(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+        heads = uploads._replace(weights=head_of(uploads.weights, names))
+        sent = transmit(heads, head_of(start, names), seed)
+        params = {**uploads.weights.params, **sent.weights.params}
+        return sent._replace(weights=Weights(params, uploads.weights.buffers))
+
+    return transmit_heads

@@ -1,0 +1,165 @@
+"""Joining methods: their local terms add up, their server steps line up by stage, and a clash is told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from fedstill.compose.combine import chain, combine
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import seed_for
+from fedstill.core.types import (
+    Method,
+    Need,
+    Objective,
+    Seal,
+    Seed,
+    ServerStep,
+    Stage,
+    Transmit,
+    Uploads,
+    Weights,
+    nobody,
+    unchanged,
+)
+
+Named = Mapping[str, Method]
+PLAIN_RISK = "cross_entropy"
+
+
+def join(methods: Named) -> Method:
+    """One method from several, by the names that mistakes should mention.
+
+        client:  one risk (cross-entropy, unless one method replaces it) + the terms of all
+        server:  one aggregate -> at most one move -> whatever is kept -> refinements, in the order given -> one whose
+                 model is only reported
+
+    Two methods that replace the cross-entropy, aggregate differently, both decide the server's step, report two models
+    or write one slot clash: that is an error. A single method comes back as it is.
+    """
+    if not methods:
+        raise FedstillError("no method is named: give at least one")
+    if len(methods) == 1:
+        return next(iter(methods.values()))
+    _check_slots(methods)
+    risk = _risk(methods)
+    terms = [term for one in methods.values() for term in _terms(one.objective) if not term.risk]
+    objective = combine(risk, *(term.with_risk(risk) if term.with_risk else term for term in terms))
+    kept = [step for stage in (Stage.KEEP, Stage.REFINE, Stage.REPORT) for step in _steps_at(stage, methods)]
+    _check_reports(kept, methods)
+    server = chain(_aggregate(methods), *_move(methods), *kept)
+    releases = tuple(release for one in methods.values() for release in one.releases)
+    transmit = _in_turn([one.transmit for one in methods.values()])
+    return Method(objective, server, transmit, releases, _seal(methods), _without_counts(methods))
+
+
+def _terms(objective: Objective) -> tuple[Objective, ...]:
+    return objective.terms or (objective,)
+
+
+def _steps(server: ServerStep) -> tuple[ServerStep, ...]:
+    return server.steps or (server,)
+
+
+def _steps_at(stage: Stage, methods: Named) -> Iterable[ServerStep]:
+    return (step for one in methods.values() for step in _steps(one.server) if step.stage is stage)
+
+
+def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
+    """A model that is reported must be that of the last step: what a later one makes of it, nobody would see."""
+    for step, later in pairwise(steps):
+        if step.report is nobody:
+            continue
+        name, other = (_owner(one, methods) for one in (step, later))
+        raise FedstillError(
+            f"{name} reports a model before {other} works on it, and a run reports one: leave the report to {other} "
+            f"({name} with feedback = true, or report = 'tuned' where it has that), or take one of them"
+        )
+
+
+def _owner(step: ServerStep, methods: Named) -> str:
+    return next(name for name, one in methods.items() if any(step is own for own in _steps(one.server)))
+
+
+def _risk(methods: Named) -> Objective:
+    found = {name: [term for term in _terms(one.objective) if term.risk] for name, one in methods.items()}
+    special = {name: term for name, terms in found.items() for term in terms if term.risk != PLAIN_RISK}
+    if len(special) > 1:
+        told = " and ".join(f"{name} (by {term.risk})" for name, term in special.items())
+        raise FedstillError(f"{told} both replace the cross-entropy: use one of them")
+    plain = [term for terms in found.values() for term in terms]
+    if not plain:
+        raise FedstillError(f"none of {', '.join(methods)} fits the labels: add a method that does, e.g. fedavg")
+    return next(iter(special.values()), plain[0])
+
+
+def _aggregate(methods: Named) -> ServerStep:
+    """The one way in which all make a model from the cohort's.
+
+    One may stand in for the plain average of the others.
+    """
+    found: dict[str, tuple[str, ServerStep]] = {}
+    for method, one in methods.items():
+        for step in _steps(one.server):
+            if step.stage is Stage.AGGREGATE:
+                found.setdefault(step.name or f"the aggregate of {method}", (method, step))
+    replaced = {step.instead_of for _, step in found.values()}
+    left = {name: pair for name, pair in found.items() if name not in replaced}
+    if not left:
+        raise FedstillError(f"none of {', '.join(methods)} makes one model from the cohort's: add e.g. fedavg")
+    if len(left) > 1:
+        told = " and ".join(f"{method} ({name})" for name, (method, _) in left.items())
+        raise FedstillError(
+            f"{told} aggregate differently: give both the same weighting and buffers, or use one (a function of your "
+            "own takes them as options and writes average(weighting, buffers=buffers))"
+        )
+    ((_, step),) = left.values()
+    return step
+
+
+def _move(methods: Named) -> list[ServerStep]:
+    movers = {name: [step for step in _steps(one.server) if step.stage is Stage.MOVE] for name, one in methods.items()}
+    movers = {name: steps for name, steps in movers.items() if steps}
+    if len(movers) > 1:
+        raise FedstillError(f"{' and '.join(movers)} both decide the server's step: use one of them")
+    return [step for steps in movers.values() for step in steps]
+
+
+def _seal(methods: Named) -> Seal | None:
+    sealed = {name: one.seal for name, one in methods.items() if one.seal is not None}
+    if len(sealed) > 1:
+        raise FedstillError(f"{' and '.join(sealed)} both stand between clients and server: use one of them")
+    return next(iter(sealed.values()), None)
+
+
+def _without_counts(methods: Named) -> str:
+    """How to write all of them that need uploaded label counts so that none does; empty where one has no such form."""
+    forms = [one.without_counts for one in methods.values() if Need.LABEL_COUNTS_UPLOADED in needs_of(one)]
+    return " and ".join(forms) if all(forms) else ""
+
+
+def _check_slots(methods: Named) -> None:
+    """Two methods that keep a client state under one name would overwrite each other."""
+    probe = Weights({"probe": torch.zeros(1)}, {})
+    owner: dict[str, str] = {}
+    for method, one in methods.items():
+        for slot in one.objective.init(probe):
+            if slot in owner:
+                raise FedstillError(f"{owner[slot]} and {method} both keep '{slot}' on a client: use one of them")
+            owner[slot] = method
+
+
+def _in_turn(transmissions: list[Transmit]) -> Transmit:
+    active = [one for one in transmissions if one is not unchanged]
+    if len(active) < 2:
+        return active[0] if active else unchanged
+
+    def transmit(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+        for number, one in enumerate(active):
+            uploads = one(uploads, start, seed_for(seed, "in turn", number))
+        return uploads
+
+    return transmit

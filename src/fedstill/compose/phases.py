@@ -1,0 +1,104 @@
+"""Methods in turn: which one a round belongs to, and what goes over from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedstill.compose.wrappers import REPORTED
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten
+from fedstill.core.types import Local, Method, Objective, Phase, Tree, Weights
+
+WAITING = "waiting"  # server slots that the present phase does not know
+
+
+def phases_of(method: Method | Sequence[Phase]) -> tuple[Phase, ...]:
+    """One method, or several in turn, as phases with at least one round each; the last one has no end."""
+    if isinstance(method, Method):
+        return (Phase(method),)
+    phases, past = [], 0
+    for number, phase in enumerate(method, 1):
+        if phase.until is None and number < len(method):
+            raise FedstillError(f"phase {number} has no end: say until which round, only the last phase needs none")
+        if phase.until is not None and phase.until < past:
+            raise FedstillError(f"phase {number} ends in round {phase.until}, before the phase ahead of it ({past})")
+        if phase.until is None or phase.until > past or number == len(method):
+            phases.append(phase)
+        past = phase.until if phase.until is not None else past
+    if not phases:
+        raise FedstillError("no phase: give at least one method")
+    return (*phases[:-1], phases[-1]._replace(until=None))
+
+
+def method_at(phases: Sequence[Phase], round: int) -> Method:
+    """The method of a round (from 1)."""
+    return next(phase.method for phase in phases if phase.until is None or round <= phase.until)
+
+
+def share_states(phases: Sequence[Phase], weights: Weights) -> tuple[Tree, tuple[Phase, ...]]:
+    """(a client's first state, phases that keep all of it): every phase carries the slots of the others along.
+
+    A slot that two phases know by the same name and form is one slot: SCAFFOLD's control survives a switch.
+    """
+    first: Tree = {}
+    for phase in phases:
+        for slot, value in phase.method.objective.init(weights).items():
+            if slot in first and _form(first[slot]) != _form(value):
+                raise FedstillError(f"two phases keep '{slot}' on a client in different forms: they cannot follow")
+            first.setdefault(slot, value)
+    if len(phases) == 1 or not first:
+        return first, tuple(phases)
+    kept = [
+        phase._replace(method=replace(phase.method, objective=_keeping(phase.method.objective))) for phase in phases
+    ]
+    return first, tuple(kept)
+
+
+def _keeping(objective: Objective) -> Objective:
+    def finish(local: Local, measured: Tree) -> tuple[Tree, Tree]:
+        state, extra = objective.finish(local, measured)
+        return {**local.state, **state}, extra
+
+    return replace(objective, finish=finish)
+
+
+def carry_over(old: Tree, fresh: Tree) -> Tree:
+    """The server's state at a switch, slot by slot: what the new method knows goes over, the rest waits its turn.
+
+    Clients keep their slots through every phase, so their counterparts on the server must: SCAFFOLD's c is the mean of
+    all c_k, FedCurv's U the sum of all u_k.
+    """
+    known = {**old.get(WAITING, {}), **_slots(old)}
+    known.pop(REPORTED, None)  # of a round that is over
+
+    def taken(state: Tree) -> Tree:
+        return {slot: taken(value) if slot.isdecimal() else _take(known, slot, value) for slot, value in state.items()}
+
+    state = taken(fresh)
+    return {**state, WAITING: known} if known else state
+
+
+def keep_waiting(old: Tree, new: Tree) -> Tree:
+    """The state after a step, with what waits for a later phase."""
+    return {**new, WAITING: old[WAITING]} if WAITING in old else new
+
+
+def _take(known: Tree, slot: str, fresh: Tree) -> Tree:
+    filled_later = isinstance(fresh, dict) and not fresh
+    same = slot in known and (filled_later or _form(known[slot]) == _form(fresh))
+    kept: Tree = known.pop(slot) if same else fresh
+    return kept
+
+
+def _slots(state: Tree) -> Tree:
+    """Slots by name, wherever in a chain (which keeps its steps' states by position) they stand."""
+    found: Tree = {}
+    for slot, value in state.items():
+        if slot != WAITING:
+            found.update(_slots(value) if slot.isdecimal() else {slot: value})
+    return found
+
+
+def _form(tree: Tree) -> dict[str, object]:
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in flatten({"": tree}).items()}

@@ -1,0 +1,172 @@
+"""Typical mistakes in a method of one's own, told with the part that made them and what to write instead."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Local, Need, Objective, ServerStep, Tree, Weights
+
+_MAY_BE_ASKED = frozenset({torch.isnan, Tensor.isnan, Tensor.__repr__})  # whether they are there
+
+
+class UndeclaredInput(FedstillError):
+    """A term computed with an input that is not in its `needs`."""
+
+
+class _Undeclared(Tensor):
+    """NaN in the place of an input that nobody declared; whoever computes with it is told so.
+
+    NaN alone would not do: `label_counts > 0` makes a plain False of it, and the run goes on with wrong numbers.
+    """
+
+    what = need = ""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _MAY_BE_ASKED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UndeclaredInput(
+            f"a local term reads {cls.what} and does not declare it: "
+            f"add needs=frozenset({{Need.{cls.need}}}) to its Objective"
+        )
+
+
+class _LabelCounts(_Undeclared):
+    what, need = "local.label_counts", Need.LABEL_COUNTS.name
+
+
+class _FrozenFeatures(_Undeclared):
+    what, need = "the features of a frozen model", Need.FEATURES.name
+
+
+LABEL_COUNTS = torch.full((1,), float("nan")).as_subclass(_LabelCounts)
+FROZEN_FEATURES = torch.full((1, 1), float("nan")).as_subclass(_FrozenFeatures)
+
+
+def hide_undeclared(local: Local, needs: frozenset[Need]) -> Local:
+    """What one client may look at, as far as its objective declares it."""
+    if Need.FEATURES not in needs and local.frozen:
+        frozen = {name: said._replace(features=FROZEN_FEATURES) for name, said in local.frozen.items()}
+        local = local._replace(frozen=frozen)
+    return local if Need.LABEL_COUNTS in needs else local._replace(label_counts=LABEL_COUNTS)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The part that made a function, and where it is written: 'my_term (mine.py, line 12)'."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__name__
+    made_by = function.__qualname__.partition(".<locals>")[0]
+    return f"{made_by} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+
+
+def one_number(term: Objective, found: Tensor) -> Tensor:
+    """The value of a term's loss, which must be one number for the batch."""
+    if isinstance(found, (Tensor, int, float)) and not getattr(found, "ndim", 0):
+        return found
+    what = f"values of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    raise FedstillError(
+        f"the loss of the local term {name_of(term.loss)} returned {what}: return one number for the batch, "
+        "e.g. weighted_mean(values, batch.weight) of one value for each sample"
+    )
+
+
+def model_and_state(step: ServerStep, found: tuple[Weights, Tree]) -> tuple[Weights, Tree]:
+    """What a server step returned, which must be (candidate, state). Weights are a pair too, and would unpack."""
+    if not isinstance(found, Weights) and isinstance(found, tuple) and len(found) == 2:
+        candidate, state = found
+        if isinstance(candidate, Weights) and isinstance(state, Mapping):
+            return found
+    what = "nothing" if found is None else _in_words(found)
+    raise FedstillError(
+        f"the server step {name_of(step.apply)} returned {what}: return two things, (candidate, state): "
+        "Weights, and the state as a dict (the one it was given, if it keeps nothing)"
+    )
+
+
+def _in_words(found: Any) -> str:
+    if isinstance(found, Weights):
+        return "only the candidate"
+    if isinstance(found, tuple):
+        return f"({', '.join(type(part).__name__ for part in found)})"
+    return f"a {type(found).__name__}"
+
+
+# (pattern in PyTorch's message, what the code does, what to do instead)
+_CAUSES = (
+    (r"calling \.item\(\)", "calls .item(), float() or int() on a tensor", "keep it a tensor"),
+    (
+        r"functional\.one_hot",
+        "calls F.one_hot without num_classes",
+        "use fedstill.local.target_mask, or give it num_classes",
+    ),
+    (r"data-dependent control flow", "branches on the value of a tensor (if tensor)", "use torch.where"),
+    (
+        r"dynamic shape|boolean mask",
+        "makes a shape that depends on values (boolean mask, nonzero, unique)",
+        "use torch.where or masked_fill",
+    ),
+    (
+        r"inplace arithmetic|match the broadcast shape",
+        "writes one client's values into a tensor that all clients share",
+        "write out of place (x = x + y) or into torch.zeros_like(x)",
+    ),
+    (r"data pointer|numpy", "leaves PyTorch (.numpy(), .tolist())", "stay in tensor operations"),
+    (
+        r"setup_context|vmap support",
+        "uses a torch.autograd.Function without a vmap rule",
+        "give the Function setup_context and generate_vmap_rule = True",
+    ),
+    (
+        r"(?:Batching rule not implemented|derivative) for (aten::\w+)",
+        "uses {} (PyTorch has no batched form of it)",
+        "replace that operation",
+    ),
+)
+
+
+def why_not_under_vmap(message: str) -> tuple[str, str] | None:
+    """(what the code does, what to do instead), of an error of PyTorch's; None where no rule names it."""
+    for pattern, does, instead in _CAUSES:
+        found = re.search(pattern, message)
+        if found:
+            return does.format(*found.groups()), instead
+    return None
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_RULES = "see 'Rules for the code of a term' in docs/adding-a-method.md"
+
+
+def tell_mistake(error: Exception) -> None:
+    """Raise what a user can act on, if the error comes from code outside of the library and a rule names it."""
+    place = _own_place(error)
+    if isinstance(error, UndeclaredInput):
+        raise FedstillError(f"{place}: {error}" if place else str(error)) from error
+    if place is None or isinstance(error, FedstillError):
+        return
+    if found := why_not_under_vmap(str(error)):
+        does, instead = found
+        raise FedstillError(
+            f"{place} {does}, and so cannot run for many clients at once: {instead}, "
+            f"or set engine.name = 'looped' ({_RULES})"
+        ) from error
+
+
+def _own_place(error: Exception) -> str | None:
+    """The innermost line of the first file that is neither the library's nor PyTorch's."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame.f_code, line) for frame, line in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    if not own:
+        return None
+    code, line = next(one for one in reversed(own) if one[0].co_filename == own[0][0].co_filename)
+    return f"{code.co_qualname.partition('.<locals>')[0]} ({Path(code.co_filename).name}, line {line})"

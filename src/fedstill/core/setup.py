@@ -1,0 +1,103 @@
+"""What leaves clients, and what is kept, before a method's first round: types only. `core.types` hands them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from fedstill.core.data import Tokenizer
+
+if TYPE_CHECKING:
+    from fedstill.core.trainer import Trainer
+    from fedstill.core.types import Model, Seed, Tree, Weights
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """All that a server step may look at, and ask, before its method's first round."""
+
+    round: int  # the first round: 1, or later where the method follows another one
+    model: Model
+    population: int
+    unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
+    seed: Seed  # of this preparation: another one in every phase
+    trainer: Trainer
+    ask: Ask  # run a function on every client that holds data
+    keeper: Keeper | None = None
+    tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
+    metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
+    groups: Mapping[str, Preparation] = field(default_factory=dict)  # several architectures: each sees its own clients
+    candidates: Mapping[str, Weights] = field(default_factory=dict)  # ... what each prototype is by now, by name
+    shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # how stored samples become inputs: mean, std
+    run_seed: Seed = 0  # the run's own: the same in every phase
+    noise_seed: Seed = 0  # of noise that protects: no other run has it
+    labeled: tuple[Tensor, Tensor] | None = None  # (x, y) for looking at what was prepared, never for training
+    tokenizer: Tokenizer | None = None  # of text whose ids are tokens
+
+
+def no_preparation(candidate: Weights, state: Tree, _: Preparation) -> tuple[Weights, Tree]:
+    return candidate, state
+
+
+class Outlook(NamedTuple):
+    """What a method will find when its first round comes: known before the run starts."""
+
+    round: int  # its first: 1, or later where it follows another method
+    unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
+    tokenizer: Tokenizer | None = None  # of text whose ids are tokens
+    part: str = "all"  # what clients train: see core.types.Training
+    model: Model | None = None
+
+
+def no_objection(_: Outlook) -> None:
+    return None
+
+
+class ClientData(NamedTuple):
+    """What one client shows to a function that runs on it before the first round. It does not leave the client."""
+
+    id: int
+    x: Tensor  # (n, ...) in storage form
+    y: Tensor  # (n,)
+
+
+class Answers(NamedTuple):
+    """What left the clients that were asked: stacked in the order of `ids`; those that failed are not among them."""
+
+    ids: Tensor  # (A,) int64
+    values: dict[str, Any]
+
+
+class Ask(Protocol):
+    """Run a function on clients that hold data: on all of them, or on those `among` some ids.
+
+    sent: what the function needs of the server's, and each of these clients is sent for it: it is counted.
+    release: the `what` of the method's Release that speaks of the answers; without one they count as open.
+    """
+
+    def __call__(
+        self,
+        question: Callable[[ClientData], dict[str, Any]],
+        /,
+        among: Collection[int] | None = None,
+        *,
+        sent: Any = None,
+        release: str = "",
+    ) -> Answers: ...
+
+
+class Keeper(Protocol):
+    """Results that are expensive and the same for many runs, kept on disk by what they follow from."""
+
+    def load(self, identity: Mapping[str, Any]) -> dict[str, Any] | None: ...
+
+    def save(self, identity: Mapping[str, Any], tree: dict[str, Any]) -> None: ...
+
+    def alone(self, identity: Mapping[str, Any], tell: Callable[[str], None]) -> AbstractContextManager[None]:
+        """While it is held no other run works on this result; who comes second waits, and tells for whom."""
+        ...

@@ -1,0 +1,122 @@
+"""The training that an engine lends to a server step, so that there is one training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedstill.core.types import Model, Objective, Output, Params, Seed, Training, Tree, Weights
+
+
+Watch = Callable[[int, "Weights"], bool]  # (steps done, weights now, which the next step overwrites) -> stop?
+
+
+class Fitted(NamedTuple):
+    """A model in the middle of its training."""
+
+    weights: Weights
+    optimizer: Tree  # what its optimiser remembers
+    loss: Tensor  # mean over the steps of this part
+
+
+class Trainer(Protocol):
+    """What the engine lends to a server step, so that there is one training loop."""
+
+    def fit(
+        self,
+        objective: Objective,
+        start: Weights,
+        x: Tensor,
+        y: Tensor,
+        training: Training,
+        seed: Seed,
+        *,
+        rows: Tensor | None = None,
+        watch: Watch | None = None,
+        every: int = 1,
+    ) -> Weights:
+        """Train one model on (x, y), or on some `rows` of them; `y` may be soft targets (M, K).
+
+        `watch` is called after each `every` steps and may end the training.
+        """
+        ...
+
+    def outputs(
+        self,
+        weights: Weights,
+        x: Tensor,
+        stacked: bool = False,
+        *,
+        features: bool = True,
+        batch: int | None = None,
+        seed: Seed = 0,
+        rows: Tensor | None = None,
+        keep: bool = True,
+    ) -> Output:
+        """Outputs in eval mode over all of x, or some `rows` of it, in chunks; stacked weights give (T, M, ...).
+
+        features: False leaves them out (they take most of the memory). batch: run in train mode instead, so many
+        rows at a time (BatchNorm by the batch, live dropout by `seed`). keep: False says that x does not come back,
+        and takes no place from the sets that do.
+        """
+        ...
+
+    def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
+        """Buffers with BatchNorm's statistics taken anew over all of x: the mean over batches, by their rows."""
+        ...
+
+    def proceed(
+        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
+        optimizer: Tree, rows: Tensor | None = None,
+    ) -> Fitted:  # fmt: skip
+        """`fit` as one part of a longer training: the optimiser goes on from `optimizer` (empty: a fresh one)."""
+        ...
+
+    def take_turns(
+        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
+        optimizers: Mapping[str, Tree] | None = None,
+    ) -> dict[str, Fitted]:  # fmt: skip
+        """Train several models, each step of one seeing all: I exchanges, in each of them every player's turn in order.
+
+        drawn: (I, ...) a row for each exchange. given: what all of them see. optimizers: what a player's optimiser
+        goes on from, by name (none: a fresh one). The loss of a player is the mean over its steps.
+        """
+        ...
+
+    def lend(self, model: Model) -> Trainer:
+        """The same device, precision and data forms for another model (pre-training adds a projection head)."""
+        ...
+
+
+class Scene(NamedTuple):
+    """All that a player may look at in one step; no gradient goes into any of it."""
+
+    weights: Mapping[str, Weights]  # of every player, as they are now
+    drawn: Tree  # of this exchange: its row of what `take_turns` was given
+    given: Tree  # the same in all exchanges: teachers, class weights
+    seen: Tree  # what the player's own `look` found when its turn began
+    step: Tensor  # int64 scalar: its step within the turn, from 0; a look comes before step 0 and reads 0
+    seed: Tensor  # int64 scalar of this exchange, player and step, or of its look; for core.seeds.uniform / normal
+    each: Callable[[Weights, Tensor], Output]  # (stacked weights, x) -> (T, B, ...) in eval mode; x gets its gradient
+
+
+def nothing_seen(_: Scene) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Player:
+    """One of several models that are trained in turns. Functions are made once: an engine keeps what it captured.
+
+    loss: (own weights, which get the gradient, scene) -> (scalar, new buffers).
+    training: optimiser and rate; its `steps` are those of one turn.
+    look: once when a turn begins, without gradient: what stays the same over its steps.
+    """
+
+    loss: Callable[[Weights, Scene], tuple[Tensor, Params]]
+    training: Training
+    look: Callable[[Scene], Tree] = nothing_seen

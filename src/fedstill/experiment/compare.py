@@ -1,0 +1,201 @@
+"""Several methods, several seeds, the same data and cohorts: one table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import FedstillError
+from fedstill.data import Source
+from fedstill.experiment.build import build_federation, check_ready, load_source
+from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
+from fedstill.experiment.overrides import parse_method, without_defaults
+from fedstill.experiment.run import draw_pictures, run
+from fedstill.experiment.run_folder import write_description, write_whole
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.history import Result
+from fedstill.methods.lookup import build_method, label, split_methods
+from fedstill.privacy.statement import Claim
+from fedstill.report.table import MethodSummary, best_first, counted
+
+RESULTS_FILE = "results.json"
+LONGEST_FOLDER = 120  # file systems take 255 bytes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results by method, one a seed in the order of seeds."""
+
+    results: dict[str, list[Result]]
+    run_dir: Path | None = None
+
+    @property
+    def summaries(self) -> list[MethodSummary]:
+        return best_first(summarize(method, results) for method, results in self.results.items())
+
+    def as_json(self) -> list[dict[str, Any]]:
+        return [summary.as_json() for summary in self.summaries]
+
+
+def summarize(method: str, results: Sequence[Result]) -> MethodSummary:
+    summaries = [result.summary() for result in results]
+    return MethodSummary(
+        method=method,
+        last=tuple(row["accuracy_last"] for row in summaries),
+        best=tuple(row["accuracy_best"] for row in summaries),
+        seconds=statistics.fmean(row["seconds"] for row in summaries),
+        bytes_up=round(statistics.fmean(row["bytes_up"] for row in summaries)),
+        bytes_down=round(statistics.fmean(row["bytes_down"] for row in summaries)),
+        epsilon=max((claim.epsilon for claim in map(_main_claim, results) if claim), default=None),
+    )
+
+
+def _main_claim(result: Result) -> Claim | None:
+    """The first of the claims from which a run's others follow."""
+    return next(iter(result.privacy.strongest()), None) if result.privacy else None
+
+
+def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
+    """What the table leaves unsaid: options behind a bare name, what an epsilon is about, runs a budget has ended."""
+    about: dict[str, list[str]] = {}
+    for method, runs in results.items():
+        for told in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
+            about.setdefault(told, []).append(method)
+    notes = [_own_options_note(method, runs[0].stands_for) for method, runs in results.items() if runs[0].stands_for]
+    notes += [f"epsilon of {', '.join(methods)}: {told}" for told, methods in about.items()]
+    if about:
+        notes.append("An epsilon is that of one run (the largest over seeds): runs on the same data add up.")
+    for method, runs in results.items():
+        ended = Counter(one.privacy.stopped for one in runs if one.privacy and one.privacy.stopped)
+        notes += [f"{method}, {count} of {counted(len(runs), 'run')}: {told}" for told, count in ended.items()]
+    return notes
+
+
+def _own_options_note(method: str, stands_for: str) -> str:
+    return f"{method} is {stands_for}: without options it has those of the experiment's [method] section."
+
+
+def no_callbacks(method: str, seed: int) -> Sequence[Callback]:
+    return ()
+
+
+def compare(
+    experiment: Experiment,
+    methods: Sequence[str] = (),
+    *,
+    seeds: int | None = None,
+    run_dir: str | Path | None = None,
+    callbacks: Callable[[str, int], Sequence[Callback]] = no_callbacks,
+    source: Source | None = None,
+    resume: bool = False,
+) -> Comparison:
+    """Run every method with seeds experiment.seed, + 1, ...; the data are loaded once and split once a seed.
+
+    methods: names with options, e.g. ["fedavg", "fedprox(mu=0.1)"], or one text, "fedavg,fedprox(mu=0.1)"; by default
+        the experiment's [compare] methods. The bare name of the experiment's own method has the options of its
+        [method] section; with options, "feddf(lr=0.1)", it has only those.
+    callbacks: called with the method and the seed for each run's own callbacks.
+    source: already loaded data (by default the experiment's are loaded).
+    """
+    entries = choose_methods(checked_experiment(experiment), methods)
+    count = experiment.compare.seeds if seeds is None else seeds
+    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
+    folder = None if run_dir is None else Path(run_dir)
+    variants = {entry: experiment.replace(method=section.model_dump()) for entry, section in entries.items()}
+    source = load_source(experiment) if source is None else source
+    shifted = [experiment.replace(seed=experiment.seed + shift) for shift in range(count)]
+    federations = [build_federation(one, source) for one in shifted]
+    for variant in variants.values():
+        for one, federation in zip(shifted, federations, strict=True):  # a budget's first round depends on the split
+            check_ready(variant.replace(seed=one.seed), federation)
+            if experiment.privacy.epsilon is None:
+                break
+    if folder is not None:
+        write_description(experiment, folder)
+    results: dict[str, list[Result]] = {}
+    for entry, variant in ((label(text), one) for text, one in variants.items()):
+        _save(results, experiment, folder)
+        results[entry] = []
+        for seed, federation in enumerate(federations, experiment.seed):
+            place = None if folder is None else folder / run_folder(entry, seed)
+            one, watchers = variant.replace(seed=seed), callbacks(entry, seed)
+            result = run(one, run_dir=place, callbacks=watchers, federation=federation, resume=resume, pictures=False)
+            results[entry].append(replace(result, stands_for=_stands_for(entry, variant.method)))
+    _save(results, experiment, folder)
+    if folder is not None:
+        draw_pictures(experiment, federations[0], results, folder)
+    return Comparison(results, folder)
+
+
+def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, MethodSection]:
+    """Entries by the text that names them: as given, or from [compare], or FedAvg against the experiment's own."""
+    own = experiment.method.name
+    texts = [*(_as_texts(methods) or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
+    entries = {text: parse_method(text, experiment) for text in texts}
+    for section in entries.values():
+        build_method(section.name, section.options)
+    folders = {folder_name(label(text)) for text in entries}
+    if len(folders) < len(texts):
+        raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")
+    return entries
+
+
+def _as_texts(methods: object) -> list[str]:
+    """One text with commas, as on the command line, or several; a table and a folder need a method's name."""
+    if isinstance(methods, str):
+        return split_methods(methods)
+    texts: list[Any] = list(methods) if isinstance(methods, Iterable) else [methods]
+    for text in texts:
+        if not isinstance(text, str):
+            name = getattr(text, "__name__", "function")
+            what = f"the function {name}" if callable(text) else f"a {type(text).__name__}"
+            raise FedstillError(f"compare takes methods as text: instead of {what} give 'fedavg' or 'FILE.py:{name}'")
+    return texts
+
+
+def _stands_for(entry: str, section: MethodSection) -> str:
+    """The method with its options, where its entry is a bare name that leaves some unsaid."""
+    full = label(without_defaults(section))
+    return full if entry == label(section.name) != full else ""
+
+
+def folder_name(entry: str) -> str:
+    """A method's entry as a folder: fedprox(mu=0.1) -> fedprox-mu-0.1
+
+    >>> folder_name("fedprox(mu=0.1)")
+    'fedprox-mu-0.1'
+    """
+    name = re.sub(r"[^\w.]+", "-", entry).strip("-")
+    if len(name) <= LONGEST_FOLDER:
+        return name
+    return f"{name[:LONGEST_FOLDER]}-{hashlib.sha256(entry.encode()).hexdigest()[:8]}"
+
+
+def run_folder(entry: str, seed: int) -> str:
+    return f"{folder_name(entry)}/seed-{seed}"
+
+
+def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path | None) -> None:
+    """results.json so far: the table, and one entry a run with its folder below this one."""
+    if folder is None:
+        return
+    runs = [
+        {
+            **result.summary(),
+            "method": method,
+            "seed": seed,
+            "run_dir": run_folder(method, seed),
+            "rounds_to_target": result.rounds_to_target,
+        }
+        for method, finished in results.items()
+        for seed, result in enumerate(finished, experiment.seed)
+    ]
+    table = {"name": experiment.name, "methods": Comparison(results).as_json(), "runs": runs}
+    write_whole(folder / RESULTS_FILE, json.dumps(table, indent=2) + "\n")

@@ -1,0 +1,346 @@
+"""An experiment as frozen pydantic models with the same names as the TOML file; every mistake is one line.
+
+>>> experiment = Experiment(rounds=5, method={"name": "fedprox", "mu": 0.1})
+>>> experiment.method.options
+{'mu': 0.1}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
+
+from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from fedstill.core.errors import FedstillError
+from fedstill.experiment import prototypes
+from fedstill.experiment.config_errors import one_line
+from fedstill.methods import lookup as expression
+from fedstill.methods import options
+from fedstill.storage import toml as toml_io
+
+if TYPE_CHECKING:
+    from fedstill.core.types import Training
+
+
+class _Rules(TypedDict):
+    frozen: bool
+    strict: bool
+    allow_inf_nan: bool
+
+
+# Tuples say strict=False: strict mode would refuse TOML's arrays for them. `examples` are shown with a mistake.
+_RULES: _Rules = {"frozen": True, "strict": True, "allow_inf_nan": False}
+
+
+def _section(key: str) -> BeforeValidator:
+    """A bare string stands for a section with only its name: method = "fedavg"."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+class DataSection(BaseModel, **_RULES, extra="forbid"):
+    """What is learnt from, and what unlabeled data the server has."""
+
+    source: str = Field(default="digits", min_length=1)
+    unlabeled: str | int = "none"
+    unlabeled_limit: int | None = Field(default=None, ge=1, examples=[1000])
+    validation: int = Field(default=0, ge=0)
+    test: str | None = Field(default=None, min_length=1, examples=["mnist_m"])
+    test_limit: int | None = Field(default=None, ge=1, examples=[10000])
+    client_rows: int | None = Field(default=None, ge=1, examples=[20000])
+    test_share: float = Field(default=0.2, gt=0, lt=1)  # of what data.client_rows leaves to the server
+    label: str | None = None
+    inputs: tuple[str, ...] = Field(default=(), strict=False, examples=[["text"]])
+    keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
+    size: int | None = Field(default=None, ge=1, examples=[32])
+    scale: Literal["train", "unlabeled", "none"] = "train"  # whose mean and deviation inputs are scaled by
+    mean: tuple[float, ...] = Field(default=(), strict=False, examples=[[0.5]])  # numbers instead
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False, examples=[[0.25]])
+    window: int | None = Field(default=None, ge=1, examples=[80])
+    tokens: int | None = Field(default=None, ge=3, examples=[64])
+    vocabulary: int = Field(default=8192, ge=1)  # at most so many different tokens, where no tokenizer is given
+    tokenizer: str | None = Field(default=None, min_length=1, examples=["tokenizer.json"])
+
+    @model_validator(mode="after")
+    def _one_test_set(self) -> Self:
+        if self.unlabeled == "central" and self.client_rows is None:
+            raise FedstillError("data.unlabeled = 'central' is what data.client_rows leaves: set it, e.g. 20000")
+        if self.test is not None and self.client_rows is not None:
+            raise FedstillError("data.test and data.client_rows both say what the test set is: remove one of them")
+        if self.tokens is not None and self.window is not None:
+            raise FedstillError(
+                "data.window and data.tokens both say how text is read: keep data.window for the next character, "
+                "data.tokens for the class of a text"
+            )
+        if self.tokenizer is not None and self.tokens is None:
+            raise FedstillError("data.tokenizer needs the length of a text: set data.tokens, e.g. 64")
+        return self
+
+    @model_validator(mode="after")
+    def _one_scale(self) -> Self:
+        if bool(self.mean) != bool(self.std):
+            known, other = ("mean", "std") if self.mean else ("std", "mean")
+            raise FedstillError(f"data.{known} needs data.{other} beside it: set both, e.g. data.{other} = [0.5]")
+        if self.mean and self.scale == "none":
+            raise FedstillError("data.scale = 'none' and data.mean both say how inputs are scaled: remove one of them")
+        return self
+
+
+class PartitionSection(BaseModel, **_RULES, extra="allow"):
+    """How the training set is split over the clients; the scheme's own keys stand beside."""
+
+    scheme: str = "lda"
+    clients: int = Field(default=100, ge=0)  # 0: all owners of a natural split
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class ModelSection(BaseModel, **_RULES, extra="allow"):
+    """What is trained; the model's own options stand beside its name."""
+
+    name: str = "cnn"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class MethodSection(BaseModel, **_RULES, extra="allow"):
+    """Which method, or several: see expression.py. A single method's own options may stand beside its name."""
+
+    name: str = "fedavg"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_beside(cls, given: Any) -> Any:
+        """fedprox(mu=0.1) is the name fedprox and mu = 0.1 beside it."""
+        text = given.get("name") if isinstance(given, dict) else None
+        part = expression.single(text) if isinstance(text, str) else None
+        if part is None or not part.options:
+            return given
+        beside = {key: value for key, value in given.items() if key != "name"}
+        if twice := part.options.keys() & beside.keys():
+            raise FedstillError(f"method.{min(twice)} is set twice: in method.name and beside it")
+        return {"name": part.name, **part.options, **beside}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class LocalSection(BaseModel, **_RULES, extra="forbid"):
+    """How a client trains: the words and defaults of core.types.Training, with their limits."""
+
+    epochs: int = Field(default=1, ge=1)
+    steps: int | None = Field(default=None, ge=1, examples=[20])
+    batch_size: int = Field(default=50, ge=1)
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(default=0.01, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1, examples=[0.9])
+    nesterov: bool = False
+    weight_decay: float = Field(default=0.0, ge=0, examples=[1e-5])
+    clip: float | None = Field(default=None, gt=0, examples=[10.0])
+    lr_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
+    lr_epoch_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
+    lr_schedule: Literal["constant", "cosine", "cyclic"] = "constant"
+    lr_cycle: int = Field(default=25, ge=1)
+    lr_low: float = Field(default=0.0, ge=0)
+    augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field(
+        default=(), strict=False, examples=[["crop", "flip"]]
+    )
+    part: Literal["all", "head"] = "all"
+    keep_optimizer: bool = False
+
+    def to_training(self) -> Training:
+        from fedstill.core.types import Training
+
+        return Training(**self.model_dump())
+
+
+class EngineSection(BaseModel, **_RULES, extra="forbid"):
+    """Who computes, and where."""
+
+    name: Literal["auto", "batched", "looped"] = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    chunk: int | None = Field(default=None, ge=1, examples=[16])
+    precision: Literal["auto", "float32", "float64", "tf32", "bf16"] = "auto"
+    graphs: bool | None = None
+    compile: bool = False
+    threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
+
+
+class GuardSection(BaseModel, **_RULES, extra="forbid"):
+    """When an upload is turned away."""
+
+    norm_bound: float | None = Field(default=None, gt=0, examples=[10.0])
+    size_cap: float = Field(default=1e9, gt=0)
+    quorum: int | float = Field(default=1, ge=0)
+    extra_bound: float | None = Field(default=None, gt=0, examples=[100.0])
+
+
+class PrivacySection(BaseModel, **_RULES, extra="forbid"):
+    """What a run may tell about its clients: a budget, and how label counts are sent where a method needs them."""
+
+    epsilon: float | None = Field(default=None, gt=0, examples=[8.0])
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    unit: Literal["client", "sample"] = "client"
+    against: Literal["public", "server"] = "public"
+    partial: bool = False
+    label_counts: Literal["exact", "dp", "none"] = "exact"
+    label_epsilon: float = Field(default=1.0, gt=0)
+
+
+class CompareSection(BaseModel, **_RULES, extra="forbid"):
+    """What `compare` takes when the command line does not say."""
+
+    methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
+    seeds: int = Field(default=3, ge=1)
+
+
+class Experiment(BaseModel, **_RULES, extra="forbid"):
+    """All that decides a run. `Experiment.from_toml(path)` reads it, `.to_toml()` writes it."""
+
+    name: str = Field(default="experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    rounds: int = Field(default=100, ge=1)
+    cohort: int | float = Field(default=10, gt=0)
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    evaluate_every: int = Field(default=1, ge=1)
+    evaluate_batch: int | None = Field(default=None, ge=1, examples=[100])
+    checkpoint_every: int = Field(default=10, ge=1)
+    target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
+    track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
+        default=(), strict=False, examples=[["tensorboard"]]
+    )
+    data: Annotated[DataSection, _section("source")] = DataSection()
+    partition: Annotated[PartitionSection, _section("scheme")] = PartitionSection()
+    model: Annotated[ModelSection, _section("name")] = ModelSection()
+    local: LocalSection = LocalSection()
+    method: Annotated[MethodSection, _section("name")] = MethodSection()
+    engine: Annotated[EngineSection, _section("name")] = EngineSection()
+    guard: GuardSection = GuardSection()
+    privacy: PrivacySection = PrivacySection()
+    compare: CompareSection = CompareSection()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_line(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(data, dict) and "algorithm" in data:
+            raise FedstillError("[algorithm] is now called [method]: rename the section, its keys stay the same")
+        try:
+            experiment = handler(data)
+        except ValidationError as error:
+            raise FedstillError(one_line(error, cls)) from None
+        _check_cohort(experiment)
+        _check_local(experiment.local)
+        _check_own_keys(experiment)
+        return experiment
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        return cls.model_validate(toml_io.read_toml(Path(path)))
+
+    @classmethod
+    def quickstart(cls) -> Self:
+        """The embedded experiment that `fedstill run` and `fedstill compare` take without a file."""
+        return cls.model_validate(quickstart_table())
+
+    def replace(self, **changes: Any) -> Self:
+        """A checked copy with top-level keys or whole sections changed: a section's other keys have their defaults."""
+        return type(self).model_validate({**self.model_dump(), **changes})
+
+    def resolved(self) -> Self:
+        """A copy in which the own keys of partition, model and method show their defaults too."""
+        sections = _own_sections(self).items()
+        full = {kind: {**_defaults(kind, own), **own.model_dump()} for kind, own in sections}
+        return self.replace(**full)
+
+    def options_text(self) -> str:
+        """All options of method, model and guard, wherever the method's own file lies."""
+        found = self.resolved().model_dump(mode="json", include={"method", "model", "guard"})
+        found["method"]["name"] = expression.label(self.method.name)
+        return json.dumps(found, sort_keys=True)
+
+    def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
+        """A copy that knows the numbers found for scale = "unlabeled": what they come from may change, or go away."""
+        if self.data.scale != "unlabeled" or self.data.mean:
+            return self
+        return self.replace(data={**self.data.model_dump(), "mean": mean, "std": std})
+
+    def to_toml(self) -> str:
+        return toml_io.dumps(self.model_dump())
+
+    def digest(self) -> str:
+        """Eight letters that change when anything in the experiment changes."""
+        text = json.dumps(self.model_dump(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def cohort_size(self, population: int) -> int:
+        """Clients per round: a share of the population below 1, a number otherwise."""
+        from fedstill.loop.federate import cohort_size
+
+        return cohort_size(self.cohort, population)
+
+
+def checked_experiment(given: object) -> Experiment:
+    """What is given, if it is an experiment and not the path of a file or its table."""
+    if isinstance(given, Experiment):
+        return given
+    if isinstance(given, (str, Path)):
+        raise FedstillError(f"'{given}' is no experiment yet: read it with fedstill.Experiment.from_toml('{given}')")
+    cure = "fedstill.Experiment(**table)" if isinstance(given, dict) else "fedstill.Experiment(rounds=20)"
+    raise FedstillError(f"{type(given).__name__} is no fedstill.Experiment: give one, e.g. {cure}")
+
+
+def quickstart_table() -> dict[str, Any]:
+    text = resources.files("fedstill").joinpath("quickstart.toml").read_text(encoding="utf-8")
+    return toml_io.loads(text, where="quickstart.toml")
+
+
+def _defaults(kind: str, section: PartitionSection | ModelSection | MethodSection) -> dict[str, Any]:
+    mixture = kind == "method" and expression.single(_name(section)) is None
+    return {} if mixture else options.defaults(kind, _name(section), preset=section.options.get("preset"))
+
+
+def _own_sections(experiment: Experiment) -> dict[str, PartitionSection | ModelSection | MethodSection]:
+    return {"partition": experiment.partition, "model": experiment.model, "method": experiment.method}
+
+
+def _name(section: PartitionSection | ModelSection | MethodSection) -> str:
+    return section.scheme if isinstance(section, PartitionSection) else section.name
+
+
+def _check_cohort(experiment: Experiment) -> None:
+    cohort = experiment.cohort
+    if cohort >= 1 and cohort != int(cohort):
+        raise FedstillError(
+            f"cohort = {cohort} must be a whole number of clients, or a share below 1: e.g. cohort = 0.1"
+        )
+    if experiment.partition.clients:
+        experiment.cohort_size(experiment.partition.clients)
+    elif experiment.partition.scheme != "natural":
+        options.find("partition", experiment.partition.scheme)  # an unknown one is the mistake, not its clients
+        raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")
+
+
+def _check_local(local: LocalSection) -> None:
+    if local.nesterov and local.momentum == 0:
+        raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
+    if local.momentum and local.optimizer != "sgd":
+        raise FedstillError(f"local.momentum belongs to sgd, not {local.optimizer}: set local.momentum = 0")
+
+
+def _check_own_keys(experiment: Experiment) -> None:
+    for kind in ("partition", "model"):
+        section = _own_sections(experiment)[kind]
+        options.check(kind, _name(section), section.options)
+    if experiment.model.name == prototypes.MIXED:
+        prototypes.check_mixture(experiment.model.options)
+    from fedstill.methods.lookup import build_method
+
+    build_method(experiment.method.name, experiment.method.options)

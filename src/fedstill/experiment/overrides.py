@@ -1,0 +1,146 @@
+"""Words of the command line as parts of an experiment (`--set local.lr=0.1`, `fedprox(mu=0.1)`); a split in words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fedstill.core.errors import FedstillError
+from fedstill.experiment.config import Experiment, MethodSection, quickstart_table
+from fedstill.methods import options
+from fedstill.methods.lookup import single, write
+from fedstill.storage import toml as toml_io
+
+_CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
+_KEPT = {"clients"}
+_NOTHING = "none"
+
+
+def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:
+    """The experiment of a file, or the quick start, with the settings of the command line."""
+    table = quickstart_table() if file is None else toml_io.read_toml(file)
+    return Experiment.model_validate(apply_settings(table, settings))
+
+
+def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """A copy of an experiment's table with every `key=value` set; another name drops the old one's own keys.
+
+    `key=none` removes a key, so that its default counts.
+    """
+    changed = copy.deepcopy(table)
+    pairs = [_pair(setting) for setting in settings]
+    for path, text in sorted(pairs, key=lambda pair: not _is_choice(pair[0])):
+        if text == _NOTHING and _can_be_removed(changed, path):
+            _remove(changed, path)
+        else:
+            _set(changed, path, toml_io.parse_value(text))
+    _check_epochs_count(changed, {".".join(path): text for path, text in pairs})
+    return changed
+
+
+def _pair(setting: str) -> tuple[list[str], str]:
+    key, equals, text = setting.partition("=")
+    path = key.strip().split(".")
+    if not equals:
+        raise FedstillError(f"--set {setting}: write it as key=value, e.g. --set rounds=20 or --set local.lr=0.1")
+    if not all(path):
+        raise FedstillError(f"--set {setting}: '{key}' is no key: write section.key=value, e.g. --set local.lr=0.1")
+    return path, text.strip()
+
+
+def _is_choice(path: Sequence[str]) -> bool:
+    return path[0] in _CHOICES and (len(path) == 1 or path[1] == _CHOICES[path[0]])
+
+
+def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    if _is_choice(path):
+        section, key = path[0], _CHOICES[path[0]]
+        old = table.get(section, {})
+        old = {key: old} if isinstance(old, str) else old
+        if old.get(key) != value:
+            old = {name: kept for name, kept in old.items() if name in _KEPT}
+        table[section] = {**old, key: value}
+        return
+    *parents, name = path
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise FedstillError(f"--set {'.'.join(path)}: '{parent}' is a single value, it has no keys below it")
+    table[name] = value
+
+
+def _can_be_removed(table: dict[str, Any], path: Sequence[str]) -> bool:
+    """Known keys for which `none` is no value of their own, as it is of data.scale and privacy.label_counts."""
+    section, key = path[0], path[-1]
+    if _is_choice(path) or len(path) > 2:
+        return False
+    kind = Experiment if len(path) == 1 else _section_kind(section)
+    if kind is not None and (field := kind.model_fields.get(key)) is not None:
+        whole = isinstance(field.default, BaseModel)
+        return field.default is None or not (whole or _is_fine(lambda: kind.model_validate({key: _NOTHING})))
+    own = table.get(section)
+    if section not in _CHOICES or not isinstance(own, dict) or key not in own:
+        return False
+    name = str(own.get(_CHOICES[section]))
+    given = {other: value for other, value in own.items() if other not in (*_KEPT, _CHOICES[section])}
+    return not _is_fine(lambda: options.check(section, name, {**given, key: _NOTHING}))
+
+
+def _section_kind(section: str) -> type[BaseModel] | None:
+    field = Experiment.model_fields.get(section)
+    kind = None if field is None else field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _is_fine(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except (FedstillError, ValidationError):
+        return False
+    return True
+
+
+def _remove(table: dict[str, Any], path: Sequence[str]) -> None:
+    *parents, name = path
+    for parent in parents:
+        table = table.get(parent, {})
+    if isinstance(table, dict):  # not where a word stands for a section: method = "fedavg"
+        table.pop(name, None)
+
+
+def _check_epochs_count(table: dict[str, Any], given: Mapping[str, str]) -> None:
+    """A number of epochs that is asked for must not be passed over for the number of steps that the file has."""
+    local = table.get("local")
+    steps = local.get("steps") if isinstance(local, dict) else None
+    epochs = given.get("local.epochs", _NOTHING)
+    if steps is None or epochs == _NOTHING:
+        return
+    cure = "leave one of them out" if "local.steps" in given else "add --set local.steps=none"
+    raise FedstillError(f"local.epochs = {epochs} would do nothing: local.steps = {steps} counts; {cure}")
+
+
+def without_defaults(section: MethodSection) -> str:
+    """The text of a method, with those of its options that are not their defaults: a run's folder spells out all."""
+    name, given = section.name, section.options
+    known = options.defaults("method", name, preset=given.get("preset")) if given and single(name) else {}
+    return write(name, {key: value for key, value in given.items() if key not in known or known[key] != value})
+
+
+def parse_method(entry: str, experiment: Experiment) -> MethodSection:
+    """One entry of compare: the bare name of the experiment's method has the options of its [method] section.
+
+    With brackets it has only what is in them: `feddf(lr=0.1)` and `feddf()` take nothing from the section.
+    """
+    own = experiment.method
+    return own if entry.strip() == own.name else MethodSection.model_validate({"name": entry.strip()})
+
+
+def describe_partition(experiment: Experiment) -> str:
+    """The split in words: lda(alpha=0.1) over 100 clients."""
+    inside = ", ".join(f"{key}={value}" for key, value in experiment.partition.options.items())
+    clients = f" over {experiment.partition.clients} clients" if experiment.partition.clients else ""
+    return f"{experiment.partition.scheme}({inside}){clients}"

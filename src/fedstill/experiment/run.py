@@ -1,0 +1,116 @@
+"""Run an experiment, or resume the run in a folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.threads import threads
+from fedstill.core.types import Federation
+from fedstill.experiment.build import arguments, build_federation, check_ready
+from fedstill.experiment.config import Experiment, checked_experiment
+from fedstill.experiment.prototypes import MIXED, describe_model
+from fedstill.experiment.run_folder import (
+    CONFIG_FILE,
+    _check_same,
+    _keep_tokenizer,
+    read_description,
+    write_description,
+)
+from fedstill.loop.callbacks import Callback
+from fedstill.loop.evaluate import label_counts
+from fedstill.loop.federate import federate
+from fedstill.loop.history import Result
+from fedstill.loop.trackers import build_trackers
+from fedstill.methods.lookup import label
+from fedstill.report.curves import Curve, learning_curves
+from fedstill.report.generated import show_generated
+from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
+from fedstill.storage.cache import KeptResults
+
+_log = logging.getLogger("fedstill.run")
+
+
+def run(
+    experiment: Experiment,
+    *,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    federation: Federation | None = None,
+    resume: bool = False,
+    pictures: bool = True,
+) -> Result:
+    """Run an experiment; with `run_dir` its configuration, numbers, models and pictures are written there.
+
+    federation: an already built one (by default it is built from the experiment).
+    """
+    federation = build_federation(checked_experiment(experiment)) if federation is None else federation
+    check_ready(experiment, federation)
+    folder = None if run_dir is None else Path(run_dir)
+    experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
+    if folder is not None:
+        if resume and (folder / CONFIG_FILE).exists():
+            _check_same(experiment, folder)
+        write_description(experiment, folder)
+        _keep_tokenizer(federation, folder)
+    trackers = build_trackers(experiment, folder)
+    with threads(experiment.engine.threads):
+        result = federate(
+            **arguments(experiment, federation),
+            run_dir=folder,
+            callbacks=[*callbacks, *trackers],
+            label=label(experiment.method.name),
+            resume=resume,
+            keeper=KeptResults(),
+        )
+    result = show_generated(result, federation, folder, seed=experiment.seed)
+    if folder is not None and pictures:
+        draw_pictures(experiment, federation, {result.method: [result]}, folder)
+    return result
+
+
+def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:
+    """Go on with the run in a folder from its newest checkpoint; the result equals an uninterrupted run."""
+    experiment = read_description(Path(run_dir))
+    return run(experiment, run_dir=run_dir, callbacks=callbacks, resume=True)
+
+
+def draw_pictures(
+    experiment: Experiment, federation: Federation, results: dict[str, list[Result]], folder: Path
+) -> list[Path]:
+    """partition.png, curves.png, and pseudo_labels.png where a method makes them; without matplotlib a line of how."""
+    drawn = [folder / "partition.png", folder / "curves.png"]
+    try:
+        from fedstill.report.partition import partition_picture
+
+        title = f"{federation.train.name}: {federation.partition}"
+        counts = label_counts(federation).numpy()
+        partition_picture(counts, folder / "partition.png", title=title, classes=federation.train.classes)
+        curves, network = _curves(results), describe_model(experiment.model.name, experiment.model.options)
+        trained = f"{title}; {network}" if experiment.model.name == MIXED else title
+        learning_curves(curves, folder / "curves.png", title=trained, target=experiment.target)
+        rows = {method: [one.history.rows for one in runs] for method, runs in results.items()}
+        if any(has_pseudo_labels(one) for runs in rows.values() for one in runs):
+            drawn.append(folder / "pseudo_labels.png")
+            pseudo_label_picture(rows, drawn[-1], title=title, classes=federation.train.classes)
+    except FedstillError as error:
+        _log.warning("no pictures: %s", error)
+        return []
+    return drawn
+
+
+def _curves(results: dict[str, list[Result]]) -> dict[str, list[Curve]]:
+    """A line a method; a single run of several architectures shows each of them, too."""
+    curves = {method: [_curve(one) for one in runs] for method, runs in results.items()}
+    runs = [one for same in results.values() for one in same]
+    if len(runs) == 1:
+        others = (name for name in runs[0].prototypes if name != runs[0].reported)
+        curves |= {f"{runs[0].method}: {name}": [_curve(runs[0], f"accuracy_{name}")] for name in others}
+    return curves
+
+
+def _curve(result: Result, metric: str = "accuracy") -> Curve:
+    rows = result.history.evaluated
+    return [row["round"] for row in rows], [row[metric] for row in rows]

@@ -1,0 +1,226 @@
+"""Where a run reads and where it writes: what one run leaves must not be data of the next."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Federation
+from fedstill.data.files import files_of
+from fedstill.data.images import IMAGE_SUFFIXES
+from fedstill.data.load import is_embedded
+from fedstill.experiment.config import Experiment, ModelSection
+from fedstill.methods.lookup import anchored
+from fedstill.storage import toml as toml_io
+
+CONFIG_FILE = "config.toml"
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
+    """runs/<name>/<utc>-<hash>: unique for the experiment and the second."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    folder = Path(root) / experiment.name / f"{stamp}-{experiment.digest()}"
+    twin = 2
+    while folder.exists():
+        folder = folder.with_name(f"{stamp}-{experiment.digest()}-{twin}")
+        twin += 1
+    return folder
+
+
+def write_description(experiment: Experiment, folder: Path) -> None:
+    """config.toml (every default spelled out) and env.json; a resumed run keeps those of its start."""
+    if not (begun := (folder / CONFIG_FILE).exists()):
+        check_run_folder(experiment, folder, asked="run_dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not begun:
+            write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
+            write_whole(folder / CONFIG_FILE, _anchored(experiment).resolved().to_toml())
+    except OSError as error:
+        raise FedstillError(
+            f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
+        ) from error
+
+
+def _keep_tokenizer(federation: Federation, folder: Path) -> None:
+    """tokenizer.json, so that other texts can be read as the run's were, whatever becomes of the data."""
+    if federation.train.tokenizer is None:
+        return
+    path, file = folder / TOKENIZER_FILE, federation.train.tokenizer.file
+    if path.exists() and path.read_text(encoding="utf-8") != file:
+        raise FedstillError(
+            f"'{path}' is not the tokenizer that this data gives now: the data have changed since the run began, "
+            "start a new one"
+        )
+    write_whole(path, file)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the text or nothing, whenever the process ends."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _anchored(experiment: Experiment) -> Experiment:
+    """Files and folders by their full path, so that a run can be resumed from anywhere."""
+    data = experiment.data
+    places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
+    places |= {"test": data.test, "tokenizer": data.tokenizer}
+    here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
+    model = _anchored_model(experiment.model)
+    if model != experiment.model.model_dump():
+        experiment = experiment.replace(model=model)
+    full = anchored(experiment.method.name)
+    if full != experiment.method.name:
+        experiment = experiment.replace(method={**experiment.method.model_dump(), "name": full})
+    methods = [anchored(entry) for entry in experiment.compare.methods]
+    if methods != list(experiment.compare.methods):
+        experiment = experiment.replace(compare={**experiment.compare.model_dump(), "methods": methods})
+    return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
+
+
+def _anchored_model(section: ModelSection) -> dict[str, Any]:
+    found = {**section.model_dump(), "name": anchored(section.name)}
+    if "prototypes" in found:
+        found["prototypes"] = [anchored(text) for text in found["prototypes"]]
+    return found
+
+
+def is_local(place: object) -> bool:
+    """A file or folder of this machine; the embedded sets come before folders of the same name."""
+    return isinstance(place, str) and not is_embedded(place) and Path(place).exists()
+
+
+def _check_same(experiment: Experiment, folder: Path) -> None:
+    """A run is only resumed as what it was; it may get more rounds."""
+    written = toml_io.loads(_anchored(experiment).resolved().to_toml(), where=CONFIG_FILE)  # as the folder's was
+    asked, begun = (
+        one.resolved().model_dump() for one in (Experiment.model_validate(written), read_description(folder))
+    )
+    other = [key for key in asked if key not in ("rounds", "track") and asked[key] != begun[key]]
+    if other:
+        raise FedstillError(
+            f"'{folder}' holds a run with another {' and '.join(other)}: use `fedstill resume`, or a new folder"
+        )
+
+
+def read_description(folder: Path) -> Experiment:
+    if not (folder / CONFIG_FILE).is_file() or not (folder / CONFIG_FILE).stat().st_size:
+        raise FedstillError(f"'{folder}' holds no run (no {CONFIG_FILE}): give the folder that `fedstill run` named")
+    return Experiment.from_toml(folder / CONFIG_FILE)
+
+
+def unlabeled_place(experiment: Experiment) -> str | None:
+    """The file, folder or dataset that data.unlabeled names; None when it is a part of the run's own data."""
+    choice = str(experiment.data.unlabeled)
+    own = choice in ("", "none", "test", "central") or choice.lstrip("-").isdigit()
+    return None if own else choice
+
+
+def inside_data(asked: str, folder: Path, what: str, place: str | Path) -> FedstillError:
+    """That what is to be written into a folder would be read as data; `asked` for the folder."""
+    return FedstillError(f"{asked}: '{folder}' lies in {what} '{place}': give a folder outside of the data")
+
+
+def check_run_folder(experiment: Experiment, folder: Path, *, asked: str) -> None:
+    """A run's pictures and predictions must not be among the samples of the next run on the same data."""
+    data, resolved = experiment.data, folder.resolve()
+    places = {"data.source": data.source, "data.unlabeled": unlabeled_place(experiment), "data.test": data.test}
+    for what, place in places.items():
+        root = None if place is None else _folder_of(place)
+        if place is None or root is None or not _is_seen(resolved, root):
+            continue
+        # one picture beside the tables of another place than the source makes it a folder of images (see files_of)
+        if what != "data.source" or _reads_run(root, resolved):
+            raise inside_data(asked, folder, what, place)
+
+
+def _folder_of(place: str) -> Path | None:
+    """The folder of this machine that is read, if a place names one; what is wrong with it the loader says."""
+    try:
+        root = Path(place).expanduser()
+        return root.resolve() if not is_embedded(place) and root.is_dir() else None
+    except (OSError, RuntimeError):
+        return None
+
+
+def _is_seen(folder: Path, root: Path) -> bool:
+    """Whether a folder is or lies in another one, and is not hidden there: loaders pass over what is."""
+    return folder.is_relative_to(root) and not any(part.startswith(".") for part in folder.relative_to(root).parts)
+
+
+def _reads_run(source: Path, folder: Path) -> bool:
+    """Whether reading `source` finds the pictures of a run in `folder`, or the tables that `predict` leaves there.
+
+    Images are found however deep, tables in the source and one folder below, parquet files of the source itself first.
+    """
+    try:
+        first = files_of(source)[0]
+    except (FedstillError, OSError):
+        return False  # the loader says it
+    if first.suffix.lower() in IMAGE_SUFFIXES:
+        return True
+    found_first = first.suffix.lower() == ".parquet" and first.parent == source
+    return len(folder.relative_to(source).parts) < (1 if found_first else 2)
+
+
+CORE_PACKAGES = ("torch", "numpy", "scikit-learn", "safetensors", "pydantic", "typer", "rich")
+EXTRAS = {
+    "data": ("datasets", "pyarrow", "pillow"),
+    "plots": ("matplotlib",),
+    "dp": ("dp-accounting",),
+    "text": ("tokenizers",),
+    "track": ("tensorboard", "mlflow", "wandb", "trackio"),
+}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of the folder that the run was started from, with '+' when files differ from it; None outside git."""
+
+    def git(*words: str) -> str | None:
+        try:
+            answer = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return answer.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    return commit and (f"{commit}+" if git("status", "--porcelain", "--untracked-files=no") else commit)
+
+
+def describe_device() -> dict[str, Any]:
+    """The accelerator that 'auto' would take, and the threads that torch uses."""
+    import torch
+
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(0), "gigabytes": round(memory / 1e9, 1)}
+    return {"kind": "cpu", "name": platform.machine(), "threads": torch.get_num_threads()}
+
+
+def environment() -> dict[str, Any]:
+    extras = [package for packages in EXTRAS.values() for package in packages]
+    versions = {package: version_of(package) for package in ("fedstill", *CORE_PACKAGES, *extras)}
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": describe_device(),
+        "git_commit": git_commit(),
+        "packages": {package: version for package, version in versions.items() if version is not None},
+    }

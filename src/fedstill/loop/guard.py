@@ -1,0 +1,272 @@
+"""The guard between clients and server: each upload is checked on its own, a bad one is quarantined.
+
+One set of rules, two doors: `admit` for a cohort that the engine stacked, `admit_messages` for messages that
+arrive one by one. Nothing a client sends can end the run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
+from fedstill.core.types import Params, Uploads, Weights
+from fedstill.loop.message import decode, from_mapping
+
+AuditRecord = dict[str, Any]  # {"round": int, "client": int | None (the whole round), "reason": str}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What an upload must satisfy.
+
+    norm_bound: largest ||params - start||_2 (None: any).
+    extra_bound: largest norm of what a method uploads beside the model, such as SCAFFOLD's control (None: any; one
+    huge finite value there would stop all learning).
+    size_cap: largest number of samples believed, in all and of one class (None: any finite one); with noise on the
+    label counts leave room for it.
+    quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
+    """
+
+    norm_bound: float | None = None
+    size_cap: float | None = 1e9
+    quorum: float | int = 1
+    extra_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm_bound is not None and not self.norm_bound > 0:
+            raise FedstillError(f"guard.norm_bound = {self.norm_bound}: use a positive number or leave it out")
+        if self.extra_bound is not None and not self.extra_bound > 0:
+            raise FedstillError(f"guard.extra_bound = {self.extra_bound}: use a positive number or leave it out")
+        if self.size_cap is not None and not self.size_cap > 0:
+            raise FedstillError(f"guard.size_cap = {self.size_cap}: use a positive number")
+        share = isinstance(self.quorum, float)
+        if not self.quorum >= 0 or (share and self.quorum > 1):
+            raise FedstillError(f"guard.quorum = {self.quorum}: use a count of clients or a share between 0.0 and 1.0")
+
+    @property
+    def largest_size(self) -> float:
+        return sys.float_info.max if self.size_cap is None else min(self.size_cap, sys.float_info.max)
+
+    def needed(self, cohort: int) -> int:
+        """Uploads that must be left of a cohort; at least one, since nothing cannot be averaged."""
+        count = math.ceil(self.quorum * cohort) if isinstance(self.quorum, float) else self.quorum
+        return max(1, count)
+
+
+class Admitted(NamedTuple):
+    """What the server may look at: None when the quorum was missed, and then the round keeps the old model."""
+
+    uploads: Uploads | None
+    kept: np.ndarray  # positions in the cohort of those that were accepted
+    records: list[AuditRecord]
+
+
+def admit(uploads: Uploads, start: Weights, guard: Guard, *, round: int, exact_counts: bool = False) -> Admitted:
+    """Check a stacked cohort. One host sync when all is well.
+
+    exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
+    """
+    cohort = len(uploads.ids)
+    faults = find_faults(uploads, start, guard, exact_counts=exact_counts)
+    if faults is None:
+        return _settle(uploads, np.arange(cohort), [], guard, cohort=cohort, round=round)
+    ids = uploads.ids.tolist()
+    records = [_record(round, ids[i], fault) for i, fault in enumerate(faults) if fault is not None]
+    kept = np.asarray([i for i, fault in enumerate(faults) if fault is None], np.int64)
+    good = select(uploads, torch.from_numpy(kept)) if len(kept) else None
+    return _settle(good, kept, records, guard, cohort=cohort, round=round)
+
+
+def admit_messages(
+    messages: Mapping[int, bytes | Mapping[str, Any] | Exception],
+    template: Uploads,
+    start: Weights,
+    guard: Guard,
+    *,
+    round: int,
+    exact_counts: bool = False,
+) -> Admitted:
+    """Check what each client sent (bytes, a mapping of tensors, or the exception its call ended with)."""
+    arrived: list[Uploads] = []
+    positions: list[int] = []
+    records: list[AuditRecord] = []
+    for position, (client, message) in enumerate(messages.items()):
+        try:
+            arrived.append(_receive(message, template, client=client, round=round))
+            positions.append(position)
+        except FedstillError as error:
+            records.append(_record(round, client, str(error)))
+    if not arrived:
+        return _settle(None, np.empty(0, np.int64), records, guard, cohort=len(messages), round=round)
+    device = next(leaves(start)).device
+    together = from_tree(stack([as_tree(upload) for upload in arrived]))
+    stacked = from_tree(to_device(as_tree(together), device))._replace(ids=together.ids)
+    inner = admit(stacked, start, replace(guard, quorum=0), round=round, exact_counts=exact_counts)
+    quarantined = [record for record in inner.records if record["client"] is not None]
+    kept = np.asarray(positions, np.int64)[inner.kept]
+    return _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages), round=round)
+
+
+def find_faults(
+    uploads: Uploads, start: Weights, guard: Guard, *, exact_counts: bool = False
+) -> list[str | None] | None:
+    """The first fault of each client, in the order of the rules; None when nobody has one."""
+    structure = _structure_fault(uploads, start)
+    if structure is not None:
+        return [structure] * len(uploads.ids)
+    if not bool(_suspicious(uploads, start, guard, exact_counts).any()):  # the one host sync
+        return None
+    rules = _rules(uploads, start, guard, exact_counts)
+    broken = torch.stack([mask for mask, _ in rules]).cpu().numpy()  # (rules, C)
+    if not broken.any():
+        return None
+    size, norm = uploads.size.tolist(), _norms(uploads.weights.params, start.params).tolist()
+    counted = size if uploads.label_counts is None else uploads.label_counts.double().sum(dim=1).tolist()
+    return [
+        rules[int(column.argmax())][1].format(size=size[i], norm=norm[i], counted=counted[i]) if column.any() else None
+        for i, column in enumerate(broken.T)
+    ]
+
+
+def is_finite(tree: Any) -> bool:
+    """No float of a model or a state is NaN or Inf."""
+    return all(bool(leaf.isfinite().all()) for leaf in leaves(tree) if leaf.is_floating_point())
+
+
+def _receive(message: bytes | Mapping[str, Any] | Exception, template: Uploads, *, client: int, round: int) -> Uploads:
+    if isinstance(message, FedstillError):  # it was opened before, and found wrong
+        raise message
+    if isinstance(message, Exception):
+        raise FedstillError(f"client raised {type(message).__name__}: {' '.join(str(message).split())[:200]}")
+    if isinstance(message, Mapping):
+        return from_mapping(message, template, client=client)
+    return decode(message, template, client=client, round=round)
+
+
+def _settle(
+    uploads: Uploads | None,
+    kept: np.ndarray,
+    records: list[AuditRecord],
+    guard: Guard,
+    *,
+    cohort: int,
+    round: int,
+) -> Admitted:
+    """Apply the quorum."""
+    needed = guard.needed(cohort)
+    if uploads is not None and len(kept) >= needed:
+        return Admitted(uploads, kept, records)
+    reason = f"quorum missed: {len(kept)} of {cohort} uploads left, {needed} needed; the round keeps the old model"
+    return Admitted(None, kept[:0], [*records, _record(round, None, reason)])
+
+
+def _record(round: int, client: int | None, reason: str) -> AuditRecord:
+    return {"round": round, "client": client, "reason": reason}
+
+
+def _structure_fault(uploads: Uploads, start: Weights) -> str | None:
+    """Stacked uploads share names, shapes and dtypes, so one look settles them for all."""
+    for kind, sent, expected in zip(("params", "buffers"), uploads.weights, start, strict=True):
+        if sent.keys() != expected.keys():
+            return f"wrong names in {kind}: {sorted(sent.keys() ^ expected.keys())[:3]}"
+        for name, leaf in expected.items():
+            if sent[name].shape[1:] != leaf.shape:
+                return f"wrong shape of {kind}/{name}: {tuple(sent[name].shape[1:])}, expected {tuple(leaf.shape)}"
+            if sent[name].dtype != leaf.dtype:
+                return f"wrong dtype of {kind}/{name}: {sent[name].dtype}, expected {leaf.dtype}"
+    return None
+
+
+def _suspicious(uploads: Uploads, start: Weights, guard: Guard, exact_counts: bool) -> Tensor:
+    """(C,) a cheap superset of the faults.
+
+    A sum is NaN or Inf when a term is, and costs a fortieth of isfinite().all() on a CPU; a sum that only
+    overflowed is cleared by the exact rules.
+    """
+    total = torch.zeros_like(uploads.loss, dtype=torch.float32)
+    for leaf in leaves(as_tree(uploads)):
+        if leaf.is_floating_point():
+            total = total + _per_client(leaf, torch.sum)
+    flags = ~total.isfinite() | ~_size_is_fine(uploads.size, guard)
+    for wrong, _ in _count_rules(uploads, guard, exact_counts):
+        flags = flags | wrong
+    if guard.norm_bound is not None:
+        flags = flags | ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
+    if guard.extra_bound is not None and uploads.extra:
+        flags = flags | _extra_is_large(uploads, guard)
+    return flags
+
+
+def _rules(uploads: Uploads, start: Weights, guard: Guard, exact_counts: bool) -> list[tuple[Tensor, str]]:
+    """(who breaks it (C,), how it is told) for each rule, the most telling first."""
+    scalars = (uploads.steps, uploads.travel, uploads.loss)
+    rules = [
+        (_holds_non_finite(uploads.weights.params, uploads), "params hold NaN or Inf"),
+        (_holds_non_finite(uploads.weights.buffers, uploads), "buffers hold NaN or Inf"),
+        (_holds_non_finite(uploads.extra, uploads), "extra upload holds NaN or Inf"),
+        (~_size_is_fine(uploads.size, guard), f"size {{size:g}} is not in (0, {guard.largest_size:g}]"),
+        (_holds_non_finite(scalars, uploads), "steps, travel or loss is NaN or Inf"),
+    ]
+    rules += _count_rules(uploads, guard, exact_counts)
+    if guard.norm_bound is not None:
+        far = ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
+        rules.append((far, f"update norm {{norm:g}} exceeds the bound {guard.norm_bound:g}"))
+    if guard.extra_bound is not None and uploads.extra:
+        rules.append(
+            (_extra_is_large(uploads, guard), f"norm of the extra upload exceeds the bound {guard.extra_bound:g}")
+        )
+    return rules
+
+
+def _count_rules(uploads: Uploads, guard: Guard, exact: bool) -> list[tuple[Tensor, str]]:
+    if uploads.label_counts is None:
+        return []
+    counts, most = uploads.label_counts.double(), guard.largest_size  # their sums do not overflow
+    outside = ~((counts >= 0) & (counts <= most)).all(dim=1)  # NaN compares false
+    rules = [(outside, f"label counts hold a number that is not in [0, {most:g}]")]
+    if exact:
+        # counts above 2^24 are rounded in float32
+        other = ~((counts.sum(dim=1) - uploads.size).abs() <= 1e-6 * uploads.size)
+        rules.append((other, "label counts sum to {counted:g}, and size is {size:g}"))
+    return rules
+
+
+def _size_is_fine(size: Tensor, guard: Guard) -> Tensor:
+    return (size > 0) & (size <= guard.largest_size)  # NaN compares false
+
+
+def _holds_non_finite(tree: Any, uploads: Uploads) -> Tensor:
+    bad = torch.zeros(len(uploads.ids), dtype=torch.bool, device=uploads.size.device)
+    for leaf in leaves(tree):
+        if leaf.is_floating_point():
+            bad = bad | ~_per_client(leaf.isfinite(), torch.all)
+    return bad
+
+
+def _norms(params: Params, start: Params) -> Tensor:
+    """(C,) ||params_i - start||_2 over all names."""
+    squares = [
+        _per_client((params[name] - start[name]).square(), torch.sum)
+        for name in start
+        if start[name].is_floating_point()
+    ]
+    return torch.stack(squares).sum(dim=0).sqrt()
+
+
+def _extra_is_large(uploads: Uploads, guard: Guard) -> Tensor:
+    squares = [_per_client(leaf.double().square(), torch.sum) for leaf in leaves(uploads.extra)]
+    return ~(torch.stack(squares).sum(dim=0).sqrt() <= (guard.extra_bound or 0.0))
+
+
+def _per_client(leaf: Tensor, reduce: Any) -> Tensor:
+    """Reduce all but the first dimension; by dimensions and not by a reshape, which would copy channels-last."""
+    return leaf if leaf.ndim == 1 else reduce(leaf, dim=tuple(range(1, leaf.ndim)))

@@ -1,0 +1,314 @@
+"""What a run promises about privacy before it starts, and states when it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.compose.head_only import head_names, head_of
+from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
+from fedstill.core.seeds import private_normal, seed_for
+from fedstill.core.types import Local, Method, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
+from fedstill.loop.history import History
+from fedstill.loop.round import OPEN_QUESTIONS, Task, draw_cohort
+from fedstill.privacy.accountant import analytic_gaussian_multiplier
+from fedstill.privacy.plan import Privacy, rounds_within
+from fedstill.privacy.statement import PrivacyStatement, Stretch, statement
+
+STATEMENT_FILE = "privacy.json"
+_log = logging.getLogger("fedstill.run")
+
+
+def stretches_of(
+    phases: Sequence[Phase],
+    weights: Weights,
+    privacy: Privacy,
+    *,
+    sent: Weights | None = None,
+    probability: float = 1.0,
+    visits: Callable[[int, int], int] | None = None,
+    known: tuple[str, ...] = (),
+) -> Callable[[int], list[Stretch]]:
+    """What has left the clients when so many rounds are played, as a function of their number.
+
+    sent: what of the weights a client sends; None: all.
+    visits: (first round, last round) -> rounds in which the client took part that was drawn most often.
+    known: what of the clients' data everybody knows by how they were read.
+    """
+    ends = [phase.until for phase in phases]
+    firsts = [1, *(end + 1 for end in ends[:-1] if end is not None)]
+    sent = weights if sent is None else sent
+    plain = [replace(_stretch(phase.method, weights, sent, probability), known=known) for phase in phases]
+    plain = _with_label_counts(plain, phases, privacy)
+
+    def after(played: int) -> list[Stretch]:
+        begun = [i for i, first in enumerate(firsts) if first <= max(played, 1)]
+        return [_played(plain[i], firsts[i], min(played, ends[i] or played), visits) for i in begun]
+
+    return after
+
+
+def _played(stretch: Stretch, first: int, last: int, visits: Callable[[int, int], int] | None) -> Stretch:
+    rounds = max(0, last - first + 1)
+    return replace(stretch, rounds=rounds, visits=visits(first, last) if visits and rounds else rounds)
+
+
+def _stretch(method: Method, weights: Weights, sent: Weights, probability: float) -> Stretch:
+    trained = "trained models" if sent.params.keys() == weights.params.keys() else "trained heads"
+    leaves = {"model": trained, "numbers": "numbers of samples and steps, training losses"}
+    if sent.buffers:
+        leaves["buffers"] = "BatchNorm statistics"
+    if Need.LABEL_COUNTS_UPLOADED in needs_of(method):
+        leaves["label_counts"] = "label counts"
+    if slots := extra_slots(method, weights):
+        leaves["extra"] = ", ".join(slots)
+    return Stretch(
+        method.releases,
+        rounds=0,
+        leaves=leaves,
+        sealed=method.seal is not None,
+        individual=Need.INDIVIDUAL_UPLOADS in needs_of(method),
+        probability=probability,
+    )
+
+
+def _with_label_counts(stretches: list[Stretch], phases: Sequence[Phase], privacy: Privacy) -> list[Stretch]:
+    """Noisy label counts are made once: by the first method that needs them, the others get the same."""
+    needing = [i for i, phase in enumerate(phases) if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.method)]
+    if privacy.label_counts != "dp" or not needing:
+        return stretches
+    release = Release(
+        "label counts",
+        unit="sample",
+        multiplier=analytic_gaussian_multiplier(privacy.label_epsilon, privacy.delta),
+        when="once",
+        against="server",
+        covers=("label_counts",),
+    )
+    for i in needing:
+        if i == needing[0]:
+            stretches[i] = replace(stretches[i], releases=(*stretches[i].releases, release))
+        else:
+            others = {part: told for part, told in stretches[i].leaves.items() if part != "label_counts"}
+            stretches[i] = replace(stretches[i], leaves=others)
+    return stretches
+
+
+def extra_slots(method: Method, weights: Weights) -> tuple[str, ...]:
+    """What a client sends beside its model, by name: found by calling the end of its objective once, without data."""
+    objective = method.objective
+    if objective.finish is no_finish:
+        return ()
+    one = torch.ones((), device=next(iter(weights.params.values())).device)
+    measured: Tree = defaultdict(lambda: weights.params)
+    try:
+        received = method.server.broadcast(method.server.init(weights))
+        state = objective.init(weights)
+        numbers = {"label_counts": one[None], "size": one, "steps": one, "travel": one, "lr": one}
+        seed = torch.zeros_like(one, dtype=torch.int64)
+        local = Local(weights.params, weights.buffers, weights, received, state, {}, **numbers, seed=seed)
+        return tuple(objective.finish(local, measured)[1])
+    except Exception:  # a term that cannot be tried: say the worst
+        return ("what its local terms send beside the model",)
+
+
+def check_seal(phases: Sequence[Phase], model: Model, weights: Weights, quorum: int = 1) -> None:
+    """A trusted party that shows only a noisy mean cannot serve a method that needs more.
+
+    quorum: uploads that a round's largest cohort needs. Rounds that are not played tell who came to those that are.
+    """
+    for phase in phases:
+        if phase.method.seal is None:
+            continue
+        own = ", ".join(one.without_trust for one in phase.method.releases if one.without_trust)
+        beside = list(extra_slots(phase.method, weights))
+        if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.method):
+            beside.append("label counts")
+        missing = [*beside]
+        if Need.INDIVIDUAL_UPLOADS in needs_of(phase.method):
+            missing.append("each client's model")
+        if model.groups is not None:
+            missing.append("which client has which architecture")
+        if missing:
+            raise FedstillError(
+                f"a server that is trusted with the noise shows its steps the noisy mean alone, and this method needs "
+                f"{', '.join(missing)}: {_instead_of_trust(own, beside)}"
+            )
+        if quorum > 1:
+            raise FedstillError(
+                "guard.quorum above 1 tells how many uploads were sound, which the noise of a trusted server does not "
+                "hide: set guard.quorum = 1" + (f", or use {own}" if own else "")
+            )
+
+
+def _instead_of_trust(own: str, beside: Sequence[str]) -> str:
+    """What to do where a noisy mean is not enough; noise of the clients' own hides nothing that is sent `beside` it."""
+    if not own:
+        return "use another method beside it"
+    if not beside:
+        return f"use {own}, or another method beside it"
+    told = ", ".join(beside)
+    return f"use another method beside it ({own} would run, and claim nothing: it puts no noise on {told})"
+
+
+def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
+    """(N, K) with Gaussian noise, cut at 0: a replaced sample moves one count down and one up, by sqrt(2) together."""
+    sigma = math.sqrt(2) * analytic_gaussian_multiplier(privacy.label_epsilon, privacy.delta)
+    seeds = seed_for(seed, "label counts", np.arange(len(counts))).tolist()
+    rows = [private_normal(one, counts.shape[1:]) for one in seeds]
+    return (counts + sigma * torch.stack(rows).to(counts)).clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How far a run may go, and what it will say about privacy."""
+
+    rounds: int  # as many as the budget allows
+    wanted: int
+    privacy: Privacy
+    after: Callable[[int], list[Stretch]] | None  # None: no part of the run speaks of privacy
+
+    @property
+    def cut(self) -> str:
+        """Why the run is shorter than it was asked to be; empty where it is not."""
+        if self.rounds == self.wanted:
+            return ""
+        allowed = f"{self.rounds} of {self.wanted} rounds"  # true of a resumed run that has played more, too
+        return f"privacy.epsilon = {self.privacy.epsilon:g} allows {allowed}: one more would exceed it"
+
+    def statement(self, history: History, played: int) -> PrivacyStatement | None:
+        """What a run may say that has played so many rounds; what clients answered without a release counts, too."""
+        if self.after is None:
+            return None
+        stretches, first = self.after(played), 1
+        asked = {int(row["round"]) for row in history.rows if row.get(OPEN_QUESTIONS)}
+        for i, stretch in enumerate(stretches):
+            if first in asked:
+                stretches[i] = replace(stretch, asks=True)
+            first += stretch.rounds
+        return statement(stretches, self.privacy.delta, stopped=self._ended(played))
+
+    def _ended(self, played: int) -> str:
+        """Why a run ended that has played so many rounds, or how far a resumed one was beyond its budget."""
+        if played <= self.rounds or self.after is None or self.privacy.epsilon is None:
+            return self.cut if played >= self.rounds else ""
+        privacy = replace(self.privacy, partial=True)  # what is not covered is told elsewhere
+        last = self.rounds if self.cut else rounds_within(privacy, self.after, played)
+        if last == played:
+            return ""
+        since = f"privacy.epsilon = {privacy.epsilon:g} is exceeded since round {last + 1}"
+        return f"{since}: these {played} rounds were played with another budget"
+
+
+def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promise]:
+    """The task with what may be sent for the label counts, and how many of its rounds the budget allows."""
+    privacy = task.privacy
+    if task.counts is not None and privacy.label_counts == "none":
+        raise FedstillError(
+            f"privacy.label_counts = 'none': this method needs each client's label counts: {_instead_of_counts(task)}"
+        )
+    if task.counts is not None and privacy.label_counts == "dp":
+        task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.noise_seed))
+    largest = len(task.clients) if task.sampling == "poisson" else task.cohort
+    check_seal(task.phases, task.model, weights, task.guard.needed(largest))
+    if privacy == Privacy() and not any(phase.method.releases for phase in task.phases):
+        return task, Promise(rounds, rounds, privacy, None)
+    probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
+    sent = head_of(weights, head_names(task.model)) if task.training.part == "head" else weights
+    how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
+    after = stretches_of(task.phases, weights, privacy, sent=sent, **how)
+    return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+
+
+def _instead_of_counts(task: Task) -> str:
+    """What to do where label counts are needed and may not be sent."""
+    needing = [one.method for one in task.phases if Need.LABEL_COUNTS_UPLOADED in needs_of(one.method)]
+    own = dict.fromkeys(one.without_counts for one in needing)
+    use = f"use {' and '.join(own)}, or " if all(own) else ""
+    return f"{use}set 'dp' or 'exact'"
+
+
+def warn_of_kept_statistics(task: Task) -> None:
+    covered = {part for phase in task.phases for release in phase.method.releases for part in release.covers}
+    if task.model.batch_statistics and "buffers" in covered:
+        _log.warning("BatchNorm: its statistics never leave the clients, the model keeps those it began with")
+
+
+def noise_of(phases: Sequence[Phase]) -> list[str]:
+    """What protects each method's rounds, to the last digit: a resumed run must go on with the same."""
+    if not any(phase.method.releases for phase in phases):
+        return []
+
+    def told(release: Release) -> str:
+        covers = ", ".join(release.covers) or "itself"
+        about = f"{release.unit}, {release.against}, {release.when}, covers {covers}"
+        return f"{release.what} ({about}) with noise of {release.multiplier!r}"
+
+    def until(phase: Phase) -> str:
+        return "to the end" if phase.until is None else f"until round {phase.until}"
+
+    return [f"{until(one)}: {'; '.join(map(told, one.method.releases)) or 'no noise'}" for one in phases]
+
+
+def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
+    """What tells a run with noise that protects from all others, its data among it; empty where there is none.
+
+    settings: the options that `identity` does not say.
+    """
+    noisy = any(one.multiplier is not None for phase in task.phases for one in phase.method.releases)
+    if task.privacy.label_counts != "dp" and not noisy:
+        return ""
+    federation, train = task.federation, task.federation.train
+    words = json.dumps([identity, settings, train.mean, train.std], sort_keys=True)
+    told = hashlib.blake2b(words.encode(), digest_size=16)
+    parts = (train.x, train.y, federation.indices, federation.offsets, task.unlabeled, *(task.validation or ()))
+    for part in (part for part in parts if part is not None):
+        told.update(np.ascontiguousarray(part.cpu().numpy()).data)
+    return told.hexdigest()
+
+
+def noise_seed(seed: Seed, run: str) -> Seed:
+    """Where the noise comes from: runs that differ in anything share none, or it would cancel in what they differ by.
+
+    So several runs add up, with one seed too: other options, one more sample, compared methods.
+    run: its fingerprint.
+    """
+    return seed_for(seed, "noise that protects", run) if run else seed
+
+
+def settings_of(privacy: Privacy) -> dict[str, Any]:
+    """All of [privacy] but the budget, which a resumed run may change."""
+    return {key: value for key, value in asdict(privacy).items() if key != "epsilon"}
+
+
+def _visits(task: Task) -> Callable[[int, int], int]:
+    """Who takes part does not depend on what anybody holds, so a client has told only what it sent when drawn."""
+
+    def visits(first: int, last: int) -> int:
+        count = np.zeros(task.federation.population, np.int64)
+        for number in range(first, last + 1):
+            count[draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)] += 1
+        return int(count.max())
+
+    return visits
+
+
+def write_statement(made: PrivacyStatement | None, folder: Path | None) -> None:
+    """privacy.json of a run folder."""
+    if made is not None and folder is not None:
+        temporary = folder / f".writing-{STATEMENT_FILE}"
+        temporary.write_text(json.dumps(made.as_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / STATEMENT_FILE)

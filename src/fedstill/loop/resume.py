@@ -1,0 +1,199 @@
+"""Stopping and going on: when a run is saved, what a resume takes up, and where the log goes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Targets, Training, Weights
+from fedstill.engine.client_store import ClientStore
+from fedstill.loop.checkpoint import (
+    DIGEST_BYTES,
+    RunState,
+    list_checkpoints,
+    load_newest,
+    same_form,
+    save_checkpoint,
+    save_tensors,
+    save_weights,
+)
+from fedstill.loop.history import History
+from fedstill.loop.privacy_plan import settings_of
+from fedstill.loop.round import State
+from fedstill.privacy.plan import Privacy
+
+SAVE_SECONDS = 60.0  # without a checkpoint: a run that is stopped loses no more
+SAVE_SHARE = 0.05  # of a run's time at most goes into checkpoints that only time asks for
+TARGETS_FILE = "targets.safetensors"  # what the server believes about its unlabeled data: probabilities, kept
+# What a checkpoint means that was written before a key, or a key of one of these tables, was written down.
+_BEFORE = {"sampling": "fixed", "noise": [], "privacy": settings_of(Privacy()), "training": asdict(Training())}
+_log = logging.getLogger("fedstill.run")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, how often, and where to."""
+
+    method: str
+    rounds: int
+    evaluate_every: int
+    checkpoint_every: int
+    folder: Path | None
+    target: float | None
+    identity: dict[str, Any]
+    unlabeled: str = ""  # digest of the rows that targets are about
+
+    def evaluates(self, number: int) -> bool:
+        return number % self.evaluate_every == 0 or number == self.rounds
+
+    def checkpoints(self, number: int, *, due: bool) -> bool:
+        return self.folder is not None and (due or number % self.checkpoint_every == 0)
+
+
+class SaveClock:
+    """Whether it is time to save although `checkpoint_every` rounds are not over; around a saving, what it costs."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = time.perf_counter()
+
+    def is_due(self) -> bool:
+        cost = self._ended - self._began
+        return time.perf_counter() - self._ended > max(SAVE_SECONDS, cost / SAVE_SHARE)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended = time.perf_counter()
+
+
+def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
+    """A checkpoint, and beside it the model that is reported (`last`), the best one, and the server's targets."""
+    assert plan.folder is not None
+    history = {"rows": state.history.rows, "audit": state.history.audit}
+    whole = RunState(
+        state.round,
+        state.weights,
+        state.server,
+        store.snapshot(),
+        history,
+        state.best,
+        plan.identity,
+        state.targets_round,
+    )
+    save_checkpoint(whole, plan.folder / "checkpoints")
+    state.saved = state.round
+    _save_models(plan, state, last, targets, durable=False)  # the checkpoint above is the durable copy
+
+
+def _save_models(plan: Plan, state: State, last: Weights, targets: Targets | None, *, durable: bool) -> None:
+    assert plan.folder is not None
+    save_weights(plan.folder / "last", last, durable=durable)
+    if state.best is not None:
+        save_weights(plan.folder / "best", state.best, durable=durable)
+    if targets is not None:
+        sent = "yes" if last is state.weights else "no"
+        about = {"round": str(state.targets_round), "rows": plan.unlabeled, "model_sent": sent}
+        save_tensors(plan.folder / TARGETS_FILE, targets._asdict(), durable=durable, metadata=about)
+
+
+def save_last(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
+    if plan.folder is None:
+        return
+    if state.saved != state.round:
+        save(plan, state, store, last, targets)
+    _save_models(plan, state, last, targets, durable=True)
+
+
+def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
+    """What tells one unlabeled set from another: its samples and their names, in their order."""
+    told = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} {json.dumps(ids)}".encode(), digest_size=DIGEST_BYTES)
+    told.update(np.ascontiguousarray(x.cpu().numpy()).data)
+    return told.hexdigest()
+
+
+def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> float:
+    """Put the newest checkpoint into `state` and `store`; seconds that the run had taken by then."""
+    if plan.folder is None:
+        if resume:
+            raise FedstillError("resume needs run_dir: the folder of the run to go on with")
+        return 0.0
+    checkpoints = plan.folder / "checkpoints"
+    if not resume:
+        if list_checkpoints(checkpoints):
+            raise FedstillError(f"{plan.folder} already holds a run: resume it or choose another run_dir")
+        return 0.0
+    saved = load_newest(checkpoints, store.device)
+    if saved is None:
+        _log.info("no checkpoint to resume from: starting at round 1")
+        return 0.0
+    _check_same_run(plan, state, saved)
+    state.round, state.weights, state.server, state.best = saved.round, saved.weights, saved.server, saved.best
+    state.saved, state.history = saved.round, History(**saved.history)
+    state.targets_round = saved.targets_round
+    state.best_accuracy = max((row["accuracy"] for row in state.history.evaluated), default=-math.inf)
+    for row in state.history.evaluated:
+        state.forgetting.see(row["class_accuracy"])
+    store.restore(saved.clients)
+    _log.info("resuming after round %d", saved.round)
+    return state.history.total("seconds")
+
+
+def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
+    for key, now in plan.identity.items():
+        then = _as_meant(key, saved.identity.get(key))
+        if then != now:
+            raise FedstillError(
+                f"cannot resume {plan.folder}: {_difference(key, then, now)}; use the same or another run_dir"
+            )
+    if not same_form(saved.weights, state.weights):
+        raise FedstillError(f"cannot resume {plan.folder}: its model has other layers; use the same model")
+
+
+def _as_meant(key: str, then: Any) -> Any:
+    """What a checkpoint says, with what runs did before they wrote it down."""
+    before = json.loads(json.dumps(_BEFORE.get(key)))  # as the identity was: lists in place of tuples
+    if isinstance(before, dict):
+        return {**before, **(then or {})}
+    return before if then is None else then
+
+
+def _difference(key: str, then: Any, now: Any) -> str:
+    if key == "fingerprint":
+        return "its noise belongs to other data, another split or other options"
+    if not (isinstance(then, dict) and isinstance(now, dict)):
+        return f"{key} was {then} and is {now} now"
+    other = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return ", ".join(f"{key}.{name} was {then.get(name)} and is {now.get(name)} now" for name in other)
+
+
+@contextmanager
+def log_to(folder: Path | None) -> Iterator[None]:
+    """Send the run's log to log.txt of its folder, too."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = _log.level
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _log.setLevel(level)
+        handler.close()

@@ -1,0 +1,134 @@
+"""Methods by name: each is a recipe over local terms and server steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Method
+from fedstill.methods.avglogit import avglogit, avgprob
+from fedstill.methods.d2cfl import d2cfl
+from fedstill.methods.data_free.feddf_gen import feddf_gen
+from fedstill.methods.data_free.fedftg import fedftg
+from fedstill.methods.data_free.fedgen import fedgen
+from fedstill.methods.dp_fedavg import dp_fedavg
+from fedstill.methods.fedaux import fedaux
+from fedstill.methods.fedavg import fedavg
+from fedstill.methods.fedbe import fedbe
+from fedstill.methods.fedcurv import fedcurv
+from fedstill.methods.feddf import feddf
+from fedstill.methods.feddyn import feddyn
+from fedstill.methods.fedlmd import fedlmd, fedlmd_tf
+from fedstill.methods.fedmmd import fedmmd
+from fedstill.methods.fednova import fednova
+from fedstill.methods.fedntd import fedntd, fedntd_tf
+from fedstill.methods.fedopt import fedadagrad, fedadam, fedavgm, fedopt, fedyogi
+from fedstill.methods.fedprox import fedprox
+from fedstill.methods.fedrs import fedrs
+from fedstill.methods.kd import kd
+from fedstill.methods.label_smoothing import label_smoothing
+from fedstill.methods.moon import moon
+from fedstill.methods.mrtf import mrtf
+from fedstill.methods.options import check_type
+from fedstill.methods.pretraining.language import masked_lm, next_token
+from fedstill.methods.pretraining.simclr import simclr
+from fedstill.methods.scaffold import scaffold
+from fedstill.methods.update_noise import update_noise
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "fedavg": fedavg,
+    "fedprox": fedprox,
+    "fedavgm": fedavgm,
+    "fedadam": fedadam,
+    "fedyogi": fedyogi,
+    "fedadagrad": fedadagrad,
+    "fedopt": fedopt,
+    "scaffold": scaffold,
+    "fednova": fednova,
+    "feddyn": feddyn,
+    "fedcurv": fedcurv,
+    "moon": moon,
+    "fedmmd": fedmmd,
+    "kd": kd,
+    "fedntd": fedntd,
+    "fedntd_tf": fedntd_tf,
+    "fedlmd": fedlmd,
+    "fedlmd_tf": fedlmd_tf,
+    "label_smoothing": label_smoothing,
+    "fedrs": fedrs,
+    "avglogit": avglogit,
+    "avgprob": avgprob,
+    "feddf": feddf,
+    "feddf_gen": feddf_gen,
+    "fedaux": fedaux,
+    "fedbe": fedbe,
+    "mrtf": mrtf,
+    "d2cfl": d2cfl,
+    "fedftg": fedftg,
+    "fedgen": fedgen,
+    "update_noise": update_noise,
+    "dp_fedavg": dp_fedavg,
+    "simclr": simclr,
+    "masked_lm": masked_lm,
+    "next_token": next_token,
+}
+
+
+def build_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Method:
+    """The method `name` with its options; a mistake is one line that names the key and the nearest right word.
+
+    >>> build_algorithm("fedprox", {"mu": 0.1}).server.needs
+    frozenset()
+    """
+    if name not in METHODS:
+        raise FedstillError(f"method.name '{name}' is not a method: {suggest(name, METHODS)}")
+    factory, chosen = METHODS[name], dict(options or {})
+    known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
+    for key, value in chosen.items():
+        if key not in known:
+            raise FedstillError(f"method.{key} is not an option of {name}: {suggest(key, known)}")
+        check_type(key, value, hints[key])
+    return factory(**chosen)
+
+
+__all__ = [
+    "METHODS",
+    "avglogit",
+    "avgprob",
+    "build_algorithm",
+    "d2cfl",
+    "dp_fedavg",
+    "fedadagrad",
+    "fedadam",
+    "fedaux",
+    "fedavg",
+    "fedavgm",
+    "fedbe",
+    "fedcurv",
+    "feddf",
+    "feddf_gen",
+    "feddyn",
+    "fedftg",
+    "fedgen",
+    "fedlmd",
+    "fedlmd_tf",
+    "fedmmd",
+    "fednova",
+    "fedntd",
+    "fedntd_tf",
+    "fedopt",
+    "fedprox",
+    "fedrs",
+    "fedyogi",
+    "kd",
+    "label_smoothing",
+    "masked_lm",
+    "moon",
+    "mrtf",
+    "next_token",
+    "scaffold",
+    "simclr",
+    "update_noise",
+]

@@ -1,0 +1,140 @@
+"""What many clients know, moved into one labeled set: past global models label it, a student learns it (D2C-FL)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import clone, full_precision, interpolate, leaves, tree_map
+from fedstill.core.types import Need, Round, ServerStep, Targets, Tree, Weights
+from fedstill.server.distill.student import Student, learner
+from fedstill.server.distill.targets import Rule, keep_targets, mean_rule, surest_label, targets_of
+from fedstill.server.distill.teachers import unlabeled_data
+
+Restart = Literal["fresh", "fixed"]
+StudentStart = Literal["carried", "average"]
+# slots: what the last T teachers said about the unlabeled set, oldest first; each rule asks for something else
+ANSWERS: dict[Rule, str] = {"max": "past_labels", "mean": "past_probabilities"}
+
+
+def migrate(
+    student: Student,
+    *,
+    mix_alpha: float = 0.2,
+    beta: float = 0.7,
+    past: int = 10,
+    warm_up: int | None = None,
+    threshold: float = 0.75,
+    least: int = 1,
+    rule: Rule = "max",
+    rollback: Restart = "fresh",
+    student_start: StudentStart = "carried",
+) -> ServerStep:
+    """The last `past` teachers label the unlabeled data, a student learns the labels and is mixed into the candidate.
+
+    The mix is the next teacher. Until so many are collected (or `warm_up` rounds are over and there is one), and in a
+    round in which fewer than `least` labels are sure enough, the candidate itself is the teacher. A teacher answers
+    once, when it is made: M forwards a round instead of T M, and T answers are kept instead of T models (see
+    `answer_of`).
+
+    State: "student" as training left it, "past_labels" or "past_probabilities" (by `rule`), "targets"; with rollback
+    "fixed" also "first".
+    Reports: kept_share; student_loss, the cross-entropy on the kept labels after training.
+    """
+    learn, slot = learner(student), ANSWERS[rule]
+    restart = _restart(beta, rollback, student_start)
+
+    def init(weights: Weights) -> Tree:
+        first = {"first": clone(weights)} if rollback == "fixed" else {}
+        return {"student": clone(weights), slot: {}, "targets": {}, **first}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        answers, before, targets = newest(state[slot], past), targets_of(state), None
+        learnt = teacher = candidate
+        if before is not None and may_label(collected(answers), past, warm_up, round):
+            targets = pseudo_labels(answers, threshold, classes=before.probabilities.shape[1], least=least)
+            if bool(targets.kept.any()):
+                learnt = learn(restart(candidate, state, round), targets, round)
+                teacher = blend(candidate, learnt, mix_alpha, counts=candidate)
+                round.metrics["student_loss"] = label_loss(learnt, targets, round)
+            round.models.setdefault("aggregated", candidate)
+            round.models["student"] = learnt
+        belief = full_precision(round.trainer.outputs(teacher, unlabeled_data(round), features=False).logits).softmax(1)
+        if targets is None:
+            targets = Targets(belief, torch.zeros(len(belief), dtype=torch.bool, device=belief.device))
+        round.metrics["kept_share"] = float(targets.kept.double().mean())
+        answers = append_answer(answers, answer_of(belief, rule), past)
+        return teacher, keep_targets({**state, "student": learnt, slot: answers}, targets)
+
+    return ServerStep(apply, init, needs=frozenset({Need.UNLABELED, Need.ONE_ARCHITECTURE}), targets=targets_of)
+
+
+def answer_of(belief: Tensor, rule: Rule) -> Tree:
+    """All that `rule` will ever ask of a teacher that believes (M, K).
+
+    max: its class and the probability of that, M of each. mean: its probabilities, M K (T = 10, M = 32,000 and
+    K = 100 take 128 MB).
+    """
+    if rule == "mean":
+        return {"probabilities": belief}
+    sure, label = belief.max(dim=1)
+    return {"label": label, "sure": sure}
+
+
+def append_answer(answers: Tree, latest: Tree, past: int) -> Tree:
+    """First in, first out: at most `past` answers along the first dimension, the newest last."""
+    one = tree_map(lambda leaf: leaf.unsqueeze(0), latest)
+    return newest(tree_map(lambda old, new: torch.cat([old, new]), answers, one), past) if answers else one
+
+
+def newest(answers: Tree, past: int) -> Tree:
+    return tree_map(lambda leaf: leaf[-past:], answers)
+
+
+def collected(answers: Tree) -> int:
+    return len(next(leaves(answers))) if answers else 0
+
+
+def may_label(teachers: int, past: int, warm_up: int | None, round: Round) -> bool:
+    return teachers >= past if warm_up is None else round.number > warm_up and teachers > 0
+
+
+def pseudo_labels(answers: Tree, threshold: float, *, classes: int, least: int = 1) -> Targets:
+    """One label for each sample from the answers of T teachers, kept where it is sure enough; none if below `least`."""
+    if "probabilities" in answers:
+        targets = mean_rule(answers["probabilities"], threshold)
+    else:
+        targets = surest_label(answers["label"], answers["sure"], threshold, classes)
+    return targets._replace(kept=targets.kept & (targets.kept.sum() >= least))
+
+
+def blend(a: Weights, b: Weights, share: float, *, counts: Weights) -> Weights:
+    """share a + (1 - share) b, BatchNorm statistics too; integer buffers are those of `counts`. Exact at 0 and 1."""
+    mixed = interpolate(a, b, share)
+    buffers = {n: leaf if leaf.is_floating_point() else counts.buffers[n] for n, leaf in mixed.buffers.items()}
+    return mixed._replace(buffers=buffers)
+
+
+def _restart(beta: float, rollback: Restart, student_start: StudentStart) -> Callable[[Weights, Tree, Round], Weights]:
+    """Where the student starts: beta (what it was, or the candidate) + (1 - beta) (a model that knows nothing)."""
+
+    def restart(candidate: Weights, state: Tree, round: Round) -> Weights:
+        base = state["student"] if student_start == "carried" else candidate
+        if beta == 1.0:
+            return blend(base, base, beta, counts=candidate)
+        blank = state["first"] if rollback == "fixed" else round.model.init(seed_for(round.seed, "rollback"))
+        blank = tree_map(lambda leaf, like: leaf.to(like), blank, base)
+        return blend(base, blank, beta, counts=candidate)
+
+    return restart
+
+
+def label_loss(weights: Weights, targets: Targets, round: Round) -> float:
+    """Mean cross-entropy of a model with the labels that are kept."""
+    logits = round.trainer.outputs(weights, unlabeled_data(round), features=False).logits[targets.kept]
+    label = targets.probabilities.argmax(dim=1)[targets.kept]
+    return float(torch.nn.functional.cross_entropy(full_precision(logits), label))

@@ -1,0 +1,1 @@
+"""Methods whose generator invents the samples that nobody may send."""

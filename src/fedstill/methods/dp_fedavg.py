@@ -1,0 +1,74 @@
+"""DP-FedAvg."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Method, Release
+from fedstill.local.terms import cross_entropy
+from fedstill.methods.options import not_negative, positive
+from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
+from fedstill.server.aggregate import average
+
+LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
+
+
+def dp_fedavg(
+    *,
+    clip: float = 1.0,
+    noise_multiplier: float = 1.0,
+    trust: Literal["server", "nobody"] = "server",
+    weighting: Literal["uniform"] = "uniform",
+    buffers: Literal["local"] = "local",
+) -> Method:
+    """DP-FedAvg: FedAvg with bounded moves and noise, so that no client's data can be told from the models.
+
+        d_k = (w_k - w) min(1, C / ||w_k - w||)
+        trust the server:  w <- w + (sum_{k in S} d_k + z C e) / m,           e   ~ N(0, I),  m = E|S|
+        trust nobody:      w <- w + (1 / |S|) sum_{k in S} (d_k + z C e_k),   e_k ~ N(0, I)
+
+    Replacing all that one client holds moves a sum by at most 2 C, so a round is a Gaussian mechanism of multiplier
+    z / 2. The rounds are composed over the run; with sampling = "poisson" and a trusted server each client's chance to
+    be away counts too. It is made to be joined: dp_fedavg+fedprox(mu=0.01), dp_fedavg(trust="nobody")+feddf.
+
+    Args:
+        clip: bound of the norm of a client's move over all parameters (C; the paper's S).
+        noise_multiplier: standard deviation of the noise in units of clip (z); 0 adds none and claims nothing.
+        trust: "server": a trusted server adds the noise once, to the sum, and shows its steps nothing else; the claim
+            holds against everybody else. "nobody": every client adds its own; the claim holds against the server too,
+            at the price of sqrt(|S|) times as much noise in the average.
+        weighting: "uniform" only: a weight by size would tell the size.
+        buffers: "local" only: BatchNorm statistics are never taken from clients, the model keeps its first ones (use
+            a network without BatchNorm, or one that a server with unlabeled data re-estimates, as feddf does).
+
+    Reveals: with trust = "server" the trained model, its size and loss go to the server as in FedAvg, and the noisy
+        mean to everybody else; with trust = "nobody" a noisy model, and in place of size, steps, loss and BatchNorm
+        statistics the same constants from everybody.
+    Differs from the paper: clients count alike. Neighbouring federations differ in a client's data being replaced, not
+        in the client being there or not, so our epsilon at the same z is larger (about twice for small ones).
+        Without Poisson sampling no amplification is claimed. trust = "nobody" is not in the paper.
+    Reference: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, Algorithm 1.
+    """
+    positive("clip", clip)
+    not_negative("noise_multiplier", noise_multiplier)
+    if noise_multiplier and not LEAST <= noise_multiplier <= MOST:
+        raise FedstillError(
+            f"method.noise_multiplier = {noise_multiplier!r} is impossible: it must be from {LEAST:g} to {MOST:g} "
+            "(usual are 0.5 to 20), or 0 for no noise and no claim"
+        )
+    local = trust == "nobody"
+    release = Release(
+        "model updates",
+        unit="client",
+        multiplier=noise_multiplier / 2 or None,
+        when="round",
+        against="server" if local else "public",
+        why="" if noise_multiplier else "no noise: set noise_multiplier",
+        covers=("model", "buffers", "numbers"),
+        without_trust="" if local else "dp_fedavg(trust='nobody')",
+    )
+    plain = average(weighting, buffers=buffers)
+    if local:
+        return Method(cross_entropy(), plain, noisy_moves(clip, noise_multiplier), (release,))
+    return Method(cross_entropy(), plain, releases=(release,), seal=noisy_mean(clip, noise_multiplier))

@@ -1,0 +1,73 @@
+"""FedLMD and its version without a teacher."""
+
+from __future__ import annotations
+
+from fedstill.compose.combine import combine
+from fedstill.core.types import Method
+from fedstill.local.distillation import label_masked_distillation
+from fedstill.local.terms import cross_entropy
+from fedstill.methods.options import not_negative, temperature_of
+from fedstill.server.aggregate import BufferPolicy, Weighting, average
+
+
+def fedlmd(
+    *,
+    beta: float = 1.0,
+    tau: float = 1.0,
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """FedLMD: clients keep what the global model knows of the classes of which they have little.
+
+        F_k + beta tau^2 mean KL(softmax_{i in M}(z_global / tau) || softmax_{i != y}(z / tau)),
+        M = {i != y: n_k^i <= n_k / C},    w <- sum_{k in S} p_k w_k
+
+    Args:
+        beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
+        tau: temperature (tau).
+        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
+    Differs from the paper: a class is majority when n_k^y > n_k / C, as in the released code; the paper prints
+        n_k^y >= n_k / n_k^y. The sample's own class is masked in the teacher also where it is no majority class. The
+        factor tau^2 is in the released code, not in the text. Classes are masked by -inf instead of -1000, and a
+        sample with no class left to the teacher counts 0. Models are weighted by n_k as in the code; the paper
+        prints 1 / |S|.
+    Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 3-6.
+    """
+    return _masked(beta, tau, True, weighting, buffers)
+
+
+def fedlmd_tf(
+    *,
+    beta: float = 1.0,
+    tau: float = 1.0,
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """FedLMD-Tf: FedLMD for clients without room for a teacher, whose place an even guess takes.
+
+        F_k + beta tau^2 mean KL(uniform over M || softmax_{i != y}(z / tau)),
+        M = {i != y: n_k^i <= n_k / C},    w <- sum_{k in S} p_k w_k
+
+    Args:
+        beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
+        tau: temperature (tau).
+        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
+    Differs from the paper: the mass 1 / (C - C_k) is 1 / |M| here, the same where y is a majority class and normalised
+        where it is not. The released code cannot run (it takes the batch size for the number of masked classes), so
+        this follows the equation. Majority rule, tau^2 and weights as in fedlmd.
+    Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 7-8.
+    """
+    return _masked(beta, tau, False, weighting, buffers)
+
+
+def _masked(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Method:
+    not_negative("beta", beta)
+    temperature_of("tau", tau)
+    objective = combine(cross_entropy(), label_masked_distillation(beta, tau=tau, teacher=teacher))
+    return Method(objective, average(weighting, buffers=buffers))

@@ -1,0 +1,71 @@
+"""FedNTD and its version without a teacher."""
+
+from __future__ import annotations
+
+from fedstill.compose.combine import combine
+from fedstill.core.types import Method
+from fedstill.local.distillation import not_true_distillation
+from fedstill.local.terms import cross_entropy
+from fedstill.methods.options import not_negative, temperature_of
+from fedstill.server.aggregate import BufferPolicy, Weighting, average
+
+
+def fedntd(
+    *,
+    beta: float = 1.0,
+    tau: float = 1.0,
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """FedNTD: clients keep what the global model knows of the classes that a sample is not.
+
+        F_k + beta tau^2 mean KL(softmax_{i != y}(z_global / tau) || softmax_{i != y}(z / tau)),
+        w <- sum_{k in S} p_k w_k
+
+    Args:
+        beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
+        tau: temperature (tau).
+        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k.
+    Differs from the paper: the factor tau^2 is in the released code, not in the text. The true class is masked by
+        -inf instead of -1000. The teacher runs in eval mode.
+    Reference: Lee et al., Preservation of the Global Knowledge by Not-True Distillation in Federated Learning,
+        NeurIPS 2022.
+    """
+    return _not_true(beta, tau, True, weighting, buffers)
+
+
+def fedntd_tf(
+    *,
+    beta: float = 1.0,
+    tau: float = 1.0,
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """FedNTD-Tf: FedNTD for clients without room for a teacher, whose place an even guess takes.
+
+        F_k + beta tau^2 mean KL(uniform over i != y || softmax_{i != y}(z / tau)),
+        w <- sum_{k in S} p_k w_k
+
+    Args:
+        beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
+        tau: temperature (tau).
+        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k.
+    Differs from the paper: FedLMD, which compares with it, prints neither its loss nor beta and tau, and released no
+        code of it; this is FedNTD with the mass 1 / (C - 1) on every class that the sample is not. The factor tau^2
+        as in fedntd.
+    Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Table 2.
+    """
+    return _not_true(beta, tau, False, weighting, buffers)
+
+
+def _not_true(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Method:
+    not_negative("beta", beta)
+    temperature_of("tau", tau)
+    objective = combine(cross_entropy(), not_true_distillation(beta, tau=tau, teacher=teacher))
+    return Method(objective, average(weighting, buffers=buffers))

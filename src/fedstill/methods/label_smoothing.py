@@ -1,0 +1,31 @@
+"""Label smoothing."""
+
+from __future__ import annotations
+
+from fedstill.core.types import Method
+from fedstill.local.labels import smoothed_cross_entropy
+from fedstill.methods.options import decay_rate
+from fedstill.server.aggregate import BufferPolicy, Weighting, average
+
+
+def label_smoothing(
+    *, epsilon: float = 0.1, weighting: Weighting = "size", buffers: BufferPolicy = "average"
+) -> Method:
+    """LS: FedAvg whose clients leave a share of every label to all classes.
+
+        F_k = mean -sum_i t_i log softmax(z)_i,    t = (1 - epsilon) onehot(y) + epsilon / C,
+        w <- sum_{k in S} p_k w_k
+
+    Args:
+        epsilon: share of the label that is spread evenly (epsilon; mu in FedLMD); 0 is FedAvg bit for bit.
+        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k.
+    Differs from the paper: nothing. FedLMD, which compares with it as FedAvg+LS (0.1), does not say whether the
+        share goes to all C classes, as here and in the original, or to the other C - 1.
+    Reference: Szegedy et al., Rethinking the Inception Architecture for Computer Vision, CVPR 2016, Section 7; as a
+        federated baseline Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Table 2.
+    """
+    decay_rate("epsilon", epsilon)
+    return Method(smoothed_cross_entropy(epsilon), average(weighting, buffers=buffers))

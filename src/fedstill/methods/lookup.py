@@ -1,0 +1,281 @@
+"""From the text of a method to what runs: found by name or import path, joined, put in turn."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fedstill.compose.join import join
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Method, Phase
+from fedstill.methods import METHODS
+from fedstill.storage import toml as toml_io
+
+Factory = Callable[..., Method]
+SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all parts of a mixture
+
+
+def find_method(name: str) -> Factory:
+    """A registered method, or the function that FILE.py:function or package.module:function names."""
+    if ":" in name:
+        found: Factory = own_function(name, "method.name")
+        return found
+    if name not in METHODS:
+        raise FedstillError(f"method.name = '{name}' is unknown: {suggest(name, METHODS)} (your own: FILE.py:function)")
+    return METHODS[name]
+
+
+def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
+    """What `text` names, ready for `federate`; `options` belong to it when it is a single method.
+
+    >>> [phase.until for phase in build_method("fedavg until 5 then fedprox(mu=0.1)+fedavgm")]
+    [5, None]
+    """
+    stretches = parse(text)
+    if options:
+        (part,) = _only(text, [part for stretch in stretches for part in stretch.parts])
+        return (Phase(_build([Part(part.name, {**part.options, **options})])),)
+    return tuple(Phase(_build(stretch.parts), stretch.until) for stretch in stretches)
+
+
+def _only(text: str, parts: list[Part]) -> list[Part]:
+    if len(parts) > 1:
+        raise FedstillError(f"method: options of '{text}' stand inside it, e.g. fedlmd(beta=1.0)+fedprox(mu=0.01)")
+    return parts
+
+
+def _build(parts: Sequence[Part]) -> Method:
+    factories = {part.name: find_method(part.name) for part in parts}
+    shared = _shared_options(parts, factories)
+    built: dict[str, Method] = {}
+    for part in parts:
+        factory = factories[part.name]
+        takes = inspect.signature(factory).parameters
+        agreed = {key: value for key, value in shared.items() if key in takes}
+        built[part.name] = _call(part.name, factory, {**agreed, **part.options})
+    return join(built)
+
+
+def _shared_options(parts: Sequence[Part], factories: Mapping[str, Factory]) -> dict[str, Any]:
+    """How a mixture averages: as its parts say, else as the part whose own way is not FedAvg's."""
+    agreed: dict[str, Any] = {}
+    usual = inspect.signature(METHODS["fedavg"]).parameters
+    for key in SHARED if len(parts) > 1 else ():
+        said = {part.name: part.options[key] for part in parts if key in part.options}
+        if any(value != other for value in said.values() for other in said.values()):
+            told = " and ".join(f"{name}({key}={value})" for name, value in said.items())
+            raise FedstillError(f"{told} cannot run together: models are averaged once, give both the same {key}")
+        defaults = [_default(factories[part.name], part, key) for part in parts]
+        own = [value for value in defaults if isinstance(value, str) and value != usual[key].default]
+        if said or own:
+            agreed[key] = next(iter(said.values())) if said else own[0]
+    return agreed
+
+
+def _default(factory: Factory, part: Part, key: str) -> Any:
+    """What an option is unless it is set: as the part's preset has it, or the signature; None where there is none."""
+    forms = getattr(factory, "presets", {})
+    parameter = inspect.signature(factory).parameters.get(key)
+    return forms.get(part.options.get("preset"), {}).get(key, None if parameter is None else parameter.default)
+
+
+def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Method:
+    from fedstill.methods.options import check
+
+    check("method", name, options)
+    built = factory(**options)
+    if not isinstance(built, Method):
+        raise FedstillError(f"{name} returned a {type(built).__name__}: a method is a function that returns an Method")
+    return built
+
+
+_PART = re.compile(r"\s*([^\s()=,+]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_STRETCH = re.compile(r"(.*?)(?:\s+until\s+(\S+))?\s*", re.DOTALL)
+_NAME = re.compile(r"[^\s()=,+]+")
+_FILE = re.compile(r"([^\s()=,+]+\.py)(?=:)")
+EXAMPLES = "write it as fedavg, fedprox(mu=0.1), fedlmd+fedprox or 'fedlmd_tf until 50 then fedlmd'"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One method and its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Methods that run together, until a round."""
+
+    parts: tuple[Part, ...]
+    until: int | None = None
+
+
+def parse(text: str) -> tuple[Stretch, ...]:
+    """What a text names, in order.
+
+    >>> parse("fedprox(mu=0.1)")
+    (Stretch(parts=(Part(name='fedprox', options={'mu': 0.1}),), until=None),)
+    >>> [(len(stretch.parts), stretch.until) for stretch in parse("fedlmd_tf until 50 then fedlmd+fedavgm")]
+    [(1, 50), (2, None)]
+    """
+    pieces = _split(text if '"' in text else " ".join(text.split()), " then ")
+    stretches = tuple(_stretch(piece, text) for piece in pieces)
+    for stretch in stretches[:-1]:
+        if stretch.until is None:
+            raise FedstillError(f"'{text}': say until which round, e.g. 'fedlmd_tf until 50 then fedlmd'")
+    if stretches[-1].until is not None:
+        raise FedstillError(f"'{text}': say what comes after, e.g. 'fedlmd_tf until 50 then fedlmd'")
+    return stretches
+
+
+def single(text: str) -> Part | None:
+    """The one method that a text names; None for a mixture or several in turn."""
+    stretches = parse(text)
+    return stretches[0].parts[0] if len(stretches) == 1 and len(stretches[0].parts) == 1 else None
+
+
+def split_methods(text: str) -> list[str]:
+    """Split at commas outside parentheses: 'fedavg,fedprox(mu=0.1)' -> ['fedavg', 'fedprox(mu=0.1)'].
+
+    >>> split_methods("fedavg, feddf(steps=5, lr=0.1)")
+    ['fedavg', 'feddf(steps=5, lr=0.1)']
+    """
+    return [piece.strip() for piece in _split(text, ",") if piece.strip()]
+
+
+def write(name: str, options: Mapping[str, Any]) -> str:
+    """The text of one method.
+
+    >>> write("fedprox", {"mu": 0.1})
+    'fedprox(mu=0.1)'
+    """
+    inside = ", ".join(f"{key}={toml_io.toml_value(value)}" for key, value in options.items())
+    return f"{name}({inside})" if inside else name
+
+
+def label(text: str) -> str:
+    """A method's text for people: files without the folders they are in.
+
+    >>> label("some/where/mine.py:anchor+fedprox(mu=0.1)")
+    'mine.py:anchor+fedprox(mu=0.1)'
+    """
+    return _FILE.sub(lambda match: Path(match[1]).name, text)
+
+
+def anchored(text: str) -> str:
+    """The same methods with files by their full path, so that they are found from anywhere.
+
+    A path that this little language cannot hold (spaces, brackets, ...) stays as it is.
+    """
+
+    def full(match: re.Match[str]) -> str:
+        path = str(Path(match[1]).resolve())
+        return path if Path(match[1]).exists() and _NAME.fullmatch(path) else match[1]
+
+    return _FILE.sub(full, text)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split where neither a bracket nor a quotation is open."""
+    pieces, depth, quoted, start, place = [], 0, False, 0, 0
+    while place < len(text):
+        quoted ^= text[place] == '"'
+        depth += 0 if quoted else (text[place] in "([") - (text[place] in ")]")
+        if depth == 0 and not quoted and text.startswith(separator, place):
+            pieces.append(text[start:place])
+            place = start = place + len(separator)
+            continue
+        place += 1
+    return [*pieces, text[start:]]
+
+
+def _stretch(text: str, whole: str) -> Stretch:
+    match = _STRETCH.fullmatch(text)
+    assert match is not None  # the pattern takes any text
+    mixture, until = match.groups()
+    if until is not None and not until.isdecimal():
+        raise FedstillError(f"'{whole}': until '{until}' is no round: use a whole number, e.g. until 50")
+    parts = tuple(_part(piece, whole) for piece in _split(mixture, "+"))
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise FedstillError(f"'{whole}' names {name} twice: once is enough, with the options you want")
+    return Stretch(parts, None if until is None else int(until))
+
+
+def _part(text: str, whole: str) -> Part:
+    match = _PART.fullmatch(text)
+    if match is None:
+        raise FedstillError(f"cannot read the method '{whole}': {EXAMPLES}")
+    name, inside = match.groups()
+    options: dict[str, Any] = {}
+    for setting in split_methods(inside or ""):
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise FedstillError(f"'{setting}' in '{whole}' is no option: write {name}(key=value)")
+        if key.strip() in options:
+            raise FedstillError(f"'{whole}' sets {key.strip()} twice")
+        options[key.strip()] = toml_io.parse_value(value.strip())
+    return Part(name, options)
+
+
+def own_function(name: str, key: str) -> Callable[..., Any]:
+    """What a name with a colon stands for; `key` is the setting that it was given for."""
+    file = Path(name.rpartition(":")[0])
+    return _imported(name, key, file.resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@cache
+def _imported(name: str, key: str, full: Path, written: int) -> Callable[..., Any]:
+    """`full` and `written` tell a file from its namesake in another folder, and from itself before it was edited."""
+    place, _, function = name.rpartition(":")
+    module = _module_of(place, f"{key} = '{name}'")
+    factory = getattr(module, function, None)
+    if not callable(factory):
+        known = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
+        ]
+        hint = suggest(function, known) if known else "it defines no functions"
+        raise FedstillError(f"{key} = '{name}': no function '{function}' in {place}: {hint}")
+    found: Callable[..., Any] = factory
+    return found
+
+
+def _module_of(place: str, asked: str) -> Any:
+    path = Path(place)
+    if place.endswith(".py") and not path.is_file():
+        raise FedstillError(f"{asked}: no file '{place}': give FILE.py:function")
+    beside = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
+    if beside not in sys.path:
+        sys.path.insert(0, beside)  # what stands beside it can be imported, as with `python FILE.py`
+    try:
+        return _load_file(path) if place.endswith(".py") else importlib.import_module(place)
+    except FedstillError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise FedstillError(f"{asked}: {place} cannot be loaded: {told}") from error
+
+
+def _load_file(path: Path) -> Any:
+    mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"fedstill_own_{path.stem}_{mark}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

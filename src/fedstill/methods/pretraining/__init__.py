@@ -1,0 +1,1 @@
+"""Methods that pre-train the feature extractor on unlabeled data before round 1."""

@@ -1,0 +1,49 @@
+"""SCAFFOLD."""
+
+from __future__ import annotations
+
+from fedstill.compose.combine import chain, combine
+from fedstill.core.types import Method
+from fedstill.local.terms import ControlOption, control_variates, cross_entropy
+from fedstill.methods.options import positive
+from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.memory import update_control
+from fedstill.server.optimizers import sgd
+
+
+def scaffold(
+    *,
+    option: ControlOption = "II",
+    global_lr: float = 1.0,
+    weighting: Weighting = "uniform",
+    control_weighting: Weighting | None = None,
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """SCAFFOLD: control variates turn each client's direction into the federation's, so that clients do not drift.
+
+        client:  v <- v - lr (grad F_k(v) + c - c_k) from v = w, which gives w_k
+                 option I:   c_k+ = grad F_k(w) over all local data (one more pass)
+                 option II:  c_k+ = c_k - c + (w - w_k) / sum_s lr_s b_s,    b_s = momentum b_{s-1} + 1
+        server:  w <- w + global_lr sum_{k in S} p_k (w_k - w)
+                 c <- c + (|S| / N) sum_{k in S} p_k (c_k+ - c_k)
+
+    Args:
+        option: how a client renews its control, "I" or "II".
+        global_lr: the server's step size (eta_g).
+        weighting: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size"), for models and controls alike.
+        control_weighting: other p_k for the controls. FedNTD's and FedLMD's code has weighting = "size" with controls
+            "uniform": then c - c_k do not cancel where sizes differ. None: as the models.
+        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model, the number of samples n_k and the change of the client's control (a mean gradient of
+        its data, the size of the model). Each client keeps its control between rounds.
+    Differs from the paper: option II divides by the momentum-aware travel, with the learning rates really used;
+        for plain SGD that is the paper's K lr. The control absorbs weight decay and clipping, which are part of the
+        move. BatchNorm statistics are averaged and have no control.
+    Reference: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020,
+        Algorithm 1.
+    """
+    positive("global_lr", global_lr)
+    step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
+    server = chain(average(weighting, buffers=buffers), *step, update_control(control_weighting or weighting))
+    return Method(combine(cross_entropy(), control_variates(option)), server)

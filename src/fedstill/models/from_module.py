@@ -1,0 +1,375 @@
+"""nn.Module -> core.types.Model: a stateless view that vmap can run for a whole cohort."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+
+from fedstill.core.author_mistakes import why_not_under_vmap
+from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import torch_generator, torch_stream
+from fedstill.core.tree import clone, leaves, tree_map
+from fedstill.core.types import Apply, Model, Output, Params, ReadTokens, Seed, Weights
+from fedstill.models.pure_layers import Step
+from fedstill.models.stacked.convolutions import has_stacked_kernels
+from fedstill.models.stacked.folded import all_fold
+from fedstill.models.stateless import Skeleton, canonical_names, weights_of
+
+
+def from_module(
+    source: nn.Module | Callable[[], nn.Module],
+    *,
+    input_shape: tuple[int, ...],
+    classes: int | None = None,
+    name: str | None = None,
+    check: bool = True,
+    input_dtype: torch.dtype = torch.float32,
+) -> Model:
+    """A Model from a factory (a class or function called without arguments) or from a module.
+
+    The module returns logits (B, K) or (features, logits). With logits alone, the features are what its last layer
+    reads, if that is an nn.Linear. The head is the submodule called `head`, or else the last nn.Linear, if it maps
+    the features to the logits (tried on one input); it runs in eval mode.
+
+    `init(seed)` builds the factory anew under that seed; of a module it returns a copy of the module's own weights,
+    as they are now, whatever the seed. Parameters with requires_grad=False are kept with the buffers: not trained.
+    The module itself is never changed. Its constants must be buffers (register_buffer) to follow it to a GPU.
+
+    `input_shape` is the shape of one sample; `classes` checks the width of the logits; `check=False` skips the trial
+    runs that refuse global random draws and find out whether vmap can run the module (for modules known to be good).
+    `input_dtype` is torch.int64 for a module that reads ids (nn.Embedding).
+    """
+    module = _build(source, 0)
+    name = name or type(module).__name__
+    x = torch.rand(2, *input_shape, generator=torch_generator(0))
+    if not input_dtype.is_floating_point:
+        x = x.round().to(input_dtype)  # ids 0 and 1, which every vocabulary has
+    seen = _look(module, x, name=name, classes=classes)
+    if check:
+        check_training(module, x, name=name)
+    fold, unbatchable = _try_many(module, x) if check else (True, None)
+    layers = list(module.modules())
+    return Model(
+        name=name,
+        init=_init(source, module),
+        apply=_apply(module, seen.reads_features, fold=fold),
+        head=_head(module, seen.head),
+        head_names=_head_names(module, seen.head),
+        tokens=_tokens(module),
+        has_features=seen.has_features,
+        convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
+        stacks_on_gpu=has_stacked_kernels(module) or (fold and all_fold(module)),
+        batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
+        dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
+        unbatchable=unbatchable,
+        input_shape=tuple(input_shape),
+        classes=seen.classes,
+        feature_size=seen.feature_size,
+    )
+
+
+def _build(source: nn.Module | Callable[[], nn.Module], seed: Seed) -> nn.Module:
+    if isinstance(source, nn.Module):
+        try:
+            return copy.deepcopy(source).cpu()
+        except Exception as error:
+            raise FedstillError(f"{type(source).__name__} cannot be copied: {first_line(error)}") from error
+    if not callable(source):
+        raise FedstillError(f"a model is an nn.Module or a function that builds one, not {type(source).__name__}")
+    with torch_stream(seed):
+        module = source()
+    if not isinstance(module, nn.Module):
+        raise FedstillError(f"the model factory returned {type(module).__name__}: it must return an nn.Module")
+    return module
+
+
+def _init(source: nn.Module | Callable[[], nn.Module], built: nn.Module) -> Callable[[Seed], Weights]:
+    if isinstance(source, nn.Module):
+        own = weights_of(built)
+        return lambda _: clone(own)
+    return lambda seed: weights_of(_build(source, seed))
+
+
+class _Seen(NamedTuple):
+    """What one run of a module showed."""
+
+    has_features: bool
+    reads_features: str | None  # path of the nn.Linear whose input are the features of a module that returns logits
+    head: str | None  # path of the submodule that maps features to logits
+    classes: int
+    feature_size: int
+
+
+def _look(module: nn.Module, x: Tensor, *, name: str, classes: int | None) -> _Seen:
+    if any(is_lazy(leaf) for leaf in (*module.parameters(), *module.buffers())):
+        raise FedstillError(f"model '{name}' has lazy layers: run it once on an example batch first")
+    trial = copy.deepcopy(module).eval()
+    linears: list[tuple[str, Tensor, Tensor]] = []  # path, input, output of every call
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if inputs:
+            linears.append((paths[layer], inputs[0], output))
+
+    paths = {layer: path for path, layer in trial.named_modules()}
+    for layer in paths:
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(note)
+    try:
+        with torch.no_grad():
+            result = trial(x)
+    except Exception as error:
+        what = f"model '{name}' cannot run on a batch of shape {tuple(x.shape)}"
+        raise FedstillError(f"{what}: {first_line(error)}") from error
+    features, logits = _split(result, name=name, rows=len(x), classes=classes)
+    last = linears[-1] if linears and linears[-1][2] is logits else None
+    width = logits.shape[1]
+    if features is not None:
+        head = _find_head(trial, features, logits, last[0] if last else None)
+        return _Seen(True, None, head, width, features.shape[1])
+    if last is not None and last[1].dim() == 2:
+        return _Seen(True, last[0], _find_head(trial, last[1], logits, last[0]), width, last[1].shape[1])
+    return _Seen(False, None, None, width, 0)
+
+
+def _split(result: Any, *, name: str, rows: int, classes: int | None) -> tuple[Tensor | None, Tensor]:
+    """(features or None, logits) of what a module returned, or a line that says what it returned."""
+    parts = result if isinstance(result, tuple | list) else (result,)
+    if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) for part in parts):
+        told = ", ".join(type(part).__name__ for part in parts)
+        told = f"({told})" if isinstance(result, tuple | list) else told
+        raise FedstillError(f"model '{name}' returned {told}: it must return logits or (features, logits)")
+    logits = parts[-1]
+    if logits.dim() != 2 or len(logits) != rows or (classes is not None and logits.shape[1] != classes):
+        raise FedstillError(
+            f"model '{name}' returned logits of shape {tuple(logits.shape)} for {rows} samples: they must be "
+            f"({rows}, {classes or 'classes'}); a pair is returned as (features, logits), in this order"
+        )
+    return (_flat(parts[0]) if len(parts) == 2 else None), logits
+
+
+def _flat(features: Tensor) -> Tensor:
+    return features.flatten(1) if features.dim() > 2 else features
+
+
+def _find_head(trial: nn.Module, features: Tensor, logits: Tensor, last: str | None) -> str | None:
+    modules = dict(trial.named_modules())
+    for path in ("head", last):
+        if path is None or path not in modules:
+            continue
+        part = modules[path]
+        if any(True for _ in part.buffers()) or not all(leaf.requires_grad for leaf in part.parameters()):
+            continue  # a head is called with parameters alone
+        try:
+            with torch.no_grad():
+                again = part(features)
+        except Exception:
+            continue
+        if isinstance(again, Tensor) and again.shape == logits.shape and torch.allclose(again, logits, atol=1e-6):
+            return path
+    return None
+
+
+def _head(module: nn.Module, path: str | None) -> Callable[[Params, Tensor], Tensor] | None:
+    if path is None:
+        return None
+    prefix = f"{path}." if path else ""
+    skeleton = Skeleton(module.get_submodule(path), training=False, stored=canonical_names(module), prefix=prefix)
+
+    def head(params: Params, features: Tensor) -> Tensor:
+        logits: Tensor = skeleton(params, features, Step())[0]
+        return logits
+
+    return head
+
+
+def _head_names(module: nn.Module, path: str | None) -> tuple[str, ...]:
+    """The head's parameters as they are stored; none where another layer shares one (a tied embedding)."""
+    if path is None:
+        return ()
+    prefix, stored = f"{path}." if path else "", canonical_names(module)
+    own = [name for leaf, name in stored.items() if leaf.startswith(prefix)]
+    others = {name for leaf, name in stored.items() if not leaf.startswith(prefix)}
+    return () if others.intersection(own) else tuple(dict.fromkeys(own))
+
+
+class _TokenReader(nn.Module):
+    """The encoder of a text network under the names it has there, read before its pooling."""
+
+    def __init__(self, encoder: nn.Module, causal: bool) -> None:
+        super().__init__()
+        self.encoder, self.causal = encoder, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        states: Tensor = self.encoder.token_states(x, causal=self.causal)  # type: ignore[operator]
+        return states
+
+
+def _tokens(module: nn.Module) -> ReadTokens | None:
+    """Of a module whose submodule `encoder` has a method token_states(x, causal=...)."""
+    encoder = getattr(module, "encoder", None)
+    if not isinstance(encoder, nn.Module) or not hasattr(encoder, "token_states"):
+        return None
+    stored = canonical_names(_TokenReader(encoder, False))
+    empty = copy.deepcopy(encoder).to("meta")
+    skeletons = {
+        (causal, training): Skeleton(_TokenReader(empty, causal), training=training, stored=stored)
+        for causal in (False, True)
+        for training in (False, True)
+    }
+    # In the place of what is not read (the pooling), and may be missing: without values, so that reading it would fail.
+    unread = {name: table[leaf] for name, table, leaf in skeletons[False, False].slots}
+
+    def tokens(
+        weights: Weights, x: Tensor, *, causal: bool = True, training: bool = False, seed: Tensor | None = None
+    ) -> Tensor:
+        given = {**unread, **weights.params, **weights.buffers}
+        states: Tensor = skeletons[causal, training](given, x, Step(None, seed))[0]
+        return states
+
+    return tokens
+
+
+def _try_many(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
+    """(whether its convolutions may leave folded images, why many clients cannot run it at once)."""
+    why = why_unbatchable(module, x)
+    if why is None or not all_fold(module):
+        return True, why
+    return False, why_unbatchable(module, x, fold=False)
+
+
+def _apply(module: nn.Module, reads_features: str | None, *, fold: bool) -> Apply:
+    stored = canonical_names(module)
+    skeletons = {mode: Skeleton(module, training=mode, stored=stored, fold=fold) for mode in (False, True)}
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    uses_batch = {True: bool(norms), False: any(norm.running_mean is None for norm in norms)}
+    if reads_features is not None:
+        for skeleton in skeletons.values():
+            skeleton.keep_features_of(reads_features)
+
+    def apply(
+        weights: Weights,
+        x: Tensor,
+        *,
+        training: bool = False,
+        weight: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> tuple[Output, Params]:
+        if weight is not None and uses_batch[training]:
+            x = _without_padding(x, weight)
+        step = Step(weight, seed)
+        result, changed = skeletons[training]({**weights.params, **weights.buffers}, x, step)
+        return _output(result, step.features), {**weights.buffers, **changed}
+
+    return apply
+
+
+def _output(result: Any, features: Tensor | None) -> Output:
+    if isinstance(result, tuple | list) and len(result) == 2:
+        return Output(result[1], _flat(result[0]))
+    logits = result if isinstance(result, Tensor) else result[0]
+    return Output(logits, logits if features is None else features)
+
+
+def _without_padding(x: Tensor, weight: Tensor) -> Tensor:
+    """Padding replaced by a real row, so that whatever it holds (NaN too) cannot reach a gradient."""
+    real = (weight > 0).reshape(-1, *(1 for _ in x.shape[1:]))
+    return torch.where(real, x, x.index_select(0, weight.argmax().reshape(1)))
+
+
+class _Follow:
+    """Knows at any moment which layer of a module is running, and which layer drew random numbers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.running: list[tuple[str, Tensor]] = []  # outermost first; with the random state on entry
+        self.drew: str | None = None
+        for path, layer in module.named_modules():
+            label = f"layer {path} ({type(layer).__name__})" if path else f"the module ({type(layer).__name__})"
+            layer.register_forward_pre_hook(self._enter(label))
+            layer.register_forward_hook(self._leave)
+
+    def _enter(self, label: str) -> Any:
+        return lambda *_: self.running.append((label, torch.random.get_rng_state()))
+
+    def _leave(self, *_: Any) -> None:
+        label, state = self.running.pop()
+        if self.drew is None and not torch.equal(state, torch.random.get_rng_state()):
+            self.drew = label
+
+    @property
+    def innermost(self) -> str:
+        return self.running[-1][0] if self.running else f"the module ({type(self.module).__name__})"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_training(module: nn.Module, x: Tensor, *, name: str) -> None:
+    """The module must run in train mode and may not draw from a global random stream (a run must repeat)."""
+    skeleton = Skeleton(module, training=True, stored=canonical_names(module))
+    follow = _Follow(skeleton.module)
+    weights = weights_of(module)
+    try:
+        with torch_stream(0), torch.no_grad():
+            skeleton({**weights.params, **weights.buffers}, x, Step(torch.ones(len(x)), torch.tensor(0)))
+    except FedstillError:
+        raise
+    except Exception as error:
+        where = f"model '{name}' cannot train on a batch of shape {tuple(x.shape)}, in {follow.innermost}"
+        raise FedstillError(f"{where}: {first_line(error)}") from error
+    if follow.drew is not None:
+        raise FedstillError(
+            f"model '{name}': {follow.drew} draws random numbers in forward, so that a run would not repeat: "
+            "use nn.Dropout layers (fedstill draws their masks from the run's seed) or set its dropout to 0"
+        )
+
+
+def why_unbatchable(module: nn.Module, example_input: Tensor, *, fold: bool = True) -> str | None:
+    """Why vmap cannot train the module for many clients at once, and what to do; None if it can.
+
+    Tries it: two clients on the CPU, with padding and without, forward and backward, and in eval mode.
+    `example_input` is a small batch (B, ...); fold: see layers.convert.
+    """
+    stored = canonical_names(module)
+    for training in (True, False):
+        skeleton = Skeleton(module, training=training, stored=stored, fold=fold)
+        follow = _Follow(skeleton.module)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an operation that vmap runs client by client is slow, not wrong
+                _try_two(module, skeleton, example_input)
+        except Exception as error:
+            return _explain(follow.innermost, first_line(error))
+    return None
+
+
+def _try_two(module: nn.Module, skeleton: Skeleton, example_input: Tensor) -> None:
+    params, buffers = tree_map(lambda leaf: torch.stack([leaf, leaf]), weights_of(module))
+    trained = [leaf.requires_grad_() for leaf in params.values()]
+    x = torch.stack([example_input, example_input])
+
+    def client(params: Params, buffers: Params, x: Tensor, seed: Tensor, *weight: Tensor) -> Any:
+        return skeleton({**params, **buffers}, x, Step(weight[0] if weight else None, seed))
+
+    padded = [[torch.ones(x.shape[:2])]] if skeleton.training else []
+    for weight in [*padded, []]:
+        result, _ = vmap(client)(params, buffers, x, torch.arange(2), *weight)
+        total = torch.stack([leaf.sum() for leaf in leaves(result)]).sum()
+        if total.requires_grad and skeleton.training:
+            torch.autograd.grad(total, trained, allow_unused=True)
+
+
+def _explain(layer: str, message: str) -> str:
+    what, cure = why_not_under_vmap(message) or (f"fails under vmap ({message})", "see 'torch.func.vmap' limitations")
+    return f"{layer} {what} and so cannot run for many clients at once: {cure}, or set engine.name = 'looped'"

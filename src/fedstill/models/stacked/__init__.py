@@ -1,0 +1,1 @@
+"""Convolutions of many clients in one kernel."""

@@ -1,0 +1,223 @@
+"""Labels for unlabeled data from a finished run: whose answer, how sure, and how far that can be trusted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Federation
+from fedstill.data import Source
+from fedstill.data.split import read_unlabeled
+from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.compare import RESULTS_FILE
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run_folder import TOKENIZER_FILE, inside_data, read_description, unlabeled_place
+from fedstill.loop.checkpoint import WEIGHTS_FILE
+from fedstill.loop.privacy_plan import STATEMENT_FILE
+from fedstill.methods.lookup import label
+from fedstill.prediction.answers import ANSWERS, Answer, Measured, Samples, label_samples, last_round
+from fedstill.prediction.calibrate import Calibration, at_temperature
+from fedstill.prediction.files import write_predictions
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A class for every sample that could be read, in the order they were read."""
+
+    ids: tuple[str, ...]
+    labels: tuple[str, ...]  # the most probable class
+    probabilities: Tensor  # (M, K) float32, calibrated where that was possible
+    confidence: Tensor  # (M,) of the label
+    confidence_raw: Tensor  # (M,) before calibration
+    classes: tuple[str, ...]
+    kept: Tensor | None  # (M,) only from targets: the rows that the server learnt from
+    source: str  # "model" or "targets"
+    why: str
+    what: str  # the data that were labeled
+    method: str
+    round: int | None  # of the model, or of the targets; None when the folder does not tell
+    skipped: tuple[str, ...]  # names of what could not be read
+    notes: tuple[str, ...]
+    calibration: Calibration
+    measured: Measured | None
+
+    def summary(self) -> dict[str, Any]:
+        """What was chosen and why, counts, temperature and calibration error: predictions.json."""
+        chosen, measured, found = self.calibration, self.measured, Counter(self.labels)
+        before, after = (None, None) if measured is None else (measured.before, measured.after)
+        return {
+            "data": self.what,
+            "count": len(self.ids),
+            "skipped": list(self.skipped),
+            "from": self.source,
+            "why": self.why,
+            "method": self.method,
+            "round": self.round,
+            "notes": list(self.notes),
+            "labels": {name: found.get(name, 0) for name in self.classes},
+            "kept": None if self.kept is None else int(self.kept.sum()),
+            "confidence": float(self.confidence.double().mean()),
+            "confidence_raw": float(self.confidence_raw.double().mean()),
+            "calibrated": chosen.temperature is not None,
+            "calibration": chosen.why,
+            "temperature": chosen.temperature,
+            "fitted_on": chosen.fitted_on,
+            "fitted_rows": chosen.rows,
+            "measured_on": None if measured is None else ", ".join(filter(None, (measured.on, measured.how))),
+            "accuracy": None if before is None else before.accuracy,
+            "ece_before": None if before is None else before.ece,
+            "ece_after": None if after is None else after.ece,
+            "reliability_before": None if before is None else before.as_json(),
+            "reliability_after": None if after is None else after.as_json(),
+        }
+
+
+def predict(
+    run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "auto", out: str | Path | None = None
+) -> Predictions:
+    """Label the unlabeled set of a run, or new data, with what the run has learnt.
+
+    inputs: a folder of images or a table; None is the run's own unlabeled set.
+    from_: "model" (the last model answers), "targets" (what the server last believed about the run's own
+        unlabeled set), or "auto": the model, unless it has not learnt the targets.
+    out: a folder for predictions.csv, .parquet, .json and reliability.png; None writes nothing.
+    """
+    _check_words(inputs, from_, out)
+    folder = Path(run_dir)
+    experiment = with_own_tokenizer(open_run(folder), folder)
+    if out is not None:
+        _check_out(Path(out), inputs, experiment)
+    source = load_source(experiment)
+    federation = build_federation(experiment if inputs is None else _without_place(experiment), source)
+    task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
+    samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, task)
+    answer = label_samples(folder, experiment, federation, samples, from_)
+    found = _predictions(folder, experiment, federation, samples, answer)
+    if out is not None:
+        write_predictions(found, Path(out), title=f"{federation.train.name}: {found.source} of {found.method}")
+    return found
+
+
+def _check_words(inputs: str | Path | None, from_: str, out: str | Path | None) -> None:
+    if from_ not in ANSWERS:
+        raise FedstillError(f"--from '{from_}' is unknown: {suggest(from_, ANSWERS)}")
+    if from_ == "targets" and inputs is not None:
+        raise FedstillError("--from targets: they exist for the run's own unlabeled set only; use --from model")
+    if inputs is not None and not Path(inputs).exists():  # else it would be looked for on the Hugging Face hub
+        raise FedstillError(f"INPUTS: no such file or folder: '{inputs}'")
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise FedstillError(f"--out: '{out}' is a file: give a folder")
+
+
+def _check_out(out: Path, inputs: str | Path | None, experiment: Experiment) -> None:
+    """The files written must not be among the samples of the next call, or of the run's."""
+    places = {"INPUTS": inputs, "data.unlabeled": unlabeled_place(experiment)}
+    for what, place in places.items():
+        if place is not None and Path(place).is_dir() and out.resolve().is_relative_to(Path(place).resolve()):
+            raise inside_data("--out", out, what, place)
+
+
+def _without_place(experiment: Experiment) -> Experiment:
+    """New samples need no unlabeled set from elsewhere, which may be gone; a part of the run's own data stays out."""
+    if unlabeled_place(experiment) is None:
+        return experiment
+    return experiment.replace(data={**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None})
+
+
+def open_run(folder: Path) -> Experiment:
+    """The experiment of a folder that holds a trained model."""
+    experiment = read_description(folder)
+    if (folder / RESULTS_FILE).exists():
+        some = sorted(path.parent.parent for path in folder.glob(f"*/seed-*/last/{WEIGHTS_FILE}"))
+        example = f", e.g. {some[0]}" if some else ""
+        raise FedstillError(f"'{folder}' holds a comparison, not one run: give the folder of one of its runs{example}")
+    if not (folder / "last" / WEIGHTS_FILE).is_file():
+        raise FedstillError(f"'{folder}' holds no trained model yet: finish the run with `fedstill resume {folder}`")
+    return experiment
+
+
+def with_own_tokenizer(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with the tokenizer that its run has kept: another training might find other tokens."""
+    path = folder / TOKENIZER_FILE
+    if experiment.data.tokens is None or not path.is_file():
+        return experiment
+    return experiment.replace(data={**experiment.data.model_dump(), "tokenizer": str(path)})
+
+
+def own_samples(experiment: Experiment, federation: Federation) -> Samples:
+    """The run's unlabeled set; rows without names get their number."""
+    if federation.unlabeled is None:
+        raise FedstillError(
+            "this run has no unlabeled set (data.unlabeled = 'none'): name what to label, "
+            "`fedstill predict RUN INPUTS` with a folder of images or a table"
+        )
+    ids = federation.unlabeled_ids or tuple(str(row) for row in range(len(federation.unlabeled)))
+    what = f"the run's unlabeled set (data.unlabeled = {experiment.data.unlabeled!r})"
+    return Samples(
+        federation.unlabeled,
+        ids,
+        federation.unlabeled_truth,
+        what,
+        own=True,
+        skipped=federation.unlabeled_skipped,
+        place=unlabeled_place(experiment) or "",
+    )
+
+
+def new_samples(inputs: str | Path, source: Source) -> Samples:
+    """A folder of images, a table or texts, in the task's storage form."""
+    place = str(Path(inputs).resolve())  # never the embedded set that has the name of a folder
+    try:
+        read = read_unlabeled(place, source)
+    except FedstillError as error:
+        raise FedstillError(str(error).replace("data.unlabeled:", "INPUTS:", 1)) from error
+    return Samples(read.x, read.ids, read.truth, f"'{inputs}'", own=False, skipped=read.skipped, place=place)
+
+
+def _predictions(
+    folder: Path, experiment: Experiment, federation: Federation, samples: Samples, answer: Answer
+) -> Predictions:
+    probabilities = at_temperature(answer.scores, answer.calibration.temperature or 1.0).float()
+    best = answer.scores.argmax(dim=1, keepdim=True)  # of float64: rounding makes no ties
+    classes = federation.train.classes
+    return Predictions(
+        ids=samples.ids,
+        labels=tuple(classes[place] for place in best[:, 0].tolist()),
+        probabilities=probabilities,
+        confidence=probabilities.gather(1, best)[:, 0],
+        confidence_raw=at_temperature(answer.scores, 1.0).float().gather(1, best)[:, 0],
+        classes=classes,
+        kept=answer.kept,
+        source=answer.source,
+        why=answer.why,
+        what=samples.what,
+        method=label(experiment.method.name),
+        round=answer.round,
+        skipped=samples.skipped,
+        notes=_notes(folder, experiment, last_round(folder)),
+        calibration=answer.calibration,
+        measured=answer.measured,
+    )
+
+
+def _notes(folder: Path, experiment: Experiment, done: int | None) -> tuple[str, ...]:
+    if done is None or done >= experiment.rounds:
+        return ()
+    told = f"the model is that of round {done} of {experiment.rounds}"
+    ended = _ended_by_budget(folder, done)
+    return (f"{told}, the last one: {ended}" if ended else f"{told}; go on with: fedstill resume {folder}",)
+
+
+def _ended_by_budget(folder: Path, done: int) -> str:
+    """Why a run that has played so many rounds may play no more; empty where it may, or where nobody wrote it down."""
+    try:
+        statement = json.loads((folder / STATEMENT_FILE).read_text(encoding="utf-8"))
+        return str(statement["stopped"]) if statement["rounds"] == done else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,1 @@
+"""Files that must never be half written: atomic writes, locks, caches, TOML."""
