@@ -14,7 +14,7 @@ from PIL import Image
 
 from fedstill.core.errors import FedstillError
 from fedstill.data import load
-from fedstill.data.images import CHUNK, decode_images, decode_readable, fit_images
+from fedstill.data.images import CHUNK, decode_images, fit_images
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -26,7 +26,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
 def test_every_image_is_in_its_row_over_many_tasks() -> None:
     count = 2 * CHUNK + 7
     pixels = pictures(count, channels=1, height=2, width=3)
-    x = decode_images([png(p) for p in pixels], where="a set")
+    x = decode_images([png(p) for p in pixels], where="a set")[0]
     assert x.dtype == np.uint8
     assert np.array_equal(x, pixels[:, None])
 
@@ -35,7 +35,7 @@ def test_every_image_is_in_its_row_over_many_tasks() -> None:
 def test_a_grey_image_among_coloured_ones_is_repeated_over_the_channels(grey_rows: list[int]) -> None:
     colour, grey = pictures(CHUNK + 2), pictures(CHUNK + 2, channels=1, seed=1)
     blobs = [png(grey[i] if i in grey_rows else colour[i]) for i in range(CHUNK + 2)]
-    x = decode_images(blobs, where="a set")
+    x, _ = decode_images(blobs, where="a set")
     assert x.shape == (CHUNK + 2, 3, 5, 4)
     for row in (0, CHUNK - 1, CHUNK, CHUNK + 1):
         expected = np.stack([grey[row]] * 3) if row in grey_rows else colour[row].transpose(2, 0, 1)
@@ -52,13 +52,13 @@ def test_palettes_alpha_bits_and_sixteen_bits_become_eight_bit_grey_or_rgb() -> 
         options = {"transparency": bytes([0, 255, 9])} if image is clear else {}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            x = decode_images([encoded(image, **options)], where="a set")
+            x, _ = decode_images([encoded(image, **options)], where="a set")
         reference = colour if image is alpha else palette.convert("RGB")
         assert np.array_equal(x[0], np.asarray(reference).transpose(2, 0, 1))
     bits = np.array([[0, 1], [1, 0]], bool)
-    assert decode_images([encoded(Image.fromarray(bits))], where="a set").tolist() == [[[[0, 255], [255, 0]]]]
+    assert decode_images([encoded(Image.fromarray(bits))], where="a set")[0].tolist() == [[[[0, 255], [255, 0]]]]
     deep = np.array([[0, 256], [65535, 32767]], np.uint16)
-    assert decode_images([encoded(Image.fromarray(deep))], where="a set").tolist() == [[[[0, 1], [255, 127]]]]
+    assert decode_images([encoded(Image.fromarray(deep))], where="a set")[0].tolist() == [[[[0, 1], [255, 127]]]]
 
 
 def test_a_photo_is_turned_upright() -> None:
@@ -66,7 +66,7 @@ def test_a_photo_is_turned_upright() -> None:
     pixels[:, :8] = 255  # white on the left
     exif = Image.Exif()
     exif[0x0112] = 6  # stored turned: the left side is the top
-    x = decode_images([encoded(Image.fromarray(pixels), "JPEG", exif=exif.tobytes(), quality=95)], where="a set")
+    x, _ = decode_images([encoded(Image.fromarray(pixels), "JPEG", exif=exif.tobytes(), quality=95)], where="a set")
     assert x.shape == (1, 3, 16, 8)
     assert x[0, 0, :6].min() > 200
     assert x[0, 0, 10:].max() < 50
@@ -78,7 +78,7 @@ def test_mixed_sizes_ask_for_one_and_are_cut_to_it(tmp_path: Path) -> None:
     blobs = [png(wide), png(np.full((2, 2, 3), 100, np.uint8))]
     with pytest.raises(FedstillError, match=r"data.size.*2x2 to 8x4"):
         decode_images(blobs, where="a set")
-    x = decode_images(blobs, where="a set", shape=(2, 2))
+    x, _ = decode_images(blobs, where="a set", shape=(2, 2))
     assert x.shape == (2, 3, 2, 2)
     assert (x[0] == 200).all()
     assert (x[1] == 100).all()
@@ -94,7 +94,7 @@ def test_the_centre_in_the_wanted_proportions_is_kept_and_nothing_beside_it(heig
     pixels = np.zeros((height, width), np.uint8)
     top, left = (height - rows) // 2, (width - columns) // 2
     pixels[top : top + rows, left : left + columns] = 90
-    x = decode_images([png(pixels)], where="a set", shape=(2, 3))
+    x, _ = decode_images([png(pixels)], where="a set", shape=(2, 3))
     assert x.shape == (1, 1, 2, 3)
     assert (x == 90).all()
     as_array = fit_images(torch.from_numpy(pixels)[None, None], 2, 3)
@@ -105,24 +105,25 @@ def test_the_centre_in_the_wanted_proportions_is_kept_and_nothing_beside_it(heig
 def test_an_image_of_the_wanted_size_is_not_touched() -> None:
     pixels = pictures(3)
     wanted = pixels.transpose(0, 3, 1, 2)
-    assert np.array_equal(decode_images([png(p) for p in pixels], where="a set", shape=(5, 4)), wanted)
+    assert np.array_equal(decode_images([png(p) for p in pixels], where="a set", shape=(5, 4))[0], wanted)
     assert np.array_equal(fit_images(torch.from_numpy(wanted.copy()), 5, 4), wanted)
 
 
-def test_what_cannot_be_read_is_left_out_and_told_over_many_tasks() -> None:
+def test_images_that_cannot_be_read_are_named_and_hold_zeros_over_many_tasks() -> None:
     count = 2 * CHUNK + 7
     pixels = pictures(count, channels=1, height=2, width=3)
     blobs = [png(p) for p in pixels]
     broken = [0, CHUNK - 1, CHUNK, count - 1]
     for row in broken:
         blobs[row] = blobs[row][:40]
-    decoded = decode_readable(blobs, where="a set")
-    assert decoded.unreadable == tuple(broken)
-    assert np.array_equal(decoded.images, np.delete(pixels, broken, axis=0)[:, None])
+    images, unreadable = decode_images(blobs, where="a set", skip=True)
+    assert unreadable == tuple(broken)
+    assert not images[broken].any()
+    assert np.array_equal(np.delete(images, broken, axis=0), np.delete(pixels, broken, axis=0)[:, None])
     with pytest.raises(FedstillError, match="no readable image"):
-        decode_readable([b"", b"?"], where="a set")
-    whole_task = decode_readable([b""] * CHUNK + blobs[1:2], where="a set")
-    assert np.array_equal(whole_task.images, pixels[1:2, None])
+        decode_images([b"", b"?"], where="a set", skip=True)
+    images, _ = decode_images([b""] * CHUNK + blobs[1:2], where="a set", skip=True)
+    assert np.array_equal(images[CHUNK:], pixels[1:2, None])
 
 
 def test_a_broken_image_is_named(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_path_that_does_not_exist_never_goes_to_the_hub(tmp_path: Path, monkey
         told = fails(load, missing)
         assert "no such file or folder" in told
         assert ("from the current folder" in told) is not Path(missing).is_absolute()
-    assert "holds no parquet, CSV or image files" in fails(load, tmp_path / "data")
+    assert "holds no parquet, CSV, JSON lines or image files" in fails(load, tmp_path / "data")
     (tmp_path / "data" / "x.bin").write_bytes(b"?")
     assert ".parquet" in fails(load, tmp_path / "data" / "x.bin")
 

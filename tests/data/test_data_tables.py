@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import json
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from data_files import HYPOTHESIS, fails, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.data import from_csv, load, stratified_holdout
+from fedstill.data import from_csv, load, read_unlabeled, stratified_holdout
 from fedstill.data.files import read_csv
 from fedstill.data.tables import encode_labels
 
@@ -55,10 +56,8 @@ def test_what_is_written_to_a_csv_is_read_back(tmp_path: Path, rows: list[tuple]
 @HYPOTHESIS
 @given(st.lists(NOT_A_NUMBER, min_size=1, max_size=10), st.lists(NOT_A_NUMBER, max_size=10))
 def test_labels_of_words_can_be_read_back(train: list[str], test: list[str]) -> None:
-    columns = [np.array(part, dtype=object) for part in (train, test)]
-    (y_train, y_test), classes = encode_labels(columns, None, "label", "a set")
-    assert [classes[y] for y in y_train] == train
-    assert [classes[y] for y in y_test] == test
+    y, classes = encode_labels(np.array(train + test, dtype=object), None, "label", "a set")
+    assert [classes[label] for label in y] == train + test
     assert set(classes) == {*train, *test}
 
 
@@ -69,16 +68,16 @@ def test_labels_of_words_can_be_read_back(train: list[str], test: list[str]) -> 
 )
 def test_labels_of_whole_numbers_are_numbered_by_size(values: list[int], kind: type) -> None:
     column = np.array([str(v) for v in values], dtype=object) if kind is str else np.array(values, dtype=kind)
-    (y,), classes = encode_labels([column], None, "label", "a set")
+    y, classes = encode_labels(column, None, "label", "a set")
     assert [int(classes[i]) for i in y] == values
     assert [int(c) for c in classes] == sorted(set(values))
 
 
 def test_labels_that_are_no_classes_are_refused() -> None:
-    assert "fractions" in fails(encode_labels, [np.array([0.5, 1.0])], None, "price", "houses")
-    assert "differs in every row" in fails(encode_labels, [np.arange(100)], None, "id", "houses")
-    assert "no value in row 2" in fails(encode_labels, [np.array([1.0, np.nan])], None, "y", "houses")
-    assert "outside 0..1" in fails(encode_labels, [np.array([0, 2])], ("a", "b"), "y", "houses")
+    assert "fractions" in fails(encode_labels, np.array([0.5, 1.0]), None, "price", "houses")
+    assert "differs in every row" in fails(encode_labels, np.arange(100), None, "id", "houses")
+    assert "no value in row 2" in fails(encode_labels, np.array([1.0, np.nan]), None, "y", "houses")
+    assert "outside 0..1" in fails(encode_labels, np.array([0, 2]), ("a", "b"), "y", "houses")
 
 
 def test_a_csv_gives_numbers_as_they_are_and_words_one_hot(tmp_path: Path) -> None:
@@ -186,6 +185,25 @@ def test_a_parquet_table_is_read_like_a_csv(tmp_path: Path) -> None:
     assert sorted([*row, name] for row, name in zip(x.tolist(), names, strict=True)) == sorted(
         [[1, 1, 0, 1, 2, "n"], [0, 0, 1, 1, 2, "y"], [1, 0, 1, 1, 2, "n"], [1, 1, 0, 1, 2, "y"]]
     )
+
+
+def test_json_lines_are_read_like_a_csv(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{i:02d}", "size": i / 3, "colour": "red" if i % 3 else "blue", "label": "ab"[i % 2]} for i in range(20)
+    ]
+    write(tmp_path / "t.jsonl", "\n".join(json.dumps(row) for row in rows))
+    source = load(tmp_path / "t.jsonl", inputs=["size", "colour"])
+    x, names = rows_of(source)
+    for (size, blue, red), name in zip(x.tolist(), names, strict=True):
+        i = round(size * 3)
+        assert (size, blue, red) == (np.float32(i / 3), i % 3 == 0, i % 3 != 0)
+        assert name == "ab"[i % 2]
+    assert read_unlabeled(tmp_path / "t.jsonl", source).ids == tuple(f"{i:02d}" for i in range(20))
+    del rows[2]["size"]
+    write(tmp_path / "t.jsonl", "\n".join(json.dumps(row) for row in rows))
+    assert "column 'size' of t has no value in row 3" in fails(load, tmp_path / "t.jsonl", inputs=["size"])
+    write(tmp_path / "t.jsonl", '{"a": 1,')
+    assert "t.jsonl' is not readable JSON lines" in fails(load, tmp_path / "t.jsonl")
 
 
 def test_a_table_without_rows_is_refused_in_one_line_and_an_empty_file_beside_others_is_not(tmp_path: Path) -> None:

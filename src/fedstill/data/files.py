@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
+import glob
 import json
-import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import numpy as np
@@ -18,11 +17,11 @@ import numpy as np
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, first_line, require_extra
-from fedstill.data.tables import Column, Frame, is_id, split_role
+from fedstill.data.tables import Frame, may_name_rows, objects, split_role, stack
 from fedstill.data.text import read_lines
 
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
-CSV_SUFFIXES = frozenset({".csv", ".tsv"})
+TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
 SHARD = re.compile(r"(?P<split>.+)-\d+-of-(?P<parts>\d+)")
 NPZ_LAYOUTS = (  # (split, inputs, labels) by array name: Keras, MedMNIST, a single pair
     (("train", "x_train", "y_train"), ("test", "x_test", "y_test")),
@@ -31,174 +30,168 @@ NPZ_LAYOUTS = (  # (split, inputs, labels) by array name: Keras, MedMNIST, a sin
 )
 
 
-class Contents(NamedTuple):
-    """The splits of a source and what was noticed while reading them."""
-
-    frames: dict[str, Frame]
-    notes: tuple[str, ...] = ()
-
-
-def read_files(files: list[Path], root: Path, reading: Reading) -> Contents:
-    """Read what `files_of(root)` found, by the kind of the files."""
+def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[str, Frame], list[str]]:
+    """(splits, notes): the content of the files that `files_of(root)` named, by their kind."""
     suffix = files[0].suffix.lower()
     if suffix in IMAGE_SUFFIXES:
-        return Contents(_image_folder(files, root.parent if root.is_file() else root, labelled=reading.labelled))
+        return _image_folder(files, root.parent if root.is_file() else root, labelled=reading.labelled), []
     if suffix == ".npz":
-        return Contents(_read_npz(files[0], labelled=reading.labelled))
+        return _read_npz(files[0], labelled=reading.labelled), []
     if root.is_file():
-        return Contents({"train": _read_one(root, reading)})
+        return {"train": _read_table(root, reading)}, []
     shards: dict[str, list[Path]] = {}
     notes = []
     for file in files:
         shards.setdefault(_split_of(file), []).append(file)
     for split, parts in shards.items():
-        found = SHARD.fullmatch(parts[0].stem)
-        if found and len(parts) < int(found["parts"]):
-            notes.append(f"{split}: {len(parts)} of {int(found['parts'])} files are here")
+        shard = SHARD.fullmatch(parts[0].stem)
+        if shard and len(parts) < int(shard["parts"]):
+            notes.append(f"{split}: {len(parts)} of {int(shard['parts'])} files are here")
     if not any(split_role(split) for split in shards):  # plain names: parts of one set
         shards = {"train": files}
-    return Contents(
-        {split: _stack([_read_one(file, reading) for file in parts]) for split, parts in shards.items()}, tuple(notes)
-    )
+    frames = {}
+    for split, parts in shards.items():
+        read = [_read_table(file, reading) for file in parts]
+        filled = [frame for frame in read if frame.rows] or read[:1]
+        frames[split] = stack(filled, filled[0].columns, root.name)
+    return frames, notes
 
 
 def _split_of(file: Path) -> str:
-    found = SHARD.fullmatch(file.stem)
-    return found["split"] if found else file.stem
+    shard = SHARD.fullmatch(file.stem)
+    return shard["split"] if shard else file.stem
 
 
 def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
     """The data files of a source on disk, sorted: one file, a folder's tables (or its only sub-folder's), or images.
 
     Where only images are wanted (`reading.fit`), a table beside them describes them; it is not the data, unless it is
-    a parquet file called train, test or the like. Without labels, files are named: a name that is no text will not do.
+    a parquet file called train, test or the like.
     """
     reading = reading or Reading()
-    lines = {".txt"} if reading.text and not reading.labelled else set[str]()
-    known = {".parquet", ".npz", *CSV_SUFFIXES, *lines, *(IMAGE_SUFFIXES if not reading.labelled else ())}
+    kinds = [*TABLE_SUFFIXES, *([(".txt",)] if reading.text and not reading.labelled else [])]
     if root.is_file():
-        if root.suffix.lower() not in known:
-            named = ", ".join(sorted(known - IMAGE_SUFFIXES))
-            raise FedstillError(f"data.source: cannot read '{root}'; give a folder or a file of {named}")
+        tables = {".npz", *(suffix for kind in kinds for suffix in kind)}
+        if root.suffix.lower() not in tables | (set() if reading.labelled else IMAGE_SUFFIXES):
+            raise FedstillError(
+                f"data.source: cannot read '{root}'; give a folder or a file of {', '.join(sorted(tables))}"
+            )
         return [root]
-    images = None if reading.fit is None else _with_suffix(files_below(root), IMAGE_SUFFIXES)
-    tables = ({".parquet"},) if images else ({".parquet"}, CSV_SUFFIXES, *([lines] if lines else []))
-    sub_folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    for suffixes in tables:
-        for folders in ([root], sub_folders):
-            tables_of = (_with_suffix(_files_in(folder), suffixes) for folder in folders)
-            if images:
-                tables_of = ([file for file in files if split_role(_split_of(file))] for files in tables_of)
-            holding = [files for files in tables_of if files]
-            if len(holding) == 1:
-                return holding[0]
-            if holding:
-                told = ", ".join(files[0].parent.name for files in holding)
-                raise FedstillError(f"data.source: '{root}' holds several datasets ({told}); name one of these folders")
-    found = _with_suffix(files_below(root), IMAGE_SUFFIXES) if images is None else images
+    files = files_below(root)
+    images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    described = reading.fit is not None and bool(images)
+    for kind in kinds[:1] if described else kinds:
+        near = [f for f in files if f.suffix.lower() in kind and len(f.relative_to(root).parts) <= 2]
+        near = [file for file in near if not described or split_role(_split_of(file))]
+        near = [file for file in near if file.parent == root] or near
+        folders = sorted({file.parent.name for file in near})
+        if len(folders) > 1:
+            listed = ", ".join(folders)
+            raise FedstillError(f"data.source: '{root}' holds several datasets ({listed}); name one of these folders")
+        if near:
+            return near
     if not reading.labelled:
-        found = [file for file in found if file.is_file() and is_text(str(file.relative_to(root)))]  # or a broken link
-    if not found:
-        raise FedstillError(f"data.source: '{root}' holds no parquet, CSV or image files")
-    return found
+        images = [file for file in images if file.is_file()]  # a broken link is left out
+    if not images:
+        raise FedstillError(f"data.source: '{root}' holds no parquet, CSV, JSON lines or image files")
+    return images
 
 
 def files_below(root: Path) -> list[Path]:
-    """Every file of a folder and its folders, sorted; hidden ones and those in hidden folders are not meant."""
-    found = []
-    for folder, folders, names in os.walk(root, followlinks=True):
-        here = Path(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(here / name)]
-        found += [here / name for name in names if not name.startswith(".")]
-    return sorted(found)
-
-
-def printable(path: Path) -> str:
-    """The path; escaped, where its bytes are no UTF-8 and it could not be printed."""
-    return path.as_posix() if is_text(path.as_posix()) else repr(path.as_posix())
-
-
-def is_text(name: str) -> bool:
-    """False for names of files that are no UTF-8, whose bytes Python marks by surrogates."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
-def _leads_back(folder: Path) -> bool:
-    """A link to a folder that it lies in."""
-    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
-
-
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
-
-
-def _with_suffix(files: list[Path], suffixes: Collection[str]) -> list[Path]:
-    return [file for file in files if file.suffix.lower() in suffixes]
+    """Every file of a folder and its folders, sorted; hidden ones are left out, and folders of finished runs."""
+    paths = (root / name for name in glob.iglob("**/*", root_dir=root, recursive=True))
+    files = sorted(path for path in paths if not path.is_dir())
+    runs = {file.parent for file in files if file.name == "config.toml"} - {root}
+    return [file for file in files if not runs.intersection(file.parents)]
 
 
 def _image_folder(files: list[Path], root: Path, *, labelled: bool) -> dict[str, Frame]:
-    """Images and their classes; without labels also the path of each, and any arrangement of folders will do."""
-    paths = [file.relative_to(root).as_posix() for file in files]
-    try:
-        splits, classes = _class_folders(files, root)
-    except FedstillError:
-        if labelled:
-            raise
-        return {"train": Frame({"image": list(files), "file": _words(paths)})}
-    frames = {}
-    for split, rows in splits.items():
-        columns: dict[str, Column] = {"image": [files[row] for row in rows]}
-        columns["label"] = _words([classes[row] for row in rows])
-        if not labelled:
-            columns["file"] = _words([paths[row] for row in rows])
-        frames[split] = Frame(columns)
-    return frames
-
-
-def _class_folders(files: list[Path], root: Path) -> tuple[dict[str, list[int]], list[str]]:
-    """(rows of each split, class of each file) of root/[split/]class/**/image.
+    """Images of root/[split/]class/**/image; without labels also the path of each, and any arrangement will do.
 
     The split level is there when 'train' holds folders and no images.
     """
-    parts = [file.relative_to(root).parts for file in files]
-    depths = [len(part) for part in parts if split_role(part[0]) == "train"]
+    paths = [file.relative_to(root) for file in files]
+    depths = [len(path.parts) for path in paths if split_role(path.parts[0]) == "train"]
     level = 1 if depths and min(depths) > 2 else 0
-    flat = [file for file, part in zip(files, parts, strict=True) if len(part) < level + 2]
-    if flat:
+    flat = [file for file, path in zip(files, paths, strict=True) if len(path.parts) < level + 2]
+    if flat and labelled:
         raise FedstillError(
             f"data.source: '{flat[0]}' is in no class folder; put images in a folder named as their class"
         )
-    unprintable = next((part for part in parts if not is_text(part[level])), None)
-    if unprintable:
-        raise FedstillError(f"data.source: the name of folder {unprintable[level]!r} is not UTF-8; rename it")
-    splits: dict[str, list[int]] = {}
-    for row, part in enumerate(parts):
-        splits.setdefault(part[0] if level else "train", []).append(row)
-    return splits, [part[level] for part in parts]
+    columns = {"image": objects(files)}
+    if not flat:
+        columns["label"] = objects([path.parts[level] for path in paths])
+    if not labelled:
+        columns["file"] = objects([path.as_posix() for path in paths])
+    splits = np.array([path.parts[0] if level and not flat else "train" for path in paths])
+    return {
+        split: Frame({name: column[splits == split] for name, column in columns.items()})
+        for split in dict.fromkeys(splits.tolist())
+    }
 
 
-def _read_one(file: Path, reading: Reading) -> Frame:
-    if file.suffix.lower() in CSV_SUFFIXES:
+def _read_table(file: Path, reading: Reading) -> Frame:
+    suffix = file.suffix.lower()
+    if suffix in (".csv", ".tsv"):
         return read_csv(file, reading=reading)
-    if file.suffix.lower() == ".txt":
-        return Frame({(*reading.inputs, "text")[0]: _words(read_lines(file))})
-    return _read_parquet(file, reading)
-
-
-def _stack(frames: list[Frame]) -> Frame:
-    frames = [frame for frame in frames if frame.rows] or frames[:1]
-    if len(frames) == 1:
-        return frames[0]
-    columns: dict[str, Column] = {}
-    for name in frames[0].columns:
-        parts = [frame.columns.get(name) for frame in frames]
-        if any(part is None for part in parts):
-            raise FedstillError(f"data.source: column '{name}' is missing in one of the files")
-        if isinstance(parts[0], list):
-            columns[name] = [blob for part in parts for blob in part]  # type: ignore[union-attr]
+    if suffix == ".txt":
+        return Frame({(*reading.inputs, "text")[0]: objects(read_lines(file))})
+    arrow = require_extra("pyarrow")
+    kind = "JSON lines" if suffix == ".jsonl" else "parquet"
+    try:
+        if suffix == ".jsonl":
+            with file.open(encoding="utf-8-sig") as lines:
+                rows = [json.loads(line) for line in lines if line.strip()]
+            table = arrow.Table.from_pandas(require_extra("pandas").DataFrame(rows), preserve_index=False)
         else:
-            columns[name] = np.concatenate(parts)  # type: ignore[arg-type]
-    return Frame(columns, frames[0].names)
+            table = require_extra("pyarrow.parquet").read_table(file)
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        raise FedstillError(f"data.source: '{file}' is not readable {kind} ({first_line(error)})") from error
+    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    return frame_from_arrow(table, metadata.get("info", {}).get("features", {}), reading)
+
+
+def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
+    """A table with a header line; a column is integers, else numbers, else words.
+
+    Columns of words in the task (`reading.like`) are words at once; ids of rows without labels are left as written.
+    """
+    pandas, reading = require_extra("pandas"), reading or Reading()
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            separator = delimiter or max(",;\t|", key=lines.readline().count)
+        cells = pandas.read_csv(file, sep=separator, header=None, dtype=str, na_filter=False, encoding="utf-8-sig")
+    except pandas.errors.EmptyDataError:
+        cells = pandas.DataFrame([[""]])
+    except ValueError as error:  # of pandas, or bytes that are no UTF-8
+        raise FedstillError(f"data.source: '{file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+    header = [str(name).strip() for name in cells.iloc[0]]
+    if "" in header or len(set(header)) < len(header):
+        raise FedstillError(f"data.source: the first line of '{file}' must name every column once")
+    if all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name, re.IGNORECASE) for name in header):
+        raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
+    if len(cells) < 2:
+        raise FedstillError(f"data.source: '{file}' has a header and no rows")
+    words = {column.name for column in reading.like if column.words}
+    columns = {}
+    for name, (_, column) in zip(header, cells.iloc[1:].items(), strict=True):
+        if _as_written(name, reading):
+            columns[name] = objects(column.tolist())
+            continue
+        stripped = ["" if cell.strip().lower() in MISSING_WORDS else cell.strip() for cell in column.tolist()]
+        columns[name] = objects(stripped)
+        for dtype, missing in () if name in words else ((np.int64, ""), (np.float64, "nan")):
+            try:
+                columns[name] = np.array([cell or missing for cell in stripped], np.str_).astype(dtype)
+                break
+            except (ValueError, OverflowError):
+                continue
+    return Frame(columns)
+
+
+def _as_written(name: str, reading: Reading) -> bool:
+    """Whether a column may name rows without labels, whose ids stay as they are written: 007 is not 7."""
+    return not reading.labelled and may_name_rows(name, reading)
 
 
 def _read_npz(file: Path, *, labelled: bool) -> dict[str, Frame]:
@@ -209,89 +202,16 @@ def _read_npz(file: Path, *, labelled: bool) -> dict[str, Frame]:
         raise FedstillError(f"data.source: '{file}' is not a readable npz file ({first_line(error)})") from error
     for layout in NPZ_LAYOUTS:
         if all(x in arrays and (y in arrays or not labelled) for _, x, y in layout):
-            frames = {split: {"x": arrays[x]} | ({"label": arrays[y]} if y in arrays else {}) for split, x, y in layout}
-            return {
-                split: Frame({n: _plain_array(a, n) for n, a in columns.items()}) for split, columns in frames.items()
-            }
+            frames = {}
+            for split, x, y in layout:
+                columns = {"x": arrays[x]}
+                if y in arrays:
+                    labels = arrays[y].reshape(len(arrays[y])) if arrays[y].size == len(arrays[y]) else arrays[y]
+                    columns["label"] = labels.astype(object) if labels.dtype.kind == "U" else labels
+                frames[split] = Frame(columns)
+            return frames
     expected = " or ".join("/".join(x + "," + y for _, x, y in layout) for layout in NPZ_LAYOUTS)
     raise FedstillError(f"data.source: '{file}' holds {', '.join(arrays) or 'nothing'}; expected {expected}")
-
-
-def _plain_array(array: np.ndarray, name: str) -> np.ndarray:
-    flat = array.reshape(len(array)) if name == "label" and array.size == len(array) else array
-    return flat.astype(object) if flat.dtype.kind == "U" else flat
-
-
-def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
-    """A table with a header line; a column is integers, else numbers, else words.
-
-    Columns of words in the task (`reading.like`) are words at once; ids of rows without labels are left as written.
-    """
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as text:
-            first = text.readline()
-            text.seek(0)
-            rows = csv.reader(text, delimiter=delimiter or max(",;\t|", key=first.count), strict=True)
-            header = [name.strip() for name in next(rows, [])]
-            _check_header(header, file)
-            cells = []
-            for row in rows:
-                if row and len(row) != len(header):
-                    raise FedstillError(
-                        f"data.source: line {rows.line_num} of '{file}' has {len(row)} cells, the header {len(header)}"
-                    )
-                if row:
-                    cells.append(row)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise FedstillError(f"data.source: '{file}' is not a UTF-8 CSV file ({first_line(error)})") from error
-    if not cells:
-        raise FedstillError(f"data.source: '{file}' has a header and no rows")
-    columns = dict(zip(header, zip(*cells, strict=True), strict=True))
-    reading = reading or Reading()
-    words = {column.name for column in reading.like if column.words}
-    return Frame(
-        {
-            name: _words(list(column)) if _as_text(name, reading) else _parse(column, as_words=name in words)
-            for name, column in columns.items()
-        }
-    )
-
-
-def _as_text(name: str, reading: Reading) -> bool:
-    return not reading.labelled and is_id(name, reading)
-
-
-def _check_header(header: list[str], file: Path) -> None:
-    if not header or "" in header or len(set(header)) < len(header):
-        raise FedstillError(f"data.source: the first line of '{file}' must name every column once")
-    if all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name, re.IGNORECASE) for name in header):
-        raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
-
-
-def _parse(cells: tuple[str, ...], *, as_words: bool = False) -> np.ndarray:
-    stripped = ["" if cell.strip().lower() in MISSING_WORDS else cell.strip() for cell in cells]
-    for dtype, missing in () if as_words else ((np.int64, ""), (np.float64, "nan")):
-        try:
-            return np.array([cell or missing for cell in stripped], dtype=np.str_).astype(dtype)
-        except (ValueError, OverflowError):
-            continue
-    return _words(stripped)
-
-
-def _words(words: list[str]) -> np.ndarray:
-    array = np.empty(len(words), object)
-    array[:] = words
-    return array
-
-
-def _read_parquet(file: Path, reading: Reading) -> Frame:
-    parquet, arrow = require_extra("pyarrow.parquet"), require_extra("pyarrow")
-    try:
-        table = parquet.read_table(file)
-    except (OSError, arrow.ArrowException) as error:
-        raise FedstillError(f"data.source: '{file}' is not readable parquet ({first_line(error)})") from error
-    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    return frame_from_arrow(table, metadata.get("info", {}).get("features", {}), reading)
 
 
 def frames_from_hf(dataset: Any, reading: Reading) -> dict[str, Frame]:
@@ -307,11 +227,10 @@ def frames_from_hf(dataset: Any, reading: Reading) -> dict[str, Frame]:
 
 def frame_from_arrow(table: Any, features: Mapping[str, Any], reading: Reading) -> Frame:
     """Columns of an Arrow table; `features` is the Hugging Face description of it, {} if there is none."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, np.ndarray] = {}
     names: dict[str, tuple[str, ...]] = {}
     for name in table.column_names:
-        ids = _arrow_ids(table[name]) if _as_text(name, reading) else None
-        column = _arrow_column(table[name]) if ids is None else ids
+        column = _arrow_column(table[name], as_written=_as_written(name, reading))
         if column is not None:
             columns[name] = column
         described = features.get(name, {})
@@ -320,57 +239,37 @@ def frame_from_arrow(table: Any, features: Mapping[str, Any], reading: Reading) 
     return Frame(columns, names)
 
 
-def _arrow_ids(column: Any) -> np.ndarray | None:
-    """Ids as text, "" where one is missing; None for what names nothing (images, vectors, fractions)."""
-    types = require_extra("pyarrow").types
-    if types.is_nested(column.type) or types.is_binary(column.type) or types.is_large_binary(column.type):
-        return None
-    values = column.to_pylist()
-    if not all(value is None or isinstance(value, str | int | Decimal | date | UUID) for value in values):
-        return None
-    return _words(["" if value is None else str(value) for value in values])
-
-
-def _arrow_column(column: Any) -> Column | None:
-    """Images as bytes or paths, numbers and words as arrays; None for types that are neither (dates, maps)."""
-    arrow = require_extra("pyarrow")
-    kind = column.type
+def _arrow_column(column: Any, *, as_written: bool) -> np.ndarray | None:
+    """Images as bytes or paths, numbers and words as arrays; None for other types (dates, maps, ragged lists)."""
+    arrow, kind = require_extra("pyarrow"), column.type
     if isinstance(kind, arrow.BaseExtensionType):  # Array2D, Array3D of Hugging Face
         column, kind = arrow.chunked_array([chunk.storage for chunk in column.chunks]), kind.storage_type
-    if arrow.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
-    if arrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return [_blob(image) for image in column.to_pylist()]
-    if arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind):
-        return [_blob({"bytes": image}) for image in column.to_pylist()]
-    if arrow.types.is_string(kind) or arrow.types.is_large_string(kind):
-        return _words([word or "" for word in column.to_pylist()])
-    if arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind):
-        return _nested(column)
-    if arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind):
-        if column.null_count:
-            column = column.cast(arrow.float64())
-        numbers: np.ndarray = column.to_numpy()
+    whole = arrow.types.is_integer(kind)
+    if (whole and not as_written) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind):
+        numbers: np.ndarray = (column.cast(arrow.float64()) if column.null_count else column).to_numpy()
         return numbers
+    values = column.to_pylist()
+    first = next((value for value in values if value is not None), "")
+    if isinstance(first, str) or (as_written and isinstance(first, int | Decimal | date | UUID)):
+        return objects(["" if value is None else str(value) for value in values])
+    if isinstance(first, bytes) or (isinstance(first, dict) and "bytes" in first):
+        images = [value if isinstance(value, dict) else {"bytes": value} for value in values]
+        return objects([_blob(image) for image in images])
+    if isinstance(first, list):
+        while hasattr(kind, "value_type"):
+            kind = kind.value_type
+        try:
+            array = np.array(values, dtype=kind.to_pandas_dtype())
+        except (ValueError, TypeError):
+            return None
+        return array if array.dtype.kind in "biuf" else None
     return None
 
 
-def _nested(column: Any) -> np.ndarray | None:
-    """Lists of equal length as one array with the type of their numbers; None if they are ragged or hold words."""
-    kind = column.type
-    while hasattr(kind, "value_type"):
-        kind = kind.value_type
-    try:
-        array = np.array(column.to_pylist(), dtype=kind.to_pandas_dtype())
-    except (ValueError, TypeError):
-        return None
-    return array if array.dtype.kind in "biuf" else None
-
-
-def _blob(image: Mapping[str, Any] | None) -> bytes | Path:
-    if image and image.get("bytes") is not None:
+def _blob(image: Mapping[str, Any]) -> bytes | Path:
+    if image.get("bytes") is not None:
         return bytes(image["bytes"])
-    return Path(image["path"]) if image and image.get("path") else b""
+    return Path(image["path"]) if image.get("path") else b""
 
 
 def frames_from_hub(identifier: str, known: list[str], reading: Reading) -> dict[str, Frame]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,50 +22,45 @@ CHUNK = 256  # images a task: a task costs more than a small image
 RESIZED_AT_ONCE = 2048
 
 
-class Decoded(NamedTuple):
-    """Images in the order of their files, but for those that could not be read."""
+def decode_images(
+    blobs: Sequence[bytes | Path] | np.ndarray, *, where: str, shape: tuple[int, int] | None = None, skip: bool = False
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(uint8 images (n, channels, height, width), rows that cannot be read); such rows hold zeros.
 
-    images: np.ndarray  # (n, channels, height, width) uint8
-    unreadable: tuple[int, ...] = ()  # rows of what was given
-
-
-def decode_images(blobs: Sequence[bytes | Path], *, where: str, shape: tuple[int, int] | None = None) -> np.ndarray:
-    """Decode all; one RGB image makes the whole set RGB, else it is grey. Alpha is dropped, 16 bits become 8.
-
-    `shape` (height, width) cuts each image to the centre of these proportions and resizes it (bilinear, antialiased);
-    without it images of different size are an error, and so is one that cannot be read.
+    One RGB image makes the whole set RGB, else it is grey. Alpha is dropped, 16 bits become 8. `shape` (height, width)
+    cuts each image to the centre of these proportions and resizes it (bilinear, antialiased); without it images of
+    different size are an error. Unless `skip`, an image that cannot be read is an error too.
     """
-    return decode_readable(blobs, where=where, shape=shape, skip=False).images
-
-
-def decode_readable(
-    blobs: Sequence[bytes | Path], *, where: str, shape: tuple[int, int] | None = None, skip: bool = True
-) -> Decoded:
-    """`decode_images` that leaves out what cannot be read and says which rows those are."""
     require_extra("PIL")
 
-    def decode(start: int) -> _Chunk:
-        return _decode_chunk(blobs[start : start + CHUNK], start, shape, where, skip)
+    def decode(start: int) -> list[np.ndarray | None]:
+        pixels: list[np.ndarray | None] = []
+        for row, blob in enumerate(blobs[start : start + CHUNK], start):
+            try:
+                pixels.append(_decode_one(blob, row, shape, where))
+            except FedstillError:
+                if not skip:
+                    raise
+                pixels.append(None)
+        return pixels
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        chunks = list(pool.map(decode, range(0, len(blobs), CHUNK)))
-    sizes = sorted(set().union(*(chunk.sizes for chunk in chunks)))
+        decoded = [pixels for chunk in pool.map(decode, range(0, len(blobs), CHUNK)) for pixels in chunk]
+    readable = [pixels for pixels in decoded if pixels is not None]
+    if not readable:
+        raise FedstillError(f"data.source: {where} holds no readable image ({len(blobs)} tried)")
+    sizes = sorted({pixels.shape[:2] for pixels in readable})
     if len(sizes) > 1:
         (low_h, low_w), (high_h, high_w) = sizes[0], sizes[-1]
         raise FedstillError(
             f"data.size: images of {where} differ in size (from {low_w}x{low_h} to {high_w}x{high_h}); "
             "set data.size to the side they shall all have"
         )
-    unreadable = tuple(row for chunk in chunks for row in chunk.unreadable)
-    if len(unreadable) == len(blobs):
-        raise FedstillError(f"data.source: {where} holds no readable image ({len(blobs)} tried)")
-    parts = [chunk.images for chunk in chunks if chunk.images is not None]
-    images = np.empty((sum(map(len, parts)), max(part.shape[1] for part in parts), *sizes[0]), np.uint8)
-    filled = 0
-    for part in parts:
-        images[filled : filled + len(part)] = part  # a grey chunk broadcasts over RGB
-        filled += len(part)
-    return Decoded(images, unreadable)
+    images = np.zeros((len(decoded), max(pixels.shape[2] for pixels in readable), *sizes[0]), np.uint8)
+    for row, pixels in enumerate(decoded):
+        if pixels is not None:
+            images[row] = pixels.transpose(2, 0, 1)  # a grey image broadcasts over RGB
+    return images, tuple(row for row, pixels in enumerate(decoded) if pixels is None)
 
 
 def fit_images(x: Tensor, height: int, width: int) -> Tensor:
@@ -78,39 +73,11 @@ def resize_images(x: Tensor, height: int, width: int) -> Tensor:
     """(n, channels, height, width) by bilinear interpolation with antialiasing; bytes stay bytes."""
     if x.shape[2:] == (height, width):
         return x
-    return torch.cat([_resize(chunk, height, width) for chunk in torch.split(x, RESIZED_AT_ONCE)])
-
-
-def _resize(x: Tensor, height: int, width: int) -> Tensor:
-    resized = F.interpolate(x.float(), size=(height, width), mode="bilinear", antialias=True, align_corners=False)
-    return resized.round().clamp(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else resized
-
-
-class _Chunk(NamedTuple):
-    images: np.ndarray | None  # (k, channels, h, w); None when they differ in size, or none was readable
-    sizes: set[tuple[int, int]]  # all heights and widths found
-    unreadable: list[int]
-
-
-def _decode_chunk(
-    blobs: Sequence[bytes | Path], start: int, shape: tuple[int, int] | None, where: str, skip: bool
-) -> _Chunk:
-    pixels, unreadable = [], []
-    for row, blob in enumerate(blobs, start):
-        try:
-            pixels.append(_decode_one(blob, row, shape, where))
-        except FedstillError:
-            if not skip:
-                raise
-            unreadable.append(row)
-    sizes = {(image.shape[0], image.shape[1]) for image in pixels}
-    if len(sizes) != 1:
-        return _Chunk(None, sizes, unreadable)
-    channels = max(image.shape[2] for image in pixels)
-    stacked = np.empty((len(pixels), *next(iter(sizes)), channels), np.uint8)
-    for i, image in enumerate(pixels):
-        stacked[i] = image
-    return _Chunk(stacked.transpose(0, 3, 1, 2), sizes, unreadable)
+    parts = []
+    for part in torch.split(x, RESIZED_AT_ONCE):
+        resized = F.interpolate(part.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
+        parts.append(resized.round().clamp(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else resized)
+    return torch.cat(parts)
 
 
 def _decode_one(blob: bytes | Path, row: int, shape: tuple[int, int] | None, where: str) -> np.ndarray:

@@ -18,13 +18,13 @@ import torch
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.cache import cached, fingerprint
-from fedstill.data.files import files_of, frames_from_hf, frames_from_hub, is_text, read_csv, read_files
+from fedstill.data.files import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
 from fedstill.data.source import Reading, Source, first_line, stratified_holdout
 from fedstill.data.tables import Frame, assemble, storage_form
 from fedstill.data.text import text_source
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
-FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|json|zip|gz|png|jpe?g)$", re.IGNORECASE)
+FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|jsonl?|zip|gz|png|jpe?g)$", re.IGNORECASE)
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
@@ -149,12 +149,10 @@ def load_as(
 
 def _load_files(root: Path, reading: Reading, cache_dir: Path | None, refresh: bool) -> Source:
     files = files_of(root, reading)
-    if not is_text(root.name):  # it becomes the dataset's, and that of its only row
-        raise FedstillError(f"data.source: the name {root.name!r} is not UTF-8; rename it")
 
     def read() -> Source:
-        contents = read_files(files, root, reading)
-        return _source_of(contents.frames, reading, name=root.stem, origin=str(root), notes=contents.notes)
+        frames, notes = read_files(files, root, reading)
+        return _source_of(frames, reading, name=root.stem, origin=str(root), notes=notes)
 
     stamp = fingerprint(files)
     return cached(read, origin=str(root), reading=reading, stamp=stamp, cache_dir=cache_dir, refresh=refresh)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.data.files import files_below, files_of, printable
+from fedstill.data.files import files_below, files_of
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.match import load_like, match_classes, match_storage, reading_like
 from fedstill.data.source import Source, Unlabeled, keep_rows, row_ids, stratified_holdout
@@ -182,7 +182,7 @@ def _of_another(place: str, source: Source, cache_dir: str | None) -> tuple[Sour
 
 
 def _other_files(origin: str, source: Source) -> tuple[str, ...]:
-    """What is left out of a folder of images: files that are none by their name, or whose name is no text.
+    """Names of the files of a folder of images that are left out, because they are no images.
 
     Not cached, for the images alone decide the cache. Where a parquet file holds the images, only images are named.
     """
@@ -194,7 +194,7 @@ def _other_files(origin: str, source: Source) -> tuple[str, ...]:
     beside = set(files_below(root)) - set(taken)
     if taken[0].suffix.lower() not in IMAGE_SUFFIXES:
         beside = {file for file in beside if reading.fit and file.suffix.lower() in IMAGE_SUFFIXES}
-    return tuple(sorted(printable(file.relative_to(root)) for file in beside))
+    return tuple(sorted(file.relative_to(root).as_posix() for file in beside))
 
 
 def _central(source: Source) -> Unlabeled:

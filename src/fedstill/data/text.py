@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
 from fedstill.data.source import Reading, Source, as_tensor, first_line
-from fedstill.data.tables import Frame, choose_splits, find_keys, with_rows
+from fedstill.data.tables import Frame, choose_splits, find_keys, find_text, with_rows
 
 # LEAF's 80 characters in its order (models/utils/language_utils.py); id 80 is any other character.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -76,7 +76,9 @@ def text_source(
     assert reading.window is not None
     frames = with_rows(frames, name)
     train_name, test_name, said = choose_splits(frames)
-    column = _find_text(frames[train_name], reading, name)
+    if reading.label is not None:
+        raise FedstillError("data.label: with data.window the label is the next character; remove one of the two")
+    column = find_text(frames[train_name], reading, "", name)
     texts, owners, keys = _texts(frames[train_name], column, reading, name)
     held_out = reading.held_out if test_name is None else 0.0
     train, test = cut_windows(texts, reading.window, held_out=held_out)
@@ -85,25 +87,12 @@ def text_source(
     _check_long_enough(train, test, reading.window, name)
     short = owners - len(np.unique(train.owner))
     if short:
-        said = (*said, f"{short} of {owners} texts have no more than {reading.window} characters and are left out")
+        said.append(f"{short} of {owners} texts have no more than {reading.window} characters and are left out")
     if test_name is None:
-        said = (*said, f"{name} has no test split: the last windows of every text are held out ({len(test.y)})")
+        said.append(f"{name} has no test split: the last windows of every text are held out ({len(test.y)})")
     data = [Dataset(name, as_tensor(part.x), as_tensor(part.y), CLASSES) for part in (train, test)]
     codes = {key: values[train.owner] for key, values in keys.items()}
     return Source(data[0], data[1], codes, (*notes, *said), origin)
-
-
-def _find_text(frame: Frame, reading: Reading, name: str) -> str:
-    if reading.label is not None:
-        raise FedstillError("data.label: with data.window the label is the next character; remove one of the two")
-    words = [n for n, c in frame.columns.items() if isinstance(c, np.ndarray) and c.dtype == object and c.ndim == 1]
-    free = list(reading.inputs) or [n for n in words if n not in reading.keys]
-    if len(free) != 1:
-        told = ", ".join(free) or "none"
-        raise FedstillError(f"data.inputs: data.window reads one column of text of {name}; candidates: {told}")
-    if free[0] not in words:
-        raise FedstillError(f"data.inputs: {name} has no column of text '{free[0]}'; {suggest(free[0], words)}")
-    return free[0]
 
 
 def _texts(
