@@ -35,7 +35,7 @@ IN_PLACE_DRAWS = {
     "log_normal_",
 }
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BRINGS = {"scikit-learn": ("sklearn", "scipy"), "pydantic": ("pydantic", "pydantic_core")}
+BRINGS = {"scikit-learn": ("sklearn", "scipy"), "pydantic": ("pydantic", "pydantic_core", "typing_extensions")}
 
 
 def package_imports(path: str) -> set[str]:

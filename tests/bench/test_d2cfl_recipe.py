@@ -185,7 +185,7 @@ def test_data_that_are_not_there_are_named(tmp_path):
     missing = set()
     for cell in D2C.all_cells():
         try:
-            with_data(cell, tmp_path)
+            with_data(cell.experiment, tmp_path)
         except FedstillError as error:
             missing.add(str(error).split("'")[1])
     assert missing == {"cifar100"}

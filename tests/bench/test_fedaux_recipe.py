@@ -10,7 +10,6 @@ import pytest
 from recipe_cases import PaperCase, parameters
 
 from fedstill import run
-from fedstill.bench.estimate import group_of
 from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
@@ -299,19 +298,12 @@ def test_data_that_are_not_there_are_named(tmp_path):
     found, missing = set(), set()
     for cell in FEDAUX.all_cells():
         try:
-            with_data(cell, tmp_path)
+            with_data(cell.experiment, tmp_path)
             found |= {cell.experiment.data.source, str(cell.experiment.data.unlabeled)}
         except FedstillError as error:
             missing.add(str(error).split("'")[1])
     assert missing == {"stl10", "cifar100", "svhn", "bookcorpus"}
     assert {name.rpartition("/")[2] for name in found} == AT_HAND | {"3000"}
-
-
-def test_what_costs_the_same_is_measured_once():
-    """FedAvg, and all whose server learns, of one setting."""
-    column = "tiny-alpha-0.01-c-0.4"
-    groups = {group_of(FEDAUX.experiment("1", row, column)) for row in FEDAUX.recipe.tables["correct"]["1"].rows}
-    assert len(groups) == 2
 
 
 def test_every_documented_run_is_still_that_of_its_cell():

@@ -223,7 +223,7 @@ def test_data_that_are_not_there_are_named(tmp_path):
     found, missing = set(), set()
     for cell in MRTF.all_cells():
         try:
-            with_data(cell, tmp_path)
+            with_data(cell.experiment, tmp_path)
             found.add(cell.experiment.data.source)
         except FedstillError as error:
             missing.add(str(error).split("'")[1])

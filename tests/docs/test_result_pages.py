@@ -3,13 +3,17 @@
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
+from bench_cases import recipe_of, run_of, small
 from doc_pages import ROOT
+
+from fedstill.bench import Cell
 
 RECIPE = """
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
+from fedstill.experiment.config import Experiment
 
 def cells(mu, columns):
     rows = {"fedavg": "fedavg", "fedprox": f"fedprox(mu={mu})", "fedntd": "fedntd"}
@@ -285,3 +289,15 @@ def test_curves_are_means_of_the_ten_rounds_before(tool):
     assert values == pytest.approx(
         [0.1, 0.1, 0.4 / 3, 0.15, 0.16, 1 / 6, 1.2 / 7, 0.175, 1.6 / 9, 0.18, 0.19, 0.2], abs=1e-5
     )
+
+
+def test_a_page_shows_runs_of_the_cell_s_engine_and_names_those_that_it_does_not_show(tool, monkeypatch):
+    cells = [Cell(method, "digits", small(rounds=1, method=method)) for method in METHODS]
+    runs = [run_of(cell.experiment, [10.0]) for cell in cells]
+    other = {**runs[0], "accuracy": [90.0], "engine": {"precision": "bf16"}}
+    paper = tool.Paper(Path("tiny"), recipe_of(*cells), {}, [other, *runs])
+    ((_, picture),) = tool.pictures(paper, "paper")
+    assert picture.curves["fedavg"] == [([1], [0.1])], "one line a seed"
+    monkeypatch.setattr(tool, "papers", lambda: [paper])
+    (stray,) = tool.strays()
+    assert stray.endswith("of another engine than the one shown)")

@@ -8,11 +8,11 @@ import os
 import platform
 import re
 import shutil
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,14 @@ from fedstill.experiment.run_folder import CONFIG_FILE, read_description, versio
 from fedstill.loop.history import Row
 from fedstill.storage.files import holder, released, take
 
+LONGEST_NAME = 60
+MADE = "bench.json"  # in a run's folder: which device, how many at once, which versions
+BENCH_LOCK = ".bench.lock"
+
 
 @dataclass(frozen=True)
 class Job:
-    """The cell, its seed, and where it is written."""
+    """One run that is to be done: its cell, with a seed, and where it is written."""
 
     row: str
     column: str
@@ -52,7 +56,7 @@ class Job:
     experiment: Experiment  # with seed, device and the place of its data
     folder: Path
 
-    @property
+    @cached_property
     def run_id(self) -> tuple[str, int, str]:
         """As `results.run_id` has it of the record that it becomes."""
         return self.key, self.experiment.seed, engine_text(engine_of(self.experiment))
@@ -61,65 +65,51 @@ class Job:
     def label(self) -> str:
         return f"{self.row} {self.column} seed {self.experiment.seed}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only: it goes to another process."""
-        own = {"row": self.row, "column": self.column, "preset": self.preset, "key": self.key}
-        return {**own, "experiment": self.experiment.model_dump(mode="json"), "folder": str(self.folder)}
 
-    @classmethod
-    def from_json(cls, table: dict[str, Any]) -> Job:
-        experiment = Experiment.model_validate(table["experiment"])
-        return cls(**{**table, "experiment": experiment, "folder": Path(table["folder"])})
+@dataclass(frozen=True)
+class BenchPlan:
+    """The runs that a bench was asked for, and what is known of them."""
 
-
-MOST_AT_ONCE = 8
-BYTES_A_RUN = 8 << 30  # of GPU memory: data, a cohort of models, a captured graph
+    missing: Sequence[Job]  # not done
+    left: Sequence[Job]  # of the missing ones those that there are data for
+    skipped: Sequence[str]  # a line for each column without data
+    found: Sequence[Run]  # done, but in their folders only
+    runs: Sequence[Run]  # all that are known, of any table
+    done: int
 
 
-def make_orders(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, out: Path) -> list[Job]:
+def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, out: Path) -> list[Job]:
     """All runs of the cells, seed by seed, so that partial results cover every method; a cell twice is one run."""
-    orders: dict[tuple[str, int, str], Job] = {}
+    jobs: dict[tuple[str, int, str], Job] = {}
     for seed in range(seeds):
         for cell in cells:
             engine = {**cell.experiment.engine.model_dump(), "device": device}
             experiment = cell.experiment.replace(seed=seed, engine=engine)
             key = cell_key(experiment)
-            folder = run_folder(out, experiment, key)
-            order = Job(cell.row, cell.column, preset, key, experiment, folder)
-            orders.setdefault(order.run_id, order)
-    return list(orders.values())
+            job = Job(cell.row, cell.column, preset, key, experiment, run_folder(out, experiment, key))
+            jobs.setdefault(job.run_id, job)
+    return list(jobs.values())
 
 
-def split_done(orders: Sequence[Job], runs: Sequence[Run]) -> tuple[list[Job], list[Run]]:
-    """(what is left to do, runs whose folder is finished but which the results do not hold yet)."""
+def make_plan(jobs: Sequence[Job], runs: Sequence[Run], data: Path | None) -> BenchPlan:
+    """What is left of the jobs: neither in the results nor in a finished folder; `data` holds their data sets."""
+    if data is not None and not data.is_dir():
+        raise FedstillError(f"--data: no folder '{data}': give the folder that holds cifar10/, mnist/, ...")
     known, records = {run_id(run) for run in runs}, Records(runs)
-    left: list[Job] = []
-    found: list[Run] = []
-    for order in orders:
-        if order.run_id in known:
+    missing, left, found = [], [], []
+    lacking: dict[str, str] = {}  # why, by column
+    for job in jobs:
+        if job.run_id in known:
             continue
-        if (run := finished_run(order)) is not None:
+        if (run := finished_run(job)) is not None:
             found.append(run)
-        elif order.experiment.seed not in records.of(order.experiment):
-            left.append(order)
-    return left, found
-
-
-def place_data(orders: Sequence[Job], folder: Path | None, skip: Callable[[str], None]) -> list[Job]:
-    """Orders with their data taken from `folder`; columns whose data are not there are told to `skip`, once each."""
-    placed: list[Job] = []
-    missing: dict[str, str] = {}
-    if folder is not None and not folder.is_dir():
-        raise FedstillError(f"--data: no folder '{folder}': give the folder that holds cifar10/, mnist/, ...")
-    for order in orders:
-        try:
-            cell = with_data(Cell(order.row, order.column, order.experiment), folder)
-            placed.append(replace(order, experiment=cell.experiment))
-        except FedstillError as error:
-            missing.setdefault(order.column, str(error))
-    for column, why in missing.items():
-        skip(f"skipped {column}: {why}")
-    return placed
+        elif job.experiment.seed not in records.of(job.experiment):
+            missing.append(job)
+            try:
+                left.append(replace(job, experiment=with_data(job.experiment, data)))
+            except FedstillError as error:
+                lacking.setdefault(job.column, f"skipped {job.column}: {error}")
+    return BenchPlan(missing, left, [*lacking.values()], found, [*runs, *found], len(jobs) - len(missing))
 
 
 def find_device(name: str) -> str:
@@ -129,43 +119,10 @@ def find_device(name: str) -> str:
     return str(choose_device(name))
 
 
-def check_jobs(asked: str) -> None:
-    if asked != "auto" and (not asked.isdecimal() or int(asked) < 1):
-        raise FedstillError(f"--jobs {asked}: use a whole number from 1, or auto")
-
-
-def choose_jobs(asked: str, *, device: str, runs: int) -> int:
-    """How many runs at once: as asked, or by the room on the device (one at a time on a CPU)."""
-    check_jobs(asked)
-    if asked != "auto":
-        return min(int(asked), max(runs, 1))
-    if not device.startswith("cuda"):
-        return 1
-    free, _ = torch.cuda.mem_get_info(torch.device(device))
-    return room_for(runs, free_bytes=free, cores=cores())
-
-
-def room_for(runs: int, *, free_bytes: int, cores: int) -> int:
-    """Runs that share a GPU: each needs memory, and half of two cores to launch its kernels.
-
-    >>> room_for(36, free_bytes=140 << 30, cores=16), room_for(36, free_bytes=20 << 30, cores=16)
-    (8, 2)
-    """
-    return max(1, min(MOST_AT_ONCE, cores // 2, runs, free_bytes // BYTES_A_RUN))
-
-
-def cores() -> int:
-    """Those this process may use, which is fewer than the machine's in many containers."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_for(jobs: int) -> int:
-    """Torch threads of each of several workers: together no more than there are cores."""
-    return max(1, min(torch.get_num_threads(), cores() // jobs))
-
-
-LONGEST_NAME = 60
-MADE = "bench.json"  # which device, how many at once, which versions
+def threads_for(at_once: int) -> int:
+    """Torch threads of each of several workers: together no more than there are cores for this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(torch.get_num_threads(), cores // at_once))
 
 
 def run_folder(out: Path, experiment: Experiment, key: str) -> Path:
@@ -183,28 +140,19 @@ def device_name(device: str) -> str:
 
 def circumstances(device: str, at_once: int) -> dict[str, Any]:
     """What a run's numbers and seconds depend on beside the experiment."""
-    own = version_of("fedstill") or source_version(Path(__file__).resolve().parents[3])
-    versions = {"torch": version_of("torch") or torch.__version__, "fedstill": own}
+    versions = {"torch": str(torch.__version__), "fedstill": version_of("fedstill") or "unknown"}
     return {"at_once": at_once, "device": device_name(device), **versions}
 
 
-def source_version(repository: Path) -> str:
-    """What pyproject.toml says where fedstill runs from its source without having been installed."""
-    try:
-        return str(tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unknown"
-
-
-def make_run(order: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
+def make_run(job: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
     """The record of a finished run; accuracies in percent with two decimals."""
-    experiment = order.experiment
+    experiment = job.experiment
     evaluated = [row for row in rows if row.get("accuracy") is not None]
     run = Run(
-        key=order.key,
-        row=order.row,
-        column=order.column,
-        preset=order.preset,
+        key=job.key,
+        row=job.row,
+        column=job.column,
+        preset=job.preset,
         method=method_text(experiment),
         seed=experiment.seed,
         rounds=experiment.rounds,
@@ -217,7 +165,12 @@ def make_run(order: Job, rows: Sequence[Row], seconds: float, made: dict[str, An
         fedstill=made["fedstill"],
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
-    if beside := _beside(evaluated):
+    logged = {name: [row.get(name) for row in evaluated] for name in BESIDE}
+    if beside := {
+        name: [None if value is None else round(BESIDE[name] * value, 2) for value in values]
+        for name, values in logged.items()
+        if any(value is not None for value in values)
+    }:
         run["beside"] = beside
     if engine := engine_of(experiment):
         run["engine"] = engine
@@ -226,86 +179,40 @@ def make_run(order: Job, rows: Sequence[Row], seconds: float, made: dict[str, An
     return run
 
 
-def _beside(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Other numbers of the evaluated rounds, where any round has them; None in a round that has not."""
-    found = {name: [row.get(name) for row in rows] for name in BESIDE}
-    return {
-        name: [None if value is None else round(BESIDE[name] * value, 2) for value in values]
-        for name, values in found.items()
-        if any(value is not None for value in values)
-    }
-
-
-def finished_run(order: Job) -> Run | None:
-    """The run that the order's folder holds, if it went to its last round with the order's engine on any device."""
-    _take_up(order)
-    rounds, every = order.experiment.rounds, order.experiment.evaluate_every
+def finished_run(job: Job) -> Run | None:
+    """The run that the job's folder holds, if it went to its last round, on any device."""
+    rounds, every = job.experiment.rounds, job.experiment.evaluate_every
     try:
-        engine = engine_of(read_description(order.folder))
-        made = json.loads((order.folder / MADE).read_text(encoding="utf-8"))
-        lines = (order.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        made = json.loads((job.folder / MADE).read_text(encoding="utf-8"))
+        lines = (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
         looked = [row["round"] for row in rows if row.get("accuracy") is not None]
-        run = make_run(order, rows, sum(row["seconds"] for row in rows), made)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, FedstillError):
-        return None  # damaged, or written by a version that knew other keys
+        run = make_run(job, rows, sum(row["seconds"] for row in rows), made)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # damaged
     whole = looked == [number for number in range(1, rounds + 1) if evaluates(number, rounds, every)]
-    return run if engine == engine_of(order.experiment) and whole and fault_of(run) is None else None
+    return run if whole and fault_of(run) is None else None
 
 
-def begun_as(order: Job) -> Experiment:
-    """What to run in the order's folder: the experiment that was begun there, or the order's own.
+def begun_as(job: Job) -> Experiment:
+    """The experiment to run in the job's folder: the one that was begun there, or the job's own.
 
-    The folder's name holds the cell and the engine, so a begun run is the same; where its data lie may have changed.
-    On another device its numbers would be those of two devices: it starts again.
+    The folder's name holds cell and engine, so a begun run differs at most in where its data lie. A run that was begun
+    on another device starts again, because its numbers would be those of two devices.
     """
-    _take_up(order)
-    if not (order.folder / CONFIG_FILE).exists():
-        return order.experiment
-    try:
-        begun = read_description(order.folder)
-    except FedstillError:
-        shutil.rmtree(order.folder)  # written by a version that knew other keys
-        return order.experiment
-    same_engine = engine_of(begun) == engine_of(order.experiment)
-    if same_engine and begun.engine.device == order.experiment.engine.device:
-        return begun
-    _make_room(order, begun)
-    return order.experiment
-
-
-def _make_room(order: Job, begun: Experiment) -> None:
-    """Names of folders did not always hold the engine: a run of another one goes where it belongs."""
-    own = order.experiment.replace(engine=begun.engine.model_dump())
-    place = run_folder(order.folder.parents[1], own, order.key)
-    if (place / CONFIG_FILE).exists():  # the same engine on another device, or begun anew where it belongs
-        shutil.rmtree(order.folder)
-    else:
-        _move(order.folder, place)
-
-
-def _take_up(order: Job) -> None:
-    """A run of the order's engine from before names of folders held it."""
-    before = run_folder(order.folder.parents[1], order.experiment.replace(engine={}), order.key)
-    if before == order.folder or (order.folder / CONFIG_FILE).exists():
-        return
-    with suppress(OSError, FedstillError):
-        if engine_of(read_description(before)) == engine_of(order.experiment):
-            _move(before, order.folder)
-
-
-def _move(folder: Path, place: Path) -> None:
-    shutil.rmtree(place, ignore_errors=True)  # nothing but what a start that failed has left
-    place.parent.mkdir(parents=True, exist_ok=True)
-    folder.rename(place)
+    if not (job.folder / CONFIG_FILE).exists():
+        return job.experiment
+    with suppress(FedstillError):  # a version with other keys has written it
+        begun = read_description(job.folder)
+        if begun.engine.device == job.experiment.engine.device:
+            return begun
+    shutil.rmtree(job.folder)
+    return job.experiment
 
 
 def tidy(folder: Path) -> None:
     """A finished run keeps its numbers and models; its checkpoints can be as large as all clients together."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-
-
-BENCH_LOCK = ".bench.lock"
 
 
 def check_places(out: Path, results: Path) -> None:
@@ -323,7 +230,6 @@ def check_places(out: Path, results: Path) -> None:
 @contextmanager
 def claimed(out: Path, results: Path) -> Iterator[None]:
     """Both places made, and `out` held while the runs are done."""
-    check_places(out, results)
     lock = out / BENCH_LOCK
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -335,5 +241,5 @@ def claimed(out: Path, results: Path) -> Iterator[None]:
         raise FedstillError(f"--out: cannot write to '{out}' ({error.strerror}): name another folder") from None
     with released(lock, held):
         with holding(results):
-            pass  # a place that cannot be written is told now rather than after the first run
+            pass  # a place that cannot be written is an error now rather than after the first run
         yield

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-from fedstill.bench.results import name_of_data
+from pydantic import InstanceOf, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fedstill.bench.results import first_fault, name_of_data
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
 from fedstill.experiment.config import DataSection, Experiment
@@ -28,7 +33,7 @@ class Cell:
 
     row: str  # what --methods selects and the table shows: "fedlmd"
     column: str  # what --columns selects: "cifar10-lda-0.05"
-    experiment: Experiment  # without a seed of its own: the bench sets seed 0, 1, ...
+    experiment: InstanceOf[Experiment]  # without a seed of its own: the bench sets seed 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -62,28 +67,20 @@ class Recipe:
 RECIPE_FILE, EXPECTED_FILE = "recipe.py", "expected.toml"
 FIGURES = ("best", "last", "speedup", "gain", "rounds")  # what a paper prints of a cell
 _PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def places() -> list[Path]:
-    """Folders that hold a folder a paper: here, beside the installed package, in the repository of the package."""
-    return [Path("benchmarks"), _PACKAGE / "benchmarks", _PACKAGE.parents[1] / "benchmarks"]
-
-
-def papers() -> list[str]:
-    return sorted({recipe.parent.name for place in places() for recipe in place.glob(f"*/{RECIPE_FILE}")})
+_NUMBERS = TypeAdapter(dict[str, dict[str, dict[str, dict[str, StrictInt | StrictFloat | StrictStr]]]])
 
 
 def find_paper(paper: str) -> Path:
-    """The folder of a paper: a path to it, or its name."""
-    candidates = [Path(paper), *(place / paper for place in places())]
-    for folder in candidates:
+    """The folder of a paper: a path to it, or its name here, beside the installed package or in its repository."""
+    places = [Path("benchmarks"), _PACKAGE / "benchmarks", _PACKAGE.parents[1] / "benchmarks"]
+    for folder in [Path(paper), *(place / paper for place in places)]:
         if (folder / RECIPE_FILE).is_file():
             return folder
     if Path(paper).is_dir():
         raise FedstillError(f"'{paper}' has no {RECIPE_FILE}: see docs/bench.md for the form of a paper")
-    known = papers()
-    told = suggest(paper, known) if known else "no paper is here: give the path of its folder"
-    raise FedstillError(f"no benchmark '{paper}': {told}")
+    known = sorted({recipe.parent.name for place in places for recipe in place.glob(f"*/{RECIPE_FILE}")})
+    cure = suggest(paper, known) if known else "no paper is here: give the path of its folder"
+    raise FedstillError(f"no benchmark '{paper}': {cure}")
 
 
 def load_recipe(folder: Path) -> Recipe:
@@ -97,60 +94,37 @@ def load_recipe(folder: Path) -> Recipe:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        line = f", line {frames[-1].lineno}" if frames else ""
         kind = "" if isinstance(error, FedstillError) else f"{type(error).__name__}: "
-        raise FedstillError(f"{folder / RECIPE_FILE}{_line_of(error, file)}: {kind}{error}") from error
+        reason = f"{kind}{error}"
+        if isinstance(error, ValidationError):
+            form = {"Cell": Cell, "Table": Table, "Recipe": Recipe}.get(error.title)
+            reason = f"{error.title}.{first_fault(error, [field.name for field in fields(form)] if form else ())}"
+        raise FedstillError(f"{folder / RECIPE_FILE}{line}: {reason}") from error
     recipe = getattr(module, "RECIPE", None)
     if not isinstance(recipe, Recipe):
         raise FedstillError(f"{folder / RECIPE_FILE} defines no RECIPE: write RECIPE = Recipe(...), see docs/bench.md")
-    _check(recipe, folder)
+    if (fault := next(_faults(recipe), None)) is not None:
+        raise FedstillError(f"{folder / RECIPE_FILE}: {fault}, see docs/bench.md")
     return recipe
 
 
-def _line_of(error: BaseException, file: Path) -> str:
-    trace, line = error.__traceback__, None
-    while trace is not None:
-        line = trace.tb_lineno if Path(trace.tb_frame.f_code.co_filename) == file else line
-        trace = trace.tb_next
-    return "" if line is None else f", line {line}"
-
-
-def _check(recipe: Recipe, folder: Path) -> None:
-    if (fault := next(_faults(recipe), None)) is not None:
-        raise FedstillError(f"{folder / RECIPE_FILE}: {fault}, see docs/bench.md")
-
-
 def _faults(recipe: Recipe) -> Iterator[str]:
-    """What is wrong; nobody reads on after the first, so each may rely on those before it."""
-    if not all(isinstance(text, str) for text in (recipe.paper, recipe.title)):
-        yield "paper and title must be texts"
-    if not isinstance(recipe.presets, Mapping) or not isinstance(recipe.tables, Mapping):
-        yield 'presets and tables must be dicts: presets={"paper": "as printed"}, tables={"paper": {"1": Table(...)}}'
+    """Mistakes that the types of a recipe do not show."""
     if not recipe.presets or set(recipe.presets) != set(recipe.tables):
         yield "presets and tables must have the same names, at least one"
     for preset, tables in recipe.tables.items():
-        if not isinstance(tables, Mapping) or not all(isinstance(table, Table) for table in tables.values()):
-            yield f"preset '{preset}': its tables must be a dict of Table by name"
         if not tables:
             yield f"preset '{preset}' has no table: give it at least one"
         for name, table in tables.items():
             if name != table.name:
                 yield f"table '{table.name}' of preset '{preset}' stands under '{name}'"
-            yield from _table_faults(table)
-
-
-def _table_faults(table: Table) -> Iterator[str]:
-    if not isinstance(table.cells, (tuple, list)) or not all(isinstance(cell, Cell) for cell in table.cells):
-        yield f"table '{table.name}': cells must be a tuple of Cell"
-    if not table.cells:
-        yield f"table '{table.name}' has no cell: give it at least one"
-    for cell in table.cells:
-        if not isinstance(cell.row, str) or not isinstance(cell.column, str):
-            yield f"table '{table.name}': row {cell.row!r} and column {cell.column!r} must be texts"
-        if not isinstance(cell.experiment, Experiment):
-            yield f"table '{table.name}', {cell.row} in {cell.column}: {cell.experiment!r} is no Experiment(...)"
-    places = [(cell.column, cell.row) for cell in table.cells]
-    for column, row in sorted({place for place in places if places.count(place) > 1}):
-        yield f"table '{table.name}' has {row} twice in column {column}"
+            if not table.cells:
+                yield f"table '{table.name}' has no cell: give it at least one"
+            places = Counter((cell.column, cell.row) for cell in table.cells)
+            for column, row in (place for place, count in places.items() if count > 1):
+                yield f"table '{table.name}' has {row} twice in column {column}"
 
 
 def load_expected(folder: Path, recipe: Recipe) -> Expected:
@@ -158,40 +132,30 @@ def load_expected(folder: Path, recipe: Recipe) -> Expected:
     file = folder / EXPECTED_FILE
     if not file.is_file():
         return {}
-    found = toml_io.read_toml(file)
-    cells = _cells(recipe)
-    for table, columns in found.items():
-        _known(table, cells, f"{file}: the recipe has no table")
-        for column, rows in _items(columns, f"{file}: [{table}]"):
-            _known(column, cells[table], f"{file}: table '{table}' of the recipe has no column")
-            where = f'{file}: ["{table}"."{column}"]'
-            for row, numbers in _items(rows, where):
-                _known(row, cells[table][column], f"{where}: the recipe has no row")
-                for name, value in _items(numbers, f"{where} {row}"):
-                    _known(name, FIGURES, f"{where} {row}: no figure is called")
-                    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-                        raise FedstillError(f"{file}: {table}, {column}, {row}: {name} = {value!r} is no number")
-    return found
-
-
-def _cells(recipe: Recipe) -> dict[str, dict[str, set[str]]]:
-    """table -> column -> rows, of all presets together."""
-    found: dict[str, dict[str, set[str]]] = {}
+    try:
+        expected = _NUMBERS.validate_python(toml_io.read_toml(file))
+    except ValidationError as error:
+        form = '["3"."cifar10"] then fedavg = { best = 33.02 }'
+        raise FedstillError(f"{file}: {first_fault(error)}: write {form}") from None
+    cells: dict[str, dict[str, set[str]]] = {}  # rows by table and column, of all presets together
     for table in (table for tables in recipe.tables.values() for table in tables.values()):
         for cell in table.cells:
-            found.setdefault(table.name, {}).setdefault(cell.column, set()).add(cell.row)
-    return found
+            cells.setdefault(table.name, {}).setdefault(cell.column, set()).add(cell.row)
+    for name, columns in expected.items():
+        _check_known(name, cells, f"{file}: the recipe has no table")
+        for column, rows in columns.items():
+            _check_known(column, cells[name], f"{file}: table '{name}' of the recipe has no column")
+            where = f'{file}: ["{name}"."{column}"]'
+            for row, numbers in rows.items():
+                _check_known(row, cells[name][column], f"{where}: the recipe has no row")
+                for figure in numbers:
+                    _check_known(figure, FIGURES, f"{where} {row}: no figure is called")
+    return expected
 
 
-def _known(word: str, known: Collection[str], what: str) -> None:
+def _check_known(word: str, known: Collection[str], problem: str) -> None:
     if word not in known:
-        raise FedstillError(f"{what} '{word}': {suggest(word, sorted(known))}")
-
-
-def _items(value: object, where: str) -> list[tuple[str, object]]:
-    if not isinstance(value, dict):
-        raise FedstillError(f'{where} must be a table: ["3"."cifar10"] then fedavg = {{ best = 33.02 }}')
-    return list(value.items())
+        raise FedstillError(f"{problem} '{word}': {suggest(word, sorted(known))}")
 
 
 def find_preset(recipe: Recipe, preset: str | None) -> str:
@@ -253,20 +217,18 @@ def with_settings(table: Table, settings: Sequence[str], chosen: Iterable[Cell])
     return replace(table, cells=tuple(cells))
 
 
-def with_data(cell: Cell, folder: Path | None) -> Cell:
-    """The cell with its data taken from `folder`; a FedstillError says what is missing there."""
+def with_data(experiment: Experiment, folder: Path | None) -> Experiment:
+    """The experiment with its data taken from `folder`; a FedstillError says which set is missing there."""
     if folder is None:
-        return cell
-    if not folder.is_dir():
-        raise FedstillError(f"--data: no folder '{folder}': give the folder that holds cifar10/, mnist/, ...")
-    data = cell.experiment.data
+        return experiment
+    data = experiment.data
     places = {"source": _place(data.source, folder)}
     if isinstance(data.unlabeled, str) and data.unlabeled not in OWN_SETS:
         places["unlabeled"] = _place(data.unlabeled, folder)
     if data.test is not None:
         places["test"] = _place(data.test, folder)
     moved = DataSection.model_validate({**data.model_dump(), **places})
-    return replace(cell, experiment=cell.experiment.replace(data=moved.model_dump()))
+    return experiment.replace(data=moved.model_dump())
 
 
 def _place(name: str, folder: Path) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, NamedTuple, NotRequired
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
@@ -46,32 +49,34 @@ BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_ac
 NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
 
 
-class RunFacts(TypedDict):
-    """What every record has; accuracies in percent make every figure computable again."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Run(TypedDict):
+    """The record of one finished run; accuracies in percent make every figure computable again."""
 
     key: str  # of its cell: see cell_key
     row: str
     column: str
     preset: str
     method: str
-    seed: int
-    rounds: int
-    evaluated: int  # every so many rounds
-    accuracy: list[float]
-    seconds: float
-    at_once: int  # runs that shared the device
+    seed: Annotated[int, Field(ge=0)]
+    rounds: Count
+    evaluated: Count  # every so many rounds
+    accuracy: list[Finite]
+    seconds: Annotated[Finite, Field(ge=0)]
+    at_once: Count  # runs that shared the device
     device: str
     torch: str
     fedstill: str
     date: str
+    beside: NotRequired[dict[str, list[Finite | None]]]  # other numbers of the evaluated rounds (see BESIDE)
+    engine: NotRequired[dict[str, Any]]  # see engine_of; left out: the default
+    prepared: NotRequired[Annotated[Finite, Field(ge=0)]]  # of the seconds, those before the first round
 
 
-class Run(RunFacts, total=False):
-    """One finished run."""
-
-    beside: dict[str, list[float | None]]  # other numbers of the evaluated rounds (see BESIDE); left out: none
-    engine: dict[str, Any]  # see engine_of; left out: the default
-    prepared: float  # of the seconds, those before the first round: pre-training and the like; left out: none
+_RECORD = TypeAdapter(Run)
 
 
 def cell_key(experiment: Experiment) -> str:
@@ -166,51 +171,34 @@ def read_runs(path: Path, paper: str | None = None) -> list[Run]:
         raise FedstillError(f"--results: '{path}' holds runs of {whose!r}, not of {paper!r}: name another file")
     for number, run in enumerate(runs, 1):
         if (fault := fault_of(run)) is not None:
-            raise FedstillError(f"--results: '{path}': run {number}{_named(run)}: {fault}: move the file away")
+            name = " ".join(str(run.get(key)) for key in ("row", "column", "seed")) if isinstance(run, dict) else run
+            raise FedstillError(f"--results: '{path}': run {number} ({name}): {fault}: move the file away")
     return runs
 
 
 def fault_of(run: Any) -> str | None:
     """What makes a record unusable; None for a good one."""
-    if not isinstance(run, dict):
-        return "is no table"
-    if missing := sorted(RunFacts.__annotations__.keys() - run.keys()):
-        return f"without {', '.join(missing)}"
-    texts = [key for key, kind in get_type_hints(RunFacts).items() if kind is str and not isinstance(run[key], str)]
-    least = {"seed": 0, "rounds": 1, "evaluated": 1, "at_once": 1}
-    counts = [key for key, low in least.items() if type(run[key]) is not int or run[key] < low]
-    seconds = [] if _is_number(run["seconds"]) and run["seconds"] >= 0 else ["seconds"]
-    if wrong := [*texts, *counts, *seconds]:
-        return f"{wrong[0]} = {run[wrong[0]]!r}"
-    accuracy, wanted = run["accuracy"], len(curve_of(run).at)
-    if not isinstance(accuracy, list) or not all(_is_number(value) for value in accuracy):
-        return "accuracy is no list of numbers"
-    if len(accuracy) != wanted:
-        return f"{len(accuracy)} accuracies for {wanted} evaluated rounds"
-    if not isinstance(run.get("engine", {}), dict):
-        return "engine is no table"
-    if not _is_number(run.get("prepared", 0)) or run.get("prepared", 0) < 0:
-        return f"prepared = {run['prepared']!r}"
-    return _fault_beside(run.get("beside", {}), wanted)
-
-
-def _fault_beside(beside: Any, wanted: int) -> str | None:
-    if not isinstance(beside, dict):
-        return "beside is no table"
-    for name, values in beside.items():
-        known = isinstance(values, list) and all(value is None or _is_number(value) for value in values)
-        if not known or len(values) != wanted:
-            return f"beside: {name} is no list of {wanted} numbers"
+    try:
+        _RECORD.validate_python(run, strict=True)
+    except ValidationError as error:
+        return first_fault(error)
+    wanted = len(curve_of(run).at)
+    for name, values in {"accuracy": run["accuracy"], **run.get("beside", {})}.items():
+        if len(values) != wanted:
+            return f"{name} has {len(values)} values for {wanted} evaluated rounds"
     return None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def first_fault(error: ValidationError, positions: Sequence[str] = ()) -> str:
+    """The first of pydantic's complaints in one line: rounds = None: Input should be a valid integer
 
-
-def _named(run: Any) -> str:
-    known = [str(run[key]) for key in ("row", "column", "seed") if key in run] if isinstance(run, dict) else []
-    return f" ({' '.join(known)})" if known else ""
+    positions: names of what a call gives by position.
+    """
+    first = error.errors(include_url=False)[0]
+    start, *deeper = first["loc"] or ("",)
+    place = ".".join(map(str, [positions[start] if positions and isinstance(start, int) else start, *deeper]))
+    value = "" if first["type"] == "missing" else f" = {reprlib.repr(first['input'])}"
+    return f"{place}{value}: {first['msg']}"
 
 
 def merge(*groups: Iterable[Run]) -> list[Run]:

@@ -189,10 +189,10 @@ def bench(
     table: Annotated[str | None, typer.Option(metavar="N", help="Which table; without it they are listed.")] = None,
     columns: Annotated[str | None, typer.Option(metavar="A,B,...", help="Columns of the table (default: all).")] = None,
     methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Rows of the table (default: all).")] = None,
-    seeds: Annotated[int, typer.Option(metavar="N", help="Seeds 0 to N - 1.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Seeds 0 to N - 1.")] = 1,
     preset: Annotated[str | None, typer.Option(metavar="P", help="Where paper and released code differ.")] = None,
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds cifar10/, mnist/, ...")] = None,
-    jobs: Annotated[str, typer.Option(metavar="N", help="Runs at a time; auto: as many as fit.")] = "auto",
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at a time, on one device too.")] = 1,
     device: Annotated[str, typer.Option(metavar="D", help="auto, cpu or cuda.")] = "auto",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folders (default: runs/bench/PAPER).")] = None,
     results: Annotated[

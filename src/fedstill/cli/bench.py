@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import typer
 
-from fedstill.bench.estimate import Estimate, estimate, estimate_line, longest_first, silent
-from fedstill.bench.plan import (
-    Job,
-    check_jobs,
-    check_places,
-    choose_jobs,
-    claimed,
-    find_device,
-    make_orders,
-    place_data,
-    split_done,
-)
+from fedstill.bench.estimate import Seconds, estimate_line, longest_first, roughly
+from fedstill.bench.plan import BenchPlan, Job, check_places, claimed, device_name, find_device, make_jobs, make_plan
 from fedstill.bench.recipe import (
-    Expected,
     Recipe,
     Table,
     choose,
@@ -37,15 +29,16 @@ from fedstill.bench.recipe import (
     with_settings,
 )
 from fedstill.bench.render import as_json, text_table
-from fedstill.bench.results import Records, Run, add_run, cell_id, read_runs, run_id
-from fedstill.bench.summary import summarize_table
-from fedstill.bench.workers import Message, WorkerPool, crew, shared_gpu
+from fedstill.bench.results import Records, Run, add_run, cell_id, curve_of, read_runs, run_id
+from fedstill.bench.summary import best, last_ten, summarize_table
+from fedstill.bench.workers import Message, do_jobs
 from fedstill.cli.app import print_json, stoppable, tell
-from fedstill.cli.bench_progress import BenchProgress
 from fedstill.core.errors import FedstillError
 from fedstill.report.table import counted
 
 GO_ON = "go on with the same command: finished runs are kept, begun ones resume"
+QUIET_SECONDS = 60.0  # where there is no terminal: a line at least this often
+LEAST_SECONDS = 1e-3  # of a run: shares are of a sum that is not zero
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class BenchOptions:
     seeds: int = 1
     preset: str | None = None
     data: Path | None = None
-    jobs: str = "auto"
+    jobs: int = 1
     device: str = "auto"
     out: Path | None = None
     results: Path | None = None
@@ -68,50 +61,7 @@ class BenchOptions:
     as_json: bool = False
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a call is about: the chosen part of one table, and where its results are."""
-
-    recipe: Recipe
-    expected: Expected
-    preset: str
-    table: Table  # with the settings of the command line
-    printed: Table  # as the recipe has it
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    out: Path
-    results: Path
-    settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class BenchPlan:
-    """The runs asked for, and what is known of them."""
-
-    wanted: Sequence[Job]
-    missing: Sequence[Job]  # not done
-    left: Sequence[Job]  # of those the ones that --data has data for
-    found: Sequence[Run]  # done, but in their folders only
-    runs: Sequence[Run]  # all that are known, of any table
-
-    @property
-    def done(self) -> int:
-        return len(self.wanted) - len(self.missing)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of the runs that were asked for."""
-
-    failed: int = 0
-    any_done: bool = False  # now or before
-    nothing_ran: bool = False  # though something was to be run
-
-
 def bench_command(options: BenchOptions) -> None:
-    if options.seeds < 1:
-        raise FedstillError(f"--seeds {options.seeds}: use at least 1")
-    check_jobs(options.jobs)
     folder = find_paper(options.paper)
     recipe = load_recipe(folder)
     expected = load_expected(folder, recipe)
@@ -121,13 +71,40 @@ def bench_command(options: BenchOptions) -> None:
     if options.table is None:
         _list(options, recipe, preset, read_runs(results, recipe.paper))
         return
-    work = _choose(options, recipe, expected, preset, out, results)
-    outcome = _run(work, options)
-    if not options.dry_run and (outcome.any_done or not outcome.nothing_ran):
-        _show(work, options.as_json)
-    if outcome.failed:
-        tell(f"{counted(outcome.failed, 'run')} failed; the same command tries again")
-    if outcome.failed or outcome.nothing_ran:
+    printed = find_table(recipe, preset, options.table)
+    columns = choose("--columns", options.columns, printed.columns)
+    rows = choose("--methods", options.methods, printed.rows)
+    table = with_settings(printed, options.settings, select(printed, columns, rows))
+    device = find_device(options.device)
+    cells = select(table, columns, rows)
+    jobs = make_jobs(cells, preset=preset, seeds=options.seeds, device=device, out=out)
+    check_places(out, results)
+    plan = make_plan(jobs, read_runs(results, recipe.paper), options.data)
+    for line in plan.skipped:
+        tell(line)
+    failed = 0
+    if options.dry_run or not (plan.left or plan.found):
+        _announce(plan, options, device)
+    else:
+        with claimed(out, results):
+            plan = make_plan(jobs, read_runs(results, recipe.paper), options.data)  # another bench may just have ended
+            for run in plan.found:
+                add_run(results, recipe.paper, run)
+            failed = _work_off(plan, options, device=device, paper=recipe.paper, results=results)
+    if not options.dry_run and plan.done + len(plan.left) > failed:
+        runs = read_runs(results, recipe.paper)
+        summaries = summarize_table(table, runs, expected, columns=columns, rows=rows, printed=printed)
+        if options.as_json:
+            print_json(as_json(recipe, preset, table.name, summaries, settings=options.settings))
+        else:
+            changed = f", changed: {', '.join(options.settings)}" if options.settings else ""
+            typer.echo(f"{recipe.paper}, {heading(table)} (preset {preset}{changed})")
+            typer.echo("\n".join([*([table.note] if table.note else []), "", text_table(summaries), ""]))
+            models = f", models below {out}" if out.exists() else ""
+            typer.echo(f"Curves and seconds of every run are in {results}{models}.")
+    if failed:
+        tell(f"{counted(failed, 'run')} failed; the same command tries again")
+    if failed or (plan.missing and not plan.left):
         raise typer.Exit(1)
 
 
@@ -141,111 +118,38 @@ def results_file(options: BenchOptions, recipe: Recipe, out: Path) -> Path:
     return out / "results.json"
 
 
-def _choose(options: BenchOptions, recipe: Recipe, expected: Expected, preset: str, out: Path, results: Path) -> Work:
-    assert options.table is not None
-    printed = find_table(recipe, preset, options.table)
-    columns = choose("--columns", options.columns, printed.columns)
-    rows = choose("--methods", options.methods, printed.rows)
-    table = with_settings(printed, options.settings, select(printed, columns, rows))
-    recipe = replace(recipe, tables={preset: {table.name: table}})
-    return Work(recipe, expected, preset, table, printed, columns, rows, out, results, tuple(options.settings))
-
-
-def _run(work: Work, options: BenchOptions) -> Outcome:
-    """Run what is not done yet."""
-    device = find_device(options.device)
-    cells = select(work.table, work.columns, work.rows)
-    wanted = make_orders(cells, preset=work.preset, seeds=options.seeds, device=device, out=work.out)
-    check_places(work.out, work.results)
-    plan = _plan(work, wanted, options.data, skip=tell)
-    if options.dry_run or not (plan.left or plan.found):
-        return _work_off(work, plan, options, device=device)
-    with claimed(work.out, work.results):
-        plan = _plan(work, wanted, options.data, skip=silent)  # another bench may just have ended
-        for run in plan.found:
-            add_run(work.results, work.recipe.paper, run)
-        return _work_off(work, plan, options, device=device)
-
-
-def _plan(work: Work, wanted: Sequence[Job], data: Path | None, *, skip: Callable[[str], None]) -> BenchPlan:
-    runs = read_runs(work.results, work.recipe.paper)
-    missing, found = split_done(wanted, runs)
-    return BenchPlan(wanted, missing, place_data(missing, data, skip), found, [*runs, *found])
-
-
-def _work_off(work: Work, plan: BenchPlan, options: BenchOptions, *, device: str) -> Outcome:
-    if not plan.left:
+def _announce(plan: BenchPlan, options: BenchOptions, device: str) -> Seconds:
+    """Say how many runs are left and how long they take: with --dry-run that is the answer, else a word before them."""
+    at_once = max(1, min(options.jobs, len(plan.left)))
+    seconds = Seconds(plan.runs, device=device_name(device), at_once=at_once)
+    if plan.left:
+        line, total = estimate_line(plan.left, seconds, device), seconds.total(plan.left)
+    else:
         skipped = f", {len(plan.missing)} skipped" if plan.missing else ""
-        _tell_estimate(f"nothing to run: {counted(plan.done, 'run')} done{skipped}", 0, 0.0, options)
-        return Outcome(any_done=plan.done > 0, nothing_ran=bool(plan.missing))
-    jobs = choose_jobs(options.jobs, device=device, runs=len(plan.left))
-    with stoppable(lambda: GO_ON), shared_gpu(jobs, device) as shared, crew(jobs) as workers:
-        known = estimate(plan.left, plan.wanted, plan.runs, workers, jobs=jobs, tell=tell)
-        for failure in known.failures:
-            tell(f"no estimate from {failure}")
-        able = _with_data(plan.left, known, options.data)
-        if not able:
-            line = f"nothing to run: {counted(plan.done, 'run')} done, {len(plan.missing)} without data"
-            _tell_estimate(line, 0, 0.0, options)
-            return Outcome(any_done=plan.done > 0, nothing_ran=True)
-        line = estimate_line(able, known, jobs=jobs, device=device) + (" (shared through MPS)" if shared else "")
-        _tell_estimate(line, len(able), known.total(able, jobs), options)
-        if options.dry_run:
-            return Outcome(any_done=plan.done > 0)
-        failed = _perform(work, longest_first(able, known), known, workers)
-        return Outcome(failed + len(plan.left) - len(able), any_done=plan.done > 0 or failed < len(able))
-
-
-def _with_data(orders: Sequence[Job], known: Estimate, data: Path | None) -> list[Job]:
-    """Orders whose data can be had; what cannot is told once a reason."""
-    lacking: dict[str, dict[str, None]] = {}
-    for order in orders:
-        if (why := known.lacks_data(order)) is not None:
-            lacking.setdefault(why, {})[order.column] = None
-    for why, columns in lacking.items():
-        cure = "" if data is not None else "; give --data DIR if it lies in a folder of yours"
-        tell(f"skipped {', '.join(columns)}: {why}{cure}")
-    return [order for order in orders if known.lacks_data(order) is None]
-
-
-def _tell_estimate(line: str, runs: int, seconds: float | None, options: BenchOptions) -> None:
-    """With --dry-run it is the answer, otherwise a word before the work begins."""
+        line, total = f"nothing to run: {counted(plan.done, 'run')} done{skipped}", 0.0
     if not options.dry_run:
         tell(line)
     elif options.as_json:
-        print_json({"runs": runs, "seconds": None if seconds is None else round(seconds, 1), "text": line})
+        answer = {"runs": len(plan.left), "seconds": None if total is None else round(total, 1), "text": line}
+        print_json(answer)
     else:
         typer.echo(line)
+    return seconds
 
 
-def _perform(work: Work, orders: Sequence[Job], known: Estimate, workers: WorkerPool) -> int:
-    failed = 0
-    with BenchProgress(orders, known) as progress:
+def _work_off(plan: BenchPlan, options: BenchOptions, *, device: str, paper: str, results: Path) -> int:
+    """Do the runs that are left, each recorded as it ends; returns how many failed."""
+    seconds = _announce(plan, options, device)
+    jobs = longest_first(plan.left, seconds)
+    with stoppable(lambda: GO_ON), BenchProgress(jobs, seconds) as progress:
 
         def hear(message: Message) -> None:
-            nonlocal failed
-            if message["kind"] == "done":
-                add_run(work.results, work.recipe.paper, message["answer"])
-            failed += message["kind"] == "failed"
+            if message.run is not None:
+                add_run(results, paper, message.run)
             progress.hear(message)
 
-        workers.do("run", orders, hear)
-    return failed
-
-
-def _show(work: Work, in_json: bool) -> None:
-    runs = read_runs(work.results, work.recipe.paper)
-    chosen = {"columns": work.columns, "rows": work.rows}
-    columns = summarize_table(work.table, runs, work.expected, **chosen, printed=work.printed)
-    if in_json:
-        print_json(as_json(work.recipe, work.preset, work.table.name, columns, settings=work.settings))
-        return
-    changed = f", changed: {', '.join(work.settings)}" if work.settings else ""
-    title = f"{work.recipe.paper}, {heading(work.table)} (preset {work.preset}{changed})"
-    typer.echo("\n".join([title, *([work.table.note] if work.table.note else []), "", text_table(columns), ""]))
-    models = f", models below {work.out}" if work.out.exists() else ""
-    if work.results.exists():
-        typer.echo(f"Curves and seconds of every run are in {work.results}{models}.")
+        do_jobs(jobs, hear, at_once=seconds.at_once)
+    return progress.failed
 
 
 def heading(table: Table) -> str:
@@ -259,10 +163,12 @@ def heading(table: Table) -> str:
 
 
 def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run]) -> None:
+    """The tables of a paper, and how much of each is done."""
     for name in ("columns", "methods"):
         if getattr(options, name) is not None:
             raise FedstillError(f"--{name} needs --table: choose one of {', '.join(recipe.tables[preset])}")
-    tables = [_entry(table, runs) for table in recipe.tables[preset].values()]
+    records = Records(runs)
+    tables = [_entry(table, records) for table in recipe.tables[preset].values()]
     if options.as_json:
         head = {"paper": recipe.paper, "title": recipe.title, "presets": dict(recipe.presets), "preset": preset}
         print_json({**head, "tables": tables})
@@ -270,30 +176,116 @@ def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run
     typer.echo(f"{recipe.paper}: {recipe.title}")
     for name, meaning in recipe.presets.items():
         typer.echo(f"preset {name}{' (shown)' if name == preset else ''}: {meaning}")
+    whole_names = textwrap.TextWrapper(100, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
     for table, entry in zip(recipe.tables[preset].values(), tables, strict=True):
         cells = f"{entry['cells_done']} of {counted(entry['runs'], 'cell')} have a run"
         typer.echo(f"\n{heading(table)}\n  {cells}, {counted(entry['done'], 'run')} with all seeds")
         for name, words in (("columns", table.columns), ("methods", table.rows)):
-            typer.echo(_names(f"  {name}: {', '.join(words)}"))
+            typer.echo(whole_names.fill(f"  {name}: {', '.join(words)}"))
     first = next(iter(recipe.tables[preset]))
     typer.echo(f"\nNext: fedstill bench {shlex.quote(options.paper)} --table {shlex.quote(first)} --dry-run")
 
 
-def _names(line: str) -> str:
-    """In lines of 100, each name whole: it is to be copied."""
-    return textwrap.fill(line, 100, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
-
-
-def _entry(table: Table, runs: Sequence[Run]) -> dict[str, Any]:
-    records = Records(runs)
+def _entry(table: Table, records: Records) -> dict[str, Any]:
     cells = {cell_id(cell.experiment): records.of(cell.experiment) for cell in table.cells}
     done = {run_id(run) for found in cells.values() for run in found.values()}
     about = {"name": table.name, "title": table.title, "note": table.note}
-    return {
-        **about,
-        "columns": list(table.columns),
-        "rows": list(table.rows),
-        "runs": len(cells),
-        "done": len(done),
-        "cells_done": sum(map(bool, cells.values())),
-    }
+    names = {"columns": list(table.columns), "rows": list(table.rows)}
+    return {**about, **names, "runs": len(cells), "done": len(done), "cells_done": sum(map(bool, cells.values()))}
+
+
+class BenchProgress:
+    """Runs as they happen, on stderr: one bar on a terminal; elsewhere a line a finished run and one a minute.
+
+    The time left follows from the seconds of recorded runs, of those that end here too, at the speed seen so far. As
+    long as a job has no estimate, rounds are the measure.
+    """
+
+    def __init__(self, jobs: Sequence[Job], seconds: Seconds, *, terminal: bool | None = None) -> None:
+        self.jobs, self.seconds = jobs, seconds
+        self.finished = self.failed = 0
+        self._share = [0.0] * len(jobs)  # done of each run
+        self._before: dict[int, float] = {}  # done of it when it began here
+        self._errors: set[str] = set()  # each is said once
+        self._began = self._said = time.perf_counter()
+        self._weigh()
+        self.bar: Any = None
+        if sys.stderr.isatty() if terminal is None else terminal:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            texts = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("count", "left", "label")]
+            self.bar = Progress(BarColumn(bar_width=24), *texts, console=Console(stderr=True), transient=True)
+            self._task = self.bar.add_task("", total=1.0, count=self.count, left="", label="")
+
+    def __enter__(self) -> Self:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def hear(self, message: Message) -> None:
+        number, job = message.number, self.jobs[message.number]
+        if message.round is not None:
+            self._share[number] = message.round / job.experiment.rounds
+            self._before.setdefault(number, self._share[number])
+            self._show(f"{job.label}, round {message.round}/{job.experiment.rounds}")
+        elif message.doing:
+            self._show(f"{job.label}, {message.doing}")
+        else:
+            self._share[number] = 1.0
+            self.finished += 1
+            self._say(f"{job.label}{self._end_of(message)}")
+
+    def _end_of(self, message: Message) -> str:
+        if message.run is None:
+            self.failed += 1
+            self._before[message.number] = 1.0  # rounds that were not computed are no speed
+            reason = "for the same reason" if message.error in self._errors else message.error
+            self._errors.add(str(message.error))
+            return f" failed: {reason}"
+        self.seconds.add(message.run)
+        self._weigh()
+        curve = curve_of(message.run)
+        numbers = f"best {best(curve):.2f} %, last 10 {last_ten(curve):.2f} %"
+        return f": {numbers}, {roughly(message.run['seconds'])}"
+
+    def _weigh(self) -> None:
+        """The work of each job: seconds, or its rounds where some job has no estimate."""
+        seconds = [self.seconds.of(job) for job in self.jobs]
+        rounds = [float(job.experiment.rounds) for job in self.jobs]
+        self._work = rounds if None in seconds else [max(spent or 0.0, LEAST_SECONDS) for spent in seconds]
+
+    @property
+    def done(self) -> float:
+        """Share of all work."""
+        return sum(share * work for share, work in zip(self._share, self._work, strict=True)) / sum(self._work)
+
+    @property
+    def left(self) -> str:
+        before = sum(share * self._work[number] for number, share in self._before.items()) / sum(self._work)
+        spent, here = time.perf_counter() - self._began, self.done - before
+        return f"{roughly(spent * (1 - self.done) / here)} left" if here > 0 and self.done < 1 else ""
+
+    @property
+    def count(self) -> str:
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.finished}/{len(self.jobs)} runs{failed}"
+
+    def _show(self, label: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self._task, completed=self.done, count=self.count, left=self.left, label=label)
+        elif time.perf_counter() - self._said > QUIET_SECONDS:
+            self._say(label)
+
+    def _say(self, line: str) -> None:
+        self._said = time.perf_counter()
+        if self.bar is not None:
+            self._show("")
+            self.bar.console.print(line, markup=False, highlight=False)
+        else:
+            words = [self.count, line, self.left]
+            print("  ".join(word for word in words if word), file=sys.stderr, flush=True)

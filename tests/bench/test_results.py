@@ -1,6 +1,7 @@
 """The same cell is the same run wherever it stands, and the results file loses nothing."""
 
 import json
+import re
 
 import pytest
 from bench_cases import run_of, small
@@ -116,24 +117,39 @@ def test_what_a_run_logs_beside_its_accuracy_comes_back(tmp_path):
     assert read_runs(tmp_path / "results.json") == [run]
 
 
-@pytest.mark.parametrize("beside", [3, {"pseudo_labels": 4}, {"pseudo_labels": [1]}, {"pseudo_labels": [1, "two"]}])
-def test_what_stands_beside_must_have_a_value_for_every_evaluated_round(tmp_path, beside):
-    write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=2), [10.0, 20.0], beside=beside)])
-    with pytest.raises(FedstillError, match="beside"):
-        read_runs(tmp_path / "results.json")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"accuracy": [10.0]}, "accuracy has 1 values for 4 evaluated rounds"),
+        ({"accuracy": None}, "accuracy = None"),
+        ({"accuracy": "10"}, "accuracy = '10'"),
+        ({"accuracy": [1.0, 2.0, 3.0, "x"]}, "accuracy.3 = 'x'"),
+        ({"accuracy": [1.0, 2.0, 3.0, float("nan")]}, "accuracy.3 = nan"),
+        ({"seed": "x"}, "seed = 'x'"),
+        ({"seed": -1}, "seed = -1"),
+        ({"rounds": None}, "rounds = None"),
+        ({"evaluated": 0}, "evaluated = 0"),
+        ({"seconds": "long"}, "seconds = 'long'"),
+        ({"device": 3}, "device = 3"),
+        ({"engine": "bf16"}, "engine = 'bf16'"),
+        ({"prepared": -1.0}, "prepared = -1.0"),
+        ({"beside": {"pseudo_labels": [1, 2, 3, "four"]}}, "beside.pseudo_labels.3 = 'four'"),
+        ({"beside": {"pseudo_labels": [1]}}, "pseudo_labels has 1 values for 4 evaluated rounds"),
+    ],
+    ids=str,
+)
+def test_a_record_that_no_table_can_use_is_named(tmp_path, changes, reason):
+    good = run_of(small(), [1.0, 2.0, 3.0, 4.0])
+    bad = {**run_of(small(), [1.0, 2.0, 3.0, 4.0], column="cifar10", seed=7), **changes}
+    (tmp_path / "own.json").write_text(json.dumps({"paper": "tiny", "runs": [good, bad]}))
+    with pytest.raises(FedstillError, match=re.escape(f"run 2 (fedavg cifar10 {bad['seed']}): {reason}")):
+        read_runs(tmp_path / "own.json")
 
 
-def test_an_engine_that_is_no_table_is_no_record(tmp_path):
-    write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=1), [10.0], engine="bf16")])
-    with pytest.raises(FedstillError, match="engine is no table"):
-        read_runs(tmp_path / "results.json")
-
-
-@pytest.mark.parametrize("prepared", ["1", -1.0, None])
-def test_prepared_seconds_that_are_no_seconds_are_no_record(tmp_path, prepared):
-    write_runs(tmp_path / "results.json", "tiny", [run_of(small(rounds=1), [10.0], prepared=prepared)])
-    with pytest.raises(FedstillError, match="prepared = "):
-        read_runs(tmp_path / "results.json")
+def test_results_of_another_paper_are_not_taken_over(tmp_path):
+    write_runs(tmp_path / "theirs.json", "huge", [run_of(small(rounds=1), [10.0])])
+    with pytest.raises(FedstillError, match="'huge', not of 'tiny'"):
+        read_runs(tmp_path / "theirs.json", "tiny")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"runs": 3}', '{"runs": [{"key": "a"}]}'])

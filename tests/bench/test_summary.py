@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from fedstill.bench.results import Curve
 from fedstill.bench.summary import (
-    Curve,
     best,
     first_round,
     last_known,

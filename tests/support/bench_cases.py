@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from typer.testing import CliRunner
 
@@ -13,7 +15,7 @@ from fedstill.experiment.config import Experiment
 
 RECIPE = """
 from fedstill.bench import Cell, Recipe, Table
-from fedstill.config import Experiment
+from fedstill.experiment.config import Experiment
 
 OPTIONS = {"fedavg": {}, "fedprox": {"mu": 1.0}}
 
@@ -84,34 +86,27 @@ def recipe_of(*cells: Cell) -> Recipe:
     return Recipe("tiny", "A tiny paper", {"paper": ""}, {"paper": {"1": Table("1", "Accuracy", cells)}})
 
 
+def fake_runs(monkeypatch):
+    """Runs that train nothing but leave the files of a run; returns the list of (method, seed) that were started."""
+    seen = []
+
+    def run(experiment, *, run_dir, **_):
+        seen.append((experiment.method.name, experiment.seed))
+        numbers = range(1, experiment.rounds + 1)
+        rows = [
+            {"round": number, "accuracy": 0.1 * number + 0.01 * experiment.seed, "seconds": 2.0} for number in numbers
+        ]
+        (run_dir / "config.toml").write_text(experiment.to_toml())
+        (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (run_dir / "model").write_text("trained")
+        return SimpleNamespace(history=SimpleNamespace(rows=rows), seconds=2.0 * experiment.rounds)
+
+    monkeypatch.setattr(workers, "run", run)
+    return seen
+
+
 def forbid_runs(monkeypatch):
     def run(*_, **__):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(workers, "run", run)
-
-
-def count_runs(monkeypatch):
-    """Experiments that are run in full, without probes."""
-    seen, run = [], workers.run
-
-    def counted(experiment, **options):
-        if options.get("run_dir") is not None:
-            seen.append((experiment.method.name, experiment.seed))
-        return run(experiment, **options)
-
-    monkeypatch.setattr(workers, "run", counted)
-    return seen
-
-
-def interrupt_after(monkeypatch, rounds):
-    """Ctrl-C in the round after so many, once."""
-    on_round, left = workers.Ticker.on_round, [rounds]
-
-    def interrupted(self, row):
-        left[0] -= 1
-        if left[0] == -1:
-            raise KeyboardInterrupt
-        return on_round(self, row)
-
-    monkeypatch.setattr(workers.Ticker, "on_round", interrupted)
