@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from privacy_picture import Costs, best_lambda, epsilons_of, privacy_cost_picture
+
 from fedstill import Experiment, run
 from fedstill.experiment.build import build_federation
 from fedstill.methods.lookup import write
-from fedstill.report.privacy_cost import Costs, best_lambda, epsilons_of, privacy_cost_picture
 from fedstill.report.table import align
 
 LAMBDAS = (1e-1, 1e-2, 1e-3, 1e-4)

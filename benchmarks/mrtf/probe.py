@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from divergence import Divergence, features_in_plane, measure_divergence
+from divergence_picture import Level, View, divergence_picture
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import rows
 from fedstill.core.types import Federation, Model, Training
 from fedstill.data import Source, load, make_federation
-from fedstill.divergence import Divergence, features_in_plane, measure_divergence
 from fedstill.engine import build_engine
 from fedstill.models import build_model
 from fedstill.partition import PARTITIONS
-from fedstill.report.divergence_picture import Level, View, divergence_picture
 from fedstill.report.table import align
 
 POINTS = 500  # test samples in a view

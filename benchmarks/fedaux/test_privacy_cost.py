@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from pictures import assert_no_label_is_clipped, saved_figures
+from privacy_picture import best_lambda, epsilons_of, privacy_cost_picture
 
 from fedstill.core.errors import FedstillError
 from fedstill.methods.lookup import build_method
-from fedstill.report.privacy_cost import best_lambda, epsilons_of, privacy_cost_picture
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fedaux" / "privacy_cost.py"
+SCRIPT = Path(__file__).parent / "privacy_cost.py"
 COSTS = {
     0.1: {math.inf: [0.40, 0.42], 8.0: [0.40, 0.42], 1.0: [0.40, 0.40]},
     0.001: {math.inf: [0.68, 0.72], 8.0: [0.5, 0.7], 1.0: [0.3, 0.4]},

@@ -10,10 +10,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from divergence_picture import Level, View, divergence_picture
 from matplotlib.figure import Figure
 from pictures import assert_no_label_is_clipped, saved_figures
-
-from fedstill.report.divergence_picture import Level, View, divergence_picture
 
 LEVELS = [Level("iid", 0.5, 0.01), Level("alpha = 0.1", 20.0, 0.3)]
 

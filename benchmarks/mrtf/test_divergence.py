@@ -7,24 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-import fedstill
-from fedstill.compose.combine import weighted_mean
-from fedstill.core.errors import FedstillError
-from fedstill.core.types import Dataset, Federation, Model, Objective, Output, Training, Weights
-from fedstill.data import make_federation
-from fedstill.divergence import (
+from divergence import (
     features_in_plane,
     gradient_variance,
     measure_divergence,
     principal_plane,
     weight_divergence,
 )
+
+import fedstill
+from fedstill.compose.combine import weighted_mean
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Dataset, Federation, Model, Objective, Output, Training, Weights
+from fedstill.data import make_federation
 from fedstill.engine import build_engine
 from fedstill.models import build_model
 from fedstill.partition import PARTITIONS
 
-PROBE = Path(__file__).parents[2] / "benchmarks" / "mrtf" / "probe.py"
+PROBE = Path(__file__).parent / "probe.py"
 either = pytest.mark.parametrize("engine", ["batched", "looped"])
 
 
