@@ -156,9 +156,11 @@ def test_another_sources_test_split_takes_the_place_of_the_own(tmp_path: Path) -
 
 def test_a_test_set_of_other_classes_is_refused(tmp_path: Path) -> None:
     image_folder(tmp_path / "two", {"cat": 4, "dog": 4}, channels=1)
-    assert "has 2 classes, the task 3" in fails(with_test_of, grey_task(), str(tmp_path / "two"))
+    assert "(2) and of the task (3) differ in owl;" in fails(with_test_of, grey_task(), str(tmp_path / "two"))
     image_folder(tmp_path / "cow", {"cat": 4, "dog": 4, "cow": 4}, channels=1)
-    assert "class 'cow'" in fails(with_test_of, grey_task(), str(tmp_path / "cow"))
+    assert "differ in cow, owl; give a set of the same classes" in fails(
+        with_test_of, grey_task(), str(tmp_path / "cow")
+    )
     assert "data.test: no such file" in fails(with_test_of, grey_task(), "./nowhere")
     image_folder(tmp_path / "own", {"cat": 4, "dog": 4, "owl": 4}, channels=1)
     assert "own dataset" in fails(with_test_of, load(tmp_path / "own"), str(tmp_path / "own"))

@@ -108,8 +108,8 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path):
     path = plays(tmp_path, [("p", "r", "abcdefgh" * 10)])
     for options, told in (
         ({"inputs": ["txt"]}, "did you mean 'text'?"),
-        ({"inputs": ["text", "role"]}, "data.inputs: fedstill reads one column of text of plays, not text, role"),
-        ({}, "plays has several columns of text (play, role, text)"),
+        ({"inputs": ["text", "role"]}, "data.inputs: fedstill reads one column of text of plays, not text and role"),
+        ({}, "of text of plays; it has play, role, text; set data.inputs"),
         ({"inputs": ["text"], "label": "role"}, "data.label: with data.window the label is the next character"),
         ({"inputs": ["text"], "keys": ["rolle"]}, "did you mean 'role'?"),
         ({"inputs": ["text"], "window": 80}, "data.window = 80: no text of plays is long enough for a window to train"),
@@ -117,7 +117,7 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path):
         ({"inputs": ["text"], "window": 0}, "data.window = 0 is too small"),
     ):
         assert told in fails(load, path, **{"window": 3, **options})
-    assert "digits has no column of text" in fails(load, "digits", window=3)
+    assert "of text of digits; it has none among image, label" in fails(load, "digits", window=3)
 
 
 def experiment(path: Path, **changes) -> Experiment:

@@ -19,16 +19,16 @@ from fedstill.experiment.build import build_federation, check_ready
 
 def test_columns_that_are_no_text_or_too_many_are_told(tmp_path):
     numbers = table(tmp_path / "numbers.csv", [(1, 2, "a"), (3, 4, "b")] * 6, header=("age", "size", "label"))
-    assert "numbers has no column of text beside the label; its other columns: age, size" in fails(
-        load, numbers, text=True
-    )
+    assert "one column of text of numbers; it has none among age, size, label" in fails(load, numbers, text=True)
     two = table(tmp_path / "two.csv", [("a b", "c d", "a"), ("e f", "g h", "b")] * 6, header=("title", "body", "label"))
-    assert "two has several columns of text (title, body); set data.inputs to one of them" in fails(
+    assert "one column of text of two; it has title, body; set data.inputs to one of them" in fails(
         load, two, text=True
     )
     assert load(two, inputs=["body"], text=True).columns[0].name == "body"
-    assert "reads one column of text of two, not title, body" in fails(load, two, inputs=["title", "body"], text=True)
-    assert "two has no column of text 'bodi'; did you mean 'body'" in fails(load, two, inputs=["bodi"], text=True)
+    assert "reads one column of text of two, not title and body" in fails(
+        load, two, inputs=["title", "body"], text=True
+    )
+    assert "of two, not bodi; it has title, body; did you mean 'body'" in fails(load, two, inputs=["bodi"], text=True)
     named = table(tmp_path / "ids.csv", [("a1", "c d", "a"), ("b2", "g h", "b")] * 6, header=("id", "body", "label"))
     assert load(named, text=True).columns[0].name == "body"
     empty = table(tmp_path / "empty.csv", [("a b", "a"), ("", "b")] * 6, header=("text", "label"))

@@ -13,7 +13,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
 from fedstill.data.load import from_tensors
 from fedstill.data.scale import public_facts, scale_inputs
-from fedstill.data.source import Source, Unlabeled, as_tensor
+from fedstill.data.source import Source, Unlabeled, as_array, as_tensor
 from fedstill.data.tables import storage_form
 
 
@@ -101,17 +101,13 @@ def federation_from_tensors(
     """
     if not clients:
         raise FedstillError("clients: expected one (x, y) pair a client, got none")
-    pairs = [(_array(x), _array(y)) for x, y in clients]
+    pairs = [(as_array(x), as_array(y)) for x, y in clients]
     for k, (x, y) in enumerate(pairs):
         if len(x) != len(y) or x.shape[1:] != pairs[0][0].shape[1:]:
             raise FedstillError(f"clients: x {x.shape} and y {y.shape} of client {k} do not fit {pairs[0][0].shape}")
     x, y = (np.concatenate([pair[i] for pair in pairs]) for i in range(2))
     source = from_tensors(x, y, test=test, classes=classes, name=name)
     cuts = np.cumsum([len(labels) for _, labels in pairs])[:-1]
-    extra = None if unlabeled is None else as_tensor(storage_form(_array(unlabeled)))
+    extra = None if unlabeled is None else as_tensor(storage_form(as_array(unlabeled)))
     source = scale_inputs(source, extra, scale)
     return make_federation(source, np.split(np.arange(len(y)), cuts), unlabeled=extra, partition=partition)
-
-
-def _array(values: Any) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

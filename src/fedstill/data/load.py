@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.cache import cached, fingerprint
 from fedstill.data.files import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
-from fedstill.data.source import Reading, Source, first_line, stratified_holdout
+from fedstill.data.source import Reading, Source, as_array, first_line, stratified_holdout
 from fedstill.data.tables import Frame, assemble, storage_form
 from fedstill.data.text import text_source
 
@@ -121,41 +120,37 @@ def load_as(
     source: str | Path, reading: Reading, *, cache_dir: str | Path | None = None, refresh: bool = False
 ) -> Source:
     """`load` with the options as one value."""
-    text, folder = str(source), None if cache_dir is None else Path(cache_dir).expanduser()
+    text = str(source)
     if isinstance(source, str) and is_embedded(source):
         return EMBEDDED[_embedded_name(source)][0](reading)
     if not text.strip():
         raise FedstillError("data.source is empty; see: fedstill list datasets")
+    name, origin, stamp = text.partition(":")[0].rpartition("/")[2], f"hub:{text}", "hub"
+    files: list[Path] = []
     try:
         root = Path(source).expanduser()
         if root.exists():
-            return _load_files(root.resolve(), reading, folder, refresh)
+            root = root.resolve()
+            files = files_of(root, reading)
+            name, origin, stamp = root.stem, str(root), fingerprint(files)
     except (OSError, RuntimeError) as error:
         raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
-    if _is_path(source):
-        below = (
-            ""
-            if Path(source).is_absolute()
-            else " (paths count from the current folder, not from a file that has them)"
-        )
-        raise FedstillError(f"data.source: no such file or folder: '{source}'{below}")
+    if not files and _is_path(source):
+        relative = "" if root.is_absolute() else " (paths count from the current folder, not from a file that has them)"
+        raise FedstillError(f"data.source: no such file or folder: '{source}'{relative}")
 
-    def download() -> Source:
-        name = text.partition(":")[0].rpartition("/")[2]
-        return _source_of(frames_from_hub(text, list(EMBEDDED), reading), reading, name=name, origin=f"hub:{text}")
+    def build() -> Source:
+        if files:
+            frames, notes = read_files(files, root, reading)
+        else:
+            frames, notes = frames_from_hub(text, list(EMBEDDED), reading), []
+        return _source_of(frames, reading, name=name, origin=origin, notes=notes)
 
-    return cached(download, origin=f"hub:{text}", reading=reading, stamp="hub", cache_dir=folder, refresh=refresh)
-
-
-def _load_files(root: Path, reading: Reading, cache_dir: Path | None, refresh: bool) -> Source:
-    files = files_of(root, reading)
-
-    def read() -> Source:
-        frames, notes = read_files(files, root, reading)
-        return _source_of(frames, reading, name=root.stem, origin=str(root), notes=notes)
-
-    stamp = fingerprint(files)
-    return cached(read, origin=str(root), reading=reading, stamp=stamp, cache_dir=cache_dir, refresh=refresh)
+    folder = None if cache_dir is None else Path(cache_dir).expanduser()
+    try:
+        return cached(build, origin=origin, reading=reading, stamp=stamp, cache_dir=folder, refresh=refresh)
+    except OSError as error:
+        raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
 
 
 def _is_path(source: str | Path) -> bool:
@@ -223,7 +218,7 @@ def from_tensors(
 
 
 def _tensor_frame(x: Any, y: Any, classes: Sequence[str] | None) -> Frame:
-    samples, labels = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (x, y))
+    samples, labels = as_array(x), as_array(y)
     if labels.ndim != 1 or samples.ndim < 1 or len(samples) != len(labels) or len(labels) == 0:
         raise FedstillError(f"expected x (n, ...) and y (n,) of one length, got {samples.shape} and {labels.shape}")
     if samples.dtype.kind not in "biuf":

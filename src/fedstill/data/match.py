@@ -72,23 +72,19 @@ def match_storage(x: Tensor, like: Tensor, *, where: str = "the unlabeled set", 
     if x.ndim != 4:
         return x.to(like.dtype)
     if x.dtype != like.dtype:
-        _check_scale(like if x.dtype == torch.uint8 else x, where if like.dtype == torch.uint8 else "the task", key)
+        floats, of = (like, "the task") if x.dtype == torch.uint8 else (x, where)
+        low, high = (value.item() for value in torch.aminmax(floats))
+        if low < 0.0 or high > 1.0:  # only 0 to 1 is known to mean 0 to 255
+            raise FedstillError(
+                f"{key}: pixels of {of} are floats from {low:g} to {high:g}, the others are bytes; "
+                "scale them to [0, 1] or give bytes (uint8)"
+            )
     resized = fit_images(_recolour(x, like.shape[1]), like.shape[2], like.shape[3])
     if like.dtype == x.dtype:
         return resized
     if x.dtype == torch.uint8:
         return resized.to(like.dtype) / 255.0
     return (resized * 255.0).round().clamp(0, 255).to(like.dtype)
-
-
-def _check_scale(x: Tensor, of: str, key: str) -> None:
-    """Numbers beside bytes: only 0 to 1 is known to mean 0 to 255."""
-    low, high = (value.item() for value in torch.aminmax(x))
-    if low < 0.0 or high > 1.0:
-        raise FedstillError(
-            f"{key}: pixels of {of} are floats from {low:g} to {high:g}, the others are bytes; "
-            "scale them to [0, 1] or give bytes (uint8)"
-        )
 
 
 def _recolour(x: Tensor, channels: int) -> Tensor:

@@ -102,7 +102,11 @@ def owners(source: Source, *columns: str) -> np.ndarray:
         return source.keys[columns[0]]
     values = [source.keys[column] for column in columns]
     if all(column.dtype.kind in "iu" for column in values):
-        return _pairs(values)
+        numbers = np.zeros(len(values[0]), np.int64)  # one a different row, in their order: names would take far longer
+        for key in values:
+            distinct, codes = np.unique(key, return_inverse=True)
+            numbers = np.unique(numbers * len(distinct) + codes, return_inverse=True)[1]
+        return numbers
     return np.array([" / ".join(map(str, row)) for row in zip(*values, strict=True)])
 
 
@@ -124,15 +128,6 @@ def keep_rows(source: Source, split: str, rows: np.ndarray) -> Source:
     if split == "test":
         return source._replace(test=kept, rows=names)
     return source._replace(train=kept, rows=names, keys={key: values[rows] for key, values in source.keys.items()})
-
-
-def _pairs(columns: list[np.ndarray]) -> np.ndarray:
-    """One number for each different row of some integer columns, in their order: names would take far longer."""
-    numbers = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        distinct, codes = np.unique(column, return_inverse=True)
-        numbers = np.unique(numbers * len(distinct) + codes, return_inverse=True)[1]
-    return numbers
 
 
 def require_extra(module: str, *, extra: str = "data") -> Any:
@@ -175,7 +170,10 @@ def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[
     if known and x.dtype == np.uint8 and x.shape[1] == len(known[0]):
         return known
     if x.dtype == np.uint8:
-        counts, levels = _histogram(x), np.arange(256) / 255.0
+        counts, levels = np.zeros((x.shape[1], 256), np.int64), np.arange(256) / 255.0
+        for start in range(0, len(x), 4096):  # in slices, because bincount makes an int64 copy
+            for channel in range(x.shape[1]):
+                counts[channel] += np.bincount(x[start : start + 4096, channel].reshape(-1), minlength=256)
         mean = counts @ levels / counts.sum(1)
         variance = (counts * (levels - mean[:, None]) ** 2).sum(1) / counts.sum(1)
     else:
@@ -186,13 +184,9 @@ def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[
     return tuple(mean.tolist()), tuple(np.where(constant, 1.0, spread).tolist())
 
 
-def _histogram(x: np.ndarray) -> np.ndarray:
-    """(channels, 256) counts of uint8 images, in slices: bincount makes an int64 copy of what it counts."""
-    counts = np.zeros((x.shape[1], 256), np.int64)
-    for start in range(0, len(x), 4096):
-        for channel in range(x.shape[1]):
-            counts[channel] += np.bincount(x[start : start + 4096, channel].reshape(-1), minlength=256)
-    return counts
+def as_array(values: Any) -> np.ndarray:
+    """A tensor of any device, an array or a list as an array."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
 def as_tensor(array: np.ndarray) -> Tensor:

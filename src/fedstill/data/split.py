@@ -41,23 +41,17 @@ def with_test_of(source: Source, place: str, *, label: str | None = None, cache_
     source, other = in_one_list(source, other)
     y = match_classes(other.test, source)
     if y is None:
-        raise FedstillError(_unlike(place, other.test.classes, source.train.classes))
+        theirs, ours = other.test.classes, source.train.classes
+        raise FedstillError(
+            f"data.test: the classes of '{place}' ({len(theirs)}) and of the task ({len(ours)}) differ in "
+            f"{', '.join(sorted(set(theirs) ^ set(ours))[:10])}; give a set of the same classes, named alike"
+        )
     data = source.train
     x = match_storage(other.test.x, data.x, where=f"'{place}'", key="data.test")
     test = replace(other.test, x=x, y=y, classes=data.classes, mean=data.mean, std=data.std)
     rows = {**source.rows, "test": other.rows.get("test", np.arange(len(y)))}
     notes = (*source.notes, f"tested on {other.test.name}, {len(y)} rows", *other.notes)
     return source._replace(test=test, rows=rows, notes=notes)
-
-
-def _unlike(place: str, classes: tuple[str, ...], wanted: tuple[str, ...]) -> str:
-    if len(classes) != len(wanted):
-        return (
-            f"data.test: '{place}' has {len(classes)} classes, the task {len(wanted)}; give a set of the same classes"
-        )
-    strange = next(name for name in classes if name not in wanted)
-    shown = ", ".join(wanted[:10])
-    return f"data.test: class '{strange}' of '{place}' is none of the task's ({shown}); name the same classes alike"
 
 
 def central_pool(source: Source, client_rows: int, *, test_share: float) -> Source:
@@ -131,16 +125,40 @@ def split_unlabeled(
         choice = int(choice)
     if choice in ("none", "", 0):
         return source, None
-    rest = source
     if isinstance(choice, int):
-        rest, found = _hold_out(source, choice, seed)
+        rows = len(source.train.y)
+        if isinstance(choice, bool) or not 0 < choice < rows:
+            raise FedstillError(f"data.unlabeled: cannot hold out {choice} of {rows} train rows; give 1 to {rows - 1}")
+        order = numpy_generator(seed_for(seed, "unlabeled")).permutation(rows)
+        taken = keep_rows(source, "train", np.sort(order[:choice]))
+        unlabeled = Unlabeled(taken.train.x, row_ids(taken, "train"), taken.train.y)
+        source = keep_rows(source, "train", np.sort(order[choice:]))
     elif choice == "test":
-        found = Unlabeled(source.test.x, row_ids(source, "test"), source.test.y)
+        unlabeled = Unlabeled(source.test.x, row_ids(source, "test"), source.test.y)
     elif choice == "central":
-        found = _central(source)
+        if source.central is None:
+            raise FedstillError(
+                "data.unlabeled = 'central' is what the clients leave to the server: set data.client_rows, e.g. 20000"
+            )
+        unlabeled = source.central
     else:
-        rest, found = _of_another(choice, source, cache_dir)
-    return rest, found if limit is None or limit >= len(found.x) else _some(found, limit, seed)
+        other = _load_unlabeled(choice, source, cache_dir)
+        if other.origin == source.origin:
+            raise FedstillError(
+                f"data.unlabeled: '{choice}' is the clients' own dataset; give a number of its rows to hold out, "
+                "or 'test'"
+            )
+        source, other = in_one_list(source, other)
+        unlabeled = _as_unlabeled(choice, other, source)
+    if limit is None or limit >= len(unlabeled.x):
+        return source, unlabeled
+    drawn = numpy_generator(seed_for(seed, "unlabeled", "limit")).choice(len(unlabeled.x), limit, replace=False)
+    kept = torch.from_numpy(np.sort(drawn))
+    return source, unlabeled._replace(
+        x=unlabeled.x[kept],
+        ids=tuple(unlabeled.ids[row] for row in kept.tolist()),
+        truth=None if unlabeled.truth is None else unlabeled.truth[kept],
+    )
 
 
 def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None = None) -> Unlabeled:
@@ -154,13 +172,26 @@ def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None =
     """
     if source.texts is not None:
         raise FedstillError(f"'{place}': the task's texts are no tokens yet; call tokenise first")
-    return _as_unlabeled(place, _load(place, source, cache_dir), source)
+    return _as_unlabeled(place, _load_unlabeled(place, source, cache_dir), source)
 
 
-def _load(place: str | Path, source: Source, cache_dir: str | None) -> Source:
+def _load_unlabeled(place: str | Path, source: Source, cache_dir: str | None) -> Source:
+    """Another source in the task's form; files of its folder that are no images are named in `skipped`.
+
+    These names are not cached, because the images alone decide the cache. Where a parquet file holds the images, only
+    images beside it are named.
+    """
     label = source.label or None
     other = load_like(place, source, key="data.unlabeled", labelled=False, label=label, cache_dir=cache_dir)
-    return other._replace(skipped=(*other.skipped, *_other_files(other.origin, source)))
+    root = Path(other.origin)
+    if not root.is_absolute() or not root.is_dir():
+        return other
+    reading = reading_like(source, labelled=False)
+    taken = files_of(root, reading)
+    beside = sorted(set(files_below(root)) - set(taken))
+    if taken[0].suffix.lower() not in IMAGE_SUFFIXES:
+        beside = [file for file in beside if reading.fit and file.suffix.lower() in IMAGE_SUFFIXES]
+    return other._replace(skipped=(*other.skipped, *(file.relative_to(root).as_posix() for file in beside)))
 
 
 def _as_unlabeled(place: str | Path, other: Source, source: Source) -> Unlabeled:
@@ -169,57 +200,3 @@ def _as_unlabeled(place: str | Path, other: Source, source: Source) -> Unlabeled
         _log.warning("'%s': %s", place, note)
     truth = match_classes(other.train, source, some=True) if other.label else None
     return Unlabeled(x, row_ids(other, "train"), truth, other.skipped, other.notes)
-
-
-def _of_another(place: str, source: Source, cache_dir: str | None) -> tuple[Source, Unlabeled]:
-    other = _load(place, source, cache_dir)
-    if other.origin == source.origin:
-        raise FedstillError(
-            f"data.unlabeled: '{place}' is the clients' own dataset; give a number of its rows to hold out, or 'test'"
-        )
-    source, other = in_one_list(source, other)
-    return source, _as_unlabeled(place, other, source)
-
-
-def _other_files(origin: str, source: Source) -> tuple[str, ...]:
-    """Names of the files of a folder of images that are left out, because they are no images.
-
-    Not cached, for the images alone decide the cache. Where a parquet file holds the images, only images are named.
-    """
-    root = Path(origin)
-    if not root.is_absolute() or not root.is_dir():
-        return ()
-    reading = reading_like(source, labelled=False)
-    taken = files_of(root, reading)
-    beside = set(files_below(root)) - set(taken)
-    if taken[0].suffix.lower() not in IMAGE_SUFFIXES:
-        beside = {file for file in beside if reading.fit and file.suffix.lower() in IMAGE_SUFFIXES}
-    return tuple(sorted(file.relative_to(root).as_posix() for file in beside))
-
-
-def _central(source: Source) -> Unlabeled:
-    if source.central is None:
-        raise FedstillError(
-            "data.unlabeled = 'central' is what the clients leave to the server: set data.client_rows, e.g. 20000"
-        )
-    return source.central
-
-
-def _hold_out(source: Source, count: int, seed: int) -> tuple[Source, Unlabeled]:
-    rows = len(source.train.y)
-    if isinstance(count, bool) or not 0 < count < rows:
-        raise FedstillError(f"data.unlabeled: cannot hold out {count} of {rows} train rows; give 1 to {rows - 1}")
-    order = numpy_generator(seed_for(seed, "unlabeled")).permutation(rows)
-    taken = keep_rows(source, "train", np.sort(order[:count]))
-    found = Unlabeled(taken.train.x, row_ids(taken, "train"), taken.train.y)
-    return keep_rows(source, "train", np.sort(order[count:])), found
-
-
-def _some(found: Unlabeled, limit: int, seed: int) -> Unlabeled:
-    drawn = numpy_generator(seed_for(seed, "unlabeled", "limit")).choice(len(found.x), limit, replace=False)
-    rows = torch.from_numpy(np.sort(drawn))
-    return found._replace(
-        x=found.x[rows],
-        ids=tuple(found.ids[row] for row in rows.tolist()),
-        truth=None if found.truth is None else found.truth[rows],
-    )

@@ -311,23 +311,14 @@ def find_text(frame: Frame, reading: Reading, label: str, where: str) -> str:
     words = [name for name, column in frame.columns.items() if kind_of(column) == "words"]
     free = [name for name in words if name != label and name not in reading.keys]
     texts = [name for name in free if not may_name_rows(name, reading)] or free
-    others = ", ".join(name for name in frame.columns if name != label) or "none"
-    if len(reading.inputs) > 1:
-        raise FedstillError(
-            f"data.inputs: fedstill reads one column of text of {where}, not {', '.join(reading.inputs)}; give one"
-        )
-    if reading.inputs and reading.inputs[0] in free:
+    if len(reading.inputs) == 1 and reading.inputs[0] in free:
         return reading.inputs[0]
-    if reading.inputs and not (reading.like and len(texts) == 1):
-        known = suggest(reading.inputs[0], free) if free else f"its columns are {others}, none of them text"
-        raise FedstillError(f"data.inputs: {where} has no column of text '{reading.inputs[0]}'; {known}")
-    if len(texts) > 1:
-        raise FedstillError(
-            f"data.inputs: {where} has several columns of text ({', '.join(texts)}); set data.inputs to one of them"
-        )
-    if not texts:
-        raise FedstillError(f"data.inputs: {where} has no column of text beside the label; its other columns: {others}")
-    return texts[0]
+    if len(texts) == 1 and (reading.like or not reading.inputs):
+        return texts[0]
+    asked = f", not {' and '.join(reading.inputs)}" if reading.inputs else ""
+    hint = suggest(reading.inputs[0], free) if len(reading.inputs) == 1 and free else "set data.inputs to one of them"
+    listed = f"{', '.join(texts)}; {hint}" if texts else f"none among {', '.join(frame.columns)}"
+    raise FedstillError(f"data.inputs: fedstill reads one column of text of {where}{asked}; it has {listed}")
 
 
 def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], name: str) -> dict[str, np.ndarray]:

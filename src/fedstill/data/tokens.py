@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Dataset, Tokenizer
+from fedstill.core.types import Tokenizer
 from fedstill.data.cache import checksum_of, default_cache_dir, replace_file
 from fedstill.data.source import Source, Unlabeled, as_tensor, first_line, require_extra
 
@@ -67,12 +68,11 @@ def tokenise(
 def as_tokens(source: Source, tokenizer: Tokenizer) -> Source:
     """A source of texts in the ids of a tokenizer."""
     assert source.texts is not None
-    train, test = (_encoded(part, source.texts, tokenizer) for part in (source.train, source.test))
+    train, test = (
+        replace(part, x=_ids(source.texts, part.x, tokenizer), mean=(0.0,), std=(1.0,), tokenizer=tokenizer)
+        for part in (source.train, source.test)
+    )
     return source._replace(train=train, test=test, central=None, texts=None)
-
-
-def _encoded(data: Dataset, texts: np.ndarray, tokenizer: Tokenizer) -> Dataset:
-    return replace(data, x=_ids(texts, data.x, tokenizer), mean=(0.0,), std=(1.0,), tokenizer=tokenizer)
 
 
 def _ids(texts: np.ndarray, rows: Tensor, tokenizer: Tokenizer) -> Tensor:
@@ -159,11 +159,9 @@ def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | N
     trained = train_tokenizer(texts, vocabulary)
     entry = {"digest": digest, "tokenizer": trained}
     whole = json.dumps({"entry": entry, "sha256": checksum_of(entry)})
-    try:
+    with contextlib.suppress(OSError):  # a full or read-only disk: it is trained again next time
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(path, lambda file: file.write(whole.encode()))
-    except OSError:  # a full or read-only disk: it is trained again next time
-        return trained
     return trained
 
 
