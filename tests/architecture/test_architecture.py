@@ -35,7 +35,10 @@ IN_PLACE_DRAWS = {
     "log_normal_",
 }
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BRINGS = {"scikit-learn": ("sklearn", "scipy"), "pydantic": ("pydantic", "pydantic_core", "typing_extensions")}
+BRINGS = {
+    "scikit-learn": ("sklearn", "scipy"),
+    "pydantic": ("pydantic", "pydantic_core", "typing_extensions", "annotated_types"),
+}
 
 
 def package_imports(path: str) -> set[str]:
