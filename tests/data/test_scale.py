@@ -27,6 +27,8 @@ from fedstill.experiment.run import resume_run
 from fedstill.experiment.run_folder import read_description
 
 CLIENTS_STATISTICS = ("mean and deviation of all clients' inputs (data.scale can change that)",)
+
+
 CLIENTS_WORDS = ("a tokenizer trained on all clients' texts (data.tokenizer can change that)",)
 
 

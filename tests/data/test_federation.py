@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 import torch
 from data_files import HYPOTHESIS, fails, pictures
 from hypothesis import given
@@ -17,7 +16,6 @@ from fedstill.data import (
     from_tensors,
     hold_validation,
     make_federation,
-    match_storage,
     split_unlabeled,
 )
 
@@ -104,60 +102,3 @@ def test_a_federation_from_one_pair_a_client() -> None:
     wrong = [(pixels[:2], [5, 7]), (pixels[:2, :3], [5, 7])]
     assert "client 1" in fails(federation_from_tensors, wrong, test=(pixels[7:], [7, 5]))
     assert "none" in fails(federation_from_tensors, [], test=(pixels[7:], [7, 5]))
-
-
-@HYPOTHESIS
-@given(rows=st.integers(4, 60), seed=st.integers(0, 5), data=st.data())
-def test_held_out_rows_are_in_nobody_elses_hands(rows: int, seed: int, data: st.DataObject) -> None:
-    source = numbered(rows)
-    count = data.draw(st.integers(1, rows - 1))
-    rest, unlabeled = split_unlabeled(source, count, seed=seed)
-    assert unlabeled is not None
-    kept, taken = set(rest.train.x[:, 0].int().tolist()), set(unlabeled.x[:, 0].int().tolist())
-    assert len(taken) == len(unlabeled.x) == count
-    assert unlabeled.ids == tuple(f"train/{row}" for row in sorted(taken))
-    assert unlabeled.truth.tolist() == [row % 3 for row in sorted(taken)]
-    assert kept.isdisjoint(taken)
-    assert kept | taken == set(range(rows))
-    assert rest.keys["row"].tolist() == rest.train.x[:, 0].int().tolist()
-    assert rest.train.y.tolist() == (rest.train.x[:, 0].int() % 3).tolist()
-    assert torch.equal(rest.test.x, source.test.x)
-    again = split_unlabeled(source, str(count), seed=seed)[1]
-    assert again is not None
-    assert torch.equal(unlabeled.x, again.x)
-
-
-def test_none_and_the_test_inputs() -> None:
-    source = numbered(10)
-    assert split_unlabeled(source, "none", seed=0) == (source, None)
-    rest, unlabeled = split_unlabeled(source, "test", seed=0)
-    assert rest is source
-    assert torch.equal(unlabeled.x, source.test.x)
-    assert unlabeled.ids == ("test/0", "test/1", "test/2", "test/3")
-    assert unlabeled.truth.tolist() == [0, 1, 2, 0]
-    limited = split_unlabeled(source, "test", seed=0, limit=2)[1]
-    assert len(limited.x) == len(limited.ids) == len(limited.truth) == 2
-    for x, name, label in zip(limited.x, limited.ids, limited.truth, strict=True):
-        row = int(name.removeprefix("test/"))
-        assert torch.equal(x, source.test.x[row])
-        assert label == source.test.y[row]
-
-
-def test_what_cannot_be_held_out_is_refused() -> None:
-    source = numbered(10)
-    for choice in (10, 11, -1, True):
-        assert "1 to 9" in fails(split_unlabeled, source, choice, seed=0)
-    assert "data.unlabeled: no such file or folder" in fails(split_unlabeled, source, "./nowhere", seed=0)
-
-
-def test_halving_an_image_averages_it_and_keeps_flat_areas() -> None:
-    flat = torch.full((2, 3, 8, 8), 77, dtype=torch.uint8)
-    like = torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
-    assert (match_storage(flat, like) == 77).all()
-    board = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
-    board[:, :, ::2] = 200  # stripes of one pixel: antialiasing must not keep one of the two
-    small = match_storage(board, torch.zeros(1, 1, 4, 4, dtype=torch.uint8))
-    assert (small[:, :, 1:-1] - 100.0).abs().max() <= 26
-    as_float = match_storage(flat, torch.zeros(1, 1, 8, 8))
-    assert as_float.dtype == torch.float32
-    assert as_float.max().item() == pytest.approx(77 / 255, abs=1e-3)

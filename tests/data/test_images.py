@@ -1,4 +1,4 @@
-"""Decoding: pixel for pixel what the file holds, in one size and one colour for the whole set."""
+"""Encoded images: pixel for pixel as the file holds them, in one size and one colour for the whole set."""
 
 from __future__ import annotations
 
