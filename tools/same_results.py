@@ -75,6 +75,7 @@ STANDARD: Table = {
     "engine": {"name": "auto", "device": "cpu"},
 }
 
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 POOL: Table = {"data": {"unlabeled": 96}}
 VALIDATED: Table = {"data": {"unlabeled": 96, "validation": 60}}
 TWO_NETWORKS: Table = {
@@ -118,15 +119,29 @@ CASES = (
     Case("fedopt_adam", 'fedopt(optimizer="adam", server_lr=0.001)'),
     Case("scaffold", "scaffold"),
     Case("scaffold_option_1", 'scaffold(option="I", global_lr=0.5)'),
-    Case("scaffold_control_weighting", 'scaffold(weighting="size", control_weighting="uniform")'),
+    Case(
+        "scaffold_control_weighting",
+        'scaffold(weighting="size", control_weighting="uniform")',
+        new={"method": f"{BENCHMARKS}/fedlmd/released.py:scaffold"},
+    ),
     Case("fednova", "fednova", {"local": {"steps": None, "epochs": 2}}),
     Case("fednova_released", 'fednova(correction="released")', {"local": {"momentum": 0.9}}),
     Case("feddyn", "feddyn(alpha=0.1)"),
     Case("fedcurv", "fedcurv(lam=0.1)"),
     Case("fedcurv_per_sample", 'fedcurv(lam=0.1, fisher="per_sample")'),
     Case("moon", "moon(mu=1.0)", {"cohort": 8}),
-    Case("moon_start", 'moon(mu=1.0, previous="start")', {"cohort": 8, "model": {"projection": 8}}),
-    Case("moon_init", 'moon(mu=1.0, previous="init")', {"cohort": 8}),
+    Case(
+        "moon_start",
+        'moon(mu=1.0, previous="start")',
+        {"cohort": 8, "model": {"projection": 8}},
+        new={"method": f'{BENCHMARKS}/fedlmd/released.py:moon(mu=1.0, previous="start")'},
+    ),
+    Case(
+        "moon_init",
+        'moon(mu=1.0, previous="init")',
+        {"cohort": 8},
+        new={"method": f"{BENCHMARKS}/fedlmd/released.py:moon(mu=1.0)"},
+    ),
     Case("fedmmd", "fedmmd(lam=0.1)"),
     Case("kd", "kd(tau=2.0)"),
     Case("fedntd", "fedntd"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
@@ -53,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedprox": {"mu": 1.0},
     "fednova": {"correction": "none"},
     "scaffold": {"option": "II", "weighting": "uniform"},
-    "moon": {"mu": 0.1, "temperature": 0.5, "previous": "skip"},
+    "moon": {"mu": 0.1, "temperature": 0.5},
     "fedrs": {"alpha": 0.5, "rule": "binary"},
     "kd": DISTILLATION,
     "fedntd": DISTILLATION,
@@ -65,9 +66,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 RELEASED: dict[str, dict[str, Any]] = {
     "fednova": {"correction": "released"},
-    "scaffold": {"option": "II", "weighting": "size", "control_weighting": "uniform"},
-    "moon": {"mu": 0.1, "temperature": 0.5, "previous": "init"},
+    "scaffold": {},
+    "moon": {"mu": 0.1, "temperature": 0.5},
 }
+RELEASED_FILE = Path(__file__).with_name("released.py")
+NAMES = {"released": {name: f"{RELEASED_FILE}:{name}" for name in ("scaffold", "moon")}}
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
     "paper": {name: {**options, "weighting": "uniform"} for name, options in OPTIONS.items()},
@@ -85,8 +88,8 @@ TAUS, BETAS = (0.5, 1.0, 2.0, 4.0), (0.1, 0.3, 1.0, 3.0)
 
 def method_of(row: str, preset: str, **changes: Any) -> str:
     """`fedlmd` as `fedlmd(beta=1.0, tau=1.0)`; every part of `fedlmd+fedprox` with its own options."""
-    options = OF_PRESET[preset]
-    return "+".join(write(part, {**options[part], **changes}) for part in row.split("+"))
+    options, names = OF_PRESET[preset], NAMES.get(preset, {})
+    return "+".join(write(names.get(part, part), {**options[part], **changes}) for part in row.split("+"))
 
 
 def switch(until: int, preset: str) -> str:

@@ -83,17 +83,11 @@ def test_the_public_names_are_the_registry_and_its_builder():
         ),
         ("scaffold", {"option": "III"}, r"method\.option = 'III' is unknown"),
         ("scaffold", {"global_lr": 0}, r"method\.global_lr = 0 is impossible"),
-        (
-            "scaffold",
-            {"control_weighting": "uniforms"},
-            r"method\.control_weighting = 'uniforms' is unknown: did you mean 'uniform'",
-        ),
         ("fednova", {"correction": "on"}, r"method\.correction = 'on' is unknown"),
         ("fedcurv", {"lam": -1.0}, r"method\.lam = -1\.0 is impossible: it must be 0 or a number above it"),
         ("fedcurv", {"fisher": "batch"}, r"method\.fisher = 'batch' is unknown"),
         ("moon", {"temperature": 0.0}, r"method\.temperature = 0\.0 is impossible: it must be from 0\.001 to 1000"),
         ("moon", {"mu": -0.1}, r"method\.mu = -0\.1 is impossible"),
-        ("moon", {"previous": "last"}, r"method\.previous = 'last' is unknown"),
         ("fedmmd", {"lam": float("inf")}, r"method\.lam = inf is impossible"),
         ("fedavgm", {"beta": 1.0}, r"method\.beta = 1\.0 is impossible: it must be at least 0 and below 1"),
         ("fedadam", {"tau": 0.0}, r"method\.tau = 0\.0 is impossible"),
@@ -128,7 +122,7 @@ def test_a_mistake_is_one_line_that_names_the_key(name, options, message):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("fedprox", {"mu": 1}), ("feddf", {"clip": None}), ("scaffold", {"control_weighting": None})],
+    [("fedprox", {"mu": 1}), ("feddf", {"clip": None})],
 )
 def test_whole_numbers_are_numbers_and_none_is_allowed_where_it_means_something(name, options):
     build_algorithm(name, options)

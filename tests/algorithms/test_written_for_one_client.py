@@ -3,11 +3,12 @@
 import pytest
 import torch
 from by_hand import F64, blobs, linear, linear_model, local_view, number
+from papers import released
 
 from fedstill.compose.combine import combine
 from fedstill.core.tree import flatten, rows, stack, tree_map
 from fedstill.core.types import Method, Weights
-from fedstill.methods import METHODS, fedcurv, fednova, moon, scaffold
+from fedstill.methods import METHODS, fedcurv, fednova, scaffold
 
 BUILT = {name: factory() for name, factory in METHODS.items()}
 # fedgen's term must be bound to a model with a head: tests/local/test_generated.py
@@ -15,7 +16,7 @@ OBJECTIVES = {name: method for name, method in BUILT.items() if method.objective
     "scaffold-I": scaffold(option="I"),
     "fednova-released": fednova(correction="released"),
     "fedcurv-per-sample": fedcurv(fisher="per_sample"),
-    "moon-init": moon(previous="init"),
+    "moon-init": released("fedlmd", "moon")(),
 }
 MODEL = linear_model()
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model
+from papers import released
 
 from fedstill.core.types import Model, Output, Weights
 from fedstill.methods import fedavg, fedmmd, moon
 
 DATA = [blobs(k, 8 + 4 * k) for k in range(3)]
 START = linear(3, 4, seed=1)
+released_moon = released("fedlmd", "moon")
 HOW = {"steps": 3, "lr": 0.2, "momentum": 0.5}
 
 
@@ -33,7 +35,7 @@ def gap(ours: Weights, other: Weights) -> float:
 @pytest.mark.parametrize("previous", ["skip", "init", "start"])
 def test_the_first_round_of_moon_is_fedavg(previous):
     """Whatever stands for the last model then is the received one, or nothing."""
-    ours, plain = train(moon(mu=5.0, previous=previous), 2).weights, train(fedavg(), 2).weights
+    ours, plain = train(released_moon(mu=5.0, previous=previous), 2).weights, train(fedavg(), 2).weights
     assert gap(ours[0], plain[0]) < 1e-14
     assert gap(ours[1], plain[1]) > 1e-3
 
@@ -41,7 +43,7 @@ def test_the_first_round_of_moon_is_fedavg(previous):
 def test_skipping_the_first_visit_and_contrasting_with_the_received_model_give_the_same_weights():
     cohorts = [[0], [1, 2], [0, 1], [2]]
     skip, start, init = (
-        train(moon(mu=5.0, previous=policy), 4, cohorts).weights for policy in ("skip", "start", "init")
+        train(released_moon(mu=5.0, previous=policy), 4, cohorts).weights for policy in ("skip", "start", "init")
     )
     assert all(gap(a, b) < 1e-12 for a, b in zip(skip, start, strict=True))
     assert gap(skip[1], init[1]) > 1e-4  # clients 1 and 2 come first in round 2, when the first model is the past

@@ -13,6 +13,7 @@ from by_hand import (
     scalar_model,
     with_quadratic,
 )
+from papers import released
 from torch.nn.functional import cross_entropy
 
 from fedstill.local import control_variates
@@ -22,9 +23,9 @@ CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 
 
 def run(
-    option="II", *, clients=CLIENTS, rounds=1, steps=2, lr=0.1, weighting="uniform", controls=None, global_lr=1.0, **how
+    option="II", *, clients=CLIENTS, rounds=1, steps=2, lr=0.1, weighting="uniform", global_lr=1.0, recipe=None, **how
 ):
-    recipe = scaffold(option=option, weighting=weighting, control_weighting=controls, global_lr=global_lr)
+    recipe = recipe or scaffold(option=option, weighting=weighting, global_lr=global_lr)
     method = with_quadratic(recipe, control_variates(option, risk=quadratic()))
     return federate_by_hand(method, scalar_model(), clients, scalar(1.0), rounds=rounds, steps=steps, lr=lr, **how)
 
@@ -97,7 +98,7 @@ HEAVY = [client._replace(weight=client.weight * n) for client, n in zip(CLIENTS,
 
 def test_the_released_weights_take_the_path_worked_by_hand():
     """Models by size, controls evenly: y = (0.81, 2.53), then (1.8214, 1.9166) with c - c_k = (-4.3, 4.3)."""
-    history = run(clients=HEAVY, weighting="size", controls="uniform", rounds=2)
+    history = run(clients=HEAVY, recipe=released("fedlmd", "scaffold")(), rounds=2)
     assert server_control(history.server[0]) == pytest.approx(-3.35)
     assert values(history) == pytest.approx([0.75 * 0.81 + 0.25 * 2.53, 0.75 * 1.8214 + 0.25 * 1.9166], abs=1e-12)
     alike = run(clients=HEAVY, weighting="size", rounds=2)
@@ -105,8 +106,7 @@ def test_the_released_weights_take_the_path_worked_by_hand():
 
 
 def test_the_released_weights_lead_to_the_optimum_of_the_controls_not_of_the_models():
-    assert values(run(clients=HEAVY, weighting="size", controls="uniform", rounds=300))[-1] == pytest.approx(3.0)
-    assert values(run(clients=HEAVY, weighting="uniform", controls="size", rounds=300))[-1] == pytest.approx(2.0)
+    assert values(run(clients=HEAVY, recipe=released("fedlmd", "scaffold")(), rounds=300))[-1] == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("option", ["I", "II"])

@@ -103,7 +103,10 @@ def _presets(experiment: Experiment) -> dict[str, Any]:
 
 
 def portable(table: dict[str, Any]) -> str:
-    """Sections of an experiment as text; of the places of data only the last part, which is their name."""
+    """Sections of an experiment as text; of the places of data and of methods' files only the last part."""
+    method = table.get("method", {})
+    if "name" in method:
+        method["name"] = expression.label(method["name"])
     data = table.get("data", {})
     for place in ("source", "unlabeled", "test"):
         if isinstance(data.get(place), str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedstill.compose.combine import combine
 from fedstill.core.types import Method
-from fedstill.local.contrast import Previous, model_contrast
+from fedstill.local.contrast import model_contrast
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.options import not_negative, temperature_of
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
@@ -14,7 +14,6 @@ def moon(
     *,
     mu: float = 0.1,
     temperature: float = 0.5,
-    previous: Previous = "skip",
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -24,14 +23,12 @@ def moon(
         w <- sum_{k in S} p_k w_k
 
     z, z_global, z_previous: features that the model in training, the received one and the one that the client sent
-    last give to a sample.
+    last give to a sample. At its first visit a client has no last model, and no contrast.
 
     Args:
         mu: weight of the contrast (mu); 0 is FedAvg bit for bit. 0.1 is FedLMD's setting, for a network without a
             projection; the authors take 5 on CIFAR-10, with a projection of 256 (model.projection).
         temperature: temperature of the contrast (tau, here T).
-        previous: what stands for the last model at a client's first visit: "skip" (no term), "init" (the first global
-            model, as in FedLMD's code) or "start" (the received model; the gradient of "skip").
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
         buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
@@ -43,5 +40,5 @@ def moon(
     """
     not_negative("mu", mu)
     temperature_of("temperature", temperature)
-    contrast = model_contrast(mu, temperature=temperature, previous=previous)
+    contrast = model_contrast(mu, temperature=temperature)
     return Method(combine(cross_entropy(), contrast), average(weighting, buffers=buffers))

@@ -16,7 +16,6 @@ def scaffold(
     option: ControlOption = "II",
     global_lr: float = 1.0,
     weighting: Weighting = "uniform",
-    control_weighting: Weighting | None = None,
     buffers: BufferPolicy = "average",
 ) -> Method:
     """SCAFFOLD: control variates turn each client's direction into the federation's, so that clients do not drift.
@@ -31,8 +30,6 @@ def scaffold(
         option: how a client renews its control, "I" or "II".
         global_lr: the server's step size (eta_g).
         weighting: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size"), for models and controls alike.
-        control_weighting: other p_k for the controls. FedNTD's and FedLMD's code has weighting = "size" with controls
-            "uniform": then c - c_k do not cancel where sizes differ. None: as the models.
         buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and the change of the client's control (a mean gradient of
@@ -45,5 +42,5 @@ def scaffold(
     """
     positive("global_lr", global_lr)
     step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
-    server = chain(average(weighting, buffers=buffers), *step, update_control(control_weighting or weighting))
+    server = chain(average(weighting, buffers=buffers), *step, update_control(weighting))
     return Method(combine(cross_entropy(), control_variates(option)), server)
