@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import Engine, build_engine
@@ -120,10 +121,8 @@ def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> 
         nonlocal states
         synchronize(engine.device)
         begin = time.perf_counter()
-        trained = engine.train(
-            method.objective, training, weights, received=received, states=states, ids=np.arange(clients),
-            round=next(numbers), seed=0,
-        )  # fmt: skip
+        work = LocalWork(method.objective, training, weights, received, round=next(numbers))
+        trained = engine.train(work, np.arange(clients), states)
         synchronize(engine.device)
         states = trained.states
         return time.perf_counter() - begin

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedstill.core.trainer import LocalWork
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import build_engine
 from fedstill.methods import build_algorithm
@@ -140,9 +141,7 @@ def ours(case: Case, federation: Federation, device: torch.device, engine_name: 
     def run() -> float:
         synchronize(device)
         begin = time.perf_counter()
-        trained = engine.train(
-            method.objective, training, weights, received={}, states={}, ids=ids, round=next(rounds), seed=0
-        )
+        trained = engine.train(LocalWork(method.objective, training, weights, round=next(rounds)), ids, {})
         share = (trained.uploads.size / trained.uploads.size.sum()).float()
         {name: torch.tensordot(share.to(p.dtype), p, 1) for name, p in trained.uploads.weights.params.items()}
         synchronize(device)

@@ -19,6 +19,7 @@ from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
 from fedstill import Dataset, Federation, Training, from_module
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import zeros_like
 from fedstill.engine import build_engine
 from fedstill.local import cross_entropy
@@ -47,9 +48,7 @@ def clients_logits(federation: Federation, places: Tensor) -> Tensor:
     engine = build_engine(device="cpu", model=model, federation=federation)
     start, everybody = zeros_like(model.init(0)), np.arange(3)
     training = Training(epochs=20, batch_size=10, lr=0.1)
-    trained = engine.train(
-        cross_entropy(), training, start, received={}, states={}, ids=everybody, round=1, seed=0
-    )  # fmt: skip
+    trained = engine.train(LocalWork(cross_entropy(), training, start), everybody, {})
     return engine.outputs(trained.uploads.weights, places, stacked=True).logits
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.trainer import Trainer
+from fedstill.core.trainer import LocalWork, Trainer
 from fedstill.core.tree import to_device
 from fedstill.core.types import Federation, Model, Objective, Params, Seed, Training, Weights
 from fedstill.engine import Engine, build_engine
@@ -99,9 +99,8 @@ def measure_divergence(
     risk = cross_entropy() if objective is None else objective
     start = _start(built, risk, federation, training, pretrain, seed)
     ids = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0)
-    local = built.train(
-        risk, training, start, received={}, states={}, ids=ids, round=1, seed=seed_for(seed, "clients")
-    ).uploads.weights
+    work = LocalWork(risk, training, start, seed=seed_for(seed, "clients"))
+    local = built.train(work, ids, {}).uploads.weights
     central = train_centrally(built, risk, start, federation, training, seed_for(seed, "central"))
     aggregated = _mean(local)
     return Divergence(

@@ -37,6 +37,7 @@ from method_rows import (
 from fedstill.compose.combine import bound_to
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import byte_size, rows, stack
 from fedstill.core.types import Need, Training, Weights
 from fedstill.engine import build_engine
@@ -266,10 +267,8 @@ def test_one_client_with_all_data_in_one_step_sends_one_step_of_centralised_sgd(
     start = model.init(1)
     first = stack([method.objective.init(start)])
     runner = build_engine(engine, "cpu", model=model, federation=data)
-    uploads = runner.train(
-        method.objective, training, start, received=first_broadcast(row.build(), row.net),
-        states=first, ids=np.array([0]), round=1, seed=5,
-    ).uploads  # fmt: skip
+    work = LocalWork(method.objective, training, start, first_broadcast(row.build(), row.net), seed=5)
+    uploads = runner.train(work, np.array([0]), first).uploads
     x, y = data.train.x[data.indices], data.train.y[data.indices]
 
     def risk(params):
@@ -304,10 +303,8 @@ def test_any_order_of_clients_gives_each_client_the_same(row, engine):
     received = _noisy(first_broadcast(row.build(), row.net), generator)
 
     def trained(ids):
-        return runner.train(
-            method.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
-            ids=np.array(ids), round=2, seed=5,
-        )  # fmt: skip
+        work = LocalWork(method.objective, TRAINING, start, received, round=2, seed=5)
+        return runner.train(work, np.array(ids), rows(states, torch.tensor(ids)))
 
     everybody, order = trained(list(range(len(SIZES)))), [5, 0, 3, 6, 1]
     some = trained(order)
@@ -382,9 +379,8 @@ def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
         assert before == after == lasting(server.init(start))
         assert moved == form_of(start)
     first = method.objective.init(start)
-    trained = build_engine(engine, "cpu", model=model, federation=data).train(
-        method.objective, TRAINING, start, received=first_broadcast(row.build(), net),
-        states=stack([first] * len(SIZES)), ids=np.arange(len(SIZES)), round=1, seed=5,
-    )  # fmt: skip
+    work = LocalWork(method.objective, TRAINING, start, first_broadcast(row.build(), net), seed=5)
+    runner = build_engine(engine, "cpu", model=model, federation=data)
+    trained = runner.train(work, np.arange(len(SIZES)), stack([first] * len(SIZES)))
     assert form_of(trained.states) == form_of(stack([first] * len(SIZES)))
     assert form_of(trained.uploads.weights) == form_of(stack([start] * len(SIZES)))

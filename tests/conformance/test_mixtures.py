@@ -28,6 +28,7 @@ from test_conformance import CLOSE, ENGINES, padded_plan, poisoned
 from fedstill.compose.combine import bound_to
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import byte_size, rows, stack
 from fedstill.core.types import Stage
 from fedstill.engine import build_engine
@@ -169,10 +170,8 @@ def test_any_order_of_clients_gives_each_client_the_same(text):
     states = stack([method.objective.init(start) for _ in SIZES])
 
     def trained(ids):
-        return runner.train(
-            method.objective, TRAINING, start, received=received, states=rows(states, torch.tensor(ids)),
-            ids=np.array(ids), round=2, seed=5,
-        )  # fmt: skip
+        work = LocalWork(method.objective, TRAINING, start, received, round=2, seed=5)
+        return runner.train(work, np.array(ids), rows(states, torch.tensor(ids)))
 
     everybody, order = trained(list(range(len(SIZES)))), [5, 0, 3, 6, 1]
     assert distance(trained(order).uploads.weights, rows(everybody.uploads.weights, torch.tensor(order))) < CLOSE

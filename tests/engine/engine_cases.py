@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Dataset, Federation, Model, Training, Weights
 from fedstill.engine import Engine, build_engine
@@ -127,9 +128,9 @@ def in_dtype(weights: Weights, dtype: torch.dtype) -> Weights:
 def train(engine: Engine, training: Training, *, objective=None, start: Weights | None = None, ids=None, **how):
     """One round of a cohort (everybody by default)."""
     ids = np.arange(len(engine.offsets) - 1) if ids is None else np.asarray(ids)
-    how = {"received": {}, "states": {}, "round": 1, "seed": 7, **how}
+    states = how.pop("states", {})
     start = in_dtype(engine.model.init(3), engine.dtype) if start is None else start
-    return engine.train(objective or cross_entropy(), training, start, ids=ids, **how)
+    return engine.train(LocalWork(objective or cross_entropy(), training, start, **{"seed": 7, **how}), ids, states)
 
 
 def assert_close(found, wanted, *, tolerance: float = 1e-6) -> None:

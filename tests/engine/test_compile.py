@@ -13,6 +13,7 @@ from engine_cases import MODULES, assert_close, dataset, engine_for, network, re
 
 from fedstill import Experiment, run
 from fedstill.core.errors import FedstillError
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
 from fedstill.engine import check_compiler
@@ -83,7 +84,7 @@ def test_compiled_pre_training_with_two_views_is_the_same(traces):
 
 def test_clients_on_a_cpu_are_not_compiled(traces):
     engine, start = engine_for("looped", "mlp", compile=True), network("mlp").init(0)
-    engine.train(cross_entropy(), ADAM, start, received={}, states={}, ids=np.arange(2), round=1, seed=0)
+    engine.train(LocalWork(cross_entropy(), ADAM, start), np.arange(2), {})
     assert not traces
 
 

@@ -169,7 +169,7 @@ def test_no_rows_leave_the_model_as_it_is(name, watched):
     assert_same_bits(engine.fit(soft_target_loss(), start, x, soft_targets(), DISTILLING, 5, rows=none, **how), start)
 
 
-def watched_fit(name, net, training, *, until=None, every=1, **how):
+def watched_fit(name, net, training, *, until=None, **how):
     """(the result, {step: the weights that the watcher saw})."""
     engine, seen = engine_for(name, net), {}
 
@@ -178,7 +178,7 @@ def watched_fit(name, net, training, *, until=None, every=1, **how):
         return done == until
 
     x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
-    found = engine.fit(soft_target_loss(), network(net).init(0), x, y, training, 5, watch=watch, every=every, **how)
+    found = engine.fit(soft_target_loss(), network(net).init(0), x, y, training, 5, watch=watch, **how)
     return found, seen
 
 
@@ -226,15 +226,6 @@ def test_the_weights_that_a_watcher_sees_are_one_tree_of_views(name):
     engine.fit(soft_target_loss(), network("norm").init(0), x, y, PLAIN, 5, watch=watch)
     assert len(seen) == 7
     assert all(now is seen[0] for now in seen)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_watcher_looks_as_often_as_it_asks_to(name):
-    assert list(watched_fit(name, "mlp", PLAIN, every=3)[1]) == [3, 6]
-    assert list(watched_fit(name, "mlp", PLAIN, every=8)[1]) == []
-    found, seen = watched_fit(name, "mlp", PLAIN, every=2, until=4)
-    assert list(seen) == [2, 4]
-    assert_same_bits(found, seen[4])
 
 
 @pytest.mark.parametrize("name", ENGINES)

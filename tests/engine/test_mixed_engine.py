@@ -7,6 +7,7 @@ from mixed_runs import LOCAL, NETS, federation, mixed
 
 from fedstill.compose.groups import only, part_of
 from fedstill.core.errors import FedstillError
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import flatten
 from fedstill.engine import Engine, MixedEngine, build_engine
 from fedstill.local.terms import control_variates, cross_entropy
@@ -18,8 +19,9 @@ def engine_of(model=None, name="auto", **how):
 
 def train(engine, ids, objective=None, **changes):
     start = engine.model.init(1)
-    how = {"received": {}, "states": {}, "ids": np.array(ids), "round": 2, "seed": 5} | changes
-    return start, engine.train(objective or RISK, LOCAL, start, **how)
+    states = changes.pop("states", {})
+    work = LocalWork(objective or RISK, LOCAL, start, **{"round": 2, "seed": 5} | changes)
+    return start, engine.train(work, np.array(ids), states)
 
 
 RISK = cross_entropy()
@@ -48,9 +50,7 @@ def test_every_client_trains_as_in_the_engine_of_its_prototype_alone():
     for name, places in (("a", [1]), ("b", [0, 2])):
         alone = build_engine("auto", "cpu", model=NETS[name], federation=federation())
         ids = np.array([4, 0, 3])[places]
-        wanted = alone.train(
-            RISK, LOCAL, part_of(start, name), received={}, states={}, ids=ids, round=2, seed=5
-        ).uploads
+        wanted = alone.train(LocalWork(RISK, LOCAL, part_of(start, name), round=2, seed=5), ids, {}).uploads
         own = part_of(trained.uploads.weights, name)
         assert same(type(own)(*({key: leaf[places] for key, leaf in part.items()} for part in own)), wanted.weights)
         assert torch.equal(trained.uploads.loss[places], wanted.loss)

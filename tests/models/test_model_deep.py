@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.seeds import torch_generator, torch_stream
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import tree_map
 from fedstill.core.types import Dataset, Federation, Training, Weights
 from fedstill.engine import build_engine
@@ -92,9 +93,9 @@ def trained(engine: str, name: str, shape: tuple[int, int, int], options: dict[s
     federation = Federation(dataset, dataset, torch.arange(12), torch.tensor([0, 4, 12]))
     start = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, model.init(0))
     built = build_engine(engine, "cpu", model=model, federation=federation, precision="float64")
-    how = {"ids": np.arange(2), "received": {}, "states": {}, "round": 1, "seed": 7}
     training = Training(batch_size=4, epochs=1, lr=0.01)
-    return start, built.train(cross_entropy(), training, start, **how).uploads.weights
+    work = LocalWork(cross_entropy(), training, start, seed=7)
+    return start, built.train(work, np.arange(2), {}).uploads.weights
 
 
 @pytest.mark.slow

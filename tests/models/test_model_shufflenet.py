@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill.core.seeds import torch_generator, torch_stream
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import tree_map
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import build_engine
@@ -109,7 +110,7 @@ def test_both_engines_train_a_cohort_to_the_same_models():
     found = []
     for name in ("batched", "looped"):
         engine = build_engine(name, "cpu", model=model, federation=federation, precision="float64")
-        how = {"ids": np.arange(2), "received": {}, "states": {}, "round": 1, "seed": 7}
-        found.append(engine.train(cross_entropy(), training, start, **how).uploads.weights)
+        work = LocalWork(cross_entropy(), training, start, seed=7)
+        found.append(engine.train(work, np.arange(2), {}).uploads.weights)
     assert (found[0].params["head.weight"][0] - start.params["head.weight"]).abs().max() > 1e-4
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)

@@ -8,6 +8,7 @@ from torch.func import vmap
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Dataset, Federation, Model, Training, Weights
 from fedstill.engine import build_engine
@@ -262,8 +263,8 @@ def test_both_engines_train_clients_of_different_sizes_to_the_same_models(optimi
     found = []
     for name in ("batched", "looped"):
         engine = build_engine(name, "cpu", model=model, federation=federation, precision="float64")
-        how = {"ids": np.arange(3), "received": {}, "states": {}, "round": 1, "seed": 7}
-        found.append(engine.train(cross_entropy(), training, start, **how).uploads.weights)
+        work = LocalWork(cross_entropy(), training, start, seed=7)
+        found.append(engine.train(work, np.arange(3), {}).uploads.weights)
     for name in ("encoder.tokens.weight", "encoder.blocks.0.attend.weight", "encoder.blocks.1.narrow.weight"):
         assert float((found[0].params[name][0] - start.params[name]).abs().max()) > 1e-5, name
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from fedstill.compose.combine import weighted_mean
 from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
+from fedstill.core.trainer import Trained
 from fedstill.core.tree import rows, stack
 from fedstill.core.types import (
     Batch,
@@ -96,11 +95,6 @@ def counting_objective() -> Objective:
     )
 
 
-class Trained(NamedTuple):
-    uploads: Uploads
-    states: dict
-
-
 class LoopEngine:
     """One client after another, one shuffled pass in batches of `training.batch_size` per epoch."""
 
@@ -111,12 +105,9 @@ class LoopEngine:
         self.model, self.federation = model, federation
         self.calls: list[dict] = []
 
-    def train(self, objective, training, start, *, received, states, ids, round, seed):
-        self.calls.append({"round": round, "ids": ids.tolist(), "received": received, "states": states})
-        outcomes = [
-            self._client(objective, training, start, received, rows(states, i), int(client), round, seed)
-            for i, client in enumerate(ids)
-        ]
+    def train(self, work, ids, states):
+        self.calls.append({"round": work.round, "ids": ids.tolist(), "received": work.received, "states": states})
+        outcomes = [self._client(work, rows(states, i), int(client)) for i, client in enumerate(ids)]
         uploads = stack([tuple(row) for row, _ in outcomes])
         weights, size, steps, travel, loss, extra = uploads
         ids = torch.from_numpy(np.asarray(ids))
@@ -128,13 +119,14 @@ class LoopEngine:
     def fit(self, objective, start, x, y, training, seed):
         return start
 
-    def _client(self, objective, training, start, received, state, client, round, seed):
+    def _client(self, work, state, client):
+        objective, training, start = work.objective, work.training, work.start
         offsets, source = self.federation.offsets, self.federation.train
         own = self.federation.indices[offsets[client] : offsets[client + 1]]
         params, buffers, losses = start.params, start.buffers, []
-        local = self._local(start, received, state, len(own), client)
+        local = self._local(start, work.received, state, len(own), client)
         for epoch in range(training.epochs):
-            order = numpy_generator(seed_for(seed, round, client, "batches", epoch)).permutation(len(own))
+            order = numpy_generator(seed_for(work.seed, work.round, client, "batches", epoch)).permutation(len(own))
             for first in range(0, len(own), training.batch_size):
                 picked = own[torch.from_numpy(order[first : first + training.batch_size])]
                 batch = Batch(source.x[picked], source.y[picked], torch.ones(len(picked)))

@@ -26,6 +26,7 @@ from torch import nn
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import stack
 from fedstill.core.types import Phase, Training
 from fedstill.engine import build_engine
@@ -124,8 +125,7 @@ def test_every_client_counts_its_own_steps():
     engine, start = build_engine("looped", "cpu", model=network(), federation=federation()), network().init(0)
     memory = stack([first_memory(ADAM, start.params)] * 2)
     memory["count"][1] = 7.0
-    how = {"received": {}, "ids": np.array([1, 0]), "round": 1, "seed": 0}
-    trained = engine.train(cross_entropy(), ADAM, start, states={"optimizer": memory}, **how)
+    trained = engine.train(LocalWork(cross_entropy(), ADAM, start), np.array([1, 0]), {"optimizer": memory})
     steps = -(-EACH // ADAM.batch_size)
     assert trained.states["optimizer"]["count"].tolist() == [steps, 7 + steps]
     assert memory["count"].tolist() == [0.0, 7.0], "what was lent is not changed"

@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from run_helpers import CLASSES, FEATURES, LoopEngine, Trained, cross_entropy, fedavg, linear_model
+from run_helpers import CLASSES, FEATURES, LoopEngine, cross_entropy, fedavg, linear_model
 
+from fedstill.core.trainer import Trained
 from fedstill.core.types import Dataset, Federation, Objective, Output, Training, Uploads, Weights
 from fedstill.loop.federate import federate
 
@@ -22,9 +23,9 @@ class IdleEngine(LoopEngine):
         super().__init__(*args)
         self.ends = []
 
-    def train(self, objective, training, start, *, received, states, ids, round, seed):
+    def train(self, work, ids, states):
         count = len(ids)
-        weights = Weights(*({k: v.expand(count, *v.shape).clone() for k, v in part.items()} for part in start))
+        weights = Weights(*({k: v.expand(count, *v.shape).clone() for k, v in part.items()} for part in work.start))
         one = torch.ones(count)
         uploads = Uploads(weights, one.double(), one, one, one, {}, None, torch.from_numpy(np.asarray(ids)))
         return Trained(uploads, {k: v + 1 for k, v in states.items()})

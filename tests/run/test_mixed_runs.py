@@ -11,6 +11,7 @@ from safetensors.torch import load as read_tensors
 from fedstill.compose.groups import grouped, merge, part_of, share_states_of, split
 from fedstill.compose.phases import phases_of
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import byte_size, clone, flatten
 from fedstill.core.types import Round, Training
 from fedstill.engine import build_engine
@@ -77,8 +78,8 @@ def one_round(method="feddf(steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=None):
     server = phase.method.server
     state = server.init(start)
     states = ClientStore(share_states_of((phase,), start, model.groups)[0], 6).read(ids)
-    how = {"received": server.broadcast(state), "states": states, "ids": ids, "round": 1, "seed": 5}
-    uploads = engine.train(phase.method.objective, LOCAL, start, **how).uploads
+    work = LocalWork(phase.method.objective, LOCAL, start, server.broadcast(state), seed=5)
+    uploads = engine.train(work, ids, states).uploads
     if sizes is not None:
         uploads = uploads._replace(size=torch.tensor(sizes, dtype=torch.float64))
     look = Round(1, start, uploads, model, 6, data.unlabeled, 3, engine, validation=data.validation)

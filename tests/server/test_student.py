@@ -110,13 +110,13 @@ class ScriptedTrainer:
     steps_done: int = 0
     looked: list = field(default_factory=list)
 
-    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None, every=1):
+    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None):
         now = Weights({"w": start.params["w"].clone()}, {"count": torch.tensor(0)})
         for done in range(1, training.steps + 1):
             now.params["w"] += 1
             now.buffers["count"] += 1
             self.steps_done = done
-            if watch is not None and done % every == 0 and watch(done, now):
+            if watch is not None and watch(done, now):
                 break
         return now
 

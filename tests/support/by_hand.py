@@ -147,7 +147,7 @@ class DescentTrainer:
     model: Model
     asked: list = field(default_factory=list)
 
-    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None, every=1):
+    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None):
         self.asked.append((training, seed))
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         data = Batch(x, y, torch.ones(len(x), dtype=F64))
@@ -156,7 +156,7 @@ class DescentTrainer:
             return train_client(objective, self.model, start, data, steps=training.steps, **how)[0]
         for done in range(1, training.steps + 1):  # descent has no memory, so a step is a step
             start = train_client(objective, self.model, start, data, steps=1, **how)[0]
-            if done % every == 0 and watch(done, start):
+            if watch(done, start):
                 break
         return start
 

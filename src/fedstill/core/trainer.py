@@ -1,15 +1,52 @@
-"""The training that an engine lends to a server step, so that there is one training loop."""
+"""Who trains: a `CohortEngine` trains clients, a `Trainer` is what a server step trains with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fedstill.core.types import Model, Objective, Output, Params, Seed, Training, Tree, Weights
+    from fedstill.core.types import Model, Objective, Output, Params, Seed, Training, Tree, Uploads, Weights
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """The work of a cohort in one round: the same for all of its clients, whoever they are."""
+
+    objective: Objective
+    training: Training
+    start: Weights
+    received: Tree = field(default_factory=dict)  # slots that the server broadcasts
+    round: int = 1
+    seed: Seed = 0  # of the run
+
+
+class Trained(NamedTuple):
+    """The result of a cohort: uploads go to the server, states stay with the clients."""
+
+    uploads: Uploads
+    states: Tree
+
+
+class CohortEngine(Protocol):
+    """Trains the clients of a federation. It knows their data and their network from when it was built."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def train(self, work: LocalWork, ids: np.ndarray, states: Tree) -> Trained:
+        """Train the clients `ids`, whose memories are `states`; results are stacked in the order of `ids`.
+
+        All tensors that go in and come out lie on `device`. A client's result depends on no other client.
+        """
+        ...
 
 
 Watch = Callable[[int, "Weights"], bool]  # (steps done, weights now, which the next step overwrites) -> stop?
@@ -24,7 +61,7 @@ class Fitted(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What the engine lends to a server step, so that there is one training loop."""
+    """Trains and asks models on the server's own device, with the training loop of the clients."""
 
     def fit(
         self,
@@ -37,11 +74,10 @@ class Trainer(Protocol):
         *,
         rows: Tensor | None = None,
         watch: Watch | None = None,
-        every: int = 1,
     ) -> Weights:
         """Train one model on (x, y), or on some `rows` of them; `y` may be soft targets (M, K).
 
-        `watch` is called after each `every` steps and may end the training.
+        `watch` is called after each step and may end the training.
         """
         ...
 
@@ -70,20 +106,34 @@ class Trainer(Protocol):
         ...
 
     def proceed(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
-        optimizer: Tree, rows: Tensor | None = None,
-    ) -> Fitted:  # fmt: skip
+        self,
+        objective: Objective,
+        start: Weights,
+        x: Tensor,
+        y: Tensor,
+        training: Training,
+        seed: Seed,
+        *,
+        optimizer: Tree,
+        rows: Tensor | None = None,
+    ) -> Fitted:
         """`fit` as one part of a longer training: the optimiser goes on from `optimizer` (empty: a fresh one)."""
         ...
 
     def take_turns(
-        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
+        self,
+        players: Mapping[str, Player],
+        start: Mapping[str, Weights],
+        drawn: Tree,
+        given: Tree,
+        seed: Seed,
+        *,
         optimizers: Mapping[str, Tree] | None = None,
-    ) -> dict[str, Fitted]:  # fmt: skip
+    ) -> dict[str, Fitted]:
         """Train several models, each step of one seeing all: I exchanges, in each of them every player's turn in order.
 
-        drawn: (I, ...) a row for each exchange. given: what all of them see. optimizers: what a player's optimiser
-        goes on from, by name (none: a fresh one). The loss of a player is the mean over its steps.
+        drawn: (I, ...) a row for each exchange. given: tensors that all of them see. optimizers: by name, the memory
+        that a player's optimiser goes on from (none: a fresh one). The loss of a player is the mean over its steps.
         """
         ...
 

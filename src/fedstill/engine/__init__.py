@@ -1,4 +1,4 @@
-"""Local training of whole cohorts: `build_engine` chooses how, by device and model."""
+"""Local training of whole cohorts: `build_engines` chooses who does it and how, by name, device and model."""
 
 from __future__ import annotations
 
@@ -6,27 +6,39 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.types import Federation, Model
-from fedstill.engine.engine import Engine, Trained
+from fedstill.engine.engine import Engine
 from fedstill.engine.mixed import MixedEngine
 
 __all__ = [
     "ENGINES",
     "PRECISIONS",
     "Engine",
+    "Engines",
     "MixedEngine",
-    "Trained",
     "build_engine",
+    "build_engines",
     "check_compiler",
+    "check_engine",
     "choose_device",
 ]
 
-ENGINES = ("auto", "batched", "looped")
 PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
+
+
+def check_engine(name: str) -> str:
+    """The name of a registered engine as it is; any other is refused."""
+    if name not in ENGINES:
+        raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
+    return name
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -65,7 +77,7 @@ def _stacked(name: str, device: torch.device, model: Model) -> bool:
     """
     if name == "batched" and model.unbatchable is not None:
         raise FedstillError(f"engine.name: 'batched' cannot run {model.name}: {model.unbatchable}")
-    if name != "auto":
+    if name in ("batched", "looped"):
         return name == "batched"
     if not model.convolutional:
         return model.unbatchable is None
@@ -83,7 +95,10 @@ def build_engine(
     graphs: bool | None = None,
     compile: bool = False,
 ) -> Engine | MixedEngine:
-    """An engine for one model and federation; `chunk` clients at once (None: what fits in memory).
+    """An engine of this process, which trains clients and is a server's trainer; `chunk` clients run at once.
+
+    name: batched | looped | auto, which chooses by device and model; so does the name of an engine of another kind.
+    chunk: None takes as many as fit in memory.
 
     precision: float32 (strict) | float64 (weights, inputs and states, for comparing to many digits) |
     tf32 (matrix products and convolutions on a GPU) | bf16 (autocast);
@@ -91,8 +106,7 @@ def build_engine(
     bf16 counts for answers too: teachers, evaluation. compile: models that train alone by torch.compile, see
     docs/performance.md.
     """
-    if name not in ENGINES:
-        raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
+    check_engine(name)
     if precision not in PRECISIONS:
         raise FedstillError(f"engine.precision: unknown precision '{precision}'; {suggest(precision, PRECISIONS)}")
     where = choose_device(device)
@@ -114,3 +128,32 @@ def build_engine(
         return engine
     others = {group: engine.lend(one, stacked=_stacked(name, where, one)) for group, one in prototypes.items()}
     return MixedEngine(model, {**others, next(iter(prototypes)): engine})
+
+
+# Who can train cohorts, by the name that engine.name takes. Each is called as `build_engine` is, without the name.
+ENGINES: dict[str, Callable[..., CohortEngine]] = {
+    "auto": partial(build_engine, "auto"),
+    "batched": partial(build_engine, "batched"),
+    "looped": partial(build_engine, "looped"),
+}
+
+
+class Engines(NamedTuple):
+    """The two duties of a run: who trains clients, and what the server trains with. Both have one device."""
+
+    cohort: CohortEngine
+    trainer: Trainer
+
+
+def build_engines(
+    engine: str | CohortEngine = "auto", device: str = "auto", *, model: Model, federation: Federation, **options: Any
+) -> Engines:
+    """Both engines of a run; they are one object where the cohort's can also do the server's work.
+
+    engine: a registered name, or an engine that is built already. options: see `build_engine`.
+    """
+    how: dict[str, Any] = {"model": model, "federation": federation, **options}
+    cohort = ENGINES[check_engine(engine)](device, **how) if isinstance(engine, str) else engine
+    if hasattr(cohort, "outputs"):
+        return Engines(cohort, cast(Trainer, cohort))
+    return Engines(cohort, build_engine("auto", str(cohort.device), **how))

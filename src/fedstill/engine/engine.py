@@ -6,14 +6,14 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.core.seeds import seed_for
-from fedstill.core.trainer import Fitted, Watch
+from fedstill.core.trainer import Fitted, LocalWork, Trained, Watch
 from fedstill.core.tree import rows as row_of
 from fedstill.core.types import (
     Dataset,
@@ -63,13 +63,6 @@ TURNS = 4  # games of several models that keep what they captured: feddf_gen+fed
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
-class Trained(NamedTuple):
-    """What a cohort hands back: uploads for the server, states that stay with the clients."""
-
-    uploads: Uploads
-    states: Tree
-
-
 class Engine:
     """Trains cohorts of one federation with one model. Built by `build_engine`."""
 
@@ -88,50 +81,49 @@ class Engine:
         self.feeds: dict[int, tuple[Tensor, Feed]] = {}
         self.turns: dict[object, Turns] = {}
 
-    def train(
-        self, objective: Objective, training: Training, start: Weights, *,
-        received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
-    ) -> Trained:  # fmt: skip
-        """Train the clients `ids` from `start`; everything comes back stacked in the order of `ids`."""
-        with precision_mode(self.precision):
-            return self._train(objective, training, start, received, states, ids, round, seed)
-
-    def _train(
-        self, objective: Objective, training: Training, start: Weights,
-        received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
-    ) -> Trained:  # fmt: skip
+    def train(self, work: LocalWork, ids: np.ndarray, states: Tree) -> Trained:
+        """Train the clients `ids`; see core.trainer.CohortEngine."""
+        training = work.training
         check_training(training)
         check_augmentations(training.augment, tuple(self.dataset.x.shape[1:]))
-        rows, sizes = self._rows(ids)
-        plan = make_plan(rows, sizes, ids, training=training, round=round, seed=seed)
-        counts = self._label_counts(objective, rows, sizes)
-        program, runner = self._program(objective, training, self.feed, start, received)
-        slots = {slot: value for slot, value in states.items() if slot != OPTIMIZER}
-        inputs = make_inputs(plan, slots, counts, sizes, self.dtype, states.get(OPTIMIZER))
-        weights, loss, optimizer = self._run(program, plan, inputs, rows, sizes)
-        seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
-        local = local_view(program, inputs, seeds, len(ids))._replace(params=weights.params, buffers=weights.buffers)
-        chunk = runner.chunk if isinstance(runner, Batched) else None
-        new_states, extra = finish_clients(program, local, rows, sizes, chunk=chunk)
-        size, steps, travel, _ = inputs.facts
-        uploads = Uploads(
-            weights, size.double(), steps, travel, loss / steps.clamp_min(1), extra, None,
-            torch.from_numpy(np.asarray(ids, np.int64)),
-        )  # fmt: skip
+        with precision_mode(self.precision):
+            rows, sizes = self._rows(ids)
+            plan = make_plan(rows, sizes, ids, training=training, round=work.round, seed=work.seed)
+            counts = self._label_counts(work.objective, rows, sizes)
+            program, runner = self._program(work.objective, training, self.feed, work.start, work.received)
+            slots = {slot: value for slot, value in states.items() if slot != OPTIMIZER}
+            inputs = make_inputs(plan, slots, counts, sizes, self.dtype, states.get(OPTIMIZER))
+            weights, loss, optimizer = self._run(program, plan, inputs, rows, sizes)
+            seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
+            local = local_view(program, inputs, seeds, len(ids))
+            local = local._replace(params=weights.params, buffers=weights.buffers)
+            chunk = runner.chunk if isinstance(runner, Batched) else None
+            new_states, extra = finish_clients(program, local, rows, sizes, chunk=chunk)
+            size, steps, travel, _ = inputs.facts
+            mean_loss, who = loss / steps.clamp_min(1), torch.from_numpy(np.asarray(ids, np.int64))
+            uploads = Uploads(weights, size.double(), steps, travel, mean_loss, extra, None, who)
         return Trained(uploads, {**new_states, OPTIMIZER: optimizer} if optimizer else new_states)
 
     def fit(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
-        rows: Tensor | None = None, watch: Watch | None = None, every: int = 1,
-    ) -> Weights:  # fmt: skip
-        """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.types.Trainer."""
+        self,
+        objective: Objective,
+        start: Weights,
+        x: Tensor,
+        y: Tensor,
+        training: Training,
+        seed: Seed,
+        *,
+        rows: Tensor | None = None,
+        watch: Watch | None = None,
+    ) -> Weights:
+        """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.trainer.Trainer."""
         places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
         with precision_mode(self.precision, alone=True):
             if watch is None:
                 return row_of(self._run(program, plan, inputs, places, np.array([len(places)])).weights, 0)
             self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
-            return runner.run_alone(plan, inputs, lambda done, now: done % every == 0 and watch(done, now)).weights
+            return runner.run_alone(plan, inputs, watch).weights
 
     def proceed(
         self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from fedstill.compose.groups import merge, merge_uploads, only, part_of, places_of, together
 from fedstill.core.errors import FedstillError
-from fedstill.core.trainer import Fitted, Watch
+from fedstill.core.trainer import LocalWork, Trained
 from fedstill.core.tree import rows as rows_of
 from fedstill.core.tree import tree_map
-from fedstill.core.types import Groups, Model, Objective, Output, Params, Player, Seed, Training, Tree, Weights
-from fedstill.engine.engine import Engine, Trained
+from fedstill.core.types import Groups, Model, Output, Params, Seed, Tree, Weights
+from fedstill.engine.engine import Engine
 
 
 class MixedEngine:
@@ -33,11 +34,8 @@ class MixedEngine:
     def name(self) -> str:
         return " and ".join(dict.fromkeys(engine.name for engine in self.engines.values()))
 
-    def train(
-        self, objective: Objective, training: Training, start: Weights, *,
-        received: Tree, states: Tree, ids: np.ndarray, round: int, seed: Seed,
-    ) -> Trained:  # fmt: skip
-        """Each group from its own part of `start`; uploads and states come back whole, in the order of `ids`.
+    def train(self, work: LocalWork, ids: np.ndarray, states: Tree) -> Trained:
+        """Each group from its own part of the start; uploads and states come back whole, in the order of `ids`.
 
         Slots received and states stand under the prototypes' names; a client's slots of other prototypes stay as they
         are.
@@ -48,13 +46,13 @@ class MixedEngine:
             if len(ids) and not len(here):  # in an empty cohort all train nobody: uploads need a form to be merged in
                 continue
             own = states.get(prototype, {})
+            start, received = part_of(work.start, prototype), work.received.get(prototype, {})
             trained = self.engines[prototype].train(
-                objective, training, part_of(start, prototype), received=received.get(prototype, {}),
-                states=rows_of(own, here.to(self.device)), ids=ids[here.numpy()], round=round, seed=seed,
-            )  # fmt: skip
+                replace(work, start=start, received=received), ids[here.numpy()], rows_of(own, here.to(self.device))
+            )
             sent[prototype] = trained.uploads
             after[prototype] = tree_map(_written(here.to(self.device)), own, trained.states) if own else {}
-        return Trained(merge_uploads(sent, start, places), after)
+        return Trained(merge_uploads(sent, work.start, places), after)
 
     def outputs(
         self, weights: Weights, x: Tensor, stacked: bool = False, *,
@@ -86,26 +84,10 @@ class MixedEngine:
                 return self.engines[prototype]
         return next(iter(self.engines.values())).lend(model)
 
-    def fit(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
-        rows: Tensor | None = None, watch: Watch | None = None, every: int = 1,
-    ) -> Weights:  # fmt: skip
-        raise self._one_by_one()
+    def fit(self, *_: Any, **__: Any) -> NoReturn:
+        raise FedstillError("a mixed model is trained prototype by prototype: use per_group, or lend(its model)")
 
-    def proceed(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
-        optimizer: Tree, rows: Tensor | None = None,
-    ) -> Fitted:  # fmt: skip
-        raise self._one_by_one()
-
-    def take_turns(
-        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
-        optimizers: Mapping[str, Tree] | None = None,
-    ) -> dict[str, Fitted]:  # fmt: skip
-        raise self._one_by_one()
-
-    def _one_by_one(self) -> FedstillError:
-        return FedstillError("a mixed model is trained prototype by prototype: use per_group, or lend(its model)")
+    proceed = take_turns = fit
 
 
 def _written(here: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

@@ -13,9 +13,18 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
 from fedstill.core.errors import FedstillError
+from fedstill.engine import check_engine
 from fedstill.experiment import prototypes
 from fedstill.experiment.config_errors import one_line
 from fedstill.methods import lookup as expression
@@ -165,7 +174,7 @@ class LocalSection(BaseModel, **_RULES, extra="forbid"):
 class EngineSection(BaseModel, **_RULES, extra="forbid"):
     """Who computes, and where."""
 
-    name: Literal["auto", "batched", "looped"] = "auto"
+    name: Annotated[str, AfterValidator(check_engine)] = "auto"
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     chunk: int | None = Field(default=None, ge=1, examples=[16])
     precision: Literal["auto", "float32", "float64", "tf32", "bf16"] = "auto"

@@ -22,6 +22,7 @@ from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases, needs_of
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Federation, Keeper, Method, Model, Need, Phase, Seed, Targets, Training
 from fedstill.engine.client_store import ClientStore
@@ -41,7 +42,7 @@ from fedstill.loop.privacy_plan import (
     write_statement,
 )
 from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_last
-from fedstill.loop.round import CohortTrainer, Sampling, State, Tamper, Task, look_at, play_round, reported
+from fedstill.loop.round import Sampling, State, Tamper, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
 
@@ -58,7 +59,7 @@ def federate(
     rounds: int,
     cohort: int | float,
     seed: Seed = 0,
-    engine: str | CohortTrainer = "auto",
+    engine: str | CohortEngine = "auto",
     device: str = "auto",
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
@@ -92,9 +93,10 @@ def federate(
     """
     began = time.perf_counter()
     phases = _suited(_as_phases(method, model, federation, training), model, federation, training, label or _ANY)
-    engine = _built(engine, device, model, federation, engine_options or {})
+    engine, trainer = _built(engine, device, model, federation, engine_options or {})
     task = _make_task(
-        phases, federation, engine, cohort, evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
+        phases, federation, engine, cohort, trainer=trainer,
+        evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
         guard=guard or Guard(), tamper=tamper, tell=_teller(callbacks), keeper=keeper, sampling=sampling,
         privacy=privacy or Privacy(),
     )  # fmt: skip
@@ -120,9 +122,10 @@ def check_promise(
     privacy, phases = privacy or Privacy(), phases_of(method)
     if privacy == Privacy() and not any(phase.method.releases for phase in phases):
         return
-    phases, nowhere = _suited(phases, model, federation, training, _ANY), cast(CohortTrainer, _Nowhere())
+    phases, nowhere = _suited(phases, model, federation, training, _ANY), cast(Any, _Nowhere())
     task = _make_task(
-        phases, federation, nowhere, cohort, model=model, training=training, seed=seed, guard=guard or Guard(),
+        phases, federation, nowhere, cohort, trainer=nowhere,
+        model=model, training=training, seed=seed, guard=guard or Guard(),
         tamper=None, sampling=sampling, privacy=privacy,
     )  # fmt: skip
     make_promise(task, model.init(0), rounds)
@@ -230,20 +233,17 @@ def cohort_size(cohort: int | float, population: int) -> int:
 
 
 def _built(
-    engine: str | CohortTrainer, device: str, model: Model, federation: Federation, options: Mapping[str, Any]
-) -> CohortTrainer:
-    if not isinstance(engine, str):
-        return engine
-    from fedstill.engine import build_engine
+    engine: str | CohortEngine, device: str, model: Model, federation: Federation, options: Mapping[str, Any]
+) -> tuple[CohortEngine, Trainer]:
+    from fedstill.engine import build_engines
 
-    built: CohortTrainer = build_engine(engine, device, model=model, federation=federation, **options)
-    return built
+    return build_engines(engine, device, model=model, federation=federation, **options)
 
 
 def _make_task(
     phases: tuple[Phase, ...],
     federation: Federation,
-    engine: CohortTrainer,
+    engine: CohortEngine,
     cohort: int | float,
     *,
     evaluate_batch: int | None = None,
@@ -278,7 +278,7 @@ def _warn_of_small_cohorts(task: Task, wanted: int) -> None:
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
 
 
-def _on_device(pair: tuple[Tensor, Tensor] | None, engine: CohortTrainer) -> tuple[Tensor, Tensor] | None:
+def _on_device(pair: tuple[Tensor, Tensor] | None, engine: CohortEngine) -> tuple[Tensor, Tensor] | None:
     return None if pair is None else (pair[0].to(engine.device), pair[1].to(engine.device))
 
 
@@ -324,7 +324,7 @@ def _make_plan(
 
 def _first_state(task: Task) -> State:
     weights = to_device(task.model.init(seed_for(task.seed, "model")), task.engine.device)
-    dtype = getattr(task.engine, "dtype", torch.float32)
+    dtype = getattr(task.trainer, "dtype", torch.float32)
     weights = tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
     return State(0, weights, task.method(1).server.init(weights))
 

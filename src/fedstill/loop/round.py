@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.setup import Preparation, no_preparation
-from fedstill.core.trainer import Trainer
+from fedstill.core.trainer import CohortEngine, LocalWork, Trained, Trainer
 from fedstill.core.tree import as_tree, byte_size, clone, leaves, rows, select, tree_map
 from fedstill.core.types import (
     Federation,
@@ -36,7 +36,6 @@ from fedstill.core.types import (
     Method,
     Model,
     Need,
-    Objective,
     Phase,
     Round,
     Seed,
@@ -60,35 +59,6 @@ OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and
 Sampling = Literal["fixed", "poisson"]  # a cohort of one size, or each client by its own coin
 
 
-class Trained(Protocol):
-    @property
-    def uploads(self) -> Uploads: ...
-    @property
-    def states(self) -> Tree: ...
-
-
-class CohortTrainer(Trainer, Protocol):
-    """What the loop asks of an engine."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def device(self) -> torch.device: ...
-
-    def train(
-        self,
-        objective: Objective,
-        training: Training,
-        start: Weights,
-        *,
-        received: Tree,
-        states: Tree,
-        ids: np.ndarray,
-        round: int,
-        seed: Seed,
-    ) -> Trained: ...
-
-
 @dataclass(frozen=True)
 class Task:
     """What does not change during a run."""
@@ -97,7 +67,8 @@ class Task:
     model: Model
     federation: Federation
     training: Training
-    engine: CohortTrainer
+    engine: CohortEngine
+    trainer: Trainer
     seed: Seed
     guard: Guard
     tamper: Tamper | None
@@ -156,16 +127,8 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     if not len(ids):
         return _without_cohort(task, state, noted, found)
     received = method.server.broadcast(state.server)
-    trained = task.engine.train(
-        method.objective,
-        task.training,
-        start,
-        received=received,
-        states=store.read(ids),
-        ids=ids,
-        round=number,
-        seed=task.seed,
-    )
+    work = LocalWork(method.objective, task.training, start, received, round=number, seed=task.seed)
+    trained = task.engine.train(work, ids, store.read(ids))
     uploads = _transmit(task, trained.uploads, start, ids, number)
     down = _bytes_down(task, start, received, ids)
     row = _first_facts(number, len(ids), noted, up=_bytes_up(task, uploads), down=down)
@@ -238,7 +201,7 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
         seed=seed_for(task.seed, "prepare", state.round),
         run_seed=task.seed,
         noise_seed=seed_for(task.noise_seed, "prepare", state.round),
-        trainer=task.engine,
+        trainer=task.trainer,
         ask=asked.ask,
         keeper=task.keeper,
         tell=task.tell,
@@ -332,7 +295,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         population=task.federation.population,
         unlabeled=task.unlabeled if Need.UNLABELED in needs_of(method) else None,
         seed=seed_for(task.seed, "server", state.round),
-        trainer=task.engine,
+        trainer=task.trainer,
         validation=task.validation if Need.VALIDATION in needs_of(method) else None,
     )
     candidate, server = run_step(method.server, state.weights, state.server, look)
@@ -394,12 +357,12 @@ def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarra
 def look_at(task: Task, state: State, row: Row) -> None:
     """Evaluate into `row` and keep the best model."""
     weights = reported(task, state)
-    row.update(plain(evaluate(weights, task.exam, task.engine)))
+    row.update(plain(evaluate(weights, task.exam, task.trainer)))
     row["forgetting"] = state.forgetting.see(row["class_accuracy"])
     others = {name: other for name, other in state.models.items() if other is not weights}
     if task.model.groups is not None:
         others |= {prototype: only(weights, prototype) for prototype in task.model.groups.models}
     for name, other in others.items():
-        row[f"accuracy_{name}"] = accuracy(other, task.exam, task.engine)
+        row[f"accuracy_{name}"] = accuracy(other, task.exam, task.trainer)
     if row["accuracy"] > state.best_accuracy:
         state.best, state.best_accuracy = clone(weights), row["accuracy"]

@@ -99,7 +99,7 @@ def keep_learning(student: Student) -> KeepLearning:
         extra: dict[str, Any] = {} if rows is None else {"rows": rows}
         watcher = _watcher(student, round)
         if watcher is not None:
-            extra |= {"watch": watcher.see, "every": watcher.every}
+            extra["watch"] = lambda done, now: done % watcher.every == 0 and watcher.see(done, now)
         seed = seed_for(round.seed, "distill")
         if student.training.keep_optimizer:
             fitted = round.trainer.proceed(
