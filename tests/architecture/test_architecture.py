@@ -12,14 +12,14 @@ from source_files import SOURCE, calls, files, imported_at_once, imports, keywor
 
 MAY_IMPORT = {
     "core": set(),
-    "storage": {"core", "data"},
+    "storage": {"core"},
     "compose": {"core"},
     "partition": {"core", "storage"},
     "data": {"core", "storage"},
     **{room: {"core", "compose"} for room in ("local", "server", "privacy", "models", "engine")},
     "methods": {"core", "compose", "local", "server", "privacy", "models", "partition", "storage", "experiment"},
     "loop": {"core", "compose", "privacy", "engine", "storage", "experiment"},
-    "report": {"core", "loop", "engine", "privacy"},
+    "report": {"core", "loop", "engine", "privacy", "storage"},
 }
 PRIVATE_STREAMS = {"default_rng", "Generator", "PCG64", "RandomState", "SeedSequence"}  # of numpy.random, with a seed
 TORCH_DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"}

@@ -18,7 +18,7 @@ from fedstill.loop.federate import federate
 from fedstill.methods import METHODS, build_algorithm, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
-from fedstill.storage.cache import KeptResults
+from fedstill.storage.cache import Cache
 
 SIDE = 12
 SMALL = "batch_size=8, projection=4, hidden=8"
@@ -86,7 +86,7 @@ def test_without_an_epoch_it_is_the_other_method_bit_for_bit(method):
 
 def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
     """What a refining step is shown when it prepares is the pre-trained model, from one file for all methods."""
-    keeper, seen = KeptResults(tmp_path), []
+    cache, seen = Cache("prepared", tmp_path), []
 
     def look(candidate, state, preparation):
         seen.append((candidate, preparation.metrics["simclr_epochs"]))
@@ -99,7 +99,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "watched", watched)
     simclr, feddf = f"simclr(epochs=2, {SMALL})", 'feddf(weighting="size", steps=2)'
     for text in (f"watched+{simclr}", f"{simclr}+watched", f"watched+fedprox+{simclr}", f"watched+{feddf}+{simclr}"):
-        pictures(text, keeper=keeper, rounds=1)
+        pictures(text, cache=cache, rounds=1)
     assert [epochs for _, epochs in seen] == [2.0, 0.0, 0.0, 0.0]
     assert all(same(weights, seen[0][0]) for weights, _ in seen[1:])
 
@@ -160,9 +160,9 @@ def test_tables_are_refused_in_words():
 
 def test_of_several_architectures_each_is_pretrained_and_kept_on_its_own(tmp_path):
     prototypes = {"net": net(), "mlp": build_model("mlp", input_shape=(3, 6, 6), classes=3, hidden=(8,))}
-    keeper, mixed = KeptResults(tmp_path), mixed_model(prototypes, ["net", "mlp"])
-    rows = [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, keeper=keeper, rounds=1).history.rows[0]]
-    rows += [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, keeper=keeper, rounds=1).history.rows[0]]
+    cache, mixed = Cache("prepared", tmp_path), mixed_model(prototypes, ["net", "mlp"])
+    rows = [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
+    rows += [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
     for prototype in prototypes:
         assert [row[f"prepare/{prototype}/simclr_epochs"] for row in rows] == [2.0, 0.0]
     assert len(list(tmp_path.iterdir())) == 2

@@ -237,12 +237,12 @@ def method_of(text: str):
     return method
 
 
-def prepared(method: str, *, keeper=None, number: int = 1):
+def prepared(method: str, *, cache=None, number: int = 1):
     """(weights before, weights after, preparation) of a method's preparation."""
     model, data = network(), federation()
     engine = build_engine("batched", "cpu", model=model, federation=data)
     look = Preparation(
-        1, model, 2, data.unlabeled, number, engine, Asked(data, np.arange(2), engine.device, 1).ask, keeper=keeper,
+        1, model, 2, data.unlabeled, number, engine, Asked(data, np.arange(2), engine.device, 1).ask, cache=cache,
         tokenizer=OURS,
     )  # fmt: skip
     server, start = method_of(method).server, model.init(number)
@@ -260,7 +260,7 @@ def test_the_network_learns_and_only_its_extractor_changes(method):
 
 
 class Shelf:
-    """A keeper in memory."""
+    """A cache in memory."""
 
     def __init__(self) -> None:
         self.kept: dict[str, dict] = {}
@@ -277,11 +277,11 @@ class Shelf:
 
 def test_another_run_takes_the_same_extractor_from_the_shelf_and_another_share_does_not():
     shelf = Shelf()
-    _, first, _ = prepared("masked_lm(epochs=1, batch_size=16)", keeper=shelf)
-    _, second, look = prepared("masked_lm(epochs=1, batch_size=16)", keeper=shelf)
+    _, first, _ = prepared("masked_lm(epochs=1, batch_size=16)", cache=shelf)
+    _, second, look = prepared("masked_lm(epochs=1, batch_size=16)", cache=shelf)
     assert look.metrics["masked_lm_epochs"] == 0
     assert all(torch.equal(first.params[name], leaf) for name, leaf in second.params.items())
-    _, _, look = prepared("masked_lm(epochs=1, batch_size=16, share=0.3)", keeper=shelf)
+    _, _, look = prepared("masked_lm(epochs=1, batch_size=16, share=0.3)", cache=shelf)
     assert look.metrics["masked_lm_epochs"] == 1
 
 

@@ -19,7 +19,7 @@ from fedstill.models import from_module
 from fedstill.server.aggregate import average
 from fedstill.server.pretrain import Pretext, digest, pretrain
 from fedstill.storage import cache as kept_results
-from fedstill.storage.cache import KeptResults
+from fedstill.storage.cache import Cache
 
 HEAD = {"head.weight", "head.bias"}
 
@@ -77,17 +77,17 @@ def test_zero_epochs_change_no_bit():
     assert same(run(pretrained(task=pretext(replace(BRIEF, epochs=0)))).weights, run(plain).weights)
 
 
-def test_another_run_and_another_method_take_the_same_bits_from_the_keeper(tmp_path):
-    keeper = KeptResults(tmp_path)
-    first, row = sent_first(pretrained(), keeper=keeper)
+def test_another_run_and_another_method_take_the_same_bits_from_the_cache(tmp_path):
+    cache = Cache("prepared", tmp_path)
+    first, row = sent_first(pretrained(), cache=cache)
     assert row["prepare/simclr_epochs"] == 3
-    again, later = sent_first(pretrained(), keeper=keeper)
+    again, later = sent_first(pretrained(), cache=cache)
     assert later["prepare/simclr_epochs"] == 0
     assert later["prepare/simclr_loss"] == row["prepare/simclr_loss"]
     assert same(again, first)
     # another method and another engine, with the same extractor
     other = replace(pretrained(), objective=replace(cross_entropy(), risk="other"))
-    found, third = sent_first(other, keeper=keeper, engine="batched")
+    found, third = sent_first(other, cache=cache, engine="batched")
     assert third["prepare/simclr_epochs"] == 0
     names = [name for name in body(first) if "running" not in name]  # local training moves the statistics
     assert same(found, first, names)
@@ -106,17 +106,17 @@ def test_another_run_and_another_method_take_the_same_bits_from_the_keeper(tmp_p
     ids=["seed", "images", "normalisation", "rate", "temperature", "pretrain_seed"],
 )
 def test_whatever_the_result_follows_from_makes_it_another_result(tmp_path, changes):
-    keeper = KeptResults(tmp_path)
-    sent_first(pretrained(), keeper=keeper)
+    cache = Cache("prepared", tmp_path)
+    sent_first(pretrained(), cache=cache)
     changes = dict(changes)
-    _, row = sent_first(changes.pop("method", pretrained()), keeper=keeper, **changes)
+    _, row = sent_first(changes.pop("method", pretrained()), cache=cache, **changes)
     assert row["prepare/simclr_epochs"] == 3
 
 
 def test_a_seed_of_its_own_lets_runs_of_several_seeds_share_one_extractor(tmp_path):
-    keeper = KeptResults(tmp_path)
-    first, _ = sent_first(pretrained(seed=4), keeper=keeper, seed=0)
-    second, row = sent_first(pretrained(seed=4), keeper=keeper, seed=1)
+    cache = Cache("prepared", tmp_path)
+    first, _ = sent_first(pretrained(seed=4), cache=cache, seed=0)
+    second, row = sent_first(pretrained(seed=4), cache=cache, seed=1)
     assert row["prepare/simclr_epochs"] == 0
     assert torch.equal(first.params["body.0.weight"], second.params["body.0.weight"])
     assert not torch.equal(first.params["head.weight"], second.params["head.weight"])
@@ -125,11 +125,11 @@ def test_a_seed_of_its_own_lets_runs_of_several_seeds_share_one_extractor(tmp_pa
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_an_interrupted_training_goes_on_and_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, after):
     whole, row = sent_first(pretrained())
-    keeper = KeptResults(tmp_path)
+    cache = Cache("prepared", tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        run(pretrained(), keeper=keeper, callbacks=[Stops(after)])  # long before it is time to save
+        run(pretrained(), cache=cache, callbacks=[Stops(after)])  # long before it is time to save
     listener = Stops(0)
-    resumed, again = sent_first(pretrained(), keeper=keeper, callbacks=[listener])
+    resumed, again = sent_first(pretrained(), cache=cache, callbacks=[listener])
     assert again["prepare/simclr_epochs"] == 3 - after
     assert f"goes on after epoch {after}" in listener.lines[0][0]
     assert again["prepare/simclr_loss"] == row["prepare/simclr_loss"]
@@ -139,14 +139,14 @@ def test_an_interrupted_training_goes_on_and_ends_with_the_bits_of_an_uninterrup
 
 def kept_on_the_way(monkeypatch, tmp_path, save_seconds):
     """The epochs after which an unfinished training was saved."""
-    saved, save = [], KeptResults.save
+    saved, save = [], Cache.save
 
     def listening(self, identity, tree):
         saved.extend([int(tree["epochs"])] if "epochs" in tree else [])
         save(self, identity, tree)
 
-    monkeypatch.setattr(KeptResults, "save", listening)
-    run(pretrained(save_seconds=save_seconds), keeper=KeptResults(tmp_path))
+    monkeypatch.setattr(Cache, "save", listening)
+    run(pretrained(save_seconds=save_seconds), cache=Cache("prepared", tmp_path))
     return saved
 
 
@@ -169,9 +169,9 @@ def test_whatever_ends_it_in_the_middle_of_an_epoch_the_last_whole_epoch_is_kept
 
     monkeypatch.setattr(Engine, "proceed", breaking)
     with pytest.raises(type(error)):
-        run(pretrained(), keeper=KeptResults(tmp_path))
+        run(pretrained(), cache=Cache("prepared", tmp_path))
     monkeypatch.undo()
-    resumed, again = sent_first(pretrained(), keeper=KeptResults(tmp_path))
+    resumed, again = sent_first(pretrained(), cache=Cache("prepared", tmp_path))
     assert again["prepare/simclr_epochs"] == 2
     assert same(resumed, whole)
 
@@ -184,29 +184,33 @@ def test_a_training_that_would_break_again_is_not_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "proceed", diverging)
     with pytest.raises(FedstillError, match="loss of epoch 2 is nan: use a lower pretrain_lr"):
-        run(pretrained(), keeper=KeptResults(tmp_path))
-    assert not list(tmp_path.iterdir())
+        run(pretrained(), cache=Cache("prepared", tmp_path))
+    assert not list((tmp_path / "prepared").iterdir())
 
 
 def test_a_run_waits_for_the_extractor_that_another_one_trains_and_takes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_results, "PATIENCE", 0.001)
     asked = []
-    monkeypatch.setattr(KeptResults, "load", lambda self, identity: asked.append(identity))
-    first, _ = sent_first(pretrained(), keeper=KeptResults(tmp_path / "first"))
+    monkeypatch.setattr(Cache, "load", lambda self, identity: asked.append(identity))
+    first, _ = sent_first(pretrained(), cache=Cache("prepared", tmp_path / "first"))
     monkeypatch.undo()
     monkeypatch.setattr(kept_results, "PATIENCE", 0.001)
-    trained, keeper, other = KeptResults(tmp_path / "first").load(asked[0]), KeptResults(tmp_path), ExitStack()
-    other.enter_context(keeper.alone(asked[0], pytest.fail))
+    trained, cache, other = (
+        Cache("prepared", tmp_path / "first").load(asked[0]),
+        Cache("prepared", tmp_path),
+        ExitStack(),
+    )
+    other.enter_context(cache.alone(asked[0], pytest.fail))
 
     class Done(Callback):
         def on_prepare(self, what, share):
             heard.append(what)
             if "waits" in what:
-                keeper.save(asked[0], trained)
+                cache.save(asked[0], trained)
                 other.close()
 
     heard = []
-    taken, row = sent_first(pretrained(), keeper=keeper, callbacks=[Done()])
+    taken, row = sent_first(pretrained(), cache=cache, callbacks=[Done()])
     assert heard[0] == f"simclr: waits for the extractor that another run trains, pid {os.getpid()}"
     assert "was found" in heard[1]
     assert row["prepare/simclr_epochs"] == 0

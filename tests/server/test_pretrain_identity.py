@@ -14,7 +14,7 @@ from fedstill.loop.callbacks import Callback
 from fedstill.methods.pretraining.words import next_words
 from fedstill.models import build_model, from_module
 from fedstill.server.pretrain import _fingerprint
-from fedstill.storage.cache import KeptResults
+from fedstill.storage.cache import Cache
 
 SHAPE = (3, SIDE, SIDE)
 PICTURES = torch.zeros(5, *SHAPE, dtype=torch.uint8)
@@ -139,11 +139,11 @@ class Stops(Callback):
 
 
 def test_another_activation_finds_neither_the_extractor_nor_one_that_is_unfinished(tmp_path):
-    keeper = KeptResults(tmp_path)
+    cache = Cache("prepared", tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        sent_first(pretrained(), model=own(), keeper=keeper, callbacks=[Stops()])
+        sent_first(pretrained(), model=own(), cache=cache, callbacks=[Stops()])
     epochs = [
-        sent_first(pretrained(), model=model, keeper=keeper)[1]["prepare/simclr_epochs"]
+        sent_first(pretrained(), model=model, cache=cache)[1]["prepare/simclr_epochs"]
         for model in (own(nn.Tanh), own(nn.Tanh), own(), own())
     ]
     assert epochs == [3, 0, 2, 0]

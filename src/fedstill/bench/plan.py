@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -38,7 +38,7 @@ from fedstill.experiment.compare import folder_name
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import CONFIG_FILE, read_description, version_of
 from fedstill.loop.history import Row
-from fedstill.storage.files import holder, released, take
+from fedstill.storage.files import holder, lock
 
 LONGEST_NAME = 60
 MADE = "bench.json"  # in a run's folder: which device, how many at once, which versions
@@ -230,16 +230,14 @@ def check_places(out: Path, results: Path) -> None:
 @contextmanager
 def claimed(out: Path, results: Path) -> Iterator[None]:
     """Both places made, and `out` held while the runs are done."""
-    lock = out / BENCH_LOCK
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held = take(lock, wait=False)
-    except BlockingIOError:
-        who = holder(lock)
-        raise FedstillError(f"--out: another bench works in '{out}', {who}: wait or use another --out") from None
-    except OSError as error:
-        raise FedstillError(f"--out: cannot write to '{out}' ({error.strerror}): name another folder") from None
-    with released(lock, held):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock(out / BENCH_LOCK, wait=False))
+        except BlockingIOError:
+            who = holder(out / BENCH_LOCK)
+            raise FedstillError(f"--out: another bench works in '{out}', {who}: wait or use another --out") from None
+        except OSError as error:
+            raise FedstillError(f"--out: cannot write to '{out}' ({error.strerror}): name another folder") from None
         with holding(results):
             pass  # a place that cannot be written is an error now rather than after the first run
         yield

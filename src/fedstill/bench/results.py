@@ -7,7 +7,7 @@ import json
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NotRequired
 
@@ -16,10 +16,9 @@ from typing_extensions import TypedDict
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.run_folder import write_whole
 from fedstill.methods import lookup as expression
 from fedstill.methods.options import find
-from fedstill.storage.files import released, take
+from fedstill.storage.files import lock, write_whole
 
 
 class Curve(NamedTuple):
@@ -236,7 +235,6 @@ def write_runs(path: Path, paper: str, runs: Sequence[Run]) -> None:
     """A line a run, written whole: a reader or a crash never sees half of it."""
     lines = ",\n".join(json.dumps(run, ensure_ascii=False, allow_nan=False) for run in merge(runs))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, f'{{"paper": {json.dumps(paper)}, "runs": [\n{lines}\n]}}\n')
     except OSError as error:
         raise FedstillError(f"--results: cannot write '{path}' ({error.strerror}): name another file") from None
@@ -251,11 +249,9 @@ def add_run(path: Path, paper: str, run: Run) -> None:
 @contextmanager
 def holding(results: Path) -> Iterator[None]:
     """The results file is this process's own; whoever comes second waits."""
-    lock = results.with_name(f".{results.name}.lock")
-    try:
-        results.parent.mkdir(parents=True, exist_ok=True)
-        held = take(lock, wait=True)
-    except OSError as error:
-        raise FedstillError(f"--results: cannot write '{results}' ({error.strerror}): name another file") from None
-    with released(lock, held):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock(results.with_name(f".{results.name}.lock"), wait=True))
+        except OSError as error:
+            raise FedstillError(f"--results: cannot write '{results}' ({error.strerror}): name another file") from None
         yield

@@ -29,9 +29,9 @@ from fedstill.data import Source
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
-from fedstill.experiment.run_folder import write_whole
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.history import Result, Row
+from fedstill.storage.files import write_whole
 
 QUIET = 0.5  # seconds between two messages about rounds
 SPLITS_KEPT = 8

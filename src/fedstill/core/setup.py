@@ -27,7 +27,7 @@ class Preparation:
     seed: Seed  # of this preparation: another one in every phase
     trainer: Trainer
     ask: Ask  # run a function on every client that holds data
-    keeper: Keeper | None = None
+    cache: Cache | None = None
     tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
     metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
     groups: Mapping[str, Preparation] = field(default_factory=dict)  # several architectures: each sees its own clients
@@ -91,7 +91,7 @@ class Ask(Protocol):
     ) -> Answers: ...
 
 
-class Keeper(Protocol):
+class Cache(Protocol):
     """Results that are expensive and the same for many runs, kept on disk by what they follow from."""
 
     def load(self, identity: Mapping[str, Any]) -> dict[str, Any] | None: ...

@@ -19,8 +19,8 @@ from fedstill.core.data import Tokenizer as Tokenizer
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.setup import Answers as Answers
 from fedstill.core.setup import Ask as Ask
+from fedstill.core.setup import Cache as Cache
 from fedstill.core.setup import ClientData as ClientData
-from fedstill.core.setup import Keeper as Keeper
 from fedstill.core.setup import Outlook as Outlook
 from fedstill.core.setup import Preparation as Preparation
 from fedstill.core.setup import no_objection as no_objection

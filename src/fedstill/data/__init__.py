@@ -1,6 +1,5 @@
 """Datasets and federations: load a source, take an unlabeled part for the server, share the rest out to clients."""
 
-from fedstill.data.cache import default_cache_dir
 from fedstill.data.federation import federation_from_tensors, make_federation
 from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, from_tensors, load
 from fedstill.data.match import match_storage
@@ -8,6 +7,7 @@ from fedstill.data.scale import scale_inputs
 from fedstill.data.source import Source, Unlabeled, owners, stratified_holdout
 from fedstill.data.split import central_pool, hold_validation, limit_test, read_unlabeled, split_unlabeled, with_test_of
 from fedstill.data.tokens import tokenise
+from fedstill.storage.cache import default_cache_dir
 
 __all__ = [
     "Listing",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import logging
 import re
 from collections import Counter
@@ -19,8 +17,8 @@ from torch import Tensor
 from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Tokenizer
-from fedstill.data.cache import checksum_of, default_cache_dir, replace_file
 from fedstill.data.source import Source, Unlabeled, as_tensor, first_line, require_extra
+from fedstill.storage.cache import Cache
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 MASKS = ("[MASK]", "<mask>")  # how tokenizers name it
@@ -142,26 +140,17 @@ def _first_word(package: Any, size: int) -> int:
 
 
 def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | None = None) -> str:
-    """The tokenizer that was trained on these texts before, else a new one, which is kept."""
-    package = require_extra("tokenizers", extra="text")
-    identity = hashlib.sha256(json.dumps([FORMAT, package.__version__, vocabulary, len(texts)]).encode())
+    """Return the tokenizer that was trained on these texts before, else train one and keep it."""
+    digest = hashlib.sha256()
     for text in texts:
-        identity.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
-    digest, folder = identity.hexdigest(), cache_dir or default_cache_dir()
-    path = folder / f"tokenizer-{digest[:16]}.json"
-    try:
-        stored = json.loads(path.read_bytes())
-        entry = stored["entry"]
-        if stored["sha256"] == checksum_of(entry) and entry["digest"] == digest:
-            return str(entry["tokenizer"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # absent or damaged: made again
+        digest.update(f"{len(text)} ".encode() + text.encode("utf-8", "surrogatepass"))
+    version = require_extra("tokenizers", extra="text").__version__
+    identity = {"format": FORMAT, "package": version, "vocabulary": vocabulary, "texts": digest.hexdigest()}
+    cache = Cache("tokenizers", cache_dir)
+    if (tree := cache.load(identity)) is not None:
+        return str(tree["file"])
     trained = train_tokenizer(texts, vocabulary)
-    entry = {"digest": digest, "tokenizer": trained}
-    whole = json.dumps({"entry": entry, "sha256": checksum_of(entry)})
-    with contextlib.suppress(OSError):  # a full or read-only disk: it is trained again next time
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write(whole.encode()))
+    cache.save(identity, {"file": trained})
     return trained
 
 

@@ -26,7 +26,6 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
-from fedstill.data.kept_parts import kept_parts
 from fedstill.engine import check_compiler, choose_device
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network
@@ -36,6 +35,7 @@ from fedstill.loop.guard import Guard
 from fedstill.methods.lookup import build_method, write
 from fedstill.methods.options import find
 from fedstill.partition import SHARES_ROWS
+from fedstill.partition.cached import cached_parts
 from fedstill.privacy.plan import Privacy
 
 _log = logging.getLogger("fedstill.run")
@@ -106,7 +106,7 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
     identity = {"scheme": partition.scheme, "clients": partition.clients, "seed": drawn_from, **partition.options}
     if "keys" in options:
         return list(scheme(labels, partition.clients, seed=seed, **options))
-    return kept_parts(lambda: scheme(labels, partition.clients, seed=seed, **options), labels, identity)
+    return cached_parts(lambda: scheme(labels, partition.clients, seed=seed, **options), labels, identity)
 
 
 def check_ready(experiment: Experiment, federation: Federation) -> None:

@@ -18,12 +18,13 @@ from fedstill.experiment.build import build_federation, check_ready, load_source
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
 from fedstill.experiment.run import draw_pictures, run
-from fedstill.experiment.run_folder import write_description, write_whole
+from fedstill.experiment.run_folder import write_description
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.history import Result
 from fedstill.methods.lookup import build_method, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report.table import MethodSummary, best_first, counted
+from fedstill.storage.files import write_whole
 
 RESULTS_FILE = "results.json"
 LONGEST_FOLDER = 120  # file systems take 255 bytes

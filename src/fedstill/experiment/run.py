@@ -28,7 +28,7 @@ from fedstill.methods.lookup import label
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
-from fedstill.storage.cache import KeptResults
+from fedstill.storage.cache import Cache
 
 _log = logging.getLogger("fedstill.run")
 
@@ -63,7 +63,7 @@ def run(
             callbacks=[*callbacks, *trackers],
             label=label(experiment.method.name),
             resume=resume,
-            keeper=KeptResults(),
+            cache=Cache("prepared"),
         )
     result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:

@@ -19,6 +19,7 @@ from fedstill.data.load import is_embedded
 from fedstill.experiment.config import Experiment, ModelSection
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
+from fedstill.storage.files import write_whole
 
 CONFIG_FILE = "config.toml"
 TOKENIZER_FILE = "tokenizer.json"
@@ -61,13 +62,6 @@ def _keep_tokenizer(federation: Federation, folder: Path) -> None:
             "start a new one"
         )
     write_whole(path, file)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of the text or nothing, whenever the process ends."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _anchored(experiment: Experiment) -> Experiment:

@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -33,12 +33,12 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, leaves
 from fedstill.core.types import Tree, Weights
+from fedstill.storage.files import TEMPORARY, writing
 
 KEEP = 3
 DIGEST_BYTES = 32
 WEIGHTS_FILE = "weights.safetensors"
 _NAME = re.compile(r"round-(\d{6,})\.zip")
-_TEMPORARY = ".writing-"
 
 _log = logging.getLogger("fedstill.run")
 
@@ -60,17 +60,9 @@ class RunState:
 def save_checkpoint(state: RunState, folder: Path, *, keep: int = KEEP) -> Path:
     """Write one checkpoint below `folder` and remove all but the newest `keep`."""
     target = folder / f"round-{state.round:06d}.zip"
-    temporary = folder / f"{_TEMPORARY}{target.name}"
     try:
-        if not folder.is_dir():
-            folder.mkdir(parents=True)
-            _sync_folder(folder.parent)
-        with temporary.open("wb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                _write_parts(state, archive)
-            _sync(file)
-        os.replace(temporary, target)
-        _sync_folder(folder)
+        with writing(target) as file, zipfile.ZipFile(file, "w") as archive:
+            _write_parts(state, archive)
         for _, old in list_checkpoints(folder)[keep:]:
             old.unlink()
     except OSError as error:
@@ -83,7 +75,7 @@ def load_newest(folder: Path, device: torch.device | str = "cpu") -> RunState | 
 
     A damaged one is renamed, so that it neither counts as kept nor is tried again, but can be looked at.
     """
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
+    for leftover in folder.glob(f"{TEMPORARY}*"):
         leftover.unlink()
     for _, path in list_checkpoints(folder):
         try:
@@ -136,15 +128,8 @@ def save_tensors(
     path: Path, tensors: dict[str, Tensor], *, durable: bool = True, metadata: dict[str, str] | None = None
 ) -> None:
     """A safetensors file, replaced in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    with temporary.open("wb") as file:
+    with writing(path, durable=durable) as file:
         file.write(_serialise(tensors, metadata))
-        if durable:
-            _sync(file)
-    os.replace(temporary, path)
-    if durable:
-        _sync_folder(path.parent)
 
 
 def load_weights(folder: str | Path, device: torch.device | str = "cpu") -> Weights:
@@ -278,16 +263,3 @@ def _serialise(tensors: dict[str, Tensor], metadata: dict[str, str] | None = Non
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

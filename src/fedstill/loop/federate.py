@@ -24,7 +24,7 @@ from fedstill.core.needs import check_phases, needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
-from fedstill.core.types import Federation, Keeper, Method, Model, Need, Phase, Seed, Targets, Training
+from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training
 from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.callbacks import Callback, RunInfo
@@ -73,7 +73,7 @@ def federate(
     tamper: Tamper | None = None,
     engine_options: Mapping[str, Any] | None = None,
     state_budget: int | None = None,
-    keeper: Keeper | None = None,
+    cache: Cache | None = None,
     sampling: Sampling = "fixed",
     privacy: Privacy | None = None,
     settings: str = "",
@@ -86,7 +86,7 @@ def federate(
     evaluate_batch: evaluate in train mode, so many test rows at a time (BatchNorm by the batch); None: in eval mode.
     tamper: sends every upload through its wire form and this function (fault injection).
     state_budget: bytes of client states kept in memory, beyond which they live in a sparse file; None: see ClientStore.
-    keeper: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
+    cache: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
     sampling: "fixed" draws cohorts of one size; with "poisson" each client takes part by its own coin.
     privacy: a budget, before which the run ends, and what may be sent for it; None: no limit.
     settings: options of the method and the model in any words: runs that differ in them do not share their noise.
@@ -97,7 +97,7 @@ def federate(
     task = _make_task(
         phases, federation, engine, cohort, trainer=trainer,
         evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
-        guard=guard or Guard(), tamper=tamper, tell=_teller(callbacks), keeper=keeper, sampling=sampling,
+        guard=guard or Guard(), tamper=tamper, tell=_teller(callbacks), cache=cache, sampling=sampling,
         privacy=privacy or Privacy(),
     )  # fmt: skip
     _warn_of_small_cohorts(task, cohort_size(cohort, federation.population))

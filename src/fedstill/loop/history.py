@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from fedstill.core.types import Samples, Targets, Weights
 from fedstill.loop.guard import AuditRecord
 from fedstill.privacy.statement import PrivacyStatement
+from fedstill.storage.files import write_whole
 
 _SHOWN = ("method", "rounds", "accuracy_last", "accuracy_best", "run_dir")
 Row = dict[str, Any]  # one round; `pandas.DataFrame(history.rows)` is a table
@@ -168,7 +168,5 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _open_anew(path: Path, records: list[dict[str, Any]]) -> IO[str]:
-    temporary = path.with_name(f".writing-{path.name}")
-    temporary.write_text("".join(_line(record) for record in records), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(_line(record) for record in records))
     return path.open("a", encoding="utf-8")

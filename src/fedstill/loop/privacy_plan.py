@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from fedstill.loop.round import OPEN_QUESTIONS, Task, draw_cohort
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
 from fedstill.privacy.plan import Privacy, rounds_within
 from fedstill.privacy.statement import PrivacyStatement, Stretch, statement
+from fedstill.storage.files import write_whole
 
 STATEMENT_FILE = "privacy.json"
 _log = logging.getLogger("fedstill.run")
@@ -309,6 +309,4 @@ def _visits(task: Task) -> Callable[[int, int], int]:
 def write_statement(made: PrivacyStatement | None, folder: Path | None) -> None:
     """privacy.json of a run folder."""
     if made is not None and folder is not None:
-        temporary = folder / f".writing-{STATEMENT_FILE}"
-        temporary.write_text(json.dumps(made.as_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / STATEMENT_FILE)
+        write_whole(folder / STATEMENT_FILE, json.dumps(made.as_dict(), indent=2) + "\n")

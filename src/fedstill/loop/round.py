@@ -31,8 +31,8 @@ from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, LocalWork, Trained, Trainer
 from fedstill.core.tree import as_tree, byte_size, clone, leaves, rows, select, tree_map
 from fedstill.core.types import (
+    Cache,
     Federation,
-    Keeper,
     Method,
     Model,
     Need,
@@ -80,7 +80,7 @@ class Task:
     validation: tuple[Tensor, Tensor] | None = None  # only with Need.VALIDATION
     truth: Tensor | None = None  # (M,) labels of the unlabeled set, for looking at what the server believes
     tell: Callable[[str, float], None] = lambda what, share: None  # progress of what is prepared
-    keeper: Keeper | None = None
+    cache: Cache | None = None
     sampling: Sampling = "fixed"
     privacy: Privacy = field(default_factory=Privacy)
     noise_seed: Seed = 0  # of noise that protects: see promises.noise_seed
@@ -203,7 +203,7 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
         noise_seed=seed_for(task.noise_seed, "prepare", state.round),
         trainer=task.trainer,
         ask=asked.ask,
-        keeper=task.keeper,
+        cache=task.cache,
         tell=task.tell,
         inputs={"mean": list(task.federation.train.mean), "std": list(task.federation.train.std)},
         labeled=_labeled(task),

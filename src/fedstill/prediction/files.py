@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from fedstill.prediction.calibrate import Reliability
 from fedstill.report.curves import COLOURS
+from fedstill.storage.files import write_whole, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,9 +54,6 @@ def write_predictions(predictions: Predictions, folder: Path, *, title: str) -> 
     try:
         return _write_all(predictions, folder, title)
     except OSError as error:
-        for name in FILES:
-            with suppress(OSError):
-                _temporary(folder / name).unlink(missing_ok=True)
         at = f"'{error.filename2 or error.filename or folder}'"
         raise FedstillError(f"--out: cannot write {at} ({error.strerror or error}): give another folder") from error
 
@@ -76,36 +74,27 @@ def _write_all(predictions: Predictions, folder: Path, title: str) -> list[Path]
             _log.warning("no %s: %s", path.name, error)
     path = folder / "predictions.json"
     summary = {**predictions.summary(), "files": [*(one.name for one in written), path.name]}
-    _replace(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return [*written, path]
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".writing-{path.name}")
-
-
-def _replace(path: Path, text: str) -> None:
-    _temporary(path).write_text(text, encoding="utf-8")
-    _temporary(path).replace(path)
 
 
 def _write_csv(columns: dict[str, Any], path: Path) -> None:
     """Numbers as the shortest text that reads back as the same float32."""
-    with _temporary(path).open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(columns)
-        for at in range(0, len(columns["id"]), ROWS_AT_ONCE):
-            cells = [values[at : at + ROWS_AT_ONCE].astype(str) for values in columns.values()]
-            table.writerows(zip(*(cell.tolist() for cell in cells), strict=True))
-    _temporary(path).replace(path)
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(columns)
+    for at in range(0, len(columns["id"]), ROWS_AT_ONCE):
+        cells = [values[at : at + ROWS_AT_ONCE].astype(str) for values in columns.values()]
+        table.writerows(zip(*(cell.tolist() for cell in cells), strict=True))
+    write_whole(path, text.getvalue())
 
 
 def _write_parquet(columns: dict[str, Any], path: Path) -> bool:
     arrow, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
     kinds = {"id": arrow.string(), "label": arrow.string()}
     table = arrow.table({name: arrow.array(values, kinds.get(name)) for name, values in columns.items()})
-    parquet.write_table(table, _temporary(path))
-    _temporary(path).replace(path)
+    with writing(path) as file:
+        parquet.write_table(table, file)
     return True
 
 

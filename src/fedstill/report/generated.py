@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from fedstill.engine.device_data import Feed
 from fedstill.loop.history import Result
 from fedstill.loop.resume import log_to
 from fedstill.report.table import counted
+from fedstill.storage.files import write_whole
 
 COPIES_FILE = "generated.json"
 SAMPLES_PICTURE = "generated.png"
@@ -155,9 +155,7 @@ def _sheet(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[int, int], int
 
 def _write(path: Path, text: str) -> None:
     """All of the text or nothing, whenever the process ends."""
-    temporary = path.with_name(f".writing-{path.name}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, text)
 
 
 NUMBERS_AT_ONCE = 1 << 20  # of stored samples as inputs: 4 MiB

@@ -21,7 +21,7 @@ from fedstill.core.threads import threads
 from fedstill.core.trainer import Fitted, Trainer
 from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import (
-    Keeper,
+    Cache,
     Model,
     Need,
     Objective,
@@ -124,7 +124,7 @@ def _report(preparation: Preparation, found: Mapping[str, float], suffix: str = 
 def _found_or_trained(
     pretext: Pretext, candidate: Weights, preparation: Preparation, seed: Seed | None, save_seconds: float
 ) -> Weights:
-    """The extractor, from the keeper or from training; without the head of either task."""
+    """The extractor, from the cache or from training; without the head of either task."""
     whole, x = pretext.model(preparation.model), _rows(pretext, preparation)
     chosen = preparation.seed if seed is None else seed
     first = candidate if seed is None else _like(preparation.model.init(seed_for(seed, "model")), candidate)
@@ -132,7 +132,7 @@ def _found_or_trained(
     start = with_extractor(start, _shared(first, start))
     identity = identity_of(pretext, start, first, preparation, chosen)
     with _alone(pretext, preparation, identity):
-        kept = None if preparation.keeper is None else preparation.keeper.load(identity)
+        kept = None if preparation.cache is None else preparation.cache.load(identity)
         if kept:
             preparation.tell(f"{pretext.name}: the extractor was found, trained by an earlier run", 1.0)
             _report(preparation, {f"{pretext.name}_epochs": 0.0, f"{pretext.name}_loss": float(kept["loss"])})
@@ -140,21 +140,21 @@ def _found_or_trained(
         work = _Training(pretext, preparation.trainer.lend(whole), x, chosen, preparation, identity, save_seconds)
         fitted = work.run(Fitted(start, {}, torch.zeros(())))
         extractor = _shared(fitted.weights, _without(candidate, preparation.model.head_names))
-        if preparation.keeper is not None:
-            preparation.keeper.save(identity, {**extractor._asdict(), "loss": fitted.loss})
-            preparation.keeper.save(unfinished(identity), {})
+        if preparation.cache is not None:
+            preparation.cache.save(identity, {**extractor._asdict(), "loss": fitted.loss})
+            preparation.cache.save(unfinished(identity), {})
         return extractor
 
 
 def _alone(pretext: Pretext, preparation: Preparation, identity: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Of several runs that need one extractor the first trains it."""
-    if preparation.keeper is None:
+    if preparation.cache is None:
         return nullcontext()
 
     def waiting(who: str) -> None:
         preparation.tell(f"{pretext.name}: waits for the extractor that another run trains, {who}", 0.0)
 
-    return preparation.keeper.alone(identity, waiting)
+    return preparation.cache.alone(identity, waiting)
 
 
 class _Training:
@@ -166,7 +166,7 @@ class _Training:
     ) -> None:  # fmt: skip
         self.pretext, self.trainer, self.x, self.seed = pretext, trainer, x, seed
         self.preparation, self.save_seconds = preparation, save_seconds
-        self.keeper: Keeper | None = preparation.keeper
+        self.cache: Cache | None = preparation.cache
         self.identity = unfinished(identity)
 
     def run(self, fitted: Fitted) -> Fitted:
@@ -218,13 +218,13 @@ class _Training:
         return loss
 
     def _keep(self, fitted: Fitted, done: int) -> None:
-        if self.keeper is not None:
+        if self.cache is not None:
             part = {**fitted._asdict(), "weights": fitted.weights._asdict(), "epochs": torch.tensor(done)}
-            self.keeper.save(self.identity, part)
+            self.cache.save(self.identity, part)
 
     def _kept(self, fitted: Fitted) -> tuple[Fitted, int]:
         """Where an interrupted training stopped, else the start."""
-        found = None if self.keeper is None else self.keeper.load(self.identity)
+        found = None if self.cache is None else self.cache.load(self.identity)
         if not found:
             return fitted, 0
         weights = Weights(found["weights"]["params"], found["weights"].get("buffers", {}))

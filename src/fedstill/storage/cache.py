@@ -1,8 +1,11 @@
-"""Results that are expensive and the same for many runs, on disk: one safetensors file and a JSON that vouches for it.
+"""Results that are expensive and the same for many runs, on disk, found by their identity.
 
-A result is found by what it follows from (its identity): another identity is another folder. Whatever is damaged, cut
-or of another identity counts as absent, and is computed again. The file of values is named by its checksum, so that
-runs that write one result at the same time cannot mix theirs; `alone` saves the second the work.
+    $FEDSTILL_CACHE/<part>/<hash of the identity>/entry.json        identity, shape of the tree, checksums
+                                                  <sha256>.values   the arrays, one behind the other
+
+Another identity is another folder. A damaged entry counts as absent, and its result is computed again. Every load
+checks the bytes that it returns: they are read into memory first, because a memory map would show later damage. The
+file of arrays is named by its checksum, so that two runs that write one result at the same time cannot mix theirs.
 """
 
 from __future__ import annotations
@@ -10,104 +13,145 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from safetensors.torch import load, save
+import numpy as np
+import torch
+from torch import Tensor
 
-from fedstill.core.tree import flatten, unflatten
 from fedstill.core.types import Tree
-from fedstill.data.cache import checksum_of, default_cache_dir, replace_file
-from fedstill.storage.files import holder, released, take
+from fedstill.storage.files import holder, lock, write_whole, writing
 
-FORMAT = 1  # raise it when what is stored changes
-FOLDER, ENTRY = "prepared", "entry.json"
+FORMAT = 2  # raise it when the layout of an entry changes
+ENTRY = "entry.json"
+ALIGNMENT = 64  # bytes: where an array may begin
 PATIENCE = 1.0  # seconds between two looks whether another run is done
 _log = logging.getLogger("fedstill.run")
 
 
-class KeptResults:
-    """Trees of tensors by identity, under `folder`; by default in the library's cache ($FEDSTILL_CACHE)."""
+def default_cache_dir() -> Path:
+    """Return $FEDSTILL_CACHE, or ~/.cache/fedstill where it is not set."""
+    return Path(os.environ.get("FEDSTILL_CACHE") or Path.home() / ".cache" / "fedstill")
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = default_cache_dir() / FOLDER if folder is None else folder
+
+class Cache:
+    """Trees by identity: dicts whose leaves are tensors, numpy arrays, or values that JSON can hold."""
+
+    def __init__(self, part: str, root: Path | None = None) -> None:
+        self.folder = (root or default_cache_dir()) / part
 
     def load(self, identity: Mapping[str, Any]) -> Tree | None:
-        """The tree that was saved under this identity, on the CPU; None if there is none, or if it is damaged."""
+        """Return the tree that was saved under this identity, on the CPU; None if it is absent or damaged."""
         place = self._place(identity)
         try:
             stored = json.loads((place / ENTRY).read_bytes())
             entry = stored["entry"]
-            if stored["sha256"] != checksum_of(entry) or entry["identity"] != _plain(identity):
+            if stored["sha256"] != _checksum(entry) or entry["identity"] != _plain(identity):
                 return None
-            values = (place / f"{entry['values']}.safetensors").read_bytes()
-            if hashlib.sha256(values).hexdigest() != entry["values"]:
-                _log.warning("%s is damaged: what it held is computed again", place)
+            content = np.fromfile(place / f"{entry['values']}.values", np.uint8)
+            if hashlib.sha256(content.data).hexdigest() != entry["values"]:
+                _log.warning("%s is damaged: its result is computed again", place)
                 return None
-            return unflatten(load(values))
+            tree: Tree = _filled(entry["tree"], content)
+            return tree
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def save(self, identity: Mapping[str, Any], tree: Tree) -> None:
-        """Keep a tree; an empty one takes away what was kept. A full or read-only disk is a warning."""
+        """Keep a tree; an empty one removes the entry. A full or read-only disk is a warning."""
         place = self._place(identity)
         if not tree:
             shutil.rmtree(place, ignore_errors=True)
             return
-        values = save({name: leaf.detach().cpu().contiguous() for name, leaf in flatten(tree).items()})
-        entry = {"identity": _plain(identity), "values": hashlib.sha256(values).hexdigest()}
-        text = json.dumps({"entry": entry, "sha256": checksum_of(entry)}, indent=1)
+        arrays: list[np.ndarray] = []
+        shape = _outlined(tree, arrays)
+        digest = hashlib.sha256()
+        for array in arrays:
+            digest.update(array.data)
+        values = place / f"{digest.hexdigest()}.values"
+        entry = {"identity": _plain(identity), "tree": shape, "values": digest.hexdigest()}
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            kept = place / f"{entry['values']}.safetensors"
-            replace_file(kept, lambda file: file.write(values))
-            replace_file(place / ENTRY, lambda file: file.write(text.encode()))
-            for old in place.glob("*.safetensors"):
-                if old != kept:
+            with writing(values) as file:
+                for array in arrays:
+                    file.write(array.data)
+            write_whole(place / ENTRY, json.dumps({"entry": entry, "sha256": _checksum(entry)}, indent=1))
+            for old in place.glob("*.values"):
+                if old != values:
                     old.unlink(missing_ok=True)
         except OSError as error:
             _log.warning("not kept for other runs: %s (%s)", error.strerror or error, place)
 
     @contextmanager
     def alone(self, identity: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[None]:
-        """Only one run at a time works on a result; the others wait, told for whom, and find it then.
+        """Let one run at a time work on a result; the others wait, tell for which process, and find it then.
 
         A run that ends in any way lets go of it. Where nothing can be locked nobody waits, and each does the work.
         """
-        place = self._place(identity)
-        lock = place.with_name(f".{place.name}.lock")
-        held = _when_free(lock, tell)
-        if held is None:
-            yield
-            return
-        with released(lock, held):
+        place, waited_for = self._place(identity), ""
+        path = place.with_name(f".{place.name}.lock")
+        with ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(lock(path, wait=False))
+                    break
+                except BlockingIOError:
+                    if (process := holder(path)) != waited_for:
+                        tell(process)
+                        waited_for = process
+                    time.sleep(PATIENCE)
+                except OSError:
+                    break  # a full or read-only disk: `save` will warn
             yield
 
     def _place(self, identity: Mapping[str, Any]) -> Path:
-        told = json.dumps([FORMAT, _plain(identity)], sort_keys=True)
-        return self.folder / hashlib.sha256(told.encode()).hexdigest()[:32]
+        text = json.dumps([FORMAT, _plain(identity)], sort_keys=True)
+        return self.folder / hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _when_free(lock: Path, tell: Callable[[str], None]) -> TextIO | None:
-    """The lock as soon as nobody has it; None where there cannot be one."""
-    told = ""
-    while True:
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            return take(lock, wait=False)
-        except BlockingIOError:
-            if (who := holder(lock)) != told:
-                tell(who)
-                told = who
-            time.sleep(PATIENCE)
-        except OSError:
-            return None  # a full or read-only disk: saving will say so
+def _outlined(node: Any, arrays: list[np.ndarray]) -> Any:
+    """Return the nesting of a tree as JSON; its arrays go to the list as bytes, each filled up to ALIGNMENT."""
+    if isinstance(node, dict):
+        return {"tree": {key: _outlined(value, arrays) for key, value in node.items()}}
+    if isinstance(node, Tensor):
+        kind, dtype = "tensor", str(node.dtype).removeprefix("torch.")
+        flat = (
+            node.detach().cpu().contiguous().as_strided((node.numel(),), (1,))
+        )  # its stride may be 0 where it is empty
+        content = flat.view(torch.uint8).numpy()
+    elif isinstance(node, np.ndarray):
+        kind, dtype = "array", node.dtype.str
+        content = np.ascontiguousarray(node).reshape(-1).view(np.uint8)
+    else:
+        return {"value": node}
+    start = sum(map(len, arrays))
+    arrays += [content, np.zeros(-len(content) % ALIGNMENT, np.uint8)]
+    return {kind: [dtype, list(node.shape), start]}
+
+
+def _filled(shape: Any, content: np.ndarray) -> Any:
+    """Undo `_outlined`; the arrays are views of `content`."""
+    ((kind, facts),) = shape.items()
+    if kind == "tree":
+        return {key: _filled(value, content) for key, value in facts.items()}
+    if kind == "value":
+        return facts
+    name, sizes, start = facts
+    dtype = getattr(torch, name) if kind == "tensor" else np.dtype(name)
+    part = content[start : start + math.prod(sizes) * dtype.itemsize]
+    return (torch.from_numpy(part) if kind == "tensor" else part).view(dtype).reshape(sizes)
+
+
+def _checksum(entry: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(identity: Mapping[str, Any]) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(identity, sort_keys=True))
+    """Return an identity as it comes back from JSON."""
+    return json.loads(json.dumps(identity, sort_keys=True, default=str))

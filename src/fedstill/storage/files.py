@@ -1,71 +1,96 @@
-"""A file that one process holds at a time, as its lock on something else.
-
-The system frees it when its process ends, however it ends: there are no stale locks. It holds the process's number, for
-messages. Where the system has no such locks (Windows, some network drives) nothing is held.
-"""
+"""Files that are whole or absent whenever the process ends, and files that one process holds as its lock."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+TEMPORARY = ".writing-"  # how the name of an unfinished file begins
 
-def take(path: Path, *, wait: bool) -> TextIO:
-    """The open file that is the lock; BlockingIOError where another holds it and we do not wait."""
-    while True:
-        file = path.open("a+", encoding="utf-8")
-        try:
-            _lock(file, wait=wait)
-            if _is_at(file, path):
-                file.truncate(0)
-                print(os.getpid(), file=file, flush=True)
-                return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # the one before us has removed it meanwhile
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees its old content or all of the new one, never a part."""
+    with writing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def released(path: Path, held: TextIO) -> Iterator[None]:
-    """Free the lock at the end, and leave no file behind."""
+def writing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` when the block ends, and vanishes if the block fails.
+
+    durable: wait until the disk has it, so that it outlives a crash of the machine and not only of the process.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable and os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def lock(path: Path, *, wait: bool) -> Iterator[None]:
+    """Hold `path` as a lock; BlockingIOError where another process holds it and `wait` is False.
+
+    The system frees it when its process ends, however it ends: there are no stale locks. The file holds the number of
+    the process, for messages. Where the system has no such locks (Windows, some network drives) nothing is held.
+    """
+    held = _take(path, wait=wait)
     try:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # before it is free, so that nobody's file but ours is removed
+            path.unlink()  # before the lock is free, because afterwards the file may be another process's
         held.close()
 
 
 def holder(path: Path) -> str:
-    """Who holds it, for a message."""
+    """Name the process that holds a lock, for a message."""
     try:
         return f"pid {int(path.read_text(encoding='utf-8'))}"
     except (OSError, ValueError):
         return "in another process"
 
 
-def _is_at(file: TextIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _lock(file: TextIO, *, wait: bool) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return  # a drive without locks
+def _take(path: Path, *, wait: bool) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise
+                except OSError:
+                    pass  # a drive without locks
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    file.truncate(0)
+                    print(os.getpid(), file=file, flush=True)
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # its holder removed it before we got it: try the new one

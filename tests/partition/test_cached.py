@@ -1,12 +1,10 @@
-"""Partitions that took long are drawn once; what is stored is believed only when it is intact and fits."""
-
-import json
+"""Partitions that took long are drawn once for the same labels and options."""
 
 import numpy as np
 import pytest
 
-from fedstill.data import kept_parts as module
-from fedstill.data.kept_parts import kept_parts
+from fedstill.partition import cached as module
+from fedstill.partition.cached import cached_parts
 
 LABELS = np.array([0, 0, 1, 1, 2, 2])
 PARTS = [np.array([3, 0]), np.array([], np.int64), np.array([1, 2, 4, 5])]
@@ -23,7 +21,7 @@ def draws(monkeypatch, tmp_path):
             count.append(1)
             return PARTS
 
-        found = kept_parts(build, labels, {"scheme": "lda", **identity}, cache_dir=tmp_path)
+        found = cached_parts(build, labels, {"scheme": "lda", **identity}, cache_dir=tmp_path)
         assert [part.tolist() for part in found] == [part.tolist() for part in PARTS]
         return len(count)
 
@@ -47,23 +45,3 @@ def test_what_is_fast_is_not_stored(draws, monkeypatch, tmp_path):
     assert draws() == 1
     assert draws() == 2
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["rows.npy", "entry.json"])
-def test_damage_means_drawing_again(draws, tmp_path, name):
-    draws()
-    (file,) = tmp_path.glob(f"*/{name}")
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(bytes(content))
-    assert draws() == 2
-    assert draws() == 2
-
-
-def test_a_forged_entry_is_not_believed(draws, tmp_path):
-    draws()
-    (file,) = tmp_path.glob("*/entry.json")
-    stored = json.loads(file.read_text())
-    stored["entry"]["sizes"] = [1, 1, 4]
-    file.write_text(json.dumps(stored))
-    assert draws() == 2
