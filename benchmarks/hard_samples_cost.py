@@ -23,6 +23,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,9 @@ from torch import Tensor, nn
 from fedstill.core.setup import Preparation
 from fedstill.core.tree import rows, stack, to_device
 from fedstill.core.types import Dataset, Federation, Round, Training, Tree, Uploads, Weights
-from fedstill.engine import Engine, build_engine, choose_device
+from fedstill.engine import Engine, build_engine, build_engines, choose_device
 from fedstill.engine.step import precision_mode
-from fedstill.loop.federate import federate
+from fedstill.loop.federate import Built, Schedule, federate
 from fedstill.methods import build_algorithm
 from fedstill.methods.data_free.generators import GENERATORS, Wanted
 from fedstill.methods.data_free.inventing import asked_for, class_shares, diversity
@@ -180,9 +181,15 @@ def measure_round(options: argparse.Namespace, device: torch.device) -> list[Lin
 
     def seconds(method: str, chosen: dict[str, Any]) -> float:
         result = federate(
-            method=build_algorithm(method, chosen), model=engine.model, federation=federation, engine=engine,
-            training=training, rounds=options.repeats + 2, cohort=options.clients, evaluate_every=10**6,
-        )  # fmt: skip
+            Built(
+                method=build_algorithm(method, chosen),
+                model=engine.model,
+                federation=federation,
+                training=training,
+                schedule=Schedule(rounds=options.repeats + 2, cohort=options.clients, evaluate_every=10**6),
+                engines=partial(build_engines, engine),
+            )
+        )
         return min(row["seconds"] for row in result.history.rows[1:-1])
 
     fedavg = seconds("fedavg", {})

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedstill import Callback, Dataset, Federation, Training, build_algorithm, build_model, federate
+from fedstill import Built, Callback, Dataset, Federation, Schedule, Training, build_algorithm, build_model, federate
 
 FEATURES, CLASSES = 16, 4
 MEGABYTE = 2**20
@@ -79,14 +79,15 @@ class Meter(Callback):
 def measure(method: str, federation: Federation, *, cohort: int, rounds: int, on_disk: bool) -> Meter:
     meter = Meter()
     federate(
-        method=build_algorithm(method),
-        model=build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
-        federation=federation,
-        training=Training(epochs=1, batch_size=8, lr=0.05),
-        rounds=rounds,
-        cohort=cohort,
+        Built(
+            method=build_algorithm(method),
+            model=build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
+            federation=federation,
+            training=Training(epochs=1, batch_size=8, lr=0.05),
+            label=method,
+            schedule=Schedule(rounds=rounds, cohort=cohort),
+        ),
         callbacks=[meter],
-        label=method,
         state_budget=0 if on_disk else None,
     )
     return meter

@@ -30,6 +30,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ from torch import Tensor, nn
 
 from fedstill.core.tree import byte_size, rows, stack, to_device
 from fedstill.core.types import Dataset, Federation, Training, Weights
-from fedstill.engine import Engine, build_engine, choose_device
+from fedstill.engine import Engine, build_engine, build_engines, choose_device
 from fedstill.engine.forward import ROWS_AT_ONCE, forward_many
 from fedstill.engine.step import precision_mode
-from fedstill.loop.federate import federate
+from fedstill.loop.federate import Built, Schedule, federate
 from fedstill.methods import build_algorithm
 from fedstill.models import MODELS, build_model
 from fedstill.server.distill.student import soft_target_loss
@@ -142,9 +143,15 @@ def round_seconds(method: str, chosen: dict[str, Any], engine: Engine, federatio
                   rounds: int) -> float:  # fmt: skip
     """The shortest round after the first; the last one, which is evaluated, is left out."""
     result = federate(
-        method=build_algorithm(method, chosen), model=engine.model, federation=federation, engine=engine,
-        rounds=rounds + 2, cohort=federation.population, evaluate_every=10**6, **how,
-    )  # fmt: skip
+        Built(
+            method=build_algorithm(method, chosen),
+            model=engine.model,
+            federation=federation,
+            **how,
+            schedule=Schedule(rounds=rounds + 2, cohort=federation.population, evaluate_every=10**6),
+            engines=partial(build_engines, engine),
+        )
+    )
     return min(row["seconds"] for row in result.history.rows[1:-1])
 
 

@@ -50,13 +50,14 @@ def main() -> None:
     model = fedstill.from_module(Net, input_shape=(8,), classes=2)
     for name, options in (("fedavg", {}), ("feddf", {"steps": 50})):
         result = fedstill.federate(
-            method=fedstill.build_algorithm(name, options),
-            model=model,
-            federation=federation,
-            training=Training(epochs=10, batch_size=10, lr=0.05),
-            rounds=5,
-            cohort=3,
-            label=name,
+            fedstill.Built(
+                method=fedstill.build_algorithm(name, options),
+                model=model,
+                federation=federation,
+                training=Training(epochs=10, batch_size=10, lr=0.05),
+                label=name,
+                schedule=fedstill.Schedule(rounds=5, cohort=3),
+            )
         )
         best = result.best or {}
         print(f"{name:7s} best accuracy {100 * best['accuracy']:.1f} %, per class {best['class_accuracy']}")

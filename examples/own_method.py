@@ -58,13 +58,14 @@ def main() -> None:
     }
     for name, method in methods.items():
         result = fedstill.federate(
-            method=method,
-            model=model,
-            federation=federation,
-            training=Training(epochs=2, batch_size=20, lr=0.1),
-            rounds=15,
-            cohort=10,
-            label=name,
+            fedstill.Built(
+                method=method,
+                model=model,
+                federation=federation,
+                training=Training(epochs=2, batch_size=20, lr=0.1),
+                label=name,
+                schedule=fedstill.Schedule(rounds=15, cohort=10),
+            )
         )
         print(f"{name:26s} accuracy {100 * result.history.mean_last(5):.1f} % (mean of the last five rounds)")
 

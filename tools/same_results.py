@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROOT = Path(__file__).resolve().parents[1]
 Table = dict[str, Any]
 
 TENSORS_FILE = "weights.safetensors"
@@ -284,7 +285,13 @@ CASES = (
     Case("looped_cnn", "fedntd", cnn(engine={"name": "looped"})),
     Case("float64", "feddyn", {"engine": {"precision": "float64"}}),
     Case("float64_feddf", f"feddf({STUDENT})", {**POOL, "engine": {"precision": "float64"}}),
-    Case("evaluate_batch", "fedavg", {"evaluate_batch": 50, "evaluate_every": 2}),
+    Case(
+        "evaluate_in_train_mode",
+        "fedavg",
+        {"evaluate_every": 2},
+        old={"evaluate_batch": 100},
+        new={"evaluate": f"{ROOT}/benchmarks/fedaux/train_mode.py:in_train_mode"},
+    ),
     # Guard
     Case("guard_norm_bound", "fedavg", {"guard": {"norm_bound": 1.2}}),
     Case("guard_quorum", "scaffold", {"guard": {"norm_bound": 1.2, "quorum": 4}}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
@@ -32,6 +33,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 # Section VI-A: clients Adam 1e-3, batches of 32, one epoch; distillation Adam 5e-5, batches of 128, one epoch.
 LOCAL = {"optimizer": "adam", "lr": 1e-3, "batch_size": 32, "epochs": 1}
+TRAIN_MODE = f"{Path(__file__).parent}/train_mode.py:in_train_mode"  # as the released code measures
 SETTING = Experiment(name="fedaux", rounds=100, checkpoint_every=25, local=LOCAL)
 NO_CLIP = 1e9
 STUDENT = {"server_lr": 5e-5, "lr_schedule": "constant", "clip": NO_CLIP}
@@ -132,7 +134,7 @@ def setting(preset: str, data: dict[str, Any], *, clients: int, alpha: float, **
         **changes,
     }
     if preset == "released":
-        local, found = {**local, "keep_optimizer": True}, {**found, "evaluate_batch": 100}
+        local, found = {**local, "keep_optimizer": True}, {**found, "evaluate": TRAIN_MODE}
     return SETTING.replace(**found, local=local)
 
 

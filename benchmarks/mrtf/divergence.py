@@ -25,7 +25,7 @@ from fedstill.core.tree import to_device
 from fedstill.core.types import Federation, Model, Objective, Params, Seed, Training, Weights
 from fedstill.engine import Engine, build_engine
 from fedstill.local.terms import cross_entropy
-from fedstill.loop.evaluate import accuracy, make_exam
+from fedstill.loop.evaluate import global_test, make_test_set
 from fedstill.server.aggregate import weighted_sum
 
 
@@ -135,10 +135,10 @@ def _mean(local: Weights) -> Weights:
 def _accuracies(
     engine: Engine, federation: Federation, models: Mapping[str, Weights], local: Weights
 ) -> dict[str, float]:
-    exam = make_exam(federation, engine.device)
-    answers = engine.outputs(local, exam.x, stacked=True, features=False).logits.argmax(-1)
-    found = {name: accuracy(weights, exam, engine) for name, weights in models.items()}
-    return {**found, "local": float((answers == exam.y).double().mean())}
+    test = make_test_set(federation, engine.device)
+    answers = engine.outputs(local, test.x, stacked=True, features=False).logits.argmax(-1)
+    found = {name: global_test(weights, test, engine)["accuracy"] for name, weights in models.items()}
+    return {**found, "local": float((answers == test.y).double().mean())}
 
 
 def features_in_plane(trainer: Trainer, models: Mapping[str, Weights], x: Tensor) -> dict[str, np.ndarray]:

@@ -50,12 +50,13 @@ if TYPE_CHECKING:
         split_unlabeled,
         tokenise,
     )
-    from fedstill.experiment.build import build_federation
+    from fedstill.engine import build_engine, build_engines
+    from fedstill.experiment.build import build, build_federation
     from fedstill.experiment.compare import Comparison, compare
     from fedstill.experiment.config import Experiment
     from fedstill.experiment.run import resume_run, run
     from fedstill.loop.callbacks import Callback, EarlyStop
-    from fedstill.loop.federate import federate
+    from fedstill.loop.federate import Built, Schedule, federate
     from fedstill.loop.guard import Guard
     from fedstill.loop.history import History, Result
     from fedstill.methods import build_algorithm
@@ -80,18 +81,21 @@ _HOMES = {
     "fedstill.data": (
         "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled tokenise"
     ),
-    "fedstill.experiment.run": "build_federation resume_run run",
+    "fedstill.experiment.build": "build build_federation",
+    "fedstill.experiment.run": "resume_run run",
     "fedstill.loop.guard": "Guard",
     "fedstill.loop.history": "History Result",
     "fedstill.methods.lookup": "build_method",
     "fedstill.models": "build_model from_module mixed_model",
     "fedstill.prediction": "Predictions predict",
-    "fedstill.loop.federate": "federate",
+    "fedstill.engine": "build_engine build_engines",
+    "fedstill.loop.federate": "Built Schedule federate",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Batch",
+    "Built",
     "Callback",
     "Comparison",
     "Dataset",
@@ -111,13 +115,17 @@ __all__ = [
     "Predictions",
     "Result",
     "Round",
+    "Schedule",
     "ServerStep",
     "Source",
     "Training",
     "Uploads",
     "Weights",
     "after",
+    "build",
     "build_algorithm",
+    "build_engine",
+    "build_engines",
     "build_federation",
     "build_method",
     "build_model",

@@ -12,7 +12,6 @@ from fedstill.experiment.config import Experiment
 from fedstill.methods import METHODS, build_algorithm, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.methods.options import presets
-from fedstill.storage import toml as toml_io
 
 Mode = Literal["eval", "train"]
 CORRECT = {"steps": 500, "server_lr": 1e-3, "clip": 5.0, "mode": "eval", "feedback": True, "window": None}
@@ -91,29 +90,6 @@ def test_a_mistake_is_one_line_that_names_the_key(calls, options, message):
 def test_an_unknown_preset_is_refused_in_python_too(calls):
     with pytest.raises(FedstillError, match=r"method\.preset = 'code' is unknown"):
         METHODS["refinery"](preset="code")
-
-
-@pytest.mark.parametrize("preset", FORMS)
-@pytest.mark.parametrize("own", [{}, {"steps": 7}, {"clip": 100.0, "feedback": True}], ids=["", "steps", "two"])
-def test_a_resolved_experiment_shows_the_presets_values_and_builds_the_same_method(calls, preset, own):
-    experiment = Experiment(method={"name": "refinery", "preset": preset, **own})
-    resolved = experiment.resolved()
-    wanted = {**FORMS[preset], **own}
-    shown = {key: value for key, value in wanted.items() if value is not None}  # TOML has no word for None
-    assert resolved.method.options == {"preset": preset, **shown}
-    written = Experiment.model_validate(toml_io.loads(resolved.to_toml(), where="config.toml"))
-    assert written == resolved == written.resolved()
-    for one in (experiment, resolved, written):
-        build_method(one.method.name, one.method.options)
-        assert calls[-1] == wanted
-    assert all(call == wanted for call in calls)  # an experiment tries its method when it is read
-
-
-def test_a_resolved_experiment_without_a_preset_says_which_one_it_is(calls):
-    resolved = Experiment(method={"name": "refinery"}).resolved()
-    assert resolved.method.options["preset"] == "correct"
-    build_method("refinery", resolved.method.options)
-    assert calls[-1] == CORRECT
 
 
 @pytest.mark.parametrize(

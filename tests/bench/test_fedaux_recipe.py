@@ -142,7 +142,7 @@ def test_fedaux_is_written_out_as_the_library_s_own_preset(preset):
 def test_the_released_code_keeps_adam_and_evaluates_by_the_batch():
     for cell in FEDAUX.cells("1", "released"):
         assert cell.experiment.local.keep_optimizer
-        assert cell.experiment.evaluate_batch == 100
+        assert cell.experiment.evaluate.endswith("train_mode.py:in_train_mode")
     column = "stl10-alpha-0.01-c-0.2"
     assert FEDAUX.method("1", "feddf", column, "released") == {"name": "feddf", "preset": "fedaux_released"}
     evenly = {"weighting": "uniform", "buffers": "local"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import resume_run, run
-from fedstill.methods.lookup import Part, Stretch, parse, single, split_methods, write
+from fedstill.methods.lookup import Part, PhaseText, build_method, parse, single, split_methods, write
 from fedstill.methods.options import defaults
 
 NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(lambda name: name not in ("then", "until"))
@@ -32,13 +32,13 @@ def test_what_is_written_is_read_back(mixtures, rounds):
         for mixture, end in zip(mixtures, ends, strict=True)
     ]
     assert parse(" then ".join(texts)) == tuple(
-        Stretch(tuple(mixture), end) for mixture, end in zip(mixtures, ends, strict=True)
+        PhaseText(tuple(mixture), end) for mixture, end in zip(mixtures, ends, strict=True)
     )
 
 
 def test_words_need_no_quotes_and_spaces_do_not_matter():
     assert parse(" fedprox ( mu = 0.1 , weighting=uniform ) + fedavgm ") == (
-        Stretch((Part("fedprox", {"mu": 0.1, "weighting": "uniform"}), Part("fedavgm"))),
+        PhaseText((Part("fedprox", {"mu": 0.1, "weighting": "uniform"}), Part("fedavgm"))),
     )
 
 
@@ -85,14 +85,13 @@ def test_a_mixture_survives_the_file_it_is_written_to():
     experiment = Experiment(method="fedavg until 3 then fedprox(mu=0.5)+fedavgm(beta=0.7)")
     from fedstill.storage import toml as toml_io
 
-    again = Experiment.model_validate(toml_io.loads(experiment.resolved().to_toml(), where="here"))
+    again = Experiment.model_validate(toml_io.loads(toml_io.dumps(experiment.resolved()), where="here"))
     assert again.method == experiment.method
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("fedadam+fedavgm", "both decide the server's step"),
         ("fedprox(nu=1)+fedavgm", "'method.nu' for fedprox: did you mean 'mu'"),
         ("fedprx+fedavgm", "did you mean 'fedprox'"),
         ("nothing.py:here", "no file 'nothing.py'"),
@@ -100,7 +99,7 @@ def test_a_mixture_survives_the_file_it_is_written_to():
         ("fedstill.methods.fedprox:fedprax", "did you mean 'fedprox'"),
     ],
 )
-def test_an_experiment_refuses_what_cannot_run_together_before_anything_is_loaded(name, told):
+def test_an_experiment_refuses_a_method_that_is_not_there_or_an_option_that_it_does_not_take(name, told):
     with pytest.raises(FedstillError, match=told):
         Experiment(method=name)
 
@@ -115,7 +114,7 @@ def test_a_method_of_ones_own_is_found_by_file_and_by_module(tmp_path, monkeypat
     for name in ("mine.py:gentle", "mine:gentle", f"{tmp_path}/mine.py:gentle(mu=0.1)", "mine.py:gentle+fedavgm"):
         assert Experiment(method=name).method.name.partition("(")[0].split(":")[1].startswith("gentle")
     with pytest.raises(FedstillError, match="returned a int"):
-        Experiment(method="mine.py:broken")
+        build_method("mine.py:broken")
     with pytest.raises(FedstillError, match="must be a number"):
         Experiment(method="mine.py:gentle(mu=high)")
 

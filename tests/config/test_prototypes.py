@@ -5,10 +5,11 @@ import tomllib
 import pytest
 
 from fedstill.core.errors import FedstillError
-from fedstill.experiment.build import build_federation, check_ready
+from fedstill.experiment.build import build, build_federation
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network
 from fedstill.experiment.prototypes import prototypes_of
+from fedstill.loop.federate import check_built
 
 
 def experiment(prototypes, *, clients=6, **own):
@@ -34,7 +35,8 @@ def test_client_k_runs_prototype_k_mod_p():
 
 
 def test_it_survives_a_file():
-    given = experiment(['mlp(hidden=[8], init="torch")', "cnn"]).resolved()
+    given = experiment(['mlp(hidden=[8], init="torch")', "cnn"])
+    given = Experiment.model_validate(given.resolved())
     again = Experiment.model_validate(tomllib.loads(given.to_toml()))
     assert again == given
     assert again.model.options["report"] == "ensemble"
@@ -81,6 +83,6 @@ def test_a_network_that_reads_text_is_no_prototype_for_images():
 def test_a_method_that_mixes_parameters_into_its_teachers_needs_one_architecture(method):
     given = experiment(["mlp(hidden=[8])", "mlp(hidden=[4])"]).replace(method=method, data={"unlabeled": "test"})
     with pytest.raises(FedstillError, match="one architecture on all clients") as error:
-        check_ready(given, build_federation(given))
+        check_built(build(given, build_federation(given)))
     assert "feddf" in str(error.value)
     assert "\n" not in str(error.value)

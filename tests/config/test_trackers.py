@@ -8,7 +8,7 @@ import pytest
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
-from fedstill.loop.trackers import build_trackers, flat, numbers
+from fedstill.experiment.trackers import build_trackers, flat, numbers
 
 PARTITION = {"scheme": "iid", "clients": 4}
 MODEL = {"name": "mlp", "hidden": [4]}

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from running import federate
 from torch import nn
 
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Method, Model, Need, Output, Tokenizer, Training
-from fedstill.loop.federate import federate
 from fedstill.methods import build_algorithm
 from fedstill.models import build_model, from_module
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import running
 import torch
 from method_rows import (
     COHORT,
@@ -33,7 +34,7 @@ from fedstill.core.tree import byte_size, rows, stack
 from fedstill.core.types import Stage
 from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
-from fedstill.loop.federate import check_promise
+from fedstill.loop.federate import check_built
 from fedstill.methods import METHODS
 from fedstill.methods.lookup import build_method, parse, write
 
@@ -64,7 +65,7 @@ def drawn() -> list[str]:
         text = "+".join(write(part.name, part.options) for part in parts)
         try:
             phases = build_method(text)
-            check_promise(method=phases, rounds=ROUNDS, cohort=COHORT, **toy)
+            check_built(running.built(method=phases, rounds=ROUNDS, cohort=COHORT, **toy))
         except FedstillError:
             continue
         if sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in phases[0].method.server.steps) < 2:

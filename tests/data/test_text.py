@@ -13,8 +13,9 @@ from data_files import fails, write_parquet
 from fedstill import Experiment
 from fedstill.data import load, owners
 from fedstill.data.text import CLASSES, LETTERS, cut_windows, encode
-from fedstill.experiment.build import build_federation, check_ready
+from fedstill.experiment.build import build, build_federation
 from fedstill.experiment.run import run
+from fedstill.loop.federate import check_built
 
 SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "shakespeare"
 
@@ -169,12 +170,12 @@ def test_networks_for_text_and_for_numbers_are_not_confused(tmp_path):
     path = plays(tmp_path, [("p", "r", "abcdefgh" * 10)])
     mlp = experiment(path, cohort=1, model="mlp")
     told = "model.name = 'mlp' cannot read text: use 'bert' or 'char_lstm'"
-    assert told in fails(check_ready, mlp, build_federation(mlp))
+    assert told in fails(lambda: check_built(build(mlp, build_federation(mlp))))
     table = tmp_path / "table.csv"
     table.write_text("a,b,label\n" + "\n".join(f"{i},{i * i},{i % 2}" for i in range(20)), encoding="utf-8")
     numbers = experiment(table, cohort=1, data={"source": str(table)}, partition={"scheme": "iid", "clients": 1})
     told = "model.name = 'char_lstm' reads text, table holds numbers: set data.window"
-    assert told in fails(check_ready, numbers, build_federation(numbers))
+    assert told in fails(lambda: check_built(build(numbers, build_federation(numbers))))
 
 
 def test_numbered_owners_of_several_columns_are_told_apart(tmp_path):

@@ -20,10 +20,11 @@ from text_files import SMALL, experiment, news, table
 from fedstill import Experiment
 from fedstill.data import load, owners, read_unlabeled, split_unlabeled, text, tokenise, tokens
 from fedstill.data.source import Reading
-from fedstill.experiment.build import build_federation, check_ready, load_source
+from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.model import build_network
 from fedstill.experiment.run import resume_run, run
 from fedstill.loop.evaluate import label_counts
+from fedstill.loop.federate import check_built
 from fedstill.prediction import predict
 
 AG_NEWS = Path(__file__).parents[3] / "shared" / "data" / "ag_news"
@@ -159,7 +160,7 @@ def test_an_experiment_file_is_enough_and_the_network_knows_as_many_ids_as_the_t
     federation = build_federation(one)
     weights = build_network(one, federation).init(0)
     assert weights.params["encoder.tokens.weight"].shape == (federation.train.tokenizer.size, 8)
-    assert "vocabulary" not in one.resolved().model.options  # the data decide
+    assert "vocabulary" not in one.resolved()["model"]  # the data decide
     result = run(one, run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "tokenizer.json").read_text() == federation.train.tokenizer.file
     assert 0.0 <= result.history.rows[-1]["accuracy"] <= 1.0
@@ -241,12 +242,12 @@ def test_pretraining_that_does_not_fit_the_text_is_told_before_a_run_starts(tmp_
     federation = build_federation(one)
 
     def told(method: str) -> str:
-        return fails(check_ready, one.replace(method={"name": method}), federation)
+        return fails(lambda: check_built(build(one.replace(method={"name": method}), federation)))
 
     assert "mask_id = 103 is not [MASK], which is 4" in told("masked_lm(mask_id=103, first_word_id=999)")
     assert "on text use masked_lm or next_token" in told("fedavg+simclr")
     assert "next_token would replace the model that 1 round has trained" in told("fedavg until 1 then next_token")
-    check_ready(one.replace(method={"name": "masked_lm"}), federation)
+    check_built(build(one.replace(method={"name": "masked_lm"}), federation))
 
 
 def test_with_a_tokenizer_that_is_given_hidden_words_are_its_own(tmp_path, source):
@@ -400,12 +401,12 @@ def test_networks_that_cannot_read_tokens_are_told_which_can(tmp_path):
     federation = build_federation(tokens_of)
     lstm, mlp = (tokens_of.replace(model={"name": name}) for name in ("char_lstm", "mlp"))
     assert "'char_lstm' reads characters, not tokens: use 'bert', or data.window" in fails(
-        check_ready, lstm, federation
+        lambda: check_built(build(lstm, federation))
     )
-    assert "'mlp' cannot read text: use 'bert' or 'char_lstm'" in fails(check_ready, mlp, federation)
+    assert "'mlp' cannot read text: use 'bert' or 'char_lstm'" in fails(lambda: check_built(build(mlp, federation)))
     digits = Experiment(data="digits", model="bert", partition={"scheme": "iid", "clients": 10})
     assert "'bert' reads text, digits holds numbers: set data.tokens" in fails(
-        check_ready, digits, build_federation(digits)
+        lambda: check_built(build(digits, build_federation(digits)))
     )
 
 

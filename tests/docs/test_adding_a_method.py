@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -134,14 +135,14 @@ def trained(method, engine: str) -> torch.Tensor:
     source = fedstill.load("digits")
     parts = PARTITIONS["lda"](source.train.y.numpy(), 20, seed=0, alpha=0.1)
     weights = fedstill.federate(
-        method=method,
-        model=fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(16,), init="torch"),
-        federation=fedstill.make_federation(source, parts),
-        training=fedstill.Training(epochs=1, batch_size=20, lr=0.1, momentum=0.5),
-        rounds=2,
-        cohort=5,
-        engine=engine,
-        device="cpu",
+        fedstill.Built(
+            method=method,
+            model=fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(16,), init="torch"),
+            federation=fedstill.make_federation(source, parts),
+            training=fedstill.Training(epochs=1, batch_size=20, lr=0.1, momentum=0.5),
+            schedule=fedstill.Schedule(rounds=2, cohort=5),
+            engines=partial(fedstill.build_engines, engine, "cpu"),
+        )
     ).weights
     return torch.cat([leaf.flatten() for leaf in weights.params.values()])
 
@@ -172,13 +173,14 @@ def test_the_pages_method_with_a_memory_runs_and_tells_how_far_clients_went():
         exec(compile(block.text, str(PAGE), "exec"), space)
     source = fedstill.load("digits")
     result = fedstill.federate(
-        method=space["steady"](),
-        model=fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(16,), init="torch"),
-        federation=fedstill.make_federation(source, PARTITIONS["iid"](source.train.y.numpy(), 10, seed=0)),
-        training=fedstill.Training(batch_size=20, lr=0.1),
-        rounds=2,
-        cohort=3,
-        device="cpu",
+        fedstill.Built(
+            method=space["steady"](),
+            model=fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(16,), init="torch"),
+            federation=fedstill.make_federation(source, PARTITIONS["iid"](source.train.y.numpy(), 10, seed=0)),
+            training=fedstill.Training(batch_size=20, lr=0.1),
+            schedule=fedstill.Schedule(rounds=2, cohort=3),
+            engines=partial(fedstill.build_engines, "auto", "cpu"),
+        )
     )
     assert [row["accepted"] for row in result.history.rows] == [3, 3]
     assert all(row["server/distance"] > 0 for row in result.history.rows)

@@ -1,6 +1,7 @@
 """Every example runs, and the library does what the reference in plain PyTorch does."""
 
 import runpy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,14 +62,14 @@ def test_the_library_trains_as_the_one_file_reference(engine):
         torch.tensor([0, *np.cumsum([len(rows) for rows in owned])]),
     )
     result = fedstill.federate(
-        method=build_algorithm("fedavg"),
-        model=fedstill.from_module(module(), input_shape=(64,), classes=10),
-        federation=federation,
-        training=Training(epochs=plain["epochs"], batch_size=10_000, lr=plain["lr"]),
-        rounds=3,
-        cohort=4,
-        engine=engine,
-        device="cpu",
+        fedstill.Built(
+            method=build_algorithm("fedavg"),
+            model=fedstill.from_module(module(), input_shape=(64,), classes=10),
+            federation=federation,
+            training=Training(epochs=plain["epochs"], batch_size=10000, lr=plain["lr"]),
+            schedule=fedstill.Schedule(rounds=3, cohort=4),
+            engines=partial(fedstill.build_engines, engine, "cpu"),
+        )
     )
     start = module()
     for name, parameter in expected.named_parameters():

@@ -26,13 +26,13 @@ from engine_cases import (
     reads_images,
     train,
 )
+from running import federate
 from torch import nn
 from torch.optim import lr_scheduler
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation, Training, Weights
 from fedstill.engine.plan import make_plan
-from fedstill.loop.federate import federate
 from fedstill.methods import fedavg
 from fedstill.models import build_model
 from fedstill.models.zoo.cnn import cnn

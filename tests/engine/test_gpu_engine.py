@@ -23,6 +23,7 @@ from engine_cases import (
     reads_images,
     train,
 )
+from running import federate
 
 from fedstill.compose.combine import combine
 from fedstill.core.tree import clone, rows, stack, to_device
@@ -30,7 +31,6 @@ from fedstill.core.types import Training
 from fedstill.engine import build_engine
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.loop.federate import federate
 from fedstill.methods import METHODS
 from fedstill.models import build_model
 from fedstill.server.distill.student import soft_target_loss

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join
@@ -16,7 +17,6 @@ from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import select, stack
 from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
-from fedstill.loop.federate import federate
 from fedstill.methods import build_algorithm, dp_fedavg, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model

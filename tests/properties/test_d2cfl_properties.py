@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from running import federate
 from torch import nn
 
 from fedstill.core.errors import FedstillError
@@ -15,7 +16,6 @@ from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
 from fedstill.engine import engine as engine_module
-from fedstill.loop.federate import federate
 from fedstill.methods import d2cfl, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module

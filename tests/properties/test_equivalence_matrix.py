@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from running import federate
 
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
-from fedstill.loop.federate import federate
 from fedstill.methods import build_algorithm
 from fedstill.models import build_model
 

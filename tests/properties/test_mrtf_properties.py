@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from running import federate
 from torch import nn
 
 from fedstill.core.errors import FedstillError
@@ -16,7 +17,6 @@ from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.data import Unlabeled, load, make_federation
-from fedstill.loop.federate import federate
 from fedstill.methods import build_algorithm, fedavg, mrtf
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from pretraining_cases import net, picture_federation
+from running import federate
 from torch import nn
 
 from fedstill import Experiment, mixed_model
@@ -14,7 +15,6 @@ from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, ServerStep, Training
-from fedstill.loop.federate import federate
 from fedstill.methods import METHODS, build_algorithm, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module

@@ -10,9 +10,9 @@ import numpy_methods as reference
 import pytest
 import torch
 from by_hand import blobs, federation_of, linear_model, number
+from running import federate
 
 from fedstill.core.types import Training, Weights
-from fedstill.loop.federate import federate
 from fedstill.methods import dp_fedavg
 from fedstill.privacy import mechanisms as moves
 

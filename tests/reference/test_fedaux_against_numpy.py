@@ -7,10 +7,10 @@ import numpy_fedaux as reference
 import pytest
 import torch
 from by_hand import blobs, federation_of, number
+from running import federate
 
 from fedstill.core.tree import flatten
 from fedstill.core.types import Model, Output, Training, Weights
-from fedstill.loop.federate import federate
 from fedstill.methods import fedaux
 from fedstill.methods.fedaux import certainty
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation
+from running import federate
 
 from fedstill.core.types import ServerStep, Training, Weights
 from fedstill.loop.callbacks import Callback
-from fedstill.loop.federate import federate
 from fedstill.loop.history import Result
 
 

@@ -11,10 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 from run_helpers import LoopEngine, fedavg, linear_model, toy_federation
+from running import federate
 
 from fedstill.core.tree import leaves
 from fedstill.core.types import Training
-from fedstill.loop.federate import federate
 from fedstill.loop.guard import Guard
 
 LIAR = 7

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from fedstill.core.cohort import cohort_size
 from fedstill.core.errors import FedstillError
-from fedstill.loop.federate import cohort_size
 
 
 @pytest.mark.parametrize(

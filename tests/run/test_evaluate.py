@@ -11,7 +11,7 @@ from run_helpers import toy_federation
 
 from fedstill.core.seeds import numpy_generator
 from fedstill.core.types import Dataset, Federation, Output
-from fedstill.loop.evaluate import Forgetting, calibration_error, evaluate, label_counts, make_exam
+from fedstill.loop.evaluate import Forgetting, calibration_error, global_test, label_counts, make_test_set
 
 
 class Oracle:
@@ -71,7 +71,7 @@ def test_every_number_is_the_one_of_the_definition(seed, classes, count):
     y = generator.integers(0, classes, count)
     clients = [list(generator.integers(0, classes, size)) for size in (3, 0, 7, 1)]
     clients.append([int(y[0])])  # somebody holds a class that is tested
-    found = evaluate(None, make_exam(federation_of(clients, y, classes), "cpu"), Oracle(logits))
+    found = global_test(None, make_test_set(federation_of(clients, y, classes), "cpu"), Oracle(logits))
     expected = reference(logits, y, clients, classes)
     assert found.keys() == expected.keys()
     assert found.pop("class_accuracy") == pytest.approx(expected.pop("class_accuracy"))
@@ -82,7 +82,7 @@ def test_mean_and_worst_client_by_hand():
     """Class accuracies 1.0 and 0.5: clients with 2:0, 1:1 and 0:3 labels expect 1.0, 0.75 and 0.5."""
     federation = federation_of([[0, 0], [0, 1], [1, 1, 1], []], [0, 0, 1, 1], 2)
     logits = np.array([[5.0, 0], [5, 0], [0, 5], [5, 0]])
-    found = evaluate(None, make_exam(federation, "cpu"), Oracle(logits))
+    found = global_test(None, make_test_set(federation, "cpu"), Oracle(logits))
     assert found["class_accuracy"] == [1.0, 0.5]
     assert found["client_mean"] == pytest.approx(0.75)
     assert found["client_worst"] == pytest.approx(0.5)
@@ -90,7 +90,7 @@ def test_mean_and_worst_client_by_hand():
 
 def test_a_class_without_test_samples_is_none_and_weighs_nothing():
     federation = federation_of([[0, 2, 2], [2]], [0, 1], 3)
-    found = evaluate(None, make_exam(federation, "cpu"), Oracle(np.array([[1.0, 0, 0], [1, 0, 0]])))
+    found = global_test(None, make_test_set(federation, "cpu"), Oracle(np.array([[1.0, 0, 0], [1, 0, 0]])))
     assert found["class_accuracy"] == [1.0, 0.0, None]
     assert found["client_mean"] == found["client_worst"] == 1.0
 

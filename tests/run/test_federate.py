@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation, without_clock
+from running import federate
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
@@ -15,7 +16,6 @@ from fedstill.core.tree import flatten
 from fedstill.core.types import Need, ServerStep, Training, Weights
 from fedstill.loop.callbacks import Callback, EarlyStop
 from fedstill.loop.checkpoint import load_weights
-from fedstill.loop.federate import federate
 from fedstill.loop.guard import Guard
 from fedstill.loop.round import draw_cohort
 
@@ -310,8 +310,8 @@ def test_what_is_declared_is_passed():
 def test_an_unmet_need_is_told_before_round_one():
     server, _ = look_at_round({Need.UNLABELED})
     engine = LoopEngine(linear_model(), toy_federation())
-    with pytest.raises(FedstillError, match="feddf needs unlabeled data"):
-        run(fedavg(server=server), engine=engine, method="feddf")
+    with pytest.raises(FedstillError, match="feddf' needs unlabeled data"):
+        run(fedavg(server=server), engine=engine, label="feddf")
     assert engine.calls == []
 
 

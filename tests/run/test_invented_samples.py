@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from running import federate
 from typer.testing import CliRunner
 
 import fedstill
@@ -14,7 +15,6 @@ from fedstill.cli import app
 from fedstill.compose.combine import chain
 from fedstill.compose.groups import merge, per_group
 from fedstill.core.types import Groups, Method, Phase, Samples, ServerStep, Training
-from fedstill.loop.federate import federate
 from fedstill.methods import fedavg
 
 METHOD = '''

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from server_rounds import (
     CLIENTS,
     EACH,
-    LOCAL,
-    NormNet,
     clients_models,
     federation,
     furthest,
@@ -174,30 +172,3 @@ def test_the_released_preset_keeps_it():
 def test_it_is_refused_where_the_result_is_not_the_last_model():
     with pytest.raises(FedstillError, match=r"method\.keep_optimizer has no use with patience"):
         build_algorithm("feddf", {"keep_optimizer": True, "patience": 5})
-
-
-@pytest.mark.parametrize("batch", [7, 40])
-def test_evaluation_in_train_mode_normalises_by_the_test_batch(batch):
-    found = run(fedavg(), net="norm", training=LOCAL, evaluate_batch=batch)
-    module, data = NormNet(), federation()
-    module.load_state_dict({**found.weights.params, **found.weights.buffers})
-    module.train()
-    with torch.no_grad():
-        answers = torch.cat([module(part).argmax(1) for part in data.test.x.split(batch)])
-    wanted = float((answers == data.test.y).double().mean())
-    assert found.history.rows[-1]["accuracy"] == pytest.approx(wanted)
-    plain = run(fedavg(), net="norm", training=LOCAL)
-    assert same_bits(plain.weights, found.weights), "looking changes nothing"
-    losses = [one.history.rows[-1]["loss"] for one in (plain, found)]
-    assert abs(losses[0] - losses[1]) > 1e-3
-
-
-def test_a_net_without_batchnorm_is_evaluated_the_same():
-    rows = [run(fedavg(), evaluate_batch=batch).history.rows[-1] for batch in (None, 7)]
-    assert rows[0]["accuracy"] == rows[1]["accuracy"]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-6)
-
-
-def test_a_batch_of_nothing_is_refused():
-    with pytest.raises(FedstillError, match="evaluate_batch = 0: use at least 1"):
-        run(fedavg(), evaluate_batch=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.combine import chain
@@ -21,7 +22,6 @@ from fedstill.core.needs import needs_of
 from fedstill.core.types import Method, Need, Phase, ServerStep, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.evaluate import label_counts
-from fedstill.loop.federate import federate
 from fedstill.methods import METHODS, dp_fedavg, fedavg, fedprox
 from fedstill.methods.lookup import build_method
 from fedstill.privacy.plan import Privacy

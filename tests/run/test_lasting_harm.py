@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from running import federate
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Training
 from fedstill.data import federation_from_tensors
-from fedstill.loop.federate import federate
 from fedstill.loop.guard import Guard
 from fedstill.methods import build_algorithm
 from fedstill.models import build_model

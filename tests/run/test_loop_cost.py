@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from run_helpers import CLASSES, FEATURES, LoopEngine, cross_entropy, fedavg, linear_model
+from running import federate
 
 from fedstill.core.trainer import Trained
 from fedstill.core.types import Dataset, Federation, Objective, Output, Training, Uploads, Weights
-from fedstill.loop.federate import federate
 
 POPULATION, COHORT = 100_000, 1_000
 

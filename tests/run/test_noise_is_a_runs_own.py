@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from running import federate
 
 import fedstill
 from fedstill.about.toy import trial_federation, trial_model
@@ -17,7 +18,6 @@ from fedstill.core.types import Training
 from fedstill.experiment.config import Experiment
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.checkpoint import list_checkpoints
-from fedstill.loop.federate import federate
 from fedstill.methods import dp_fedavg, fedaux
 from fedstill.methods.lookup import build_method
 from fedstill.privacy.plan import Privacy

@@ -27,7 +27,14 @@ def federate(method, engine="batched"):
     model = fedstill.build_model("mlp", input_shape=(4,), classes=3, hidden=(8,))
     training = fedstill.Training(steps=2, batch_size=5, lr=0.1)
     how = {"training": training, "rounds": 1, "cohort": 3, "engine": engine, "device": "cpu"}
-    return fedstill.federate(method=method, model=model, federation=data, **how)
+    return fedstill.federate(
+        fedstill.Built(
+            method=method,
+            model=model,
+            federation=data,
+            **how,
+        )
+    )
 
 
 def with_term(loss, **how):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.combine import chain
@@ -12,7 +13,6 @@ from fedstill.core.tree import leaves, tree_map
 from fedstill.core.types import Method, Phase, ServerStep, Training, Weights
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.callbacks import Callback
-from fedstill.loop.federate import federate
 from fedstill.loop.setup import Asked
 from fedstill.server.aggregate import average
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Training
 from fedstill.loop.checkpoint import load_newest
-from fedstill.loop.federate import federate
 from fedstill.loop.guard import is_finite
 from fedstill.methods import dp_fedavg, fedaux
 from fedstill.methods.fedaux.certainty import Scoring, client_answer

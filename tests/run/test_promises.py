@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.combine import chain
@@ -14,7 +15,6 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method, Need, Phase, Release, ServerStep, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.callbacks import Callback
-from fedstill.loop.federate import federate
 from fedstill.loop.guard import Guard
 from fedstill.loop.privacy_plan import extra_slots, noisy_label_counts
 from fedstill.loop.round import draw_cohort

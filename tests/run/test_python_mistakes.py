@@ -3,8 +3,9 @@
 import pytest
 import torch
 from run_helpers import fedavg, linear_model, toy_federation
+from running import federate
 
-from fedstill import Experiment, Phase, Training, build_method, build_model, compare, federate, run
+from fedstill import Experiment, Phase, Training, build_method, build_model, compare, run
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.compare import choose_methods, table_notes
 from fedstill.experiment.config import checked_experiment
@@ -106,5 +107,5 @@ def test_a_bare_name_that_has_the_experiments_options_is_noted_below_the_table()
 
 
 def test_options_that_are_the_defaults_anyway_are_not_noted():
-    compared = compare(SMALL.replace(method="fedprox").resolved(), ["fedprox"], seeds=1)
+    compared = compare(Experiment(**SMALL.replace(method="fedprox").resolved()), ["fedprox"], seeds=1)
     assert table_notes(compared.results) == []

@@ -9,13 +9,13 @@ import safetensors.torch
 import torch
 from run_helpers import LoopEngine, cross_entropy, linear_model, toy_federation, without_clock
 from run_helpers import average as apply_average
+from running import federate
 
 from fedstill.compose.combine import chain
 from fedstill.compose.wrappers import report_only, send_only
 from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Method, Need, Objective, ServerStep, Targets, Training
 from fedstill.loop.checkpoint import load_weights
-from fedstill.loop.federate import federate
 from fedstill.loop.resume import TARGETS_FILE
 from fedstill.loop.round import look_at_targets
 

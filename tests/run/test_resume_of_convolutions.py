@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from running import federate
 from torch import nn
 
 from fedstill.about.toy import CLASSES, SHAPE, trial_federation
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
-from fedstill.loop.federate import federate
 from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 from run_helpers import LoopEngine, fedavg, linear_model, toy_federation
+from running import federate
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
 from fedstill.loop.checkpoint import load_newest, save_checkpoint
-from fedstill.loop.federate import federate
 
 TRAINING = Training(batch_size=6, lr=0.2)
 LATER = ("part", "keep_optimizer")  # keys of a training that were added since

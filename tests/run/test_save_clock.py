@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from run_helpers import LoopEngine, fedavg, linear_model, toy_federation
+from running import federate
 
 from fedstill.core.types import Training
 from fedstill.loop import resume
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.checkpoint import list_checkpoints
-from fedstill.loop.federate import federate
 from fedstill.loop.resume import SaveClock
 
 

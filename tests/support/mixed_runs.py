@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
+from running import federate
 
 from fedstill.about.toy import CLASSES, SHAPE, trial_federation
 from fedstill.core.types import Federation, Model, Training
-from fedstill.loop.federate import federate
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, mixed_model
 

@@ -1,12 +1,12 @@
 """A small federation of images with unlabeled ones beside, and a network with BatchNorm to pre-train on them."""
 
 import torch
+from running import federate
 from torch import nn
 
 from fedstill.compose.combine import chain
 from fedstill.core.types import Dataset, Federation, Method, Training
 from fedstill.local.terms import cross_entropy
-from fedstill.loop.federate import federate
 from fedstill.methods.pretraining.contrastive import simclr_pretext
 from fedstill.models import from_module
 from fedstill.server.aggregate import average

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from by_hand import uploads_of
+from running import federate
 from torch import Tensor, nn
 
 from fedstill.core.seeds import numpy_generator, seed_for
@@ -16,7 +17,6 @@ from fedstill.core.setup import Preparation
 from fedstill.core.tree import flatten, stack
 from fedstill.core.types import Answers, ClientData, Dataset, Federation, Method, Model, Round, Training, Weights
 from fedstill.engine import build_engine
-from fedstill.loop.federate import federate
 from fedstill.models import build_model, from_module
 
 CLASSES, FEATURES, CLIENTS, EACH = 3, 4, 5, 12

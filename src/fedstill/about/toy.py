@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Federation, Method, Model, Need, Tokenizer, Training
 from fedstill.data import federation_from_tensors
-from fedstill.loop.federate import federate
+from fedstill.engine import build_engines
+from fedstill.loop.federate import Built, Schedule, federate
 from fedstill.loop.history import Result
 from fedstill.models import build_model
 
@@ -82,12 +84,12 @@ def trial_run(
 ) -> Result:
     text = Need.TOKENS in needs_of(method)
     return federate(
-        method=method,
-        model=trial_model(text=text),
-        federation=trial_federation(unlabeled=UNLABELED, text=text),
-        training=Training(batch_size=8, lr=0.05),
-        rounds=rounds,
-        cohort=3,
-        engine=engine,
-        device=device,
+        Built(
+            method,
+            trial_model(text=text),
+            trial_federation(unlabeled=UNLABELED, text=text),
+            Training(batch_size=8, lr=0.05),
+            Schedule(rounds=rounds, cohort=3),
+            partial(build_engines, engine, device),
+        )
     )

@@ -106,6 +106,8 @@ def portable(table: dict[str, Any]) -> str:
     method = table.get("method", {})
     if "name" in method:
         method["name"] = expression.label(method["name"])
+    if "evaluate" in table:
+        table["evaluate"] = expression.label(table["evaluate"])
     data = table.get("data", {})
     for place in ("source", "unlabeled", "test"):
         if isinstance(data.get(place), str):

@@ -15,14 +15,14 @@ from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
-from fedstill.experiment.config import Experiment
+from fedstill.experiment.config import Experiment, MethodSection
 from fedstill.experiment.overrides import describe_partition, parse_method, without_defaults
 from fedstill.experiment.prototypes import describe_model
 from fedstill.experiment.run import run
 from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, new_run_dir, read_description
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.history import History, Result
-from fedstill.methods.lookup import label, parse, split_methods
+from fedstill.methods.lookup import label, split_methods
 from fedstill.report.table import counted, human_bytes, plain_table, rich_table
 
 
@@ -42,7 +42,7 @@ def run_command(
     experiment: Experiment, *, file: Path | None, changes: Sequence[str], out: Path | None, as_json: bool
 ) -> None:
     folder = choose_folder(experiment, out)
-    _tell_unreached([experiment.method.name], experiment.rounds)
+    _tell_unreached([experiment.method], experiment.rounds)
     changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
     file = folder / CONFIG_FILE if changed else file  # what to go on with: the run is not what the file says
     _run(experiment, folder, file=file, as_json=as_json, resume=False)
@@ -74,19 +74,20 @@ def compare_command(
     changed = bool(changes) or chosen or count != experiment.compare.seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = choose_folder(experiment, out)
-    _tell_unreached(list(entries), experiment.rounds)
+    _tell_unreached(list(entries.values()), experiment.rounds)
     comparison = _compare(experiment, folder, resume=False)
     file = folder / CONFIG_FILE if changed else file
     _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
 
 
-def _tell_unreached(methods: Sequence[str], rounds: int) -> None:
+def _tell_unreached(methods: Sequence[MethodSection], rounds: int) -> None:
     """A switch after the last round is allowed, but hardly meant."""
     for method in methods:
-        *before, _ = parse(method)
-        switch = max((stretch.until or 0 for stretch in before), default=0)
+        switch = max((phase.until or 0 for phase in method.phases), default=0)
         if switch >= rounds:
-            tell(f"'{method}' switches after round {switch}, the run has {rounds}: its last phase is never reached")
+            tell(
+                f"'{method.name}' switches after round {switch}, the run has {rounds}: its last phase is never reached"
+            )
 
 
 def _entries(methods: str | None) -> list[str]:

@@ -5,11 +5,15 @@ pydantic reads them where a file or a text is checked. A whole number is taken f
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AllowInfNan, Strict
+from pydantic import AllowInfNan, ConfigDict, Strict, TypeAdapter, ValidationError
 
+from fedstill.core.errors import FedstillError
+
+SECTION = ConfigDict(extra="forbid", allow_inf_nan=False)  # of a dataclass that is a section of a file
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 Whole = Annotated[int, Strict()]
@@ -30,3 +34,12 @@ class Example:
 
     def __init__(self, value: object) -> None:
         self.value = value
+
+
+def check_limits(section: str, given: Any) -> None:
+    """Refuse a dataclass that Python code built with a value outside the limits that its fields state."""
+    for name, value in asdict(given).items():
+        try:
+            TypeAdapter(get_type_hints(type(given), include_extras=True)[name]).validate_python(value)
+        except ValidationError as error:
+            raise FedstillError(f"{section}.{name} = {value}: {error.errors()[0]['msg'].lower()}") from None

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
+from pydantic import AfterValidator
 from torch import Tensor
 
 from fedstill.core.data import Dataset as Dataset
 from fedstill.core.data import Federation as Federation
 from fedstill.core.data import Tokenizer as Tokenizer
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.limits import SECTION, Count, Decay, Example, Flag, NotNegative, Positive, PositiveShare
 from fedstill.core.setup import Answers as Answers
 from fedstill.core.setup import Ask as Ask
 from fedstill.core.setup import Cache as Cache
@@ -250,27 +252,36 @@ class Uploads(NamedTuple):
     ids: Tensor  # (C,) int64
 
 
+def known_augmentations(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The same words, if each of them is one that a file may name."""
+    for word in words:
+        if word not in ("crop", "flip", "cutout"):
+            raise FedstillError(f"augment = '{word}' is unknown: {suggest(word, ('crop', 'flip', 'cutout'))}")
+    return words
+
+
 @dataclass(frozen=True)
 class Training:
-    """How weights are trained: the same words for a client and for a student on the server."""
+    """How weights are trained: the section [local] of an experiment, and a student on the server."""
 
-    epochs: int = 1
-    steps: int | None = None  # instead of epochs: exactly so many steps (data reshuffled as needed)
-    batch_size: int = 50
-    optimizer: str = "sgd"  # sgd | adam | adamw
-    lr: float = 0.01
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    clip: float | None = None  # gradient norm per client, after every term
-    lr_decay: float = 1.0  # per round
-    lr_epoch_decay: float = 1.0  # per local epoch, restarted each round
-    lr_schedule: str = "constant"  # constant | cosine (to zero, over the local steps) | cyclic (see lr_cycle)
-    lr_cycle: int = 25  # cyclic: steps in which the rate falls along a line to lr_low, then it starts again
-    lr_low: float = 0.0
-    augment: tuple[str, ...] = ()  # crop | flip | cutout
-    part: str = "all"  # all | head (linear evaluation: the extractor stays as it is, in eval mode)
-    keep_optimizer: bool = False  # what it remembers goes on from round to round instead of starting at zero
+    __pydantic_config__ = SECTION
+    epochs: Count = 1
+    steps: Annotated[Count | None, Example(20)] = None  # instead of epochs: exactly so many steps
+    batch_size: Count = 50
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: Positive = 0.01
+    momentum: Annotated[Decay, Example(0.9)] = 0.0
+    nesterov: Flag = False
+    weight_decay: Annotated[NotNegative, Example(1e-5)] = 0.0
+    clip: Annotated[Positive | None, Example(10.0)] = None  # gradient norm per client, after every term
+    lr_decay: Annotated[PositiveShare, Example(0.99)] = 1.0  # per round
+    lr_epoch_decay: Annotated[PositiveShare, Example(0.99)] = 1.0  # per local epoch, restarted each round
+    lr_schedule: Literal["constant", "cosine", "cyclic"] = "constant"  # cosine: to zero, over the local steps
+    lr_cycle: Count = 25  # cyclic: steps in which the rate falls along a line to lr_low, then it starts again
+    lr_low: NotNegative = 0.0
+    augment: Annotated[tuple[str, ...], AfterValidator(known_augmentations), Example(["crop", "flip"])] = ()
+    part: Literal["all", "head"] = "all"  # head: linear evaluation, the extractor stays as it is, in eval mode
+    keep_optimizer: Flag = False  # the optimiser's moments go on from round to round instead of starting at zero
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fedstill.compose.phases import phases_of
-from fedstill.core.errors import FedstillError
-from fedstill.core.needs import check_phases
+from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation
 from fedstill.data import (
@@ -26,17 +25,17 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
-from fedstill.engine import check_compiler, choose_device
+from fedstill.engine import build_engines
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network
 from fedstill.experiment.overrides import describe_partition
-from fedstill.loop.federate import check_promise
-from fedstill.loop.guard import Guard
-from fedstill.methods.lookup import build_method, write
+from fedstill.loop.evaluate import EVALUATIONS, Evaluate
+from fedstill.loop.federate import Built, Schedule
+from fedstill.methods.lookup import build_phases, label, own_function
 from fedstill.methods.options import find
 from fedstill.partition import SHARES_ROWS
 from fedstill.partition.cached import cached_parts
-from fedstill.privacy.plan import Privacy
+from fedstill.storage.cache import Cache
 
 _log = logging.getLogger("fedstill.run")
 
@@ -109,45 +108,52 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
     return cached_parts(lambda: scheme(labels, partition.clients, seed=seed, **options), labels, identity)
 
 
-def check_ready(experiment: Experiment, federation: Federation) -> None:
-    """Every mistake that can be found before the first round: device, model, method, what it needs and promises."""
-    where = choose_device(experiment.engine.device)
-    if experiment.engine.compile:
-        check_compiler(where)
-    parts = arguments(experiment, federation)
-    named, wanted = f"method.name = '{experiment.method.name}'", ("model", "federation", "training")
-    check_phases(phases_of(parts["method"]), **{key: parts[key] for key in wanted}, label=named)
-    spoken = ("method", *wanted, "rounds", "cohort", "seed", "guard", "sampling", "privacy")
-    try:
-        check_promise(**{key: parts[key] for key in spoken})
-    except FedstillError as error:
-        method = write(experiment.method.name, experiment.method.options)
-        raise FedstillError(f"{method}: {error}") from None
+def build(experiment: Experiment, federation: Federation | None = None) -> Built:
+    """Everything that a run of this experiment needs; no other function turns its text into objects.
 
-
-def arguments(experiment: Experiment, federation: Federation) -> dict[str, Any]:
-    """What an experiment says, in the words of `federate`."""
+    federation: an already built one (by default it is built from the experiment).
+    """
+    method = build_phases(experiment.method.phases)  # first: two parts that clash are told before the data are read
+    federation = build_federation(experiment) if federation is None else federation
     engine = experiment.engine
-    return {
-        "method": build_method(experiment.method.name, experiment.method.options),
-        "model": build_network(experiment, federation),
-        "federation": federation,
-        "training": experiment.local.to_training(),
-        "rounds": experiment.rounds,
-        "cohort": experiment.cohort_size(federation.population),
-        "sampling": experiment.sampling,
-        "privacy": Privacy(**experiment.privacy.model_dump()),
-        "settings": experiment.options_text(),
-        "seed": experiment.seed,
-        "engine": engine.name,
-        "device": engine.device,
-        "checkpoint_every": experiment.checkpoint_every,
-        "evaluate_every": experiment.evaluate_every,
-        "evaluate_batch": experiment.evaluate_batch,
-        "guard": Guard(**experiment.guard.model_dump()),
-        "target": experiment.target,
-        "engine_options": engine.model_dump(include={"chunk", "precision", "graphs", "compile"}),
-    }
+    return Built(
+        method=method,
+        model=build_network(experiment, federation),
+        federation=federation,
+        training=experiment.local,
+        schedule=Schedule(
+            rounds=experiment.rounds,
+            cohort=experiment.cohort,
+            sampling=experiment.sampling,
+            seed=experiment.seed,
+            evaluate_every=experiment.evaluate_every,
+            checkpoint_every=experiment.checkpoint_every,
+            target=experiment.target,
+        ),
+        engines=partial(
+            build_engines,
+            engine.name,
+            engine.device,
+            **engine.model_dump(include={"chunk", "precision", "graphs", "compile"}),
+        ),
+        guard=experiment.guard,
+        privacy=experiment.privacy,
+        evaluate=_evaluation(experiment.evaluate),
+        cache=Cache("prepared"),
+        label=label(experiment.method.name),
+        settings=experiment.options_text(),
+    )
+
+
+def _evaluation(name: str) -> Evaluate:
+    """A registered way to measure a model, or the function that FILE.py:function names."""
+    if ":" in name:
+        return own_function(name, "evaluate")
+    if name not in EVALUATIONS:
+        raise FedstillError(
+            f"evaluate = '{name}' is unknown: {suggest(name, EVALUATIONS)} (your own: FILE.py:function)"
+        )
+    return EVALUATIONS[name]
 
 
 def _owner_columns(experiment: Experiment) -> list[str]:

@@ -14,14 +14,15 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.data import Source
-from fedstill.experiment.build import build_federation, check_ready, load_source
+from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
-from fedstill.experiment.run import draw_pictures, run
+from fedstill.experiment.run import draw_pictures, run_built
 from fedstill.experiment.run_folder import write_description
 from fedstill.loop.callbacks import Callback
+from fedstill.loop.federate import Built, check_built
 from fedstill.loop.history import Result
-from fedstill.methods.lookup import build_method, label, split_methods
+from fedstill.methods.lookup import build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report.table import MethodSummary, best_first, counted
 from fedstill.storage.files import write_whole
@@ -109,26 +110,27 @@ def compare(
     count = experiment.compare.seeds if seeds is None else seeds
     experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
     folder = None if run_dir is None else Path(run_dir)
-    variants = {entry: experiment.replace(method=section.model_dump()) for entry, section in entries.items()}
     source = load_source(experiment) if source is None else source
-    shifted = [experiment.replace(seed=experiment.seed + shift) for shift in range(count)]
+    shifted = [experiment.model_copy(update={"seed": experiment.seed + shift}) for shift in range(count)]
     federations = [build_federation(one, source) for one in shifted]
-    for variant in variants.values():
-        for one, federation in zip(shifted, federations, strict=True):  # a budget's first round depends on the split
-            check_ready(variant.replace(seed=one.seed), federation)
-            if experiment.privacy.epsilon is None:
-                break
+    variants: dict[str, list[tuple[Experiment, Built]]] = {}
+    for entry, section in entries.items():
+        runs = [one.model_copy(update={"method": section}) for one in shifted]
+        pairs = [(one, build(one, federation)) for one, federation in zip(runs, federations, strict=True)]
+        for _, built in pairs if experiment.privacy.epsilon is not None else pairs[:1]:
+            check_built(built)  # a budget's first round depends on the split, so each seed is checked
+        variants[label(entry)] = pairs
     if folder is not None:
         write_description(experiment, folder)
     results: dict[str, list[Result]] = {}
-    for entry, variant in ((label(text), one) for text, one in variants.items()):
+    for entry, pairs in variants.items():
         _save(results, experiment, folder)
         results[entry] = []
-        for seed, federation in enumerate(federations, experiment.seed):
-            place = None if folder is None else folder / run_folder(entry, seed)
-            one, watchers = variant.replace(seed=seed), callbacks(entry, seed)
-            result = run(one, run_dir=place, callbacks=watchers, federation=federation, resume=resume, pictures=False)
-            results[entry].append(replace(result, stands_for=_stands_for(entry, variant.method)))
+        for one, built in pairs:
+            place = None if folder is None else folder / run_folder(entry, one.seed)
+            watchers = callbacks(entry, one.seed)
+            result = run_built(one, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
+            results[entry].append(replace(result, stands_for=_stands_for(entry, one.method)))
     _save(results, experiment, folder)
     if folder is not None:
         draw_pictures(experiment, federations[0], results, folder)
@@ -141,7 +143,7 @@ def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[
     texts = [*(_as_texts(methods) or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
     entries = {text: parse_method(text, experiment) for text in texts}
     for section in entries.values():
-        build_method(section.name, section.options)
+        build_phases(section.phases)  # two parts that clash are told before the data are read
     folders = {folder_name(label(text)) for text in entries}
     if len(folders) < len(texts):
         raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")

@@ -11,7 +11,7 @@ import hashlib
 import json
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import (
     AfterValidator,
@@ -23,16 +23,16 @@ from pydantic import (
     model_validator,
 )
 
+from fedstill.core.cohort import cohort_size
 from fedstill.core.errors import FedstillError
+from fedstill.core.types import Training
 from fedstill.engine import check_engine
 from fedstill.experiment import prototypes
 from fedstill.experiment.config_errors import one_line
-from fedstill.methods import lookup as expression
-from fedstill.methods import options
+from fedstill.loop.guard import Guard
+from fedstill.methods import lookup, options
+from fedstill.privacy.plan import Privacy
 from fedstill.storage import toml as toml_io
-
-if TYPE_CHECKING:
-    from fedstill.core.types import Training
 
 
 class _Rules(TypedDict):
@@ -120,55 +120,43 @@ class ModelSection(BaseModel, **_RULES, extra="allow"):
 
 
 class MethodSection(BaseModel, **_RULES, extra="allow"):
-    """Which method, or several: see expression.py. A single method's own options may stand beside its name."""
+    """Which method, or several: see methods/lookup.py. A single method's own options may stand beside its name."""
 
     name: str = "fedavg"
+    _phases: tuple[lookup.PhaseText, ...] = ()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _options_beside(cls, given: Any) -> Any:
-        """fedprox(mu=0.1) is the name fedprox and mu = 0.1 beside it."""
-        text = given.get("name") if isinstance(given, dict) else None
-        part = expression.single(text) if isinstance(text, str) else None
-        if part is None or not part.options:
-            return given
+    def _read_text(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Parse the name once. fedprox(mu=0.1) is the name fedprox and mu = 0.1 beside it."""
+        text = given.get("name", "fedavg") if isinstance(given, dict) else None
+        if not isinstance(text, str):
+            return handler(given)
+        phases = lookup.parse(text)
         beside = {key: value for key, value in given.items() if key != "name"}
-        if twice := part.options.keys() & beside.keys():
-            raise FedstillError(f"method.{min(twice)} is set twice: in method.name and beside it")
-        return {"name": part.name, **part.options, **beside}
+        if len(phases) == 1 and len(phases[0].parts) == 1:
+            (part,) = phases[0].parts
+            if twice := part.options.keys() & beside.keys():
+                raise FedstillError(f"method.{min(twice)} is set twice: in method.name and beside it")
+            beside = {**part.options, **beside}
+            given, phases = {"name": part.name, **beside}, (lookup.PhaseText((lookup.Part(part.name),)),)
+        section = handler(given)
+        section._phases = lookup.check_phase_texts(phases, beside)
+        return section
 
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
 
+    @property
+    def phases(self) -> tuple[lookup.PhaseText, ...]:
+        """The parsed text, with every option checked against the signature of its method."""
+        return self._phases or lookup.check_phase_texts(lookup.parse(self.name), self.options)
 
-class LocalSection(BaseModel, **_RULES, extra="forbid"):
-    """How a client trains: the words and defaults of core.types.Training, with their limits."""
-
-    epochs: int = Field(default=1, ge=1)
-    steps: int | None = Field(default=None, ge=1, examples=[20])
-    batch_size: int = Field(default=50, ge=1)
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(default=0.01, gt=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1, examples=[0.9])
-    nesterov: bool = False
-    weight_decay: float = Field(default=0.0, ge=0, examples=[1e-5])
-    clip: float | None = Field(default=None, gt=0, examples=[10.0])
-    lr_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
-    lr_epoch_decay: float = Field(default=1.0, gt=0, le=1, examples=[0.99])
-    lr_schedule: Literal["constant", "cosine", "cyclic"] = "constant"
-    lr_cycle: int = Field(default=25, ge=1)
-    lr_low: float = Field(default=0.0, ge=0)
-    augment: tuple[Literal["crop", "flip", "cutout"], ...] = Field(
-        default=(), strict=False, examples=[["crop", "flip"]]
-    )
-    part: Literal["all", "head"] = "all"
-    keep_optimizer: bool = False
-
-    def to_training(self) -> Training:
-        from fedstill.core.types import Training
-
-        return Training(**self.model_dump())
+    @property
+    def is_single(self) -> bool:
+        """Whether the text names one method, without a mixture and without a switch."""
+        return len(self.phases) == 1 and len(self.phases[0].parts) == 1
 
 
 class EngineSection(BaseModel, **_RULES, extra="forbid"):
@@ -181,27 +169,6 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     graphs: bool | None = None
     compile: bool = False
     threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
-
-
-class GuardSection(BaseModel, **_RULES, extra="forbid"):
-    """When an upload is turned away."""
-
-    norm_bound: float | None = Field(default=None, gt=0, examples=[10.0])
-    size_cap: float = Field(default=1e9, gt=0)
-    quorum: int | float = Field(default=1, ge=0)
-    extra_bound: float | None = Field(default=None, gt=0, examples=[100.0])
-
-
-class PrivacySection(BaseModel, **_RULES, extra="forbid"):
-    """What a run may tell about its clients: a budget, and how label counts are sent where a method needs them."""
-
-    epsilon: float | None = Field(default=None, gt=0, examples=[8.0])
-    delta: float = Field(default=1e-5, gt=0, lt=1)
-    unit: Literal["client", "sample"] = "client"
-    against: Literal["public", "server"] = "public"
-    partial: bool = False
-    label_counts: Literal["exact", "dp", "none"] = "exact"
-    label_epsilon: float = Field(default=1.0, gt=0)
 
 
 class CompareSection(BaseModel, **_RULES, extra="forbid"):
@@ -220,7 +187,7 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     sampling: Literal["fixed", "poisson"] = "fixed"
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
-    evaluate_batch: int | None = Field(default=None, ge=1, examples=[100])
+    evaluate: str = Field(default="global_test", min_length=1)  # how good a model is: a name or FILE.py:function
     checkpoint_every: int = Field(default=10, ge=1)
     target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
@@ -229,11 +196,11 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     data: Annotated[DataSection, _section("source")] = DataSection()
     partition: Annotated[PartitionSection, _section("scheme")] = PartitionSection()
     model: Annotated[ModelSection, _section("name")] = ModelSection()
-    local: LocalSection = LocalSection()
+    local: Training = Training()
     method: Annotated[MethodSection, _section("name")] = MethodSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
-    guard: GuardSection = GuardSection()
-    privacy: PrivacySection = PrivacySection()
+    guard: Guard = Guard()
+    privacy: Privacy = Privacy()
     compare: CompareSection = CompareSection()
 
     @model_validator(mode="wrap")
@@ -263,23 +230,28 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
         """A checked copy with top-level keys or whole sections changed: a section's other keys have their defaults."""
         return type(self).model_validate({**self.model_dump(), **changes})
 
-    def resolved(self) -> Self:
-        """A copy in which the own keys of partition, model and method show their defaults too."""
-        sections = _own_sections(self).items()
-        full = {kind: {**_defaults(kind, own), **own.model_dump()} for kind, own in sections}
-        return self.replace(**full)
+    def resolved(self) -> dict[str, Any]:
+        """The experiment as a table in which the own keys of partition, model and method show their defaults too."""
+        preset = self.method.options.get("preset")
+        method = options.defaults("method", self.method.name, preset=preset) if self.method.is_single else {}
+        full = {
+            "partition": options.defaults("partition", self.partition.scheme) | self.partition.model_dump(),
+            "model": options.defaults("model", self.model.name) | self.model.model_dump(),
+            "method": method | self.method.model_dump(),
+        }
+        return self.model_dump() | full
 
     def options_text(self) -> str:
-        """All options of method, model and guard, wherever the method's own file lies."""
-        found = self.resolved().model_dump(mode="json", include={"method", "model", "guard"})
-        found["method"]["name"] = expression.label(self.method.name)
-        return json.dumps(found, sort_keys=True)
+        """All options of method, model and guard as text, wherever the method's own file lies."""
+        table = self.resolved()
+        found = {"method": table["method"] | {"name": lookup.label(self.method.name)}, "model": table["model"]}
+        return json.dumps(found | {"guard": table["guard"]}, sort_keys=True)
 
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
-        """A copy that knows the numbers found for scale = "unlabeled": what they come from may change, or go away."""
+        """A copy that holds the numbers that scale = "unlabeled" gave, because their source may change or go away."""
         if self.data.scale != "unlabeled" or self.data.mean:
             return self
-        return self.replace(data={**self.data.model_dump(), "mean": mean, "std": std})
+        return self.model_copy(update={"data": self.data.model_copy(update={"mean": mean, "std": std})})
 
     def to_toml(self) -> str:
         return toml_io.dumps(self.model_dump())
@@ -291,8 +263,6 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
 
     def cohort_size(self, population: int) -> int:
         """Clients per round: a share of the population below 1, a number otherwise."""
-        from fedstill.loop.federate import cohort_size
-
         return cohort_size(self.cohort, population)
 
 
@@ -311,19 +281,6 @@ def quickstart_table() -> dict[str, Any]:
     return toml_io.loads(text, where="quickstart.toml")
 
 
-def _defaults(kind: str, section: PartitionSection | ModelSection | MethodSection) -> dict[str, Any]:
-    mixture = kind == "method" and expression.single(_name(section)) is None
-    return {} if mixture else options.defaults(kind, _name(section), preset=section.options.get("preset"))
-
-
-def _own_sections(experiment: Experiment) -> dict[str, PartitionSection | ModelSection | MethodSection]:
-    return {"partition": experiment.partition, "model": experiment.model, "method": experiment.method}
-
-
-def _name(section: PartitionSection | ModelSection | MethodSection) -> str:
-    return section.scheme if isinstance(section, PartitionSection) else section.name
-
-
 def _check_cohort(experiment: Experiment) -> None:
     cohort = experiment.cohort
     if cohort >= 1 and cohort != int(cohort):
@@ -337,7 +294,7 @@ def _check_cohort(experiment: Experiment) -> None:
         raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")
 
 
-def _check_local(local: LocalSection) -> None:
+def _check_local(local: Training) -> None:
     if local.nesterov and local.momentum == 0:
         raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
     if local.momentum and local.optimizer != "sgd":
@@ -345,11 +302,7 @@ def _check_local(local: LocalSection) -> None:
 
 
 def _check_own_keys(experiment: Experiment) -> None:
-    for kind in ("partition", "model"):
-        section = _own_sections(experiment)[kind]
-        options.check(kind, _name(section), section.options)
+    options.check("partition", experiment.partition.scheme, experiment.partition.options)
+    options.check("model", experiment.model.name, experiment.model.options)
     if experiment.model.name == prototypes.MIXED:
         prototypes.check_mixture(experiment.model.options)
-    from fedstill.methods.lookup import build_method
-
-    build_method(experiment.method.name, experiment.method.options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.limits import Example
 from fedstill.storage.toml import toml_value
 
 _WANTED = {
@@ -20,6 +22,7 @@ _WANTED = {
     "list_type": "a list",
     "finite_number": "a finite number",
     "model_type": "a section with its keys",
+    "dataclass_type": "a section with its keys",
 }
 _LIMITS = {
     "greater_than": ("gt", "greater than"),
@@ -41,12 +44,39 @@ def one_line(error: ValidationError, model: type[BaseModel]) -> str:
     return f"{line} (and {len(rest)} more)" if rest else line
 
 
-def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+class Key(NamedTuple):
+    """One key of a section: its type, its default, and a value to show with a mistake."""
+
+    kind: Any
+    default: Any
+    example: Any
+
+
+def keys_in(section: type) -> dict[str, Key]:
+    """The keys of a section, which is a pydantic model or a dataclass with limits."""
+    if issubclass(section, BaseModel):
+        return {
+            name: Key(field.annotation, field.default, field.examples[0] if field.examples else field.default)
+            for name, field in section.model_fields.items()
+        }
+    hints = get_type_hints(section, include_extras=True)
+    keys = {}
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        shown = [mark.value for mark in getattr(hints[field.name], "__metadata__", ()) if isinstance(mark, Example)]
+        keys[field.name] = Key(hints[field.name], field.default, shown[0] if shown else field.default)
+    return keys
+
+
+def is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
+
+
+def keys_of(model: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of an experiment file."""
-    for name, field in model.model_fields.items():
+    for name, key in keys_in(model).items():
         yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys_of(field.annotation, f"{prefix}{name}.")
+        if is_section(key.kind):
+            yield from keys_of(key.kind, f"{prefix}{name}.")
 
 
 def _merge_unions(errors: list[ErrorDetails], model: type[BaseModel]) -> dict[str, list[ErrorDetails]]:
@@ -59,21 +89,20 @@ def _merge_unions(errors: list[ErrorDetails], model: type[BaseModel]) -> dict[st
 
 def _dotted(error: ErrorDetails, model: type[BaseModel]) -> str:
     parts: list[str] = []
-    section: type[BaseModel] | None = model
+    section: type | None = model
     for part in error["loc"]:
         if section is None or isinstance(part, int):
             break
         parts.append(part)
-        field = section.model_fields.get(part)
-        kind = field.annotation if field else None
-        section = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+        key = keys_in(section).get(part)
+        section = key.kind if key is not None and is_section(key.kind) else None
     return ".".join(parts)
 
 
 def _tell(key: str, errors: list[ErrorDetails], model: type[BaseModel]) -> str:
     error = errors[0]
     kind, value = error["type"], error["input"]
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key '{key}': {_nearest_key(key, model)}"
     if kind == "missing":
         return f"{key} is missing"
@@ -106,11 +135,11 @@ def _example(key: str, error: ErrorDetails, model: type[BaseModel]) -> str:
     section: Any = model
     *parents, name = key.split(".")
     for parent in parents:
-        section = section.model_fields[parent].annotation
-    field = section.model_fields.get(name)
-    if field is None or isinstance(field.default, BaseModel):
+        section = keys_in(section)[parent].kind
+    known = keys_in(section).get(name)
+    if known is None or is_section(known.kind):
         return ""
-    return f": e.g. {key} = {toml_value(field.examples[0] if field.examples else field.default)}"
+    return f": e.g. {key} = {toml_value(known.example)}"
 
 
 def _nearest_key(key: str, model: type[BaseModel]) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment, MethodSection, quickstart_table
+from fedstill.experiment.config_errors import is_section, keys_in
 from fedstill.methods import options
-from fedstill.methods.lookup import single, write
+from fedstill.methods.lookup import write
 from fedstill.storage import toml as toml_io
 
 _CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
@@ -74,26 +75,22 @@ def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _can_be_removed(table: dict[str, Any], path: Sequence[str]) -> bool:
-    """Known keys for which `none` is no value of their own, as it is of data.scale and privacy.label_counts."""
+    """Whether `key=none` drops the key, because `none` is no value of its own (as it is of data.scale)."""
     section, key = path[0], path[-1]
     if _is_choice(path) or len(path) > 2:
         return False
-    kind = Experiment if len(path) == 1 else _section_kind(section)
-    if kind is not None and (field := kind.model_fields.get(key)) is not None:
-        whole = isinstance(field.default, BaseModel)
-        return field.default is None or not (whole or _is_fine(lambda: kind.model_validate({key: _NOTHING})))
+    sections = keys_in(Experiment)
+    kind: Any = Experiment if len(path) == 1 else sections[section].kind if section in sections else None
+    if is_section(kind) and key in keys_in(kind):
+        known = keys_in(kind)[key]
+        taken = _is_fine(lambda: TypeAdapter(kind).validate_python({key: _NOTHING}))
+        return known.default is None or not (is_section(known.kind) or taken)
     own = table.get(section)
     if section not in _CHOICES or not isinstance(own, dict) or key not in own:
         return False
     name = str(own.get(_CHOICES[section]))
     given = {other: value for other, value in own.items() if other not in (*_KEPT, _CHOICES[section])}
     return not _is_fine(lambda: options.check(section, name, {**given, key: _NOTHING}))
-
-
-def _section_kind(section: str) -> type[BaseModel] | None:
-    field = Experiment.model_fields.get(section)
-    kind = None if field is None else field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _is_fine(check: Callable[[], object]) -> bool:
@@ -124,9 +121,9 @@ def _check_epochs_count(table: dict[str, Any], given: Mapping[str, str]) -> None
 
 
 def without_defaults(section: MethodSection) -> str:
-    """The text of a method, with those of its options that are not their defaults: a run's folder spells out all."""
+    """The text of a method with the options that differ from their defaults; a run's folder spells out all."""
     name, given = section.name, section.options
-    known = options.defaults("method", name, preset=given.get("preset")) if given and single(name) else {}
+    known = options.defaults("method", name, preset=given.get("preset")) if given and section.is_single else {}
     return write(name, {key: value for key, value in given.items() if key not in known or known[key] != value})
 
 

@@ -9,26 +9,24 @@ from pathlib import Path
 from fedstill.core.errors import FedstillError
 from fedstill.core.threads import threads
 from fedstill.core.types import Federation
-from fedstill.experiment.build import arguments, build_federation, check_ready
+from fedstill.experiment.build import build
 from fedstill.experiment.config import Experiment, checked_experiment
 from fedstill.experiment.prototypes import MIXED, describe_model
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
-    _check_same,
-    _keep_tokenizer,
+    check_same_experiment,
+    keep_tokenizer,
     read_description,
     write_description,
 )
-from fedstill.loop.callbacks import Callback
+from fedstill.experiment.trackers import build_trackers
+from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.evaluate import label_counts
-from fedstill.loop.federate import federate
+from fedstill.loop.federate import Built, federate
 from fedstill.loop.history import Result
-from fedstill.loop.trackers import build_trackers
-from fedstill.methods.lookup import label
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
-from fedstill.storage.cache import Cache
 
 _log = logging.getLogger("fedstill.run")
 
@@ -46,29 +44,45 @@ def run(
 
     federation: an already built one (by default it is built from the experiment).
     """
-    federation = build_federation(checked_experiment(experiment)) if federation is None else federation
-    check_ready(experiment, federation)
-    folder = None if run_dir is None else Path(run_dir)
+    built = build(checked_experiment(experiment), federation)
+    return run_built(experiment, built, run_dir=run_dir, callbacks=callbacks, resume=resume, pictures=pictures)
+
+
+def run_built(
+    experiment: Experiment,
+    built: Built,
+    *,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    pictures: bool = True,
+) -> Result:
+    """Run an experiment whose parts `build` has made already."""
+    folder, federation = None if run_dir is None else Path(run_dir), built.federation
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
+    watchers = [*callbacks, *build_trackers(experiment, folder)]
     if folder is not None:
         if resume and (folder / CONFIG_FILE).exists():
-            _check_same(experiment, folder)
-        write_description(experiment, folder)
-        _keep_tokenizer(federation, folder)
-    trackers = build_trackers(experiment, folder)
+            check_same_experiment(experiment, folder)
+        watchers = [_Describe(experiment, federation, folder), *watchers]
     with threads(experiment.engine.threads):
-        result = federate(
-            **arguments(experiment, federation),
-            run_dir=folder,
-            callbacks=[*callbacks, *trackers],
-            label=label(experiment.method.name),
-            resume=resume,
-            cache=Cache("prepared"),
-        )
+        result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
     result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:
         draw_pictures(experiment, federation, {result.method: [result]}, folder)
     return result
+
+
+class _Describe(Callback):
+    """Writes config.toml, env.json and the tokenizer once all checks have passed, before the first round."""
+
+    def __init__(self, experiment: Experiment, federation: Federation, folder: Path) -> None:
+        self._experiment, self._federation, self._folder = experiment, federation, folder
+
+    def on_start(self, info: RunInfo) -> bool | None:
+        write_description(self._experiment, self._folder)
+        keep_tokenizer(self._federation, self._folder)
+        return None
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:

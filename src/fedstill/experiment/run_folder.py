@@ -16,7 +16,7 @@ from fedstill.core.types import Federation
 from fedstill.data.files import files_of
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.load import is_embedded
-from fedstill.experiment.config import Experiment, ModelSection
+from fedstill.experiment.config import Experiment
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
@@ -44,14 +44,14 @@ def write_description(experiment: Experiment, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not begun:
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
-            write_whole(folder / CONFIG_FILE, _anchored(experiment).resolved().to_toml())
+            write_whole(folder / CONFIG_FILE, toml_io.dumps(_anchored(experiment).resolved()))
     except OSError as error:
         raise FedstillError(
             f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
         ) from error
 
 
-def _keep_tokenizer(federation: Federation, folder: Path) -> None:
+def keep_tokenizer(federation: Federation, folder: Path) -> None:
     """tokenizer.json, so that other texts can be read as the run's were, whatever becomes of the data."""
     if federation.train.tokenizer is None:
         return
@@ -66,27 +66,22 @@ def _keep_tokenizer(federation: Federation, folder: Path) -> None:
 
 def _anchored(experiment: Experiment) -> Experiment:
     """Files and folders by their full path, so that a run can be resumed from anywhere."""
-    data = experiment.data
+    data, model, method = experiment.data, experiment.model, experiment.method
     places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
     places |= {"test": data.test, "tokenizer": data.tokenizer}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
-    model = _anchored_model(experiment.model)
-    if model != experiment.model.model_dump():
-        experiment = experiment.replace(model=model)
-    full = anchored(experiment.method.name)
-    if full != experiment.method.name:
-        experiment = experiment.replace(method={**experiment.method.model_dump(), "name": full})
-    methods = [anchored(entry) for entry in experiment.compare.methods]
-    if methods != list(experiment.compare.methods):
-        experiment = experiment.replace(compare={**experiment.compare.model_dump(), "methods": methods})
-    return experiment.replace(data={**data.model_dump(), **here}) if here else experiment
-
-
-def _anchored_model(section: ModelSection) -> dict[str, Any]:
-    found = {**section.model_dump(), "name": anchored(section.name)}
-    if "prototypes" in found:
-        found["prototypes"] = [anchored(text) for text in found["prototypes"]]
-    return found
+    network: dict[str, Any] = {"name": anchored(model.name)}
+    if "prototypes" in model.options:
+        network["prototypes"] = [anchored(text) for text in model.options["prototypes"]]
+    methods = tuple(anchored(entry) for entry in experiment.compare.methods)
+    return experiment.model_copy(
+        update={
+            "data": data.model_copy(update=here),
+            "model": model.model_copy(update=network),
+            "method": method.model_copy(update={"name": anchored(method.name)}),
+            "compare": experiment.compare.model_copy(update={"methods": methods}),
+        }
+    )
 
 
 def is_local(place: object) -> bool:
@@ -94,13 +89,11 @@ def is_local(place: object) -> bool:
     return isinstance(place, str) and not is_embedded(place) and Path(place).exists()
 
 
-def _check_same(experiment: Experiment, folder: Path) -> None:
-    """A run is only resumed as what it was; it may get more rounds."""
-    written = toml_io.loads(_anchored(experiment).resolved().to_toml(), where=CONFIG_FILE)  # as the folder's was
-    asked, begun = (
-        one.resolved().model_dump() for one in (Experiment.model_validate(written), read_description(folder))
-    )
-    other = [key for key in asked if key not in ("rounds", "track") and asked[key] != begun[key]]
+def check_same_experiment(experiment: Experiment, folder: Path) -> None:
+    """Refuse to resume a run as another experiment; it may get more rounds and other trackers."""
+    asked = toml_io.loads(toml_io.dumps(_anchored(experiment).resolved()))
+    begun = toml_io.read_toml(folder / CONFIG_FILE)
+    other = [key for key in asked | begun if key not in ("rounds", "track") and asked.get(key) != begun.get(key)]
     if other:
         raise FedstillError(
             f"'{folder}' holds a run with another {' and '.join(other)}: use `fedstill resume`, or a new folder"

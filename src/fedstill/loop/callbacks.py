@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from fedstill.core.errors import FedstillError
+from fedstill.loop.evaluate import is_lower_better
 from fedstill.loop.history import Result, Row
-
-LOWER_IS_BETTER = frozenset({"loss", "train_loss", "ece", "forgetting"})
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Callback(Protocol):
 
     def on_end(self, result: Result) -> None:
         """After the last round."""
+        return
 
 
 class EarlyStop(Callback):
@@ -69,7 +69,7 @@ class EarlyStop(Callback):
         value = row.get(self.metric)
         if value is None:
             return False
-        score = -value if self.metric in LOWER_IS_BETTER else value
+        score = -value if is_lower_better(self.metric) else value
         if self._best is None or score > self._best + self.margin:
             self._best, self._waited = score, 0
         else:

@@ -6,29 +6,31 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedstill.compose.combine import bound_to
 from fedstill.compose.groups import as_it_is, check_fits, check_groups, grouped, reported_name, share_states_of
 from fedstill.compose.head_only import heads_only
 from fedstill.compose.phases import phases_of
+from fedstill.core.cohort import Sampling, cohort_size
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases, needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
-from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training
+from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Weights
+from fedstill.engine import Engines, build_engines
 from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.callbacks import Callback, RunInfo
-from fedstill.loop.evaluate import answered_in_train_mode, label_counts, make_exam
+from fedstill.loop.evaluate import Evaluate, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
 from fedstill.loop.history import Journal, Result, Row
 from fedstill.loop.privacy_plan import (
@@ -42,125 +44,128 @@ from fedstill.loop.privacy_plan import (
     write_statement,
 )
 from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_last
-from fedstill.loop.round import Sampling, State, Tamper, Task, look_at, play_round, reported
+from fedstill.loop.round import State, Tamper, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
 
-_ANY = "this method"
+MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
 _log = logging.getLogger("fedstill.run")
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run lasts, who takes part, and how often it is looked at and saved."""
+
+    rounds: int = 100
+    cohort: int | float = 10  # clients a round: a number, or a share below 1 of the population
+    sampling: Sampling = "fixed"  # "poisson": each client takes part by its own coin
+    seed: Seed = 0
+    evaluate_every: int = 1
+    checkpoint_every: int = 10
+    target: float | None = None  # accuracy whose first round is reported
+
+    def __post_init__(self) -> None:
+        for key in ("rounds", "evaluate_every", "checkpoint_every"):
+            if getattr(self, key) < 1:
+                raise FedstillError(f"{key} = {getattr(self, key)}: use at least 1")
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything that a run needs, built once; `experiment.build.build` makes it from an experiment.
+
+    engines: makes the cohort's engine and the server's trainer for a model and a federation when the run starts.
+    evaluate: measures a model; see loop/evaluate.py.
+    cache: keeps what a method prepares (a pre-trained extractor) for other runs; None keeps nothing.
+    label: the method's name for people.
+    settings: options of the method and the model in any words. Two runs whose settings differ never share noise.
+    """
+
+    method: Method | Sequence[Phase]
+    model: Model
+    federation: Federation
+    training: Training = field(default_factory=Training)
+    schedule: Schedule = field(default_factory=Schedule)
+    engines: MakeEngines = build_engines
+    guard: Guard = field(default_factory=Guard)
+    privacy: Privacy = field(default_factory=Privacy)
+    evaluate: Evaluate = global_test
+    cache: Cache | None = None
+    label: str = ""
+    settings: str = ""
+    tamper: Tamper | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a value of another type, with the call that makes the right one."""
+        method = self.method if isinstance(self.method, str) else "fedavg"
+        network = "from_module(model, ...)" if callable(self.model) else "build_model('mlp', input_shape=..., ...)"
+        in_turn = isinstance(self.method, Sequence) and all(isinstance(part, Phase) for part in self.method)
+        wanted = (
+            (
+                "method",
+                in_turn or isinstance(self.method, Method),
+                "Method or sequence of Phase",
+                f"build_method({method!r})",
+            ),
+            ("model", isinstance(self.model, Model), "Model", network),
+            ("federation", isinstance(self.federation, Federation), "Federation", "build_federation(experiment)"),
+            ("training", isinstance(self.training, Training), "Training", "Training(epochs=1, lr=0.1)"),
+        )
+        for key, fine, kind, cure in wanted:
+            if not fine:
+                given = type(getattr(self, key)).__name__
+                raise FedstillError(f"{key}: {given} is no fedstill.{kind}: give fedstill.{cure}")
+
+
 def federate(
+    built: Built,
     *,
-    method: Method | Sequence[Phase],
-    model: Model,
-    federation: Federation,
-    training: Training,
-    rounds: int,
-    cohort: int | float,
-    seed: Seed = 0,
-    engine: str | CohortEngine = "auto",
-    device: str = "auto",
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
-    checkpoint_every: int = 10,
-    evaluate_every: int = 1,
-    evaluate_batch: int | None = None,
-    guard: Guard | None = None,
-    target: float | None = None,
-    label: str = "",
     resume: bool = False,
-    tamper: Tamper | None = None,
-    engine_options: Mapping[str, Any] | None = None,
     state_budget: int | None = None,
-    cache: Cache | None = None,
-    sampling: Sampling = "fixed",
-    privacy: Privacy | None = None,
-    settings: str = "",
 ) -> Result:
-    """Train one model over `rounds` rounds.
+    """Train one model, round by round, and return it with its history.
 
-    method: a method, or several in turn: (Phase(first, until=50), Phase(second)).
-    cohort: clients a round, a number (int) or a share below 1 of the population.
     resume: go on from the newest checkpoint of `run_dir` that verifies; the result equals an uninterrupted run.
-    evaluate_batch: evaluate in train mode, so many test rows at a time (BatchNorm by the batch); None: in eval mode.
-    tamper: sends every upload through its wire form and this function (fault injection).
     state_budget: bytes of client states kept in memory, beyond which they live in a sparse file; None: see ClientStore.
-    cache: where what a method prepares (a pre-trained extractor) is kept for other runs; None: nowhere.
-    sampling: "fixed" draws cohorts of one size; with "poisson" each client takes part by its own coin.
-    privacy: a budget, before which the run ends, and what may be sent for it; None: no limit.
-    settings: options of the method and the model in any words: runs that differ in them do not share their noise.
     """
     began = time.perf_counter()
-    phases = _suited(_as_phases(method, model, federation, training), model, federation, training, label or _ANY)
-    engine, trainer = _built(engine, device, model, federation, engine_options or {})
-    task = _make_task(
-        phases, federation, engine, cohort, trainer=trainer,
-        evaluate_batch=evaluate_batch, model=model, training=training, seed=seed,
-        guard=guard or Guard(), tamper=tamper, tell=_teller(callbacks), cache=cache, sampling=sampling,
-        privacy=privacy or Privacy(),
-    )  # fmt: skip
-    _warn_of_small_cohorts(task, cohort_size(cohort, federation.population))
-    plan = _make_plan(task, label, rounds, evaluate_every, checkpoint_every, run_dir, target, settings)
+    phases = _suited(built)
+    engines = built.engines(model=built.model, federation=built.federation)
+    task = _make_task(built, phases, engines, tell=_teller(callbacks))
+    wanted, count = cohort_size(built.schedule.cohort, built.federation.population), len(task.clients)
+    if wanted > count:
+        _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
+    plan = _make_plan(task, built, None if run_dir is None else Path(run_dir))
     return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
 
 
-def check_promise(
-    *,
-    method: Method | Sequence[Phase],
-    model: Model,
-    federation: Federation,
-    training: Training,
-    rounds: int,
-    cohort: int | float,
-    seed: Seed = 0,
-    guard: Guard | None = None,
-    sampling: Sampling = "fixed",
-    privacy: Privacy | None = None,
-) -> None:
-    """What `federate` would refuse about privacy with these settings, found without an engine."""
-    privacy, phases = privacy or Privacy(), phases_of(method)
-    if privacy == Privacy() and not any(phase.method.releases for phase in phases):
-        return
-    phases, nowhere = _suited(phases, model, federation, training, _ANY), cast(Any, _Nowhere())
-    task = _make_task(
-        phases, federation, nowhere, cohort, trainer=nowhere,
-        model=model, training=training, seed=seed, guard=guard or Guard(),
-        tamper=None, sampling=sampling, privacy=privacy,
-    )  # fmt: skip
-    make_promise(task, model.init(0), rounds)
+def check_built(built: Built) -> None:
+    """Refuse, without an engine, everything that `federate` would refuse before round 1."""
+    task = _make_task(built, _suited(built), Engines(cast(CohortEngine, _Nowhere()), cast(Trainer, _Nowhere())))
+    _promised(task, built.label, built.model.init(0), built.schedule.rounds)
+
+
+def _promised(task: Task, label: str, weights: Weights, rounds: int) -> tuple[Task, Promise]:
+    """The run's promise about privacy; a refusal names the method."""
+    try:
+        return make_promise(task, weights, rounds)
+    except FedstillError as error:
+        raise FedstillError(f"{label}: {error}" if label else str(error)) from None
 
 
 class _Nowhere:
-    """In place of an engine where nothing is trained: only where tensors are."""
+    """Stands in for an engine where nothing is trained; tensors stay on the CPU."""
 
     device = torch.device("cpu")
 
 
-def _as_phases(
-    method: Method | Sequence[Phase], model: object, federation: object, training: object
-) -> tuple[Phase, ...]:
-    """The methods in turn; what is of another type is told in words, with what to write instead."""
-    in_turn = isinstance(method, Sequence) and all(isinstance(part, Phase) for part in method)
-    named = method if isinstance(method, str) else "fedavg"
-    network = "from_module(model, input_shape=...)" if callable(model) else "build_model('mlp', input_shape=..., ...)"
-    wanted = (
-        ("method", method, in_turn or isinstance(method, Method), f"build_method({named!r})"),
-        ("model", model, isinstance(model, Model), network),
-        ("federation", federation, isinstance(federation, Federation), "build_federation(experiment)"),
-        ("training", training, isinstance(training, Training), "Training(epochs=1, lr=0.1)"),
-    )
-    for key, given, fine, cure in wanted:
-        if not fine:
-            kind = "Method or sequence of Phase" if key == "method" else key.title()
-            raise FedstillError(f"{key}: {type(given).__name__} is no fedstill.{kind}: give fedstill.{cure}")
-    return phases_of(method)
-
-
-def _suited(
-    phases: tuple[Phase, ...], model: Model, federation: Federation, training: Training, label: str
-) -> tuple[Phase, ...]:
+def _suited(built: Built) -> tuple[Phase, ...]:
     """The methods as this model and training take them: for heads alone, for each of several architectures."""
+    model, federation, training = built.model, built.federation, built.training
+    phases = phases_of(built.method)
+    label = f"method.name = '{built.label}'" if built.label else "this method"
     check_phases(phases, model=model, federation=federation, training=training, label=label)
     check_fits(model, len(federation.train.classes), tuple(federation.train.x.shape[1:]))
     if model.groups is None:
@@ -188,7 +193,7 @@ def _run(
     state, population = _first_state(task), task.federation.population
     task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
-    task, promise = make_promise(task, state.weights, plan.rounds)
+    task, promise = _promised(task, plan.method, state.weights, plan.rounds)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
     template, phases = share_states_of(task.phases, state.weights, task.model.groups)
     task = dataclasses.replace(task, phases=phases)
@@ -219,84 +224,48 @@ def _targets(task: Task, state: State) -> Targets | None:
     return task.method(max(state.round, 1)).server.targets(state.server)
 
 
-def cohort_size(cohort: int | float, population: int) -> int:
-    """A share R < 1 of K clients is max(1, round(R K)); a whole number is itself."""
-    if isinstance(cohort, float) and cohort == 1.0:
-        raise FedstillError(f"cohort = 1.0: write 1 for one client, or {population} for everybody")
-    if 0 < cohort < 1:
-        return max(1, round(cohort * population))
-    if not 1 <= cohort <= population or cohort != int(cohort):
-        raise FedstillError(
-            f"cohort = {cohort}: use a number from 1 to {population} (the population) or a share between 0 and 1"
-        )
-    return int(cohort)
-
-
-def _built(
-    engine: str | CohortEngine, device: str, model: Model, federation: Federation, options: Mapping[str, Any]
-) -> tuple[CohortEngine, Trainer]:
-    from fedstill.engine import build_engines
-
-    return build_engines(engine, device, model=model, federation=federation, **options)
-
-
 def _make_task(
+    built: Built,
     phases: tuple[Phase, ...],
-    federation: Federation,
-    engine: CohortEngine,
-    cohort: int | float,
-    *,
-    evaluate_batch: int | None = None,
-    **given: Any,
+    engines: Engines,
+    tell: Callable[[str, float], None] = lambda what, share: None,
 ) -> Task:
-    """given: what a task takes as it is."""
+    federation, schedule, device = built.federation, built.schedule, engines.cohort.device
     clients = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0)
     if len(clients) == 0:
         raise FedstillError("no client holds any data: check the partition")
-    wanted = cohort_size(cohort, federation.population)
     counts = label_counts(federation)
     needs = frozenset().union(*(needs_of(phase.method) for phase in phases))
     unlabeled = federation.unlabeled if Need.UNLABELED in needs else None
+    validation = federation.validation if Need.VALIDATION in needs else None
     return Task(
         phases=phases,
+        model=built.model,
         federation=federation,
-        engine=engine,
+        training=built.training,
+        engine=engines.cohort,
+        trainer=engines.trainer,
+        seed=schedule.seed,
+        guard=built.guard,
+        tamper=built.tamper,
         clients=clients,
-        cohort=min(wanted, len(clients)),
-        exam=answered_in_train_mode(make_exam(federation, engine.device, counts), evaluate_batch),
-        counts=counts.to(engine.device) if Need.LABEL_COUNTS_UPLOADED in needs else None,
-        unlabeled=None if unlabeled is None else unlabeled.to(engine.device),
-        validation=_on_device(federation.validation, engine) if Need.VALIDATION in needs else None,
+        cohort=min(cohort_size(schedule.cohort, federation.population), len(clients)),
+        test=make_test_set(federation, device, counts),
+        evaluate=built.evaluate,
+        counts=counts.to(device) if Need.LABEL_COUNTS_UPLOADED in needs else None,
+        unlabeled=None if unlabeled is None else unlabeled.to(device),
+        validation=None if validation is None else (validation[0].to(device), validation[1].to(device)),
         truth=federation.unlabeled_truth if Need.UNLABELED in needs else None,
-        **given,
+        tell=tell,
+        cache=built.cache,
+        sampling=schedule.sampling,
+        privacy=built.privacy,
     )
 
 
-def _warn_of_small_cohorts(task: Task, wanted: int) -> None:
-    count = len(task.clients)
-    if wanted > count:
-        _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
-
-
-def _on_device(pair: tuple[Tensor, Tensor] | None, engine: CohortEngine) -> tuple[Tensor, Tensor] | None:
-    return None if pair is None else (pair[0].to(engine.device), pair[1].to(engine.device))
-
-
-def _make_plan(
-    task: Task,
-    method: str,
-    rounds: int,
-    evaluate_every: int,
-    checkpoint_every: int,
-    run_dir: str | Path | None,
-    target: float | None,
-    settings: str,
-) -> Plan:
-    for key, value in (("rounds", rounds), ("evaluate_every", evaluate_every), ("checkpoint_every", checkpoint_every)):
-        if value < 1:
-            raise FedstillError(f"{key} = {value}: use at least 1")
+def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
     identity = {
-        "method": method,
+        "method": built.label,
         "model": task.model.name,
         "seed": task.seed,
         "population": task.federation.population,
@@ -306,19 +275,18 @@ def _make_plan(
         "noise": noise_of(task.phases),
         "privacy": settings_of(task.privacy),
     }
-    if found := fingerprint(task, identity, settings):
+    if found := fingerprint(task, identity, built.settings):
         identity["fingerprint"] = found
-    folder = None if run_dir is None else Path(run_dir)
-    rows, named = task.unlabeled, task.federation.unlabeled_ids
+    rows, schedule = task.unlabeled, built.schedule
     return Plan(
-        method,
-        rounds,
-        evaluate_every,
-        checkpoint_every,
+        built.label,
+        schedule.rounds,
+        schedule.evaluate_every,
+        schedule.checkpoint_every,
         folder,
-        target,
+        schedule.target,
         identity=json.loads(json.dumps(identity)),
-        unlabeled="" if folder is None or rows is None else rows_digest(rows, named),
+        unlabeled="" if folder is None or rows is None else rows_digest(rows, task.federation.unlabeled_ids),
     )
 
 

@@ -10,13 +10,14 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import SECTION, Example, NotNegative, Positive, Whole, check_limits
 from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
 from fedstill.core.types import Params, Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
@@ -36,20 +37,15 @@ class Guard:
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
     """
 
-    norm_bound: float | None = None
-    size_cap: float | None = 1e9
-    quorum: float | int = 1
-    extra_bound: float | None = None
+    __pydantic_config__ = SECTION
+    norm_bound: Annotated[Positive | None, Example(10.0)] = None
+    size_cap: Positive | None = 1e9
+    quorum: Whole | NotNegative = 1
+    extra_bound: Annotated[Positive | None, Example(100.0)] = None
 
     def __post_init__(self) -> None:
-        if self.norm_bound is not None and not self.norm_bound > 0:
-            raise FedstillError(f"guard.norm_bound = {self.norm_bound}: use a positive number or leave it out")
-        if self.extra_bound is not None and not self.extra_bound > 0:
-            raise FedstillError(f"guard.extra_bound = {self.extra_bound}: use a positive number or leave it out")
-        if self.size_cap is not None and not self.size_cap > 0:
-            raise FedstillError(f"guard.size_cap = {self.size_cap}: use a positive number")
-        share = isinstance(self.quorum, float)
-        if not self.quorum >= 0 or (share and self.quorum > 1):
+        check_limits("guard", self)
+        if isinstance(self.quorum, float) and self.quorum > 1:
             raise FedstillError(f"guard.quorum = {self.quorum}: use a count of clients or a share between 0.0 and 1.0")
 
     @property

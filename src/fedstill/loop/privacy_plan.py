@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.head_only import head_names, head_of
+from fedstill.core.cohort import draw_cohort
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.types import Local, Method, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
 from fedstill.loop.history import History
-from fedstill.loop.round import OPEN_QUESTIONS, Task, draw_cohort
+from fedstill.loop.round import OPEN_QUESTIONS, Task
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
 from fedstill.privacy.plan import Privacy, rounds_within
 from fedstill.privacy.statement import PrivacyStatement, Stretch, statement

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from fedstill.compose.groups import (
 )
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import method_at
+from fedstill.core.cohort import Sampling, draw_cohort
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import numpy_generator, seed_for
+from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, LocalWork, Trained, Trainer
 from fedstill.core.tree import as_tree, byte_size, clone, leaves, rows, select, tree_map
@@ -47,7 +48,7 @@ from fedstill.core.types import (
     unchanged,
 )
 from fedstill.engine.client_store import ClientStore
-from fedstill.loop.evaluate import Exam, Forgetting, accuracy, evaluate
+from fedstill.loop.evaluate import Evaluate, Forgetting, TestSet
 from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, admit_messages, is_finite
 from fedstill.loop.history import History, Row, plain
 from fedstill.loop.message import decode, encode, on_meta, template_of
@@ -56,7 +57,6 @@ from fedstill.privacy.plan import Privacy
 
 Tamper = Callable[[int, int, bytes], bytes]  # (round, client, message) -> message; may raise
 OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and no release speaks of the answers
-Sampling = Literal["fixed", "poisson"]  # a cohort of one size, or each client by its own coin
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Task:
     tamper: Tamper | None
     clients: np.ndarray  # ids of clients that hold data
     cohort: int
-    exam: Exam
+    test: TestSet
+    evaluate: Evaluate
     counts: Tensor | None  # (N, K), only with Need.LABEL_COUNTS_UPLOADED
     unlabeled: Tensor | None  # only with Need.UNLABELED
     validation: tuple[Tensor, Tensor] | None = None  # only with Need.VALIDATION
@@ -103,18 +104,6 @@ class State:
     forgetting: Forgetting = field(default_factory=Forgetting)
     models: dict[str, Weights] = field(default_factory=dict)  # what the last server step left to be looked at
     targets_round: int = 0  # in which the server last formed targets
-
-
-def draw_cohort(clients: np.ndarray, count: int, *, seed: Seed, round: int, sampling: Sampling = "fixed") -> np.ndarray:
-    """Ids of one round's cohort, ascending; a function of seed and round only, so all methods see the same.
-
-    poisson: each client takes part with probability count / clients, whoever else does; there may be none.
-    """
-    if sampling == "poisson":
-        coins = seed_for(seed, "poisson cohort", round, clients.astype(np.uint64)).astype(np.float64) / 2.0**64
-        return np.sort(clients[coins < count / len(clients)])
-    generator = numpy_generator(seed_for(seed, "cohort", round))
-    return np.sort(clients[generator.choice(len(clients), size=count, replace=False, shuffle=False)])
 
 
 def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[AuditRecord]]:
@@ -225,7 +214,7 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
 def _labeled(task: Task) -> tuple[Tensor, Tensor]:
     """Samples whose labels the simulation knows: the unlabeled set's, else the test set's."""
     if task.unlabeled is None or task.truth is None:
-        return task.exam.x, task.exam.y
+        return task.test.x, task.test.y
     return task.unlabeled, task.truth
 
 
@@ -357,12 +346,12 @@ def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarra
 def look_at(task: Task, state: State, row: Row) -> None:
     """Evaluate into `row` and keep the best model."""
     weights = reported(task, state)
-    row.update(plain(evaluate(weights, task.exam, task.trainer)))
+    row.update(plain(task.evaluate(weights, task.test, task.trainer)))
     row["forgetting"] = state.forgetting.see(row["class_accuracy"])
     others = {name: other for name, other in state.models.items() if other is not weights}
     if task.model.groups is not None:
         others |= {prototype: only(weights, prototype) for prototype in task.model.groups.models}
     for name, other in others.items():
-        row[f"accuracy_{name}"] = accuracy(other, task.exam, task.trainer)
+        row[f"accuracy_{name}"] = plain(task.evaluate(other, task.test, task.trainer)["accuracy"])
     if row["accuracy"] > state.best_accuracy:
         state.best, state.best_accuracy = clone(weights), row["accuracy"]

@@ -35,22 +35,35 @@ def find_method(name: str) -> Factory:
 
 
 def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
-    """What `text` names, ready for `federate`; `options` belong to it when it is a single method.
+    """The methods that `text` names, ready for `federate`; `options` belong to it when it is a single method.
 
     >>> [phase.until for phase in build_method("fedavg until 5 then fedprox(mu=0.1)+fedavgm")]
     [5, None]
     """
-    stretches = parse(text)
+    return build_phases(check_phase_texts(parse(text), options or {}))
+
+
+def build_phases(texts: Sequence[PhaseText]) -> tuple[Phase, ...]:
+    """Methods from texts that `check_phase_texts` has passed."""
+    return tuple(Phase(_build(text.parts), text.until) for text in texts)
+
+
+def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) -> tuple[PhaseText, ...]:
+    """The same texts, once every option fits the signature of its method; no method is built.
+
+    options: of a single method, written beside its name.
+    """
+    from fedstill.methods.options import check
+
+    parts = [part for text in texts for part in text.parts]
     if options:
-        (part,) = _only(text, [part for stretch in stretches for part in stretch.parts])
-        return (Phase(_build([Part(part.name, {**part.options, **options})])),)
-    return tuple(Phase(_build(stretch.parts), stretch.until) for stretch in stretches)
-
-
-def _only(text: str, parts: list[Part]) -> list[Part]:
-    if len(parts) > 1:
-        raise FedstillError(f"method: options of '{text}' stand inside it, e.g. fedlmd(beta=1.0)+fedprox(mu=0.01)")
-    return parts
+        if len(parts) > 1:
+            names = "+".join(part.name for part in parts)
+            raise FedstillError(f"method: options of '{names}' stand inside it, e.g. fedlmd(beta=1.0)+fedprox(mu=0.01)")
+        texts = (PhaseText((Part(parts[0].name, {**parts[0].options, **options}),), texts[0].until),)
+    for part in (part for text in texts for part in text.parts):
+        check("method", part.name, part.options)
+    return tuple(texts)
 
 
 def _build(parts: Sequence[Part]) -> Method:
@@ -89,17 +102,14 @@ def _default(factory: Factory, part: Part, key: str) -> Any:
 
 
 def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Method:
-    from fedstill.methods.options import check
-
-    check("method", name, options)
     built = factory(**options)
     if not isinstance(built, Method):
-        raise FedstillError(f"{name} returned a {type(built).__name__}: a method is a function that returns an Method")
+        raise FedstillError(f"{name} returned a {type(built).__name__}: a method is a function that returns a Method")
     return built
 
 
 _PART = re.compile(r"\s*([^\s()=,+]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
-_STRETCH = re.compile(r"(.*?)(?:\s+until\s+(\S+))?\s*", re.DOTALL)
+_PHASE = re.compile(r"(.*?)(?:\s+until\s+(\S+))?\s*", re.DOTALL)
 _NAME = re.compile(r"[^\s()=,+]+")
 _FILE = re.compile(r"([^\s()=,+]+\.py)(?=:)")
 EXAMPLES = "write it as fedavg, fedprox(mu=0.1), fedlmd+fedprox or 'fedlmd_tf until 50 then fedlmd'"
@@ -114,35 +124,35 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PhaseText:
     """Methods that run together, until a round."""
 
     parts: tuple[Part, ...]
     until: int | None = None
 
 
-def parse(text: str) -> tuple[Stretch, ...]:
+def parse(text: str) -> tuple[PhaseText, ...]:
     """What a text names, in order.
 
     >>> parse("fedprox(mu=0.1)")
-    (Stretch(parts=(Part(name='fedprox', options={'mu': 0.1}),), until=None),)
-    >>> [(len(stretch.parts), stretch.until) for stretch in parse("fedlmd_tf until 50 then fedlmd+fedavgm")]
+    (PhaseText(parts=(Part(name='fedprox', options={'mu': 0.1}),), until=None),)
+    >>> [(len(phase.parts), phase.until) for phase in parse("fedlmd_tf until 50 then fedlmd+fedavgm")]
     [(1, 50), (2, None)]
     """
     pieces = _split(text if '"' in text else " ".join(text.split()), " then ")
-    stretches = tuple(_stretch(piece, text) for piece in pieces)
-    for stretch in stretches[:-1]:
-        if stretch.until is None:
+    phases = tuple(_phase(piece, text) for piece in pieces)
+    for phase in phases[:-1]:
+        if phase.until is None:
             raise FedstillError(f"'{text}': say until which round, e.g. 'fedlmd_tf until 50 then fedlmd'")
-    if stretches[-1].until is not None:
+    if phases[-1].until is not None:
         raise FedstillError(f"'{text}': say what comes after, e.g. 'fedlmd_tf until 50 then fedlmd'")
-    return stretches
+    return phases
 
 
 def single(text: str) -> Part | None:
     """The one method that a text names; None for a mixture or several in turn."""
-    stretches = parse(text)
-    return stretches[0].parts[0] if len(stretches) == 1 and len(stretches[0].parts) == 1 else None
+    phases = parse(text)
+    return phases[0].parts[0] if len(phases) == 1 and len(phases[0].parts) == 1 else None
 
 
 def split_methods(text: str) -> list[str]:
@@ -200,8 +210,8 @@ def _split(text: str, separator: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _stretch(text: str, whole: str) -> Stretch:
-    match = _STRETCH.fullmatch(text)
+def _phase(text: str, whole: str) -> PhaseText:
+    match = _PHASE.fullmatch(text)
     assert match is not None  # the pattern takes any text
     mixture, until = match.groups()
     if until is not None and not until.isdecimal():
@@ -211,7 +221,7 @@ def _stretch(text: str, whole: str) -> Stretch:
     for name in names:
         if names.count(name) > 1:
             raise FedstillError(f"'{whole}' names {name} twice: once is enough, with the options you want")
-    return Stretch(parts, None if until is None else int(until))
+    return PhaseText(parts, None if until is None else int(until))
 
 
 def _part(text: str, whole: str) -> Part:

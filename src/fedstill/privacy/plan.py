@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import SECTION, Example, Flag, OpenShare, Positive, check_limits
 from fedstill.privacy.statement import AGAINST, UNITS, Against, Claim, Stretch, Unit, refusals, shown, statement
 
 LabelCounts = Literal["exact", "dp", "none"]
@@ -25,15 +26,17 @@ class Privacy:
     label_epsilon and delta) or none (such a method is refused).
     """
 
-    epsilon: float | None = None
-    delta: float = 1e-5
+    __pydantic_config__ = SECTION
+    epsilon: Annotated[Positive | None, Example(8.0)] = None
+    delta: OpenShare = 1e-5
     unit: Unit = "client"
     against: Against = "public"
-    partial: bool = False
+    partial: Flag = False
     label_counts: LabelCounts = "exact"
-    label_epsilon: float = 1.0
+    label_epsilon: Positive = 1.0
 
     def __post_init__(self) -> None:
+        check_limits("privacy", self)
         if self.delta > LARGEST_DELTA:
             raise FedstillError(
                 f"privacy.delta = {self.delta:g}: to publish one client of {1 / self.delta:.3g} outright would keep "

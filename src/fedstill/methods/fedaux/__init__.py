@@ -110,7 +110,7 @@ def fedaux(
         the mean, bound norms by public data alone, and count the solver's error. D- and the distilled rows are two
         parts of one permutation (the code draws them independently, and they overlap). Optimisers are new every round
         (preset "released": the student's goes on; a client's with local.keep_optimizer, evaluation in train mode with
-        evaluate_batch = 100).
+        benchmarks/fedaux/train_mode.py).
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, IEEE Transactions on
         Neural Networks and Learning Systems 2021, Algorithm 1.
     """

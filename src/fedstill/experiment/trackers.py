@@ -1,4 +1,4 @@
-"""Experiment trackers behind one interface, the callbacks of a run; a package is imported when it is asked for."""
+"""Experiment trackers as callbacks of a run; a package is imported when an experiment names it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,29 @@
+"""`federate` and `built` with flat keywords, because a test says only the few settings that it is about."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+from fedstill.engine import build_engines
+from fedstill.loop import federate as loop
+from fedstill.loop.federate import Built, Schedule
+from fedstill.loop.history import Result
+
+_SCHEDULE = {field.name for field in dataclasses.fields(Schedule)}
+_CALL = ("run_dir", "callbacks", "resume", "state_budget")
+
+
+def built(**settings: Any) -> Built:
+    """A `Built` from its parts and from the keys of `Schedule`; an engine is a name or an object."""
+    schedule = {key: settings.pop(key) for key in _SCHEDULE & settings.keys()}
+    engine, device = settings.pop("engine", "auto"), settings.pop("device", "auto")
+    options = settings.pop("engine_options", {})
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return Built(engines=partial(build_engines, engine, device, **options), schedule=Schedule(**schedule), **settings)
+
+
+def federate(**settings: Any) -> Result:
+    call = {key: settings.pop(key) for key in _CALL if key in settings}
+    return loop.federate(built(**settings), **call)
