@@ -1,4 +1,4 @@
-"""Datasets and federations: load a source, take an unlabeled part for the server, share the rest out to clients."""
+"""Datasets and federations: load a source, give the server an unlabeled part, share the other rows out to clients."""
 
 from fedstill.data.federation import federation_from_tensors, make_federation
 from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, from_tensors, load

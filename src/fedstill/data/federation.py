@@ -1,4 +1,4 @@
-"""Who holds what: a Source and a list of rows a client become a Federation."""
+"""A Source and the rows of each client become a Federation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_federation(
 ) -> Federation:
     """Client k owns the train rows parts[k]; no row has two owners unless `shared_rows` (D2C-FL's partitions).
 
-    unlabeled, validation: what the server holds, the latter with labels; rows of a plain tensor are named by number.
+    unlabeled, validation: samples that the server holds, validation with labels. Rows of a tensor are named by number.
     A client may be empty (some papers' procedures leave such clients): it is never drawn into a cohort.
     """
     sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))

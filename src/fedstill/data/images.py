@@ -64,7 +64,7 @@ def decode_images(
 
 
 def fit_images(x: Tensor, height: int, width: int) -> Tensor:
-    """What `shape` does to encoded images, for (n, channels, h, w): the centre of these proportions, resized."""
+    """Images (n, channels, h, w) cut to the centre of these proportions and resized, as `decode_images` does it."""
     across, down = _centre(x.shape[3], x.shape[2], height, width)
     return resize_images(x[:, :, down[0] : down[1], across[0] : across[1]], height, width).contiguous()
 
@@ -89,12 +89,12 @@ def _decode_one(blob: bytes | Path, row: int, shape: tuple[int, int] | None, whe
             image = _eight_bit(image)
             if shape is not None and image.size != (shape[1], shape[0]):
                 (left, right), (top, bottom) = _centre(image.width, image.height, *shape)
-                part = image.crop((left, top, right, bottom))  # ImageOps.fit would blend in what is cut off
+                part = image.crop((left, top, right, bottom))  # ImageOps.fit would blend in the parts that are cut off
                 image = part.resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
             pixels = np.asarray(image)
-    except Exception as error:  # pillow's decoders raise what they like (EOFError, struct.error, ...) on broken files
-        what = f"row {row}" if isinstance(blob, bytes) else str(blob)
-        raise FedstillError(f"data.source: {what} of {where} is not a readable image ({first_line(error)})") from error
+    except Exception as error:  # pillow's decoders raise any error (EOFError, struct.error, ...) on broken files
+        place = f"row {row}" if isinstance(blob, bytes) else str(blob)
+        raise FedstillError(f"data.source: {place} of {where} is not a readable image ({first_line(error)})") from error
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 

@@ -30,7 +30,7 @@ FASHION_CLASSES = (
 
 
 class Listing(NamedTuple):
-    """A line of `fedstill list datasets`; the numbers are None where they depend on what is given."""
+    """A line of `fedstill list datasets`; the numbers are None where they depend on the data."""
 
     name: str
     summary: str
@@ -104,9 +104,9 @@ def load(
 ) -> Source:
     """Load an embedded set, a file or folder (parquet, CSV, npz, images), or a Hugging Face hub id.
 
-    label, inputs, keys: columns, where they cannot be told from names and types; keys are kept to partition by.
-    size: resize images to size x size. window: read a column of text as so many characters and the next one as label.
-    text: read one column of text whole; `tokenise` then makes ids of it.
+    label, inputs: columns; without them their names and types decide. keys: columns to partition by, never inputs.
+    size: resize images to size x size. window: read a column of text as so many characters, the next character is the
+    label. text: read one column of text whole; `tokenise` then makes ids of it.
     seed: of the held-out fifth, where there is no test split.
     A hub id is taken from the cache once it is there; refresh=True reads any source again.
     """
@@ -206,7 +206,7 @@ def from_tensors(
     """Tensors or arrays: images (n, [channels,] h, w) as uint8 or float, anything 2-d as a table.
 
     test is a pair (x, y) or the share of rows to hold out, stratified. Labels that are not 0..K-1 are renumbered
-    in order, unless `classes` names what 0..K-1 mean.
+    in order, unless `classes` names the classes 0..K-1.
     """
     frames = {"train": _tensor_frame(x, y, classes)}
     reading = Reading(label="y", inputs=("x",), seed=seed)

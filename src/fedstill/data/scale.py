@@ -1,4 +1,4 @@
-"""How inputs are scaled: whose mean and deviation, and what everybody knows of the clients' data by that."""
+"""How inputs are scaled: by whose mean and deviation, and which facts of the clients' data that makes public."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scale_inputs(
 
 
 def public_facts(source: Source) -> tuple[str, ...]:
-    """What of the clients' data everybody knows because of how they were read, in words."""
+    """Facts about the clients' data that everybody knows because of how they were read, in words."""
     data = source.train
     open_data = is_embedded(source.origin) or (data.mean, data.std) == published_statistics(data.name)
     if data.text or source.scale != "train" or open_data:
@@ -83,9 +83,9 @@ def _check_numbers(source: Source, mean: Sequence[float], std: Sequence[float], 
     for key, numbers in (("data.mean", mean), ("data.std", std)):
         if len(numbers) not in (1, width):
             wanted = "1" if width == 1 else f"1 or {width}"
-            what = "channels" if source.train.x.ndim > 2 else "columns (a word of a column counts as one)"
+            unit = "channels" if source.train.x.ndim > 2 else "columns (a word of a column counts as one)"
             raise FedstillError(
-                f"{key} has {len(numbers)} numbers, {source.train.name} has {width} {what}: give {wanted}"
+                f"{key} has {len(numbers)} numbers, {source.train.name} has {width} {unit}: give {wanted}"
             )
     if min(std) <= 0:
         raise FedstillError(f"data.std holds {min(std):g}; deviations are above 0")

@@ -1,4 +1,4 @@
-"""What every loader returns, and the numbers that belong to it: normalisation constants and a held-out part."""
+"""Source: the dataset that every loader returns. Reading: the options it is read by. Normalisation, held-out rows."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class InputColumn(NamedTuple):
 
 
 class Unlabeled(NamedTuple):
-    """What the server may look at without labels: rows in the task's storage form, each with a name."""
+    """Samples without labels that the server holds: rows in the task's storage form, each with a name."""
 
     x: Tensor  # (M, ...)
     ids: tuple[str, ...]  # M different names: a file, a row of a table, a row of train or test
     truth: Tensor | None = None  # (M,) labels, where somebody knows them; no method sees them
-    skipped: tuple[str, ...] = ()  # names of what could not be read
-    notes: tuple[str, ...] = ()  # what was decided while reading, for people
+    skipped: tuple[str, ...] = ()  # names of files and rows that could not be read
+    notes: tuple[str, ...] = ()  # decisions made while reading, for people
 
 
 class Source(NamedTuple):
@@ -52,18 +52,18 @@ class Source(NamedTuple):
     train: Dataset
     test: Dataset
     keys: Mapping[str, np.ndarray] = MappingProxyType({})  # columns of the train rows to partition by: user, play, ...
-    notes: tuple[str, ...] = ()  # what was decided on the way, for people
+    notes: tuple[str, ...] = ()  # decisions made while reading, for people
     origin: str = ""  # where it came from: equal origins hold the same samples
     columns: tuple[InputColumn, ...] = ()  # of a table, in the order of its features; none for images and text
     rows: Mapping[str, np.ndarray] = MappingProxyType(
         {}
     )  # of a split: row numbers in its file, or names; else 0, 1, ..
     skipped: tuple[str, ...] = ()  # samples that could not be read; only of sources read without labels
-    central: Unlabeled | None = None  # what is neither the clients' nor the test set's (see splits.central_pool)
+    central: Unlabeled | None = None  # rows of neither the clients nor the test set (see split.central_pool)
     label: str = ""  # column of the labels; none where there are no labels
     texts: np.ndarray | None = None  # of str: samples that are not tokens yet; x (n, 1) are rows of it
     scale: str = "train"  # whose mean and deviation train and test have (see scale.py)
-    public_facts: tuple[str, ...] = ()  # what a tokenizer tells of the clients' texts
+    public_facts: tuple[str, ...] = ()  # facts about the clients' texts that a tokenizer gives away
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Reading:
     labelled: bool = True  # False: all rows of all splits, labels not asked for
     like: tuple[InputColumn, ...] = ()  # encode the columns of a table as another source's are
     fit: tuple[int, int] | None = None  # images only, brought to this height and width
-    window: int | None = None  # characters of text from which the next one is told
+    window: int | None = None  # characters of text from which the next one is predicted
     text: bool = False  # one column of text, each sample the whole text (see tokens.py)
 
     def __post_init__(self) -> None:
@@ -95,14 +95,14 @@ def owners(source: Source, *columns: str) -> np.ndarray:
     """(n,) the owner of each train row by one key column, or by several together ('play / role', or a number)."""
     for column in columns:
         if column not in source.keys:
-            told = suggest(column, source.keys) if source.keys else "it has none; name it in data.keys"
-            raise FedstillError(f"data.keys: {source.train.name} has no key column '{column}'; {told}")
+            hint = suggest(column, source.keys) if source.keys else "it has none; name it in data.keys"
+            raise FedstillError(f"data.keys: {source.train.name} has no key column '{column}'; {hint}")
         check_owned(source.keys[column], column, source.train.name, rows=source.rows.get("train"))
     if len(columns) == 1:
         return source.keys[columns[0]]
     values = [source.keys[column] for column in columns]
     if all(column.dtype.kind in "iu" for column in values):
-        numbers = np.zeros(len(values[0]), np.int64)  # one a different row, in their order: names would take far longer
+        numbers = np.zeros(len(values[0]), np.int64)  # numbers, because names would take far longer
         for key in values:
             distinct, codes = np.unique(key, return_inverse=True)
             numbers = np.unique(numbers * len(distinct) + codes, return_inverse=True)[1]
@@ -142,7 +142,7 @@ def require_extra(module: str, *, extra: str = "data") -> Any:
 def stratified_holdout(y: np.ndarray, fraction: float, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Sorted rows (kept, held out): round(fraction * n) rows, each class within one row of its share.
 
-    What rounding down leaves over goes to the largest remainders, and only at last to a class that would vanish.
+    Rows that rounding down leaves over go to the largest remainders, and only at last to a class that would vanish.
     """
     count = len(y)
     if count < 2 or not 0.0 < fraction < 1.0:
@@ -191,8 +191,8 @@ def as_array(values: Any) -> np.ndarray:
 
 def as_tensor(array: np.ndarray) -> Tensor:
     """Share memory with a writable contiguous array, copy anything else."""
-    own = array if array.flags.writeable and array.flags.c_contiguous else array.copy(order="C")
-    return torch.from_numpy(own)
+    writeable = array if array.flags.writeable and array.flags.c_contiguous else array.copy(order="C")
+    return torch.from_numpy(writeable)
 
 
 def first_line(error: BaseException) -> str:
@@ -214,9 +214,9 @@ def check_owned(column: np.ndarray, key: str, where: str, *, rows: np.ndarray | 
     """Refuse rows without an owner, which would all become one client; `rows` are their numbers in the file."""
     missing = missing_rows(column)
     if len(missing):
-        told = row_numbers(missing if rows is None else rows[missing])
+        numbers = row_numbers(missing if rows is None else rows[missing])
         raise FedstillError(
-            f"data.keys: key column '{key}' of {where} has no value in {told}: nobody owns these rows; "
+            f"data.keys: key column '{key}' of {where} has no value in {numbers}: nobody owns these rows; "
             "fill in their owner or drop them"
         )
 

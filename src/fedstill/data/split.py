@@ -22,7 +22,7 @@ from fedstill.data.source import Source, Unlabeled, keep_rows, row_ids, stratifi
 from fedstill.data.text import in_one_list
 
 _log = logging.getLogger("fedstill.run")
-FIXED = 0  # seed of what does not depend on the experiment's
+FIXED = 0  # seed of draws that are the same for all seeds of an experiment
 
 
 def with_test_of(source: Source, place: str, *, label: str | None = None, cache_dir: str | None = None) -> Source:
@@ -55,10 +55,10 @@ def with_test_of(source: Source, place: str, *, label: str | None = None, cache_
 
 
 def central_pool(source: Source, client_rows: int, *, test_share: float) -> Source:
-    """Clients keep some train rows; the rest of train and all of test is the server's: unlabeled, but for a test share.
+    """Clients keep some train rows; the server gets all others, of train and test: a share to test on, most unlabeled.
 
     All rows stand in one order drawn from a fixed seed. The test set is taken from its front, the clients' train rows
-    from its back, what lies between is unlabeled. So other `client_rows` with as many test rows are tested on the very
+    from its back, rows between them are unlabeled. So other `client_rows` with as many test rows are tested on the very
     same rows, as long as clients leave them; fewer test rows are a part of more.
 
     Reference: D2C-FL, Sect. 4.1 (20,000 train rows for clients; of 40,000 others 20 % to test, 80 % unlabeled).
@@ -78,11 +78,11 @@ def central_pool(source: Source, client_rows: int, *, test_share: float) -> Sour
     x, y = (torch.cat([source.train.x, source.test.x]), torch.cat([source.train.y, source.test.y]))
     tested, unlabeled = (np.sort(rows) for rows in (pool[:count], pool[count:]))
     central = Unlabeled(x[unlabeled], tuple(names[unlabeled].tolist()), y[unlabeled])
-    rest = keep_rows(source, "train", np.sort(clients))
+    left = keep_rows(source, "train", np.sort(clients))
     note = f"{client_rows} rows for clients, {len(unlabeled)} unlabeled for the server, {count} to test"
-    return rest._replace(
+    return left._replace(
         test=replace(source.test, x=x[tested], y=y[tested]),
-        rows={**rest.rows, "test": names[tested]},
+        rows={**left.rows, "test": names[tested]},
         central=central,
         notes=(*source.notes, note),
     )
@@ -99,7 +99,7 @@ def limit_test(source: Source, limit: int) -> Source:
 
 
 def hold_validation(source: Source, count: int, *, seed: int) -> tuple[Source, tuple[Tensor, Tensor] | None]:
-    """(what is left for the clients, labeled train rows for the server), each class by its share."""
+    """(source without these rows, labeled train rows for the server), each class by its share."""
     if not count:
         return source, None
     rows = len(source.train.y)
@@ -114,10 +114,10 @@ def hold_validation(source: Source, count: int, *, seed: int) -> tuple[Source, t
 def split_unlabeled(
     source: Source, choice: str | int, *, seed: int, limit: int | None = None, cache_dir: str | None = None
 ) -> tuple[Source, Unlabeled | None]:
-    """(what is left of the source, the server's unlabeled samples in the task's storage form).
+    """(source without rows that the server takes, the server's unlabeled samples in the task's storage form).
 
-    choice: 'none'; 'test' (transductive: the test inputs); 'central' (what data.client_rows leaves to the server); a
-    number of train rows, taken away from the clients before they are shared out; or another source, all of whose
+    choice: 'none'; 'test' (transductive: the test inputs); 'central' (rows that data.client_rows leaves to the server);
+    a number of train rows, taken away from the clients before they are shared out; or another source, all of whose
     inputs are brought to the task's form. limit keeps a random part of that size. Digits are always a number: a folder
     called 2024 is './2024'.
     """
@@ -138,7 +138,7 @@ def split_unlabeled(
     elif choice == "central":
         if source.central is None:
             raise FedstillError(
-                "data.unlabeled = 'central' is what the clients leave to the server: set data.client_rows, e.g. 20000"
+                "data.unlabeled = 'central' means rows that clients leave: set data.client_rows, e.g. 20000"
             )
         unlabeled = source.central
     else:

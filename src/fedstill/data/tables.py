@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 def objects(values: Sequence[object]) -> np.ndarray:
-    """An object array of these values, one an entry."""
+    """These values as an object array."""
     array = np.empty(len(values), object)
     array[:] = values
     return array
@@ -306,7 +306,7 @@ def find_inputs(frame: Frame, reading: Reading, label: str, where: str) -> list[
 def find_text(frame: Frame, reading: Reading, label: str, where: str) -> str:
     """The one column of text; a column that may name rows is text only where there is no other.
 
-    In a source that is read as another one is (`reading.like`) the only column of text may have another name.
+    Where another source gives the form (`reading.like`), the only column of text may have another name.
     """
     words = [name for name, column in frame.columns.items() if kind_of(column) == "words"]
     free = [name for name in words if name != label and name not in reading.keys]

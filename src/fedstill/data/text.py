@@ -113,10 +113,10 @@ def _texts(
 
 
 def _check_long_enough(train: Windows, test: Windows, window: int, name: str) -> None:
-    for part, what in ((train, "to train on"), (test, "to test on")):
+    for part, use in ((train, "to train on"), (test, "to test on")):
         if not len(part.y):
             raise FedstillError(
-                f"data.window = {window}: no text of {name} is long enough for a window {what}; lower data.window"
+                f"data.window = {window}: no text of {name} is long enough for a window {use}; lower data.window"
             )
 
 
@@ -126,10 +126,10 @@ def read_lines(file: Path) -> list[str]:
         lines = [" ".join(line.split()) for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise FedstillError(f"data.source: '{file}' is not UTF-8 text ({first_line(error)})") from error
-    found = [line for line in lines if line]
-    if not found:
+    texts = [line for line in lines if line]
+    if not texts:
         raise FedstillError(f"data.source: '{file}' holds no text")
-    return found
+    return texts
 
 
 def in_one_list(source: Source, other: Source) -> tuple[Source, Source]:
@@ -144,12 +144,12 @@ def in_one_list(source: Source, other: Source) -> tuple[Source, Source]:
 def pack(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(bytes, where each text ends): a form that can be stored without pickle."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts.tolist()]
-    ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
+    ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
     return np.frombuffer(b"".join(encoded), np.uint8), ends
 
 
 def unpack(blob: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """What `pack` was given."""
+    """The texts that `pack` was given."""
     whole, stops = blob.tobytes(), ends.tolist()
     texts = np.empty(len(stops), object)
     for row, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):

@@ -1,4 +1,4 @@
-"""Texts become token ids: a tokenizer that is given, or one that is trained on what the server may read."""
+"""Texts become token ids, by a tokenizer that is given or that is trained on texts the server may read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tokenise(
 
     tokenizer: a tokenizer.json; None trains one of at most `vocabulary` ids on the unlabeled texts, which are the
     server's. Without any it is trained on the clients' texts, and a warning says so: which words it knows tells about
-    them. The source must be loaded with text=True; what is unlabeled, split off it before (`split_unlabeled`).
+    them. The source must be loaded with text=True, and unlabeled texts split off before (`split_unlabeled`).
     """
     if source.texts is None:
         raise FedstillError(f"{source.train.name} holds no texts: load it with text=True (data.tokens)")
@@ -58,9 +58,9 @@ def tokenise(
             )
         rows = (source.train.x if unlabeled is None else unlabeled.x)[:, 0].numpy()
         chosen = opened(kept_tokenizer(source.texts[rows].tolist(), vocabulary, cache_dir=cache_dir), length)
-    found = None if unlabeled is None else unlabeled._replace(x=_ids(source.texts, unlabeled.x, chosen))
+    ids = None if unlabeled is None else unlabeled._replace(x=_ids(source.texts, unlabeled.x, chosen))
     facts = (CLIENTS_WORDS,) if tokenizer is None and unlabeled is None else ()
-    return as_tokens(source, chosen)._replace(public_facts=facts), found
+    return as_tokens(source, chosen)._replace(public_facts=facts), ids
 
 
 def as_tokens(source: Source, tokenizer: Tokenizer) -> Source:
@@ -84,8 +84,8 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     package.enable_padding(length=tokenizer.length, pad_id=PAD, pad_token=package.id_to_token(PAD))
     parts = [np.zeros((0, tokenizer.length), np.int32)]
     for first in range(0, len(texts), AT_ONCE):
-        found = package.encode_batch([_readable(text) for text in texts[first : first + AT_ONCE]])
-        parts.append(np.array([one.ids for one in found], np.int32))
+        encodings = package.encode_batch([_readable(text) for text in texts[first : first + AT_ONCE]])
+        parts.append(np.array([encoding.ids for encoding in encodings], np.int32))
     return np.concatenate(parts)
 
 
@@ -125,10 +125,10 @@ def opened(file: str, length: int) -> Tokenizer:
     pad = package.id_to_token(PAD) or ""
     if "pad" not in pad.lower():
         raise FedstillError(f"id 0 fills texts up, but is '{pad}' there; use a tokenizer whose id 0 is [PAD]")
-    own = package.num_special_tokens_to_add(False)
-    if length <= own:
-        raise FedstillError(f"data.tokens = {length} leaves no room for words beside {own} marks; use e.g. 64")
-    mask = next((found for name in MASKS if (found := package.token_to_id(name)) is not None), None)
+    marks = package.num_special_tokens_to_add(False)
+    if length <= marks:
+        raise FedstillError(f"data.tokens = {length} leaves no room for words beside {marks} marks; use e.g. 64")
+    mask = next((place for name in MASKS if (place := package.token_to_id(name)) is not None), None)
     return Tokenizer(file, length, size, mask, _first_word(package, size))
 
 
@@ -158,7 +158,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> str:
     """A tokenizer.json: WordPiece as BERT has it, in lower case, of pieces that occur at least twice.
 
     The package's own trainer numbers pieces that go on a word ("##e") in the order of a hash table, so that no two
-    trainings agree. Here they come first, in order; then the rest follows without chance. Special tokens are not looked
+    trainings agree. Here they come first, in order; then training has no choice left. Special tokens are not looked
     for in texts: a text that says "[MASK]" holds a bracket, a word and a bracket.
     """
     package = require_extra("tokenizers", extra="text")
@@ -194,7 +194,7 @@ def _empty(package: Any, vocabulary: dict[str, int]) -> Any:
 
 
 def _letters(learner: Any, texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the most frequent characters of words, those of them that stand behind another one), each in order."""
+    """(the most frequent characters of words, the characters among them that continue words), each in order."""
     words: Counter[str] = Counter()
     for text in texts:
         cut = learner.pre_tokenizer.pre_tokenize_str(learner.normalizer.normalize_str(text))
