@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import re
@@ -175,18 +176,21 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
     words = {column.name for column in reading.like if column.words}
     columns = {}
     for name, (_, column) in zip(header, cells.iloc[1:].items(), strict=True):
-        if _as_written(name, reading):
-            columns[name] = objects(column.tolist())
-            continue
-        stripped = ["" if cell.strip().lower() in MISSING_WORDS else cell.strip() for cell in column.tolist()]
-        columns[name] = objects(stripped)
-        for dtype, missing in () if name in words else ((np.int64, ""), (np.float64, "nan")):
-            try:
-                columns[name] = np.array([cell or missing for cell in stripped], np.str_).astype(dtype)
-                break
-            except (ValueError, OverflowError):
-                continue
+        written = objects(column.tolist())
+        columns[name] = written if _as_written(name, reading) else _parse(written, as_words=name in words)
     return Frame(columns)
+
+
+def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
+    """Integers, else numbers, else words without spaces around them; NA, null and the like are no value."""
+    if not as_words:
+        for dtype in (np.int64, np.float64):
+            with contextlib.suppress(ValueError, OverflowError):
+                return cells.astype(dtype)
+    words = objects(["" if cell.strip().lower() in MISSING_WORDS else cell.strip() for cell in cells.tolist()])
+    with contextlib.suppress(ValueError):
+        return words if as_words else np.where(words == "", "nan", words).astype(np.float64)
+    return words
 
 
 def _as_written(name: str, reading: Reading) -> bool:
