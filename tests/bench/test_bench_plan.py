@@ -13,7 +13,6 @@ from fedstill.bench import Cell, plan
 from fedstill.bench.plan import (
     BENCH_LOCK,
     begun_as,
-    check_places,
     circumstances,
     claimed,
     finished_run,
@@ -64,7 +63,7 @@ def test_neither_the_results_nor_a_finished_folder_is_run_again(tmp_path):
     run = run_of(recorded.experiment, [1.0] * 4)
     found = make_plan(some, [run], None)
     assert (labels(found.left), found.done) == (labels([left]), 2)
-    assert [(run["seed"], run["accuracy"]) for run in found.found] == [(1, [10.0, 20.0, 30.0, 40.0])]
+    assert [(run["seed"], run["accuracy"]) for run in found.finished] == [(1, [10.0, 20.0, 30.0, 40.0])]
     assert [run["seed"] for run in found.runs] == [0, 1]
 
 
@@ -74,7 +73,7 @@ def test_a_cell_that_asks_for_an_engine_takes_no_other_s_run_and_the_default_tak
     assert make_plan([exact], default, None).left == [exact]
     assert make_plan([exact, plain], other, None).left == []
     finish(plain)
-    assert len(make_plan([plain], other, None).found) == 1, "a finished folder of its own comes first"
+    assert len(make_plan([plain], other, None).finished) == 1, "a finished folder of its own comes first"
 
 
 @pytest.mark.parametrize("file", ["bench.json", "metrics.jsonl"])
@@ -159,16 +158,15 @@ def test_workers_share_the_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("out", "results", "reason"),
     [
-        ("file", "results.json", "--out.*is a file"),
-        ("file/deep", "results.json", "--out.*is a file"),
-        ("out", "file/results.json", "--results.*is a file"),
-        ("out", ".", "--results.*is a folder"),
+        ("file", "results.json", "--out: cannot write to '.*file'"),
+        ("file/deep", "results.json", "--out: cannot write to"),
+        ("out", "file/results.json", "--results: cannot write"),
     ],
 )
 def test_a_place_that_cannot_be_one_is_named_before_the_work(tmp_path, out, results, reason):
     (tmp_path / "file").touch()
-    with pytest.raises(FedstillError, match=reason):
-        check_places(tmp_path / out, tmp_path / results)
+    with pytest.raises(FedstillError, match=reason), claimed(tmp_path / out, tmp_path / results):
+        pytest.fail("it was claimed")
 
 
 def test_one_bench_at_a_time_works_in_a_folder(tmp_path):

@@ -374,6 +374,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_small_table_1_runs_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))

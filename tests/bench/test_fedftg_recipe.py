@@ -351,6 +351,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_small_table_runs_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = [word for setting in SMALL for word in ("--set", setting)]

@@ -1,53 +1,15 @@
 """Tables with ours beside the paper's, from hand-made runs."""
 
 import pytest
-from bench_cases import recipe_of, run_of, small
+from bench_cases import FEDAVG, FIGURES, LMD, RUNS, recipe_of, small, summary_rows
 
 from fedstill.bench import Cell
 from fedstill.bench.render import render_table, text_table
 from fedstill.bench.summary import summarize_table
 
-FEDAVG = Cell("fedavg", "digits", small())
-LMD = Cell("fedntd", "digits", small(method="fedntd"))
-EXPECTED = {"1": {"digits": {"fedavg": {"best": 33.02, "speedup": 1.0}, "fedntd": {"best": 50.0, "speedup": 2.47}}}}
-RUNS = [
-    run_of(FEDAVG.experiment, [10.0, 20.0, 30.0, 50.0], seed=0),
-    run_of(FEDAVG.experiment, [10.0, 60.0, 30.0, 40.0], seed=1),
-    run_of(LMD.experiment, [10.0, 50.0, 60.0, 40.0], seed=0),  # FedAvg's 50 in round 2: 4 / 2
-    run_of(LMD.experiment, [10.0, 20.0, 50.0, 40.0], seed=1),  # never FedAvg's 60: 1
-]
-
-
-def rows(runs=RUNS, expected=EXPECTED, cells=(FEDAVG, LMD)):
-    (column,) = summarize_table(recipe_of(*cells).tables["paper"]["1"], runs, expected)
-    return {row.row: row for row in column.rows}
-
-
-def test_speed_ups_are_those_of_each_seed_against_the_same_seeds_fedavg_then_averaged():
-    fedntd = rows()["fedntd"]
-    assert fedntd.speedup.mean == 1.5
-    assert fedntd.speedup.std == pytest.approx(0.5**0.5)
-    assert (fedntd.ratio.mean, fedntd.ratio.seeds) == (2.0, 1), "only over seeds that reach it: round 4 over round 2"
-    assert (rows()["fedavg"].speedup.mean, rows()["fedavg"].ratio.mean) == (1.0, 1.0)
-
-
-def test_best_last_ten_and_their_differences_to_the_paper():
-    fedntd = rows()["fedntd"]
-    assert (fedntd.best.mean, fedntd.last.mean) == (55.0, 35.0)
-    assert fedntd.best.std == pytest.approx(50**0.5)
-    assert (fedntd.above(fedntd.best), fedntd.above(fedntd.last)) == (5.0, -15.0)
-
-
-def test_a_seed_without_its_fedavg_has_an_accuracy_and_no_speed_up():
-    fedntd = rows(RUNS[:1] + RUNS[2:])["fedntd"]
-    assert fedntd.seeds == 2
-    assert (fedntd.speedup.mean, fedntd.speedup.seeds) == (2.0, 1)
-    alone = rows(RUNS[2:], cells=(LMD,))["fedntd"]
-    assert alone.speedup is None
-
 
 def test_markdown_has_the_papers_number_beside_ours_and_says_which_is_which():
-    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, EXPECTED)
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, FIGURES)
     header, _, first, second = (line for line in text.splitlines() if line.startswith("|"))
     names = [cell.strip() for cell in header.strip("|").split("|")]
     found = dict(zip(names, (cell.strip() for cell in second.strip("|").split("|")), strict=True))
@@ -82,23 +44,8 @@ def test_markdown_has_the_papers_number_beside_ours_and_says_which_is_which():
 )
 def test_a_column_says_which_of_its_runs_had_another_engine(engines, told):
     runs = [{**run, "engine": engine} for run, engine in zip(RUNS, engines, strict=True)]
-    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, EXPECTED)
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, FIGURES)
     assert text.splitlines()[0] == f"**digits**, 4 rounds{told}"
-
-
-def test_a_cell_shows_the_runs_of_its_own_engine_and_the_default_one_any_where_it_has_none():
-    """Seed 0 of the default and of float64, seed 1 of float64 only."""
-    exact = {"precision": "float64"}
-    runs = [RUNS[0], {**RUNS[0], "accuracy": [1.0, 2.0, 3.0, 4.0], "engine": exact}, {**RUNS[1], "engine": exact}]
-    other = Cell("fedavg64", "digits", small(engine=exact))
-    third = Cell("looped", "digits", small(engine={"name": "looped"}))
-    for order in (runs, runs[::-1]):
-        found = rows(order, cells=(FEDAVG, other, third))
-        assert (found["fedavg"].best.mean, found["fedavg"].seeds) == ((50.0 + 60.0) / 2, 2)
-        assert (found["fedavg64"].best.mean, found["fedavg64"].seeds) == ((4.0 + 60.0) / 2, 2)
-        assert found["looped"].seeds == 0
-    assert found["fedavg"].speedup.mean == 1.0, "it is the measure"
-    assert found["fedavg"].as_json()["engines"] == ["", "precision = float64"]
 
 
 def test_one_round_is_no_plural():
@@ -142,8 +89,8 @@ def test_where_the_paper_has_the_last_round_ours_stands_beside_it():
     fedntd = cells_of(text, "fedntd")
     assert (fedntd["last round"], fedntd["last round - paper"]) == ("40.00 ± 0.00", "-2.50")
     assert cells_of(text, "fedavg")["last round"] == "45.00 ± 7.07"
-    assert "last round" not in cells_of(render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, EXPECTED), "fedntd")
-    assert rows(expected=last)["fedntd"].as_json()["last_round"]["mean"] == 40.0
+    assert "last round" not in cells_of(render_table(recipe_of(FEDAVG, LMD), "paper", "1", RUNS, FIGURES), "fedntd")
+    assert summary_rows(expected=last)["fedntd"].as_json()["last_round"]["mean"] == 40.0
 
 
 def test_a_gain_is_the_last_ten_rounds_less_those_of_the_best_other():
@@ -154,30 +101,24 @@ def test_a_gain_is_the_last_ten_rounds_less_those_of_the_best_other():
     assert (fedntd["last 10 above the best other"], fedntd["paper's gain"]) == ("+3.75", "at most 4")
     assert cells_of(text, "fedavg")["last 10 above the best other"] == "-3.75"
     assert "paper" not in fedntd, "it prints no accuracy"
-    assert rows(RUNS[2:], expected=gains)["fedntd"].gain is None, "nobody else was run"
-
-
-def test_a_gain_does_not_depend_on_the_rows_that_are_shown():
-    table = recipe_of(FEDAVG, LMD).tables["paper"]["1"]
-    (column,) = summarize_table(table, RUNS, {}, rows=["fedntd"])
-    assert [(row.row, row.gain) for row in column.rows] == [("fedntd", 3.75)]
+    assert summary_rows(RUNS[2:], expected=gains)["fedntd"].gain is None, "nobody else was run"
 
 
 def test_what_runs_log_beside_their_accuracy_is_shown_where_somebody_has_it():
     logged = [{"pseudo_label_accuracy": [None, 70.0, 80.0, 90.0], "pseudo_labels": [0, 10, 20, 30]}, {}]
     runs = [*RUNS[:2], *({**run, "beside": beside} for run, beside in zip(RUNS[2:], logged, strict=True))]
-    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, EXPECTED)
+    text = render_table(recipe_of(FEDAVG, LMD), "paper", "1", runs, FIGURES)
     fedntd = cells_of(text, "fedntd")
     assert (fedntd["pseudo-label accuracy"], fedntd["pseudo-labels"]) == ("80.00", "15.00")
     assert "before distillation" not in fedntd
     assert cells_of(text, "fedavg")["pseudo-labels"] == "–"
     assert "pseudo-label" in text.splitlines()[-1], "the legend says what it is"
-    assert rows(runs)["fedntd"].as_json()["beside"]["pseudo_labels"] == {"mean": 15.0, "std": None, "seeds": 1}
+    assert summary_rows(runs)["fedntd"].as_json()["beside"]["pseudo_labels"] == {"mean": 15.0, "std": None, "seeds": 1}
 
 
 def test_plain_text_has_the_same_numbers_within_a_terminal():
     table = recipe_of(FEDAVG, LMD).tables["paper"]["1"]
-    text = text_table(summarize_table(table, RUNS, EXPECTED))
+    text = text_table(summarize_table(table, RUNS, FIGURES))
     assert "55.00 ± 7.07" in text
     assert max(len(line) for line in text.splitlines()) < 120
 
@@ -205,9 +146,3 @@ def test_a_column_with_a_target_tells_in_which_round_it_is_reached():
     assert "first evaluated round with that accuracy" in third
     alone = render_table(recipe_of(*cells[-2:]), "paper", "1", RUNS, {})
     assert "rounds to the target" not in alone.lower(), "no word about a column that is not shown"
-
-
-def test_a_target_does_not_make_another_run_of_a_cell():
-    plain, aimed = (rows(cells=(FEDAVG, cell))["fedntd"] for cell in (LMD, with_target(LMD, 0.5, "digits")))
-    assert plain.best == aimed.best
-    assert plain.reached is None

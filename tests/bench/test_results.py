@@ -146,6 +146,11 @@ def test_a_record_that_no_table_can_use_is_named(tmp_path, changes, reason):
         read_runs(tmp_path / "own.json")
 
 
+def test_a_folder_is_no_file_of_results(tmp_path):
+    with pytest.raises(FedstillError, match=r"--results.*is no file of results"):
+        read_runs(tmp_path)
+
+
 def test_results_of_another_paper_are_not_taken_over(tmp_path):
     write_runs(tmp_path / "theirs.json", "huge", [run_of(small(rounds=1), [10.0])])
     with pytest.raises(FedstillError, match="'huge', not of 'tiny'"):

@@ -3,7 +3,9 @@
 import math
 
 import pytest
+from bench_cases import FEDAVG, LMD, RUNS, recipe_of, small, summary_rows
 
+from fedstill.bench import Cell
 from fedstill.bench.results import Curve
 from fedstill.bench.summary import (
     best,
@@ -14,6 +16,7 @@ from fedstill.bench.summary import (
     rounds_ratio,
     speed_up,
     spread,
+    summarize_table,
 )
 
 
@@ -80,3 +83,47 @@ def test_spread_has_n_minus_1():
     assert found.std == pytest.approx(math.sqrt((16 / 9 + 1 / 9 + 25 / 9) / 2))
     assert spread([5.0]).std is None
     assert spread([]) is None
+
+
+def test_speed_ups_are_those_of_each_seed_against_the_same_seeds_fedavg_then_averaged():
+    fedntd = summary_rows()["fedntd"]
+    assert fedntd.speedup.mean == 1.5
+    assert fedntd.speedup.std == pytest.approx(0.5**0.5)
+    assert (fedntd.ratio.mean, fedntd.ratio.seeds) == (2.0, 1), "only over seeds that reach it: round 4 over round 2"
+    assert (summary_rows()["fedavg"].speedup.mean, summary_rows()["fedavg"].ratio.mean) == (1.0, 1.0)
+
+
+def test_best_last_ten_and_their_differences_to_the_paper():
+    fedntd = summary_rows()["fedntd"]
+    assert (fedntd.best.mean, fedntd.last.mean) == (55.0, 35.0)
+    assert fedntd.best.std == pytest.approx(50**0.5)
+    assert (fedntd.above(fedntd.best), fedntd.above(fedntd.last)) == (5.0, -15.0)
+
+
+def test_a_seed_without_its_fedavg_has_an_accuracy_and_no_speed_up():
+    fedntd = summary_rows(RUNS[:1] + RUNS[2:])["fedntd"]
+    assert fedntd.seeds == 2
+    assert (fedntd.speedup.mean, fedntd.speedup.seeds) == (2.0, 1)
+    alone = summary_rows(RUNS[2:], cells=(LMD,))["fedntd"]
+    assert alone.speedup is None
+
+
+def test_a_cell_shows_the_runs_of_its_own_engine_and_the_default_one_any_where_it_has_none():
+    """Seed 0 of the default and of float64, seed 1 of float64 only."""
+    exact = {"precision": "float64"}
+    runs = [RUNS[0], {**RUNS[0], "accuracy": [1.0, 2.0, 3.0, 4.0], "engine": exact}, {**RUNS[1], "engine": exact}]
+    other = Cell("fedavg64", "digits", small(engine=exact))
+    third = Cell("looped", "digits", small(engine={"name": "looped"}))
+    for order in (runs, runs[::-1]):
+        found = summary_rows(order, cells=(FEDAVG, other, third))
+        assert (found["fedavg"].best.mean, found["fedavg"].seeds) == ((50.0 + 60.0) / 2, 2)
+        assert (found["fedavg64"].best.mean, found["fedavg64"].seeds) == ((4.0 + 60.0) / 2, 2)
+        assert found["looped"].seeds == 0
+    assert found["fedavg"].speedup.mean == 1.0, "it is the measure"
+    assert found["fedavg"].as_json()["engines"] == ["", "precision = float64"]
+
+
+def test_a_gain_does_not_depend_on_the_rows_that_are_shown():
+    table = recipe_of(FEDAVG, LMD).tables["paper"]["1"]
+    (column,) = summarize_table(table, RUNS, {}, rows=["fedntd"])
+    assert [(row.row, row.gain) for row in column.rows] == [("fedntd", 3.75)]

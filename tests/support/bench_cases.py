@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from fedstill.bench import Cell, Recipe, Table, workers
 from fedstill.bench.results import cell_key
+from fedstill.bench.summary import summarize_table
 from fedstill.cli import app
 from fedstill.experiment.config import Experiment
 
@@ -110,3 +111,20 @@ def forbid_runs(monkeypatch):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(workers, "run", run)
+
+
+# Two methods in one column, two seeds each, and the paper's figures.
+FEDAVG = Cell("fedavg", "digits", small())
+LMD = Cell("fedntd", "digits", small(method="fedntd"))
+FIGURES = {"1": {"digits": {"fedavg": {"best": 33.02, "speedup": 1.0}, "fedntd": {"best": 50.0, "speedup": 2.47}}}}
+RUNS = [
+    run_of(FEDAVG.experiment, [10.0, 20.0, 30.0, 50.0], seed=0),
+    run_of(FEDAVG.experiment, [10.0, 60.0, 30.0, 40.0], seed=1),
+    run_of(LMD.experiment, [10.0, 50.0, 60.0, 40.0], seed=0),  # FedAvg's 50 in round 2: 4 / 2
+    run_of(LMD.experiment, [10.0, 20.0, 50.0, 40.0], seed=1),  # never FedAvg's 60: 1
+]
+
+
+def summary_rows(runs=RUNS, expected=FIGURES, cells=(FEDAVG, LMD)):
+    (column,) = summarize_table(recipe_of(*cells).tables["paper"]["1"], runs, expected)
+    return {row.row: row for row in column.rows}

@@ -68,12 +68,12 @@ class Job:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The runs that a bench was asked for, and what is known of them."""
+    """The runs that a bench was asked for: which are done, which are left."""
 
     missing: Sequence[Job]  # not done
     left: Sequence[Job]  # of the missing ones those that there are data for
     skipped: Sequence[str]  # a line for each column without data
-    found: Sequence[Run]  # done, but in their folders only
+    finished: Sequence[Run]  # done, but in their folders only
     runs: Sequence[Run]  # all that are known, of any table
     done: int
 
@@ -92,24 +92,24 @@ def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, ou
 
 
 def make_plan(jobs: Sequence[Job], runs: Sequence[Run], data: Path | None) -> BenchPlan:
-    """What is left of the jobs: neither in the results nor in a finished folder; `data` holds their data sets."""
+    """Jobs that stand neither in the results nor in a finished folder are left; `data` holds their data sets."""
     if data is not None and not data.is_dir():
         raise FedstillError(f"--data: no folder '{data}': give the folder that holds cifar10/, mnist/, ...")
     known, records = {run_id(run) for run in runs}, Records(runs)
-    missing, left, found = [], [], []
+    missing, left, finished = [], [], []
     lacking: dict[str, str] = {}  # why, by column
     for job in jobs:
         if job.run_id in known:
             continue
         if (run := finished_run(job)) is not None:
-            found.append(run)
+            finished.append(run)
         elif job.experiment.seed not in records.of(job.experiment):
             missing.append(job)
             try:
                 left.append(replace(job, experiment=with_data(job.experiment, data)))
             except FedstillError as error:
                 lacking.setdefault(job.column, f"skipped {job.column}: {error}")
-    return BenchPlan(missing, left, [*lacking.values()], found, [*runs, *found], len(jobs) - len(missing))
+    return BenchPlan(missing, left, [*lacking.values()], finished, [*runs, *finished], len(jobs) - len(missing))
 
 
 def find_device(name: str) -> str:
@@ -139,7 +139,7 @@ def device_name(device: str) -> str:
 
 
 def circumstances(device: str, at_once: int) -> dict[str, Any]:
-    """What a run's numbers and seconds depend on beside the experiment."""
+    """Device, company and versions, because a run's seconds and last digits depend on them."""
     versions = {"torch": str(torch.__version__), "fedstill": version_of("fedstill") or "unknown"}
     return {"at_once": at_once, "device": device_name(device), **versions}
 
@@ -213,18 +213,6 @@ def begun_as(job: Job) -> Experiment:
 def tidy(folder: Path) -> None:
     """A finished run keeps its numbers and models; its checkpoints can be as large as all clients together."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-
-
-def check_places(out: Path, results: Path) -> None:
-    """Could the run folders and the results be written? Looks only."""
-    if os.path.isdir(results):  # unlike Path's, no error where a folder may not be read
-        raise FedstillError(f"--results: '{results}' is a folder: give a file")
-    for option, folder in (("--out", out), ("--results", results.parent)):
-        nearest = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-        if not nearest.is_dir():
-            raise FedstillError(f"{option}: '{nearest}' is a file, not a folder: name another place")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise FedstillError(f"{option}: '{nearest}' cannot be written to: name another place")
 
 
 @contextmanager

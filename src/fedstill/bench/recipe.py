@@ -194,10 +194,10 @@ def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ..
 
 def select(table: Table, columns: Sequence[str], rows: Sequence[str]) -> list[Cell]:
     """The cells at the crossings; a row that does not stand in a column is left out there."""
-    found = [cell for cell in table.cells if cell.column in columns and cell.row in rows]
-    if not found:
+    cells = [cell for cell in table.cells if cell.column in columns and cell.row in rows]
+    if not cells:
         raise FedstillError(f"table {table.name} has no {', '.join(rows)} in {', '.join(columns)}: choose others")
-    return found
+    return cells
 
 
 def with_settings(table: Table, settings: Sequence[str], chosen: Iterable[Cell]) -> Table:

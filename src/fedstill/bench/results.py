@@ -20,6 +20,13 @@ from fedstill.methods import lookup as expression
 from fedstill.methods.options import find
 from fedstill.storage.files import lock, write_whole
 
+# Numbers that a record keeps beside the accuracy of a round, each times this factor: shares become percent.
+BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
+# Keys that change neither the data, nor the method, nor (but for rounding) the numbers.
+NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
 
 class Curve(NamedTuple):
     """Accuracy in percent at the evaluated rounds of one run."""
@@ -40,16 +47,6 @@ class Curve(NamedTuple):
 
 def evaluates(number: int, rounds: int, every: int) -> bool:
     return number % every == 0 or number == rounds
-
-
-# What a round logs beside its accuracy and a record keeps: name -> times this (shares become percent).
-BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
-# What changes neither the data, nor the method, nor (but for rounding) the numbers.
-NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
-
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class Run(TypedDict):
@@ -82,41 +79,35 @@ def cell_key(experiment: Experiment) -> str:
     """Ten letters for all that decides a cell's numbers; the same cell in two tables is the same run.
 
     Values equal to a section's default are left out, so that new keys do not change old names, and so is where the
-    data lie. A preset counts by what it sets: when that changes, old runs are no longer this cell's.
+    data and methods' own files lie. A preset counts by the options that it sets.
     """
     table = experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL)
-    text = portable({**table, **_presets(experiment)})
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _presets(experiment: Experiment) -> dict[str, Any]:
-    """What the presets that a cell's methods name set at present; nothing where none is named."""
-    section = experiment.method
-    found: dict[str, Any] = {}
-    for part in (part for stretch in expression.parse(section.name) for part in stretch.parts):
-        preset = {**part.options, **section.options}.get("preset")
-        forms = getattr(find("method", part.name), "presets", {})
-        if preset in forms:
-            found[part.name] = dict(forms[preset])
-    return {"presets": found} if found else {}
-
-
-def portable(table: dict[str, Any]) -> str:
-    """Sections of an experiment as text; of the places of data and of methods' files only the last part."""
-    method = table.get("method", {})
+    method, data = table.get("method", {}), table.get("data", {})
     if "name" in method:
         method["name"] = expression.label(method["name"])
     if "evaluate" in table:
         table["evaluate"] = expression.label(table["evaluate"])
-    data = table.get("data", {})
     for place in ("source", "unlabeled", "test"):
         if isinstance(data.get(place), str):
             data[place] = name_of_data(data[place])
-    return json.dumps(table, sort_keys=True)
+    text = json.dumps({**table, **_presets(experiment)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _presets(experiment: Experiment) -> dict[str, Any]:
+    """The options that the presets of a cell's methods set at present; nothing where no preset is named."""
+    section = experiment.method
+    presets: dict[str, Any] = {}
+    for part in (part for stretch in expression.parse(section.name) for part in stretch.parts):
+        preset = {**part.options, **section.options}.get("preset")
+        forms = getattr(find("method", part.name), "presets", {})
+        if preset in forms:
+            presets[part.name] = dict(forms[preset])
+    return {"presets": presets} if presets else {}
 
 
 def engine_of(experiment: Experiment) -> dict[str, Any]:
-    """What `engine` says beside where it runs, but for defaults: numbers differ by rounding, times by more.
+    """The keys of `engine` that are not at their default, without device and threads: times depend on them.
 
     >>> engine_of(Experiment(engine={"device": "cuda", "precision": "bf16"}))
     {'precision': 'bf16'}
@@ -134,7 +125,7 @@ def engine_text(engine: Mapping[str, Any]) -> str:
 
 
 def cell_id(experiment: Experiment) -> tuple[str, str]:
-    """What is run once a seed: a cell with its engine."""
+    """Key and engine of a cell, which is run once a seed."""
     return cell_key(experiment), engine_text(engine_of(experiment))
 
 
@@ -144,7 +135,7 @@ def run_id(run: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def name_of_data(place: str) -> str:
-    """What a folder of these data is called: of a path or a hub id the last part, without a configuration.
+    """The name of the folder of a data set: the last part of a path or a hub id, without a configuration.
 
     >>> name_of_data("ufldl-stanford/svhn:cropped_digits"), name_of_data("data/cifar10")
     ('svhn', 'cifar10')
@@ -181,7 +172,7 @@ def read_runs(path: Path, paper: str | None = None) -> list[Run]:
 
 
 def fault_of(run: Any) -> str | None:
-    """What makes a record unusable; None for a good one."""
+    """Why a record is unusable; None for a good one."""
     try:
         _RECORD.validate_python(run, strict=True)
     except ValidationError as error:
@@ -207,18 +198,18 @@ def first_fault(error: ValidationError, positions: Sequence[str] = ()) -> str:
 
 def merge(*groups: Iterable[Run]) -> list[Run]:
     """One run a key, seed and engine, the later one wins, in an order that does not depend on who finished first."""
-    found = {run_id(run): run for runs in groups for run in runs}
-    return sorted(found.values(), key=lambda run: (run["preset"], run["column"], run["row"], *run_id(run)))
+    runs = {run_id(run): run for group in groups for run in group}
+    return sorted(runs.values(), key=lambda run: (run["preset"], run["column"], run["row"], *run_id(run)))
 
 
 class Records:
-    """Runs by what they stand for."""
+    """Runs by key, seed and engine."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
-        self._found: dict[str, dict[int, dict[str, Run]]] = {}  # key -> seed -> engine
+        self._runs: dict[str, dict[int, dict[str, Run]]] = {}  # key -> seed -> engine
         for run in runs:
             key, seed, engine = run_id(run)
-            self._found.setdefault(key, {}).setdefault(seed, {})[engine] = run
+            self._runs.setdefault(key, {}).setdefault(seed, {})[engine] = run
 
     def of(self, experiment: Experiment) -> dict[int, Run]:
         """Seed -> the run that stands for a cell: of the cell's own engine.
@@ -226,11 +217,11 @@ class Records:
         A cell that asks for no engine takes another's where there is no run of the default, the first in order.
         """
         key, engine = cell_id(experiment)
-        found: dict[int, Run] = {}
-        for seed, engines in sorted(self._found.get(key, {}).items()):
+        by_seed: dict[int, Run] = {}
+        for seed, engines in sorted(self._runs.get(key, {}).items()):
             if engine in engines or not engine:
-                found[seed] = engines[engine if engine in engines else min(engines)]
-        return found
+                by_seed[seed] = engines[engine if engine in engines else min(engines)]
+        return by_seed
 
 
 def write_runs(path: Path, paper: str, runs: Sequence[Run]) -> None:

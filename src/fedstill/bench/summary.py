@@ -23,23 +23,19 @@ class Spread(NamedTuple):
     seeds: int
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "mean": round(self.mean, 4),
-            "std": None if self.std is None else round(self.std, 4),
-            "seeds": self.seeds,
-        }
+        return {"mean": round(self.mean, 4), "std": _rounded(self.std), "seeds": self.seeds}
 
 
-def spread(values: Iterable[float]) -> Spread | None:
-    """None without any value.
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Over the seeds that have a value; None where none has.
 
-    >>> spread([1.0, 3.0])
+    >>> spread([1.0, None, 3.0])
     Spread(mean=2.0, std=1.4142135623730951, seeds=2)
     """
-    found = list(values)
-    if not found:
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    return Spread(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+    return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
 
 def best(curve: Curve) -> float:
@@ -63,8 +59,8 @@ def last_known(values: Sequence[float | None]) -> float | None:
     >>> last_known([None, 80.0, 90.0])
     85.0
     """
-    found = [value for value in values[-LAST:] if value is not None]
-    return statistics.fmean(found) if found else None
+    known = [value for value in values[-LAST:] if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def first_round(curve: Curve, target: float) -> int | None:
@@ -149,9 +145,6 @@ class ColumnSummary:
         return {**head, "rows": [row.as_json() for row in self.rows]}
 
 
-Curves = dict[int, Curve]  # by seed
-
-
 def summarize_table(
     table: Table,
     runs: Sequence[Run],
@@ -161,70 +154,31 @@ def summarize_table(
     rows: Sequence[str] = (),
     printed: Table | None = None,
 ) -> list[ColumnSummary]:
-    """What the runs say about a table's columns and rows (default: all), in the table's order.
+    """Our numbers and the paper's for columns and rows of a table (default: all), in the table's order.
 
     printed: the table as the recipe has it, where the command line has changed its settings.
     """
     known = Records(runs)
-    chosen = [column for column in table.columns if not columns or column in columns]
-    found = [_column(table, column, known, expected, rows) for column in chosen]
-    return found if printed is None else [_compared(column, _changed(table, printed)) for column in found]
-
-
-def _changed(table: Table, printed: Table) -> set[tuple[str, str]]:
-    """(column, row) of cells that run for another number of rounds."""
-    rounds = {(cell.column, cell.row): cell.experiment.rounds for cell in printed.cells}
-    places = {(cell.column, cell.row): cell.experiment.rounds for cell in table.cells}
-    return {place for place, length in places.items() if length != rounds.get(place)}
-
-
-def _compared(column: ColumnSummary, changed: set[tuple[str, str]]) -> ColumnSummary:
-    rows = [replace(row, comparable=(column.column, row.row) not in changed) for row in column.rows]
-    return replace(column, rows=tuple(rows))
-
-
-def _beside(runs: Iterable[Run]) -> dict[str, Spread]:
-    """Other numbers of a cell's runs, over the seeds that have them."""
-    values: dict[str, list[float]] = {}
-    for run in runs:
-        for name, series in run.get("beside", {}).items():
-            if (known := last_known(series)) is not None:
-                values.setdefault(name, []).append(known)
-    return {name: over for name, found in values.items() if (over := spread(found)) is not None}
-
-
-def _engines(runs: Iterable[Run]) -> dict[str, int]:
-    """The engines of a cell's runs in words, "precision = bf16, compile = true", and how many have each."""
-    words = [", ".join(f"{name} = {_toml(value)}" for name, value in run.get("engine", {}).items()) for run in runs]
-    return dict(sorted(Counter(words).items()))
-
-
-def _toml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _column(table: Table, column: str, known: Records, expected: Expected, rows: Sequence[str]) -> ColumnSummary:
-    cells = [cell for cell in table.cells if cell.column == column]
-    measure = reference(cells)
-    fedavg = {} if measure is None else known.of(measure.experiment)
-    printed = expected.get(table.name, {}).get(column, {})
-    shown = [cell for cell in cells if not rows or cell.row in rows]
-    target = next((100 * cell.experiment.target for cell in shown if cell.experiment.target is not None), None)
-    summaries = [_row(cell.row, known.of(cell.experiment), fedavg, printed.get(cell.row, {}), target) for cell in cells]
-    kept = [replace(row, gain=_gain(row, summaries)) for row in summaries if not rows or row.row in rows]
-    lengths = sorted({cell.experiment.rounds for cell in shown})
-    return ColumnSummary(column, tuple(lengths), tuple(kept), target)
-
-
-def _reached(curves: Curves, target: float | None) -> Spread | None:
-    if target is None:
-        return None
-    return spread(number for curve in curves.values() if (number := first_round(curve, target)) is not None)
-
-
-def _gain(row: RowSummary, rows: Sequence[RowSummary]) -> float | None:
-    others = [other.last.mean for other in rows if other is not row and other.last is not None]
-    return None if row.last is None or not others else row.last.mean - max(others)
+    rounds = {(cell.column, cell.row): cell.experiment.rounds for cell in (printed or table).cells}
+    summaries = []
+    for column in (column for column in table.columns if not columns or column in columns):
+        cells = [cell for cell in table.cells if cell.column == column]
+        shown = [cell for cell in cells if not rows or cell.row in rows]
+        target = next((100 * cell.experiment.target for cell in shown if cell.experiment.target is not None), None)
+        measure = reference(cells)
+        fedavg = {} if measure is None else known.of(measure.experiment)
+        figures = expected.get(table.name, {}).get(column, {})
+        methods = [
+            replace(
+                _row(cell.row, known.of(cell.experiment), fedavg, figures.get(cell.row, {}), target),
+                comparable=rounds.get((column, cell.row)) == cell.experiment.rounds,
+            )
+            for cell in cells
+        ]
+        kept = [replace(row, gain=_gain(row, methods)) for row in methods if not rows or row.row in rows]
+        lengths = sorted({cell.experiment.rounds for cell in shown})
+        summaries.append(ColumnSummary(column, tuple(lengths), tuple(kept), target))
+    return summaries
 
 
 def reference(cells: Sequence[Cell]) -> Cell | None:
@@ -238,20 +192,33 @@ def _row(
     row: str, runs: Mapping[int, Run], fedavg: Mapping[int, Run], paper: Mapping[str, Number], target: float | None
 ) -> RowSummary:
     """Speed-ups are those of each seed against the same seed's FedAvg, then averaged."""
-    curves: Curves = {seed: curve_of(run) for seed, run in runs.items()}
-    measures = {seed: curves[seed] if run is runs.get(seed) else curve_of(run) for seed, run in fedavg.items()}
-    pairs = [(curve, measures[seed]) for seed, curve in curves.items() if seed in measures]
-    ratios = [ratio for curve, measure in pairs if (ratio := rounds_ratio(curve, measure)) is not None]
+    by_seed = {seed: curve_of(run) for seed, run in runs.items()}
+    measures = {seed: by_seed[seed] if run is runs.get(seed) else curve_of(run) for seed, run in fedavg.items()}
+    pairs = [(curve, measures[seed]) for seed, curve in by_seed.items() if seed in measures]
+    curves = by_seed.values()
+    logged = dict.fromkeys(name for run in runs.values() for name in run.get("beside", {}))
+    beside = {name: spread(last_known(run.get("beside", {}).get(name, ())) for run in runs.values()) for name in logged}
     return RowSummary(
         row,
-        len(curves),
-        spread(best(curve) for curve in curves.values()),
-        spread(last_ten(curve) for curve in curves.values()),
-        spread(speed_up(curve, measure) for curve, measure in pairs),
-        spread(ratios),
-        paper,
-        final=spread(last_round(curve) for curve in curves.values()),
-        beside=_beside(runs.values()),
-        reached=_reached(curves, target),
-        engines=_engines(runs.values()),
+        len(runs),
+        best=spread(map(best, curves)),
+        last=spread(map(last_ten, curves)),
+        speedup=spread(speed_up(curve, measure) for curve, measure in pairs),
+        ratio=spread(rounds_ratio(curve, measure) for curve, measure in pairs),
+        paper=paper,
+        final=spread(map(last_round, curves)),
+        beside={name: over for name, over in beside.items() if over is not None},
+        reached=None if target is None else spread(first_round(curve, target) for curve in curves),
+        engines=dict(sorted(Counter(map(_engine_in_words, runs.values())).items())),
     )
+
+
+def _engine_in_words(run: Run) -> str:
+    """precision = bf16, compile = true; nothing for the default engine"""
+    engine = run.get("engine", {}).items()
+    return ", ".join(f"{name} = {value if isinstance(value, str) else json.dumps(value)}" for name, value in engine)
+
+
+def _gain(row: RowSummary, rows: Sequence[RowSummary]) -> float | None:
+    others = [other.last.mean for other in rows if other is not row and other.last is not None]
+    return None if row.last is None or not others else row.last.mean - max(others)

@@ -87,12 +87,7 @@ class Worker:
         job.folder.mkdir(parents=True, exist_ok=True)
         write_whole(job.folder / MADE, json.dumps(made) + "\n")
         result = run(
-            experiment,
-            run_dir=job.folder,
-            callbacks=[ticker],
-            federation=federation,
-            resume=True,
-            pictures=False,
+            experiment, run_dir=job.folder, callbacks=[ticker], federation=federation, resume=True, pictures=False
         )
         tidy(job.folder)
         return make_run(job, result.history.rows, result.seconds, made)

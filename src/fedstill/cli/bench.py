@@ -15,7 +15,7 @@ from typing import Any, Self
 import typer
 
 from fedstill.bench.estimate import Seconds, estimate_line, longest_first, roughly
-from fedstill.bench.plan import BenchPlan, Job, check_places, claimed, device_name, find_device, make_jobs, make_plan
+from fedstill.bench.plan import BenchPlan, Job, claimed, device_name, find_device, make_jobs, make_plan
 from fedstill.bench.recipe import (
     Recipe,
     Table,
@@ -78,17 +78,16 @@ def bench_command(options: BenchOptions) -> None:
     device = find_device(options.device)
     cells = select(table, columns, rows)
     jobs = make_jobs(cells, preset=preset, seeds=options.seeds, device=device, out=out)
-    check_places(out, results)
     plan = make_plan(jobs, read_runs(results, recipe.paper), options.data)
     for line in plan.skipped:
         tell(line)
     failed = 0
-    if options.dry_run or not (plan.left or plan.found):
+    if options.dry_run or not (plan.left or plan.finished):
         _announce(plan, options, device)
     else:
         with claimed(out, results):
             plan = make_plan(jobs, read_runs(results, recipe.paper), options.data)  # another bench may just have ended
-            for run in plan.found:
+            for run in plan.finished:
                 add_run(results, recipe.paper, run)
             failed = _work_off(plan, options, device=device, paper=recipe.paper, results=results)
     if not options.dry_run and plan.done + len(plan.left) > failed:
@@ -188,7 +187,7 @@ def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run
 
 def _entry(table: Table, records: Records) -> dict[str, Any]:
     cells = {cell_id(cell.experiment): records.of(cell.experiment) for cell in table.cells}
-    done = {run_id(run) for found in cells.values() for run in found.values()}
+    done = {run_id(run) for by_seed in cells.values() for run in by_seed.values()}
     about = {"name": table.name, "title": table.title, "note": table.note}
     names = {"columns": list(table.columns), "rows": list(table.rows)}
     return {**about, **names, "runs": len(cells), "done": len(done), "cells_done": sum(map(bool, cells.values()))}
