@@ -67,10 +67,15 @@ def test_a_dataclass_may_be_made_from_many_fields(decorator):
     assert [function.name for function in house_figures.functions(source)] == ["C.f"]
 
 
+def test_a_kernel_is_known_by_its_decorator():
+    (kernel,) = house_figures.functions("@triton.jit\ndef kernel(a): ...")
+    assert kernel.on_device
+
+
 def test_functions_within_functions_are_listed_with_their_place():
     (outer, inner) = house_figures.functions("@cache\ndef outer():\n    def inner(a): ...\n", "m.py")
-    assert outer == ("m.py", "outer", 2, 0)
-    assert inner == ("m.py", "outer.inner", 3, 1)
+    assert outer == ("m.py", "outer", 2, 0, False)
+    assert inner == ("m.py", "outer.inner", 3, 1, False)
 
 
 def test_calls_are_counted_but_not_those_of_an_import(tmp_path, monkeypatch):

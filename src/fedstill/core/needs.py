@@ -57,7 +57,7 @@ def check_phases(
 ) -> None:
     """Every method's needs, and what its steps find wrong with the data or with the round that they begin in."""
     first = 1
-    for method, until in phases:
+    for method, until, _ in phases:
         check_needs(method, model=model, federation=federation, training=training, label=label)
         unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(method) else None
         method.server.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))

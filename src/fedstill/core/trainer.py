@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalWork:
-    """The work of a cohort in one round: the same for all of its clients, whoever they are."""
+    """The work of a cohort in one round: the same for all of its clients, whoever they are.
+
+    All of it but the objective is data. Another process builds the objective again from `method`.
+    """
 
     objective: Objective
     training: Training
@@ -24,6 +27,7 @@ class LocalWork:
     received: Tree = field(default_factory=dict)  # slots that the server broadcasts
     round: int = 1
     seed: Seed = 0  # of the run
+    method: str = ""  # the text that it was built from; empty: it was made in Python, and stays in this process
 
 
 class Trained(NamedTuple):

@@ -186,6 +186,7 @@ class Model:
     input_shape: tuple[int, ...] = ()  # of one sample
     classes: int = 0  # K
     feature_size: int = 0  # F; 0 where it has no features
+    recipe: Callable[[], Model] | None = None  # builds it again; it can be sent to another process, a Model cannot
 
 
 @dataclass(frozen=True)
@@ -356,3 +357,4 @@ class Phase(NamedTuple):
 
     method: Method
     until: int | None = None  # the last round of the phase
+    text: str = ""  # of all phases, where they were built from one

@@ -86,6 +86,12 @@ class Task:
     privacy: Privacy = field(default_factory=Privacy)
     noise_seed: Seed = 0  # of noise that protects: see promises.noise_seed
 
+    @property
+    def text(self) -> str:
+        """The text that all phases were built from; empty: they were made in Python, or put together there."""
+        texts = {phase.text for phase in self.phases}
+        return texts.pop() if len(texts) == 1 else ""
+
     def method(self, round: int) -> Method:
         return method_at(self.phases, round)
 
@@ -116,7 +122,7 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     if not len(ids):
         return _without_cohort(task, state, noted, found)
     received = method.server.broadcast(state.server)
-    work = LocalWork(method.objective, task.training, start, received, round=number, seed=task.seed)
+    work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
     trained = task.engine.train(work, ids, store.read(ids))
     uploads = _transmit(task, trained.uploads, start, ids, number)
     down = _bytes_down(task, start, received, ids)

@@ -44,8 +44,17 @@ def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[P
 
 
 def build_phases(texts: Sequence[PhaseText]) -> tuple[Phase, ...]:
-    """Methods from texts that `check_phase_texts` has passed."""
-    return tuple(Phase(_build(text.parts), text.until) for text in texts)
+    """Methods from texts that `check_phase_texts` has passed. Each phase carries the text of all of them."""
+    try:
+        whole = " then ".join(_write_phase(text) for text in texts)
+    except FedstillError:  # an option, given in Python, that no text can hold
+        whole = ""
+    return tuple(Phase(_build(text.parts), text.until, whole) for text in texts)
+
+
+def _write_phase(text: PhaseText) -> str:
+    parts = "+".join(write(part.name, part.options) for part in text.parts)
+    return parts if text.until is None else f"{parts} until {text.until}"
 
 
 def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) -> tuple[PhaseText, ...]:
@@ -201,7 +210,7 @@ def _split(text: str, separator: str) -> list[str]:
     pieces, depth, quoted, start, place = [], 0, False, 0, 0
     while place < len(text):
         quoted ^= text[place] == '"'
-        depth += 0 if quoted else (text[place] in "([") - (text[place] in ")]")
+        depth += 0 if quoted else (text[place] in "([{") - (text[place] in ")]}")
         if depth == 0 and not quoted and text.startswith(separator, place):
             pieces.append(text[start:place])
             place = start = place + len(separator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
     shape = tuple(input_shape)
     # All of them batch (a test runs each under vmap), so that the trial runs of from_module can be left out.
     return from_module(
-        lambda: MODELS[name](shape, classes, **options),
+        partial(MODELS[name], shape, classes, **options),
         input_shape=shape,
         classes=classes,
         name=name,

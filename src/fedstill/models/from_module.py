@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,15 @@ def from_module(
         input_shape=tuple(input_shape),
         classes=seen.classes,
         feature_size=seen.feature_size,
+        recipe=partial(
+            from_module,
+            source,
+            input_shape=input_shape,
+            classes=classes,
+            name=name,
+            check=check,
+            input_dtype=input_dtype,
+        ),
     )
 
 

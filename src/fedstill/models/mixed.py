@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -51,6 +52,7 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
         buffers = {f"{name}/{key}": leaf for name, (_, new) in ran.items() for key, leaf in new.items()}
         return together({name: output for name, (output, _) in ran.items()}, report), buffers
 
+    recipes = {name: model.recipe for name, model in models.items() if model.recipe is not None}
     return Model(
         name=f"mixed({', '.join(models)}), reported: {report}",
         init=init,
@@ -62,7 +64,12 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
         dropout=any(model.dropout for model in models.values()),
         unbatchable=next((model.unbatchable for model in models.values() if model.unbatchable), None),
         groups=groups,
+        recipe=partial(_mixed_again, recipes, groups.member, report) if len(recipes) == len(models) else None,
     )
+
+
+def _mixed_again(recipes: Mapping[str, Callable[[], Model]], member: Sequence[str], report: str) -> Model:
+    return mixed_model({name: recipe() for name, recipe in recipes.items()}, member, report)
 
 
 def _members(names: tuple[str, ...], member: int | Sequence[str]) -> tuple[str, ...]:
