@@ -54,9 +54,14 @@ class Boxes(NamedTuple):
 
 
 def random_views(
-    data: Tensor, index: Tensor, bits: Tensor, unit: Callable[[Tensor], Tensor], dtype: torch.dtype,
-    strength: Strength = SIMCLR, count: int = 2,
-) -> Tensor:  # fmt: skip
+    data: Tensor,
+    index: Tensor,
+    bits: Tensor,
+    unit: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    strength: Strength = SIMCLR,
+    count: int = 2,
+) -> Tensor:
     """(B, count, channels, H, W) on the scale from 0 to 1: views of the images `data[index]`, each with its own draws.
 
     `unit` takes stored values (as `dtype`) to that scale.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.tree import tree_map
-from fedstill.core.types import Tree
-from fedstill.engine.group import Group, Inputs, row_at
+from fedstill.engine.group import PLANNED, Group, Inputs, row_at
 from fedstill.engine.plan import Plan
 from fedstill.engine.stack import Results, Stack, View
 from fedstill.engine.step import Program
@@ -47,7 +46,7 @@ class CapturedGroup:
             self.inputs = _static_inputs(inputs, capacity=1 << max(steps - 1, 1).bit_length(), width=width)
         static = self.inputs
         count = inputs.index[:1, columns].shape[1]
-        for name in ("index", "weight", "bits", "seeds", "lr"):
+        for name in PLANNED:
             getattr(static, name)[:steps, :count].copy_(getattr(inputs, name)[:, columns], non_blocking=True)
         static.facts[:, :count].copy_(inputs.facts[:, columns])
         static.label_counts[:count].copy_(inputs.label_counts[columns])
@@ -89,23 +88,11 @@ class CapturedGroup:
 
 
 def _static_inputs(inputs: Inputs, *, capacity: int, width: int) -> Inputs:
-    def timed(tensor: Tensor) -> Tensor:
-        return tensor.new_zeros(capacity, width, *tensor.shape[2:])
-
-    def per_client(tensor: Tensor) -> Tensor:
-        return tensor.new_zeros(width, *tensor.shape[1:])
-
-    state: Tree = tree_map(per_client, inputs.state)
-    return Inputs(
-        timed(inputs.index),
-        timed(inputs.weight),
-        timed(inputs.bits),
-        timed(inputs.seeds),
-        timed(inputs.lr),
-        state,
-        per_client(inputs.label_counts),
-        inputs.facts.new_zeros(len(inputs.facts), width),
-    )
+    planned = {name: getattr(inputs, name) for name in PLANNED}
+    timed = {name: tensor.new_zeros(capacity, width, *tensor.shape[2:]) for name, tensor in planned.items()}
+    own = tree_map(lambda tensor: tensor.new_zeros(width, *tensor.shape[1:]), (inputs.state, inputs.label_counts))
+    facts = inputs.facts.new_zeros(len(inputs.facts), width)
+    return Inputs(**timed, facts=facts, state=own[0], label_counts=own[1])
 
 
 WARM_UPS = 2  # libraries set themselves up in the first run, and autograd in the second

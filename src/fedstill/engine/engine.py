@@ -43,11 +43,11 @@ from fedstill.engine.forward import (
 from fedstill.engine.group import (
     Inputs,
     chunk_budget,
-    client_at,
     columns_of,
     finish_clients,
     local_view,
     make_inputs,
+    of_clients,
     probe,
 )
 from fedstill.engine.plan import Plan, check_training, make_plan
@@ -60,6 +60,7 @@ FEEDS = 4  # sets beside the train set that stay on the device
 SMALL_NET = 50_000  # parameters up to which a call costs more than the work in it, on a CPU
 OPTIMIZER = "optimizer"  # the slot of a client's state for what its optimiser remembers
 TURNS = 4  # games of several models that keep what they captured: feddf_gen+fedftg plays three a round
+Held = tuple[np.ndarray, np.ndarray]  # the data rows of some clients one after another, and how many each holds
 LANES = 16  # clients in flight on a GPU when each runs alone
 
 
@@ -67,9 +68,17 @@ class Engine:
     """Trains cohorts of one federation with one model. Built by `build_engine`."""
 
     def __init__(
-        self, model: Model, federation: Federation, *, stacked: bool, device: torch.device,
-        chunk: int | None = None, precision: str = "float32", graphs: bool = False, compiled: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        federation: Federation,
+        *,
+        stacked: bool,
+        device: torch.device,
+        chunk: int | None = None,
+        precision: str = "float32",
+        graphs: bool = False,
+        compiled: bool = False,
+    ) -> None:
         self.model, self.device, self.stacked = model, device, stacked
         self.chunk, self.precision, self.graphs, self.compiled = chunk, precision, graphs, compiled
         self.name = "batched" if stacked else "looped"
@@ -93,7 +102,7 @@ class Engine:
             program, runner = self._program(work.objective, training, self.feed, work.start, work.received)
             slots = {slot: value for slot, value in states.items() if slot != OPTIMIZER}
             inputs = make_inputs(plan, slots, counts, sizes, self.dtype, states.get(OPTIMIZER))
-            weights, loss, optimizer = self._run(program, plan, inputs, rows, sizes)
+            weights, loss, optimizer = self._run(program, runner, plan, inputs, (rows, sizes))
             seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
             local = local_view(program, inputs, seeds, len(ids))
             local = local._replace(params=weights.params, buffers=weights.buffers)
@@ -117,30 +126,43 @@ class Engine:
         watch: Watch | None = None,
     ) -> Weights:
         """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.trainer.Trainer."""
-        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
-        program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
+        program, runner, plan, inputs, held = self._plan_alone(objective, start, x, y, training, seed, rows)
         with precision_mode(self.precision, alone=True):
             if watch is None:
-                return row_of(self._run(program, plan, inputs, places, np.array([len(places)])).weights, 0)
-            self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
+                return row_of(self._run(program, runner, plan, inputs, held).weights, 0)
+            self._keep_outputs(program, plan, inputs, held)
             return runner.run_alone(plan, inputs, watch).weights
 
     def proceed(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed, *,
-        optimizer: Tree, rows: Tensor | None = None,
-    ) -> Fitted:  # fmt: skip
-        """One part of a longer training; see core.types.Trainer."""
-        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
-        program, runner, plan, inputs = self._fit_plan(objective, start, x, y, training, seed, places)
+        self,
+        objective: Objective,
+        start: Weights,
+        x: Tensor,
+        y: Tensor,
+        training: Training,
+        seed: Seed,
+        *,
+        optimizer: Tree,
+        rows: Tensor | None = None,
+    ) -> Fitted:
+        """One part of a longer training; see core.trainer.Trainer."""
+        program, runner, plan, inputs, held = self._plan_alone(objective, start, x, y, training, seed, rows)
         with precision_mode(self.precision, alone=True):
-            self._keep_outputs(program, plan, inputs, places, np.array([len(places)]))
+            self._keep_outputs(program, plan, inputs, held)
             return runner.run_alone(plan, inputs, lambda done, now: False, optimizer)
 
-    def _fit_plan(
-        self, objective: Objective, start: Weights, x: Tensor, y: Tensor, training: Training, seed: Seed,
-        places: np.ndarray,
-    ) -> tuple[Program, Looped, Plan, Inputs]:  # fmt: skip
-        """All that one model's training on (x, y) runs with."""
+    def _plan_alone(
+        self,
+        objective: Objective,
+        start: Weights,
+        x: Tensor,
+        y: Tensor,
+        training: Training,
+        seed: Seed,
+        rows: Tensor | None,
+    ) -> tuple[Program, Looped, Plan, Inputs, Held]:
+        """All that one model's training on some rows of (x, y) runs with."""
+        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
         check_training(training)
         check_augmentations(training.augment, tuple(x.shape[1:]), "method.augment")
         feed = self._feed_of(x)
@@ -155,13 +177,21 @@ class Engine:
         counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device, dtype=self.dtype)
         program, runner = self._program(objective, training, feed, start, {})
         assert isinstance(runner, Looped)
-        return program, runner, plan, make_inputs(plan, {}, counts, sizes, self.dtype)
+        return program, runner, plan, make_inputs(plan, {}, counts, sizes, self.dtype), (places, sizes)
 
     def outputs(
-        self, weights: Weights, x: Tensor, stacked: bool = False, *,
-        features: bool = True, batch: int | None = None, seed: Seed = 0, rows: Tensor | None = None, keep: bool = True,
-    ) -> Output:  # fmt: skip
-        """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.types.Trainer."""
+        self,
+        weights: Weights,
+        x: Tensor,
+        stacked: bool = False,
+        *,
+        features: bool = True,
+        batch: int | None = None,
+        seed: Seed = 0,
+        rows: Tensor | None = None,
+        keep: bool = True,
+    ) -> Output:
+        """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.trainer.Trainer."""
         feed = self._feed_of(x) if keep else self._passing_feed(x)
         rows = None if rows is None else rows.to(self.device)
         with precision_mode(self.precision), autocast_to(self.precision, self.device):
@@ -195,26 +225,29 @@ class Engine:
             return batch_statistics(self.model, weights, self._feed_of(x), batch)
 
     def take_turns(
-        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed, *,
+        self,
+        players: Mapping[str, Player],
+        start: Mapping[str, Weights],
+        drawn: Tree,
+        given: Tree,
+        seed: Seed,
+        *,
         optimizers: Mapping[str, Tree] | None = None,
-    ) -> dict[str, Fitted]:  # fmt: skip
-        """Several models, each step of one seeing all; see core.types.Trainer."""
+    ) -> dict[str, Fitted]:
+        """Several models, each step of one seeing all; see core.trainer.Trainer."""
         key = turns_key(players, drawn, given)
         with precision_mode(self.precision):
             turns = self.turns.pop(key, None)
             if turns is None:
                 if len(self.turns) >= TURNS:  # before the new one takes its memory
                     del self.turns[next(iter(self.turns))]
-                turns = self._new_turns(players, start)
+                for player in players.values():
+                    check_training(player.training)
+                layouts = {name: layout_alone(weights.params, self.graphs) for name, weights in start.items()}
+                autocast = partial(autocast_to, self.precision, self.device)
+                turns = Turns(players, start, self._each, layouts=layouts, autocast=autocast, graphs=self.graphs)
             self.turns[key] = turns  # the newest stands last
             return turns.run(players, start, drawn, given, seed, optimizers or {})
-
-    def _new_turns(self, players: Mapping[str, Player], start: Mapping[str, Weights]) -> Turns:
-        for player in players.values():
-            check_training(player.training)
-        layouts = {name: layout_alone(weights.params, self.graphs) for name, weights in start.items()}
-        autocast = partial(autocast_to, self.precision, self.device)
-        return Turns(players, start, self._each, layouts=layouts, autocast=autocast, graphs=self.graphs)
 
     def _each(self, weights: Weights, x: Tensor) -> Output:
         """What several models say about the same inputs, (T, B, ...), with the gradient to the inputs."""
@@ -232,9 +265,8 @@ class Engine:
             other.stacked, other.name = stacked, "batched" if stacked else "looped"
         return other
 
-    def _run(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> Finished:
-        runner = self.programs[self._key(program.objective, program.training, program.feed)][1]
-        self._keep_outputs(program, plan, inputs, rows, sizes)
+    def _run(self, program: Program, runner: Batched | Looped, plan: Plan, inputs: Inputs, held: Held) -> Finished:
+        self._keep_outputs(program, plan, inputs, held)
         order = np.argsort(-plan.steps, kind="stable")
         columns: list[int] = order.tolist()
         if columns != list(range(len(columns))):
@@ -244,10 +276,10 @@ class Engine:
         finished = runner.run(plan, inputs, columns)
         return finished._replace(weights=program.whole(finished.weights, width=len(columns)))
 
-    def _keep_outputs(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> None:
-        """All that is the same for a row at every step of a plan."""
+    def _keep_outputs(self, program: Program, plan: Plan, inputs: Inputs, held: Held) -> None:
+        """Keep all that is the same for a row at every step of a plan."""
         with program.autocast():  # the teacher in the precision of the student
-            self._fill_cache(program, plan, inputs, rows, sizes)
+            self._fill_cache(program, plan, inputs, *held)
             fill_features(program, plan)
 
     def _fill_cache(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> None:
@@ -258,7 +290,8 @@ class Engine:
             program.cache = {}
             return
         clients = local_view(program, inputs, inputs.facts[1], len(sizes))
-        first, names = client_at(clients, 0), program.cacheable(client_at(clients, 0))
+        first = of_clients(clients, 0)
+        names = program.cacheable(first)
         alike = [name for name in names if teachers[name](first) is program.start]
         # A client's own teacher takes a call a client here: more than its share of a dense cohort's steps
         # (MOON, 1000 clients of a 64-64-10 MLP: 538 ms a round instead of 443; the CNN: 2.4 s instead of 3.0).
@@ -273,7 +306,7 @@ class Engine:
                 program.remember(name, places, output)
         for k, piece in enumerate(torch.split(places, sizes.tolist()) if own else ()):
             for name in own:
-                teacher = teachers[name](client_at(clients, k))
+                teacher = teachers[name](of_clients(clients, k))
                 program.remember(name, piece, forward(self.model, teacher, program.feed, piece))
 
     @cached_property
@@ -289,18 +322,15 @@ class Engine:
             program.budget = chunk_budget(self.device, program)  # once: later, what we captured counts as used
         return self.chunk or max(1, min(cohort, program.budget // program.memory))
 
-    def _key(self, objective: Objective, training: Training, feed: Feed) -> object:
-        return id(objective), replace(training, lr=0.0, lr_decay=1.0), id(feed)
-
     def _program(
         self, objective: Objective, training: Training, feed: Feed, start: Weights, received: Tree
     ) -> tuple[Program, Batched | Looped]:
-        key = self._key(objective, training, feed)
+        key = id(objective), replace(training, lr=0.0, lr_decay=1.0), id(feed)
         if key not in self.programs:
-            how: dict[str, Any] = {"static": self.graphs, "precision": self.precision}
             # clients without graphs are those of a CPU, where a trace saves little and takes longer than most cohorts
             compiled = self.compiled and (self.graphs or feed is not self.feed)
-            program = Program(self.model, objective, training, feed, **how, compiled=compiled)
+            how: dict[str, Any] = {"static": self.graphs, "precision": self.precision, "compiled": compiled}
+            program = Program(self.model, objective, training, feed, **how)
             runner: Batched | Looped
             # A stack counts its clients' steps as one, and kept optimisers have taken different numbers of them.
             if self.stacked and feed is self.feed and not training.keep_optimizer:
@@ -311,7 +341,7 @@ class Engine:
         self.programs[key][0].load(start, received)
         return self.programs[key]
 
-    def _rows(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _rows(self, ids: np.ndarray) -> Held:
         """The data rows of some clients, one after another, and how many each has."""
         first, sizes = self.offsets[ids], self.offsets[ids + 1] - self.offsets[ids]
         within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

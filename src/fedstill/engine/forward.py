@@ -119,9 +119,16 @@ def _together(model: Model, weights: Weights, feed: Feed, chosen: Tensor | None,
 
 @torch.no_grad()
 def forward_training(
-    model: Model, weights: Weights, feed: Feed, batch: int, seed: Seed, chosen: Tensor | None = None, *,
-    stacked: bool, features: bool,
-) -> Output:  # fmt: skip
+    model: Model,
+    weights: Weights,
+    feed: Feed,
+    batch: int,
+    seed: Seed,
+    chosen: Tensor | None = None,
+    *,
+    stacked: bool,
+    features: bool,
+) -> Output:
     """Outputs in train mode, `batch` rows at a time: BatchNorm by the batch and live dropout, as some code teaches."""
     models = weights if stacked else stack([weights])
     count = len(feed.x) if chosen is None else len(chosen)

@@ -14,25 +14,28 @@ from torch import Tensor
 from fedstill.core.author_mistakes import UndeclaredInput, tell_mistake
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import concatenate, leaves, tree_map
+from fedstill.core.tree import rows as rows_of
 from fedstill.core.types import Batch, Local, Params, Tree, no_finish
 from fedstill.engine.memory import free_memory
 from fedstill.engine.plan import Plan, sweep_plan
 from fedstill.engine.stack import Stack, View, allocate_weights, layout_of
 from fedstill.engine.step import Program
 
+PLANNED = ("index", "weight", "bits", "seeds", "lr")  # the inputs that have a row for each step
+
 
 @dataclass
 class Inputs:
-    """The plan and the per-client facts of a group, on the device; first dimension S or C."""
+    """The plan and the facts of the clients of a group, on the device: (S, C, ...) down to `facts`, then (C, ...)."""
 
     index: Tensor
     weight: Tensor
     bits: Tensor
     seeds: Tensor
     lr: Tensor
+    facts: Tensor  # (4, C): size, steps, travel, lr of the first step
     state: Tree
     label_counts: Tensor  # (C, K)
-    facts: Tensor  # (4, C): size, steps, travel, lr of the first step
     optimizer: Tree = field(default_factory=dict)  # (C, ...) what each client's remembers; empty: they are fresh
 
 
@@ -40,39 +43,21 @@ def make_inputs(
     plan: Plan, state: Tree, label_counts: Tensor, sizes: np.ndarray, dtype: torch.dtype, optimizer: Tree | None = None
 ) -> Inputs:
     """Move a plan (columns already in the group's order) to the device of `label_counts`."""
-    device = label_counts.device
-
-    def move(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
     first_lr = plan.lr[0] if len(plan.lr) else np.zeros(len(plan.steps))
     facts = np.stack([sizes, plan.steps, plan.travel, first_lr]).astype(np.float64)
-    return Inputs(
-        move(plan.index),
-        move(plan.weight).to(dtype),
-        move(plan.bits),
-        move(plan.seeds),
-        move(plan.lr).to(dtype),
-        state,
-        label_counts,
-        move(facts).to(dtype),
-        optimizer or {},
+    index, weight, bits, seeds, lr, moved = (
+        torch.from_numpy(np.ascontiguousarray(array)).to(label_counts.device)
+        for array in (plan.index, plan.weight, plan.bits, plan.seeds, plan.lr, facts)
     )
+    weight, lr, moved = weight.to(dtype), lr.to(dtype), moved.to(dtype)
+    return Inputs(index, weight, bits, seeds, lr, moved, state, label_counts, optimizer or {})
 
 
 def columns_of(inputs: Inputs, piece: slice | Tensor) -> Inputs:
     """The inputs of some clients (as views, for a slice)."""
-    return Inputs(
-        inputs.index[:, piece],
-        inputs.weight[:, piece],
-        inputs.bits[:, piece],
-        inputs.seeds[:, piece],
-        inputs.lr[:, piece],
-        tree_map(lambda leaf: leaf[piece], inputs.state),
-        inputs.label_counts[piece],
-        inputs.facts[:, piece],
-        tree_map(lambda leaf: leaf[piece], inputs.optimizer),
-    )
+    columns = {name: getattr(inputs, name)[:, piece] for name in (*PLANNED, "facts")}
+    own = {name: rows_of(getattr(inputs, name), piece) for name in ("state", "label_counts", "optimizer")}
+    return Inputs(**columns, **own)
 
 
 def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Local:
@@ -83,23 +68,10 @@ def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Lo
     return Local({}, {}, program.start, program.received, state, {}, counts, size, steps, travel, lr, seed[:width])
 
 
-def some_clients(local: Local, piece: slice) -> Local:
-    """A stacked Local of some clients, as views."""
-    cut = {name: getattr(local, name)[piece] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
-    trees = {name: tree_map(lambda leaf: leaf[piece], getattr(local, name)) for name in ("params", "buffers", "state")}
-    return local._replace(**trees, **cut)
-
-
-def one_client(local: Local) -> Local:
-    """Drop the client dimension of a stacked Local of width one."""
-    alone = {name: getattr(local, name)[0] for name in ("label_counts", "size", "steps", "travel", "lr", "seed")}
-    trees = {name: tree_map(lambda leaf: leaf[0], getattr(local, name)) for name in ("params", "buffers", "state")}
-    return local._replace(**trees, **alone)
-
-
-def client_at(local: Local, position: int) -> Local:
-    """One client of a stacked Local."""
-    return one_client(some_clients(local, slice(position, position + 1)))
+def of_clients(local: Local, piece: slice | int) -> Local:
+    """The part of a stacked Local that is some clients' own, as views; an int drops the client dimension."""
+    names = ("params", "buffers", "state", "label_counts", "size", "steps", "travel", "lr", "seed")
+    return local._replace(**{name: rows_of(getattr(local, name), piece) for name in names})
 
 
 def map_clients(function: Callable[..., Any], local: Local, *stacked: Any) -> Any:
@@ -161,7 +133,7 @@ class Group:
         if self.stacked:
             losses, buffers = self.stacked_loss(view, local, index, weight, bits, full)
         else:
-            losses, buffers = self._single_loss(view, one_client(local), index[0], weight[0], bits[0], full)
+            losses, buffers = self._single_loss(view, of_clients(local, 0), index[0], weight[0], bits[0], full)
         gradients = torch.autograd.grad(losses.sum(), view.leaves, materialize_grads=True)
         with torch.no_grad():
             if isinstance(step, Tensor):  # a captured view may still hold clients that have finished
@@ -174,8 +146,7 @@ class Group:
     def stacked_loss(
         self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
     ) -> tuple[Tensor, Params]:
-        program = self.program
-        x, y = program.batch(index, bits)
+        program, (x, y) = self.program, self.program.batch(index, bits)
 
         def loss(part: Local, params: Params, buffers: Params, batch: Batch) -> tuple[Tensor, Params]:
             return program.client_loss(params, buffers, batch, part, full)
@@ -187,19 +158,18 @@ class Group:
     def _single_loss(
         self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
     ) -> tuple[Tensor, Params]:
-        program = self.program
-        x, y = program.batch(index, bits)
+        program, (x, y) = self.program, self.program.batch(index, bits)
         if x.ndim == 4 and any(p.is_contiguous(memory_format=torch.channels_last) for p in view.leaves if p.ndim == 4):
             x = x.contiguous(memory_format=torch.channels_last)
         local = local._replace(frozen=program.cached(index))
         try:
-            found: tuple[Tensor, Params] = program.loss_alone(
+            loss: tuple[Tensor, Params] = program.loss_alone(
                 view.params, view.buffers, Batch(x, y, weight), local, full
             )
         except UndeclaredInput as error:
             tell_mistake(error)
             raise
-        return found
+        return loss
 
 
 def row_at(tensor: Tensor, step: int | Tensor) -> Tensor:
@@ -219,13 +189,13 @@ def finish_clients(
     for at in range(0, len(sizes), chunk or 1):
         piece = slice(at, at + (chunk or 1))
         theirs = rows[first[at] : first[at] + sizes[piece].sum()]
-        part = some_clients(local, piece)
         if chunk is None:
-            alone = one_client(part)
+            alone = of_clients(local, at)
             measured = _measure_alone(program, alone, theirs)
             with torch.no_grad():
                 pairs.append(tree_map(lambda leaf: leaf.unsqueeze(0), finish(alone, measured)))
         else:
+            part = of_clients(local, piece)
             measured = _measure_stacked(program, part, theirs, sizes[piece])
             with torch.no_grad():
                 pairs.append(map_clients(finish, part, measured))
@@ -248,13 +218,9 @@ def _measure_stacked(program: Program, local: Local, rows: np.ndarray, sizes: np
             lambda part, batch: measure(program.model, batch, part), local, Batch(x, y, weight[step])
         )
         share = weight[step].sum(1) / local.size.clamp_min(1)
-        looked = tree_map(lambda leaf, s=share: leaf * _as(s, leaf), looked)
+        looked = tree_map(lambda leaf, s=share: leaf * s.reshape(-1, *[1] * (leaf.ndim - 1)), looked)
         total = looked if total is None else tree_map(torch.add, total, looked)
     return total if total is not None else {}
-
-
-def _as(share: Tensor, leaf: Tensor) -> Tensor:
-    return share.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
 def _measure_alone(program: Program, local: Local, rows: np.ndarray) -> Tree:

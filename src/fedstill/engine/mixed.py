@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,7 +16,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import LocalWork, Trained
 from fedstill.core.tree import rows as rows_of
 from fedstill.core.tree import tree_map
-from fedstill.core.types import Groups, Model, Output, Params, Seed, Tree, Weights
+from fedstill.core.types import Groups, Model, Output, Params, Tree, Weights
 from fedstill.engine.engine import Engine
 
 
@@ -51,17 +51,13 @@ class MixedEngine:
                 replace(work, start=start, received=received), ids[here.numpy()], rows_of(own, here.to(self.device))
             )
             sent[prototype] = trained.uploads
-            after[prototype] = tree_map(_written(here.to(self.device)), own, trained.states) if own else {}
+            after[prototype] = tree_map(partial(_written, here.to(self.device)), own, trained.states) if own else {}
         return Trained(merge_uploads(sent, work.start, places), after)
 
-    def outputs(
-        self, weights: Weights, x: Tensor, stacked: bool = False, *,
-        features: bool = True, batch: int | None = None, seed: Seed = 0, rows: Tensor | None = None, keep: bool = True,
-    ) -> Output:  # fmt: skip
-        """Of the reported model; weights that lack it, or some of the ensemble, answer with what they hold."""
+    def outputs(self, weights: Weights, x: Tensor, stacked: bool = False, **how: Any) -> Output:
+        """Outputs of the reported model; weights that lack it, or some of the ensemble, answer with what they hold."""
         present = [prototype for prototype in self.engines if only(weights, prototype).params]
         asked = [self.groups.report] if self.groups.report in present else present
-        how: dict[str, Any] = {"features": features, "batch": batch, "seed": seed, "rows": rows, "keep": keep}
         said = {
             prototype: self.engines[prototype].outputs(part_of(weights, prototype), x, stacked, **how)
             for prototype in asked
@@ -90,8 +86,5 @@ class MixedEngine:
     proceed = take_turns = fit
 
 
-def _written(here: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    def written(before: Tensor, now: Tensor) -> Tensor:
-        return now if len(here) == len(before) else torch.index_copy(before, 0, here, now)
-
-    return written
+def _written(here: Tensor, before: Tensor, now: Tensor) -> Tensor:
+    return now if len(here) == len(before) else torch.index_copy(before, 0, here, now)

@@ -8,7 +8,7 @@ narrower view and their rows stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from fedstill.core.tree import clone, rows, tree_map, zeros_like
-from fedstill.core.tree import rows as select
 from fedstill.core.types import Params, Training, Tree, Weights
-from fedstill.engine import stack as optim
 
+Leaves = list[Tensor]  # one for each parameter
 Layout = dict[str, tuple[int, ...]]  # a parameter's dimensions from slowest to fastest in memory
 
 
@@ -118,10 +117,11 @@ class View:
             for leaf, g in zip(self.leaves, gradients, strict=True)
         ]
         if training.clip is not None:
-            matched = optim.clip(matched, training.clip, stacked=self.stacked)
-        by_row = isinstance(rate, Tensor) and rate.ndim == 1
-        update = optim.step_by_row if by_row else optim.step
-        update(training, self.leaves, matched, self.moments, self.stack.count, rate)  # type: ignore[arg-type]
+            matched = clip(matched, training.clip, stacked=self.stacked)
+        if isinstance(rate, Tensor) and rate.ndim == 1:
+            step_by_row(training, self.leaves, matched, self.moments, self.stack.count, rate)
+        else:
+            step(training, self.leaves, matched, self.moments, self.stack.count, rate)
 
 
 class Finished(NamedTuple):
@@ -170,7 +170,7 @@ class Results:
             return finished
         places = torch.empty(len(order), dtype=torch.int64)
         places[torch.tensor(order)] = torch.arange(len(order))
-        return select(finished, places.to(self.loss.device))
+        return rows(finished, places.to(self.loss.device))
 
 
 def moment_names(training: Training) -> tuple[str, ...]:
@@ -187,34 +187,29 @@ def first_memory(training: Training, params: Params) -> Tree:
 
 
 def step(
-    training: Training, params: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]],
-    count: Tensor, rate: float | Tensor,
-) -> None:  # fmt: skip
+    training: Training, params: Leaves, gradients: Leaves, moments: list[Leaves], count: Tensor, rate: float | Tensor
+) -> None:
     """One step in place. `count` is Adam's step number before this step; `rate` a number or a device scalar.
 
     A zero momentum buffer makes torch's special first step (buffer = gradient) the ordinary one.
     """
-    decay = training.weight_decay
+    shared: dict[str, Any] = {"fused": True, "foreach": False, "maximize": False}
+    shared |= {"lr": rate, "weight_decay": training.weight_decay}
     if training.optimizer == "sgd":
-        buffers = moments[0] if moments else [None] * len(params)
-        sgd(
-            params, gradients, buffers, fused=True, foreach=False, weight_decay=decay,  # type: ignore[arg-type]
-            momentum=training.momentum, lr=rate, dampening=0.0, nesterov=training.nesterov, maximize=False,  # type: ignore[arg-type]
-        )  # fmt: skip
+        buffers: list[Any] = moments[0] if moments else [None] * len(params)
+        momentum, nesterov = training.momentum, training.nesterov
+        sgd(params, gradients, buffers, momentum=momentum, dampening=0.0, nesterov=nesterov, **shared)
         return
     function = {"adam": adam, "adamw": adamw}[training.optimizer]
     counts = list(count.repeat(len(params)).unbind())  # the fused kernel advances one count a parameter
-    function(
-        params, gradients, moments[0], moments[1], [], counts, fused=True, foreach=False, amsgrad=False,
-        beta1=0.9, beta2=0.999, lr=rate, weight_decay=decay, eps=1e-8, maximize=False,
-    )  # fmt: skip
+    shared |= {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False}
+    function(params, gradients, moments[0], moments[1], [], counts, **shared)
     count.add_(1)
 
 
 def step_by_row(
-    training: Training, params: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]],
-    count: Tensor, rates: Tensor,
-) -> None:  # fmt: skip
+    training: Training, params: Leaves, gradients: Leaves, moments: list[Leaves], count: Tensor, rates: Tensor
+) -> None:
     """A rate for each client (C,): every update here is linear in the rate, so w + lr_k (w(lr = 1) - w)."""
     before = [param.clone() for param in params]
     step(training, params, gradients, moments, count, 1.0)
@@ -222,7 +217,7 @@ def step_by_row(
         param.copy_(torch.lerp(old, param, rates.to(param.dtype).reshape(-1, *[1] * (param.ndim - 1))))
 
 
-def clip(gradients: list[Tensor], bound: float, *, stacked: bool) -> list[Tensor]:
+def clip(gradients: Leaves, bound: float, *, stacked: bool) -> Leaves:
     """torch.nn.utils.clip_grad_norm_, client by client."""
     if stacked:
         squares = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)

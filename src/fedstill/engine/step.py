@@ -75,12 +75,18 @@ class Program:
     """
 
     def __init__(
-        self, model: Model, objective: Objective, training: Training, feed: Feed, *, static: bool, precision: str,
+        self,
+        model: Model,
+        objective: Objective,
+        training: Training,
+        feed: Feed,
+        *,
+        static: bool,
+        precision: str,
         compiled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.objective, self.training, self.feed = model, objective, training, feed
-        self.static, self.precision = static, precision
-        self.compiled = compiled
+        self.static, self.precision, self.compiled = static, precision, compiled
         # whether a loss was tried on undeclared inputs that object to being read: once is enough, and a trace cannot
         self.tried = compiled
         # `client_loss` of a model that trains alone, the server's or a client's

@@ -46,9 +46,15 @@ class Turns:
     """
 
     def __init__(
-        self, players: Mapping[str, Player], start: Mapping[str, Weights], each: Each, *,
-        layouts: Mapping[str, Layout], autocast: Callable[[], AbstractContextManager[Any]], graphs: bool,
-    ) -> None:  # fmt: skip
+        self,
+        players: Mapping[str, Player],
+        start: Mapping[str, Weights],
+        each: Each,
+        *,
+        layouts: Mapping[str, Layout],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        graphs: bool,
+    ) -> None:
         self.players, self.each, self.autocast, self.graphs = dict(players), each, autocast, graphs
         self.stacks = {
             name: Stack(allocate_weights(start[name], 1, layouts[name]), 1, player.training)
@@ -64,9 +70,14 @@ class Turns:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(
-        self, players: Mapping[str, Player], start: Mapping[str, Weights], drawn: Tree, given: Tree, seed: Seed,
+        self,
+        players: Mapping[str, Player],
+        start: Mapping[str, Weights],
+        drawn: Tree,
+        given: Tree,
+        seed: Seed,
         optimizers: Mapping[str, Tree],
-    ) -> dict[str, Fitted]:  # fmt: skip
+    ) -> dict[str, Fitted]:
         """players: the same as before but for their rates."""
         exchanges = exchanges_of(drawn)
         self.players = dict(players)

@@ -205,9 +205,15 @@ def means_all(layer: nn.Module) -> bool:
 
 
 def batch_norm(
-    x: Tensor, running: tuple[Tensor, Tensor], weight: Tensor | None, bias: Tensor | None, *,
-    training: bool, momentum: float, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    running: tuple[Tensor, Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(output, running mean, running variance) of images under vmap; in train mode the latter two are new."""
 
     def rule(

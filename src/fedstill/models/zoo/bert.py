@@ -56,9 +56,17 @@ class TextEncoder(nn.Module):
     """
 
     def __init__(
-        self, *, vocabulary: int, positions: int, layers: int, hidden: int, heads: int, inner: int, dropout: float,
+        self,
+        *,
+        vocabulary: int,
+        positions: int,
+        layers: int,
+        hidden: int,
+        heads: int,
+        inner: int,
+        dropout: float,
         pool: Pool = "first",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, hidden)
         self.positions = nn.Embedding(positions, hidden)
