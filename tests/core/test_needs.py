@@ -7,7 +7,7 @@ import torch
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.needs import CURES, check_needs, check_phases, needs_of, unmet_needs
-from fedstill.core.types import Dataset, Federation, Method, Model, Need, Objective, Phase, ServerStep, Training
+from fedstill.core.types import Dataset, Federation, Method, Model, Need, Objective, Phase, ServerStep, Training, Traits
 
 CAN_BE_UNMET = {Need.UNLABELED, Need.VALIDATION, Need.FEATURES, Need.HEAD, Need.TOKENS, Need.PLAIN_SGD}
 
@@ -23,7 +23,7 @@ def setting(*, rich: bool) -> dict:
     part = (lambda params, x: x) if rich else None
     validation = (torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)) if rich else None
     return {
-        "model": Model("m", init=None, apply=None, head=part, has_features=rich, tokens=part),
+        "model": Model("m", init=None, apply=None, head=part, traits=Traits(features=rich), tokens=part),
         "federation": Federation(data, data, torch.arange(2), torch.tensor([0, 2]), unlabeled, validation=validation),
         "training": Training(optimizer="sgd" if rich else "adam"),
     }
@@ -36,7 +36,7 @@ def test_the_needs_of_a_method_are_those_of_all_its_parts():
 
 def test_one_line_names_every_unmet_need_with_its_cure():
     with pytest.raises(FedstillError) as told:
-        check_needs(method(*Need), **setting(rich=False), method="fedsomething")
+        check_needs(method(*Need), **setting(rich=False), label="fedsomething")
     message = str(told.value)
     assert message.startswith("fedsomething needs ")
     assert "\n" not in message

@@ -9,13 +9,13 @@ import torch
 from engine_cases import engine_for, federation, network, paper_cnn, train
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Training
+from fedstill.core.types import Training, Traits
 from fedstill.engine import ENGINES, PRECISIONS, _stacked, build_engine, choose_device
 from fedstill.models import build_model
 
 
 def unbatchable():
-    return dataclasses.replace(network("mlp"), name="odd", unbatchable="layer 3 keeps its own counter")
+    return dataclasses.replace(network("mlp"), name="odd", traits=Traits(unbatchable="layer 3 keeps its own counter"))
 
 
 @pytest.mark.parametrize(("net", "chosen"), [("mlp", "batched"), ("norm", "batched"), ("cnn", "looped")])
@@ -28,7 +28,8 @@ def test_on_a_gpu_convolutions_are_batched_where_all_of_them_are_faster_so(name,
     model = build_model(name, input_shape=(3, 32, 32), classes=4)
     assert _stacked("auto", torch.device("cuda"), model) is chosen
     assert not _stacked("auto", torch.device("cpu"), model)
-    assert not _stacked("auto", torch.device("cuda"), dataclasses.replace(model, unbatchable="it keeps a counter"))
+    stubborn = dataclasses.replace(model, traits=model.traits._replace(unbatchable="it keeps a counter"))
+    assert not _stacked("auto", torch.device("cuda"), stubborn)
 
 
 def test_a_model_that_vmap_cannot_run_is_looped_and_refused_by_the_batched_engine():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstill.core.tree import rows, stack, tree_map
-from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Weights
+from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Traits, Weights
 from fedstill.local import curvature
 from fedstill.models import build_model
 
@@ -109,7 +109,7 @@ def test_a_model_that_vmap_cannot_run_is_measured_sample_by_sample():
         float(x.sum())  # impossible under vmap
         return Output(x.new_zeros((1, 1)), x.new_zeros((1, 1))), {}
 
-    model = Model("stubborn", scalar_model().init, apply, unbatchable="it calls float()")
+    model = Model("stubborn", scalar_model().init, apply, traits=Traits(unbatchable="it calls float()"))
     assert measured("per_sample", slopes_of(1.0, 3.0), model) == pytest.approx(5.0)
 
 

@@ -224,7 +224,7 @@ class Views(nn.Module):
 @pytest.mark.parametrize("module", [AsksForItself(), Views(1), Views(3)], ids=["asks", "views", "does not fold"])
 def test_a_module_that_cannot_read_a_folded_image_runs_for_many_clients_without(module):
     model = from_module(module, input_shape=(3, 6, 6), classes=4)
-    assert model.unbatchable is None
+    assert model.traits.unbatchable is None
     weights, x = stack([weights_of(module)] * CLIENTS), draw(CLIENTS, ROWS, 3, 6, 6).float()
     for training in (True, False):
 

@@ -250,7 +250,7 @@ def test_many_generators_at_once_equal_one_after_the_other_and_return_new_statis
 
 @pytest.mark.parametrize(("name", "shape", "inputs"), QUICK)
 def test_vmap_can_train_each_generator(name, shape, inputs):
-    assert built(name, shape, inputs).unbatchable is None
+    assert built(name, shape, inputs).traits.unbatchable is None
     with torch_stream(0):
         module = GENERATORS[name](Wanted(name, shape, 3, 4, inputs))
     assert why_unbatchable(module, asked(3).float()) is None

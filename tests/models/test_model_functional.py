@@ -75,11 +75,10 @@ class Single(LogitsOnly):
 @pytest.mark.parametrize("kind", [LogitsOnly, Pair, Single])
 def test_features_are_what_the_last_linear_layer_reads(kind):
     model = from_module(kind, input_shape=(6,), classes=3)
-    assert model.has_features
-    assert model.batch_statistics
-    assert model.dropout
-    assert not model.convolutional
-    assert model.unbatchable is None
+    assert model.traits.features
+    assert model.traits.batch_statistics
+    assert not model.traits.convolutional
+    assert model.traits.unbatchable is None
     weights, x = model.init(0), draw(4, 6)
     output, _ = model.apply(weights, x)
     module = kind()
@@ -103,7 +102,7 @@ def test_captured_features_are_each_clients_own_under_vmap():
 def test_without_a_last_linear_layer_the_features_are_the_logits():
     model = from_module(nn.Sequential(nn.Linear(6, 3), nn.Softplus()), input_shape=(6,))
     output, _ = model.apply(model.init(0), draw(4, 6))
-    assert not model.has_features
+    assert not model.traits.features
     assert model.head is None
     assert torch.equal(output.features, output.logits)
 
@@ -124,7 +123,7 @@ def test_a_head_of_several_layers_is_found_by_its_name_and_runs_without_dropout(
     output, _ = model.apply(weights, draw(2, 1, 4, 4))
     assert output.features.shape == (2, 16)
     assert torch.allclose(model.head(weights.params, output.features), output.logits, atol=1e-6)
-    assert model.convolutional
+    assert model.traits.convolutional
 
 
 def test_a_last_layer_that_does_not_read_the_features_is_no_head():
@@ -230,7 +229,7 @@ def test_parametrised_layers_work():
     g, v = weights.params["parametrizations.weight.original0"], weights.params["parametrizations.weight.original1"]
     expected = x @ (g * v / v.norm(dim=1, keepdim=True)).T + weights.params["bias"]
     assert torch.allclose(model.apply(weights, x)[0].logits, expected, atol=1e-6)
-    assert model.unbatchable is None
+    assert model.traits.unbatchable is None
 
 
 def test_an_error_in_a_call_leaves_the_model_usable():

@@ -71,12 +71,11 @@ def test_training_moves_the_statistics_of_the_prototype_that_has_some():
 
 def test_it_is_what_any_of_its_prototypes_is():
     model = mixed_model(NETS, 4)
-    assert model.convolutional
-    assert model.batch_statistics
-    assert model.has_features
-    assert not model.dropout
+    assert model.traits.convolutional
+    assert model.traits.batch_statistics
+    assert model.traits.features
     assert model.head is None
-    assert model.unbatchable is None
+    assert model.traits.unbatchable is None
 
 
 def test_users_own_modules_and_members_chosen_by_hand():

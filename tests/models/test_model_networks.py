@@ -119,8 +119,8 @@ def test_parameter_count_and_shapes_are_those_of_the_paper(name, shape, classes,
     assert output.logits.shape == (2, classes)
     assert output.features.shape == (2, features)
     assert buffers.keys() == weights.buffers.keys()
-    assert model.has_features
-    assert model.unbatchable is None
+    assert model.traits.features
+    assert model.traits.unbatchable is None
     assert model.head is not None
     assert torch.allclose(model.head(weights.params, output.features), output.logits, atol=1e-5)
 
@@ -135,7 +135,7 @@ def test_the_choice_of_norm_changes_the_count_by_the_channels_it_norms(name):
     assert size(none) == size(batch) - 2 * channels + own_biases
     assert sum(leaf.numel() for leaf in batch.buffers.values() if leaf.dim()) == 2 * channels
     assert not group.buffers
-    assert [model.batch_statistics for model in models] == [True, False, False]
+    assert [model.traits.batch_statistics for model in models] == [True, False, False]
 
 
 def test_resnet18_has_the_buffer_entries_of_the_released_code():
@@ -144,12 +144,8 @@ def test_resnet18_has_the_buffer_entries_of_the_released_code():
 
 
 def test_flags_say_what_a_network_is_made_of():
-    assert not small("mlp").convolutional
-    assert all(small(name).convolutional for name in IMAGE_NETS if name != "mlp")
-    assert small("vgg8").dropout
-    assert not small("vgg8", dropout=0.0).dropout
-    assert not small("resnet8").dropout
-    assert not small("vgg11").dropout
+    assert not small("mlp").traits.convolutional
+    assert all(small(name).traits.convolutional for name in IMAGE_NETS if name != "mlp")
 
 
 def cohort(model: Model, shape: tuple[int, ...]) -> tuple[Weights, Tensor, Tensor, Tensor]:

@@ -107,8 +107,8 @@ class Own(nn.Module):
 
 def test_a_users_lstm_runs_for_many_clients_and_gives_what_the_module_gives():
     model = from_module(Own, input_shape=(5,), classes=9, input_dtype=torch.int64)
-    assert model.unbatchable is None
-    assert model.has_features
+    assert model.traits.unbatchable is None
+    assert model.traits.features
     weights = model.init(0)
     module = Own()
     module.load_state_dict(weights.params)
@@ -146,7 +146,7 @@ def test_char_lstm_has_the_parameters_of_the_paper(classes, options, parameters,
     assert output.features.shape == (2, features)
     assert model.head is not None
     assert torch.allclose(model.head(weights.params, output.features), output.logits, atol=1e-6)
-    assert not any((model.convolutional, model.dropout, model.batch_statistics))
+    assert not any((model.traits.convolutional, model.traits.batch_statistics))
 
 
 def small(**options: object):

@@ -49,7 +49,7 @@ def test_it_has_the_parameters_of_tinybert(options, body):
     assert buffers == {}
     assert model.head is not None
     torch.testing.assert_close(model.head(weights.params, output.features), output.logits)
-    assert not any((model.convolutional, model.batch_statistics, model.dropout))
+    assert not any((model.traits.convolutional, model.traits.batch_statistics))
 
 
 def torchs_layer(params: dict[str, Tensor], at: str) -> nn.TransformerEncoderLayer:
@@ -227,7 +227,6 @@ def test_many_clients_at_once_equal_one_after_the_other_whatever_the_padding_row
 def test_dropout_is_a_function_of_the_seed_and_sleeps_outside_training():
     model, plain = small(dropout=0.3), small()
     weights = lively(model.init(0))
-    assert model.dropout
     first, again, other = (
         model.apply(weights, TEXTS, training=True, seed=torch.tensor(seed))[0].features for seed in (1, 1, 2)
     )

@@ -82,7 +82,7 @@ def test_the_message_names_the_layer_the_reason_and_the_cure(case):
     assert cure in told
     assert "engine.name = 'looped'" in told
     assert "\n" not in told
-    assert from_module(module, input_shape=(4,)).unbatchable == told
+    assert from_module(module, input_shape=(4,)).traits.unbatchable == told
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_recurrent_layer_that_is_not_replaced_is_unbatchable_and_says_which_it
             return self.out(self.reader(x.unsqueeze(-1))[0][:, -1])
 
     model = from_module(Text, input_shape=(5,))
-    assert "layer reader (GRU) uses aten::gru" in model.unbatchable
+    assert "layer reader (GRU) uses aten::gru" in model.traits.unbatchable
     weights = model.init(0)
     module = Text()
     module.load_state_dict(weights.params)

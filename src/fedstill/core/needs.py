@@ -30,7 +30,7 @@ def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, 
     met = {
         Need.UNLABELED: federation.unlabeled is not None and len(federation.unlabeled) > 0,
         Need.VALIDATION: federation.validation is not None and len(federation.validation[1]) > 0,
-        Need.FEATURES: all(one.has_features for one in models),
+        Need.FEATURES: all(one.traits.features for one in models),
         Need.HEAD: all(one.head is not None for one in models),
         Need.TOKENS: all(one.tokens is not None for one in models),
         Need.PLAIN_SGD: training.optimizer == "sgd" and not (training.keep_optimizer and training.momentum),

@@ -166,6 +166,16 @@ class ReadTokens(Protocol):
     ) -> Tensor: ...
 
 
+class Traits(NamedTuple):
+    """What an engine or a method must know of a network before it runs it."""
+
+    features: bool = True  # it returns them
+    convolutional: bool = False
+    stacks_on_gpu: bool = False  # its convolutions are faster for many clients at once there: models/stacked
+    batch_statistics: bool = False  # BatchNorm that uses the batch in training
+    unbatchable: str | None = None  # why vmap cannot run it, in one sentence
+
+
 @dataclass(frozen=True)
 class Model:
     """A stateless view of an nn.Module."""
@@ -175,12 +185,7 @@ class Model:
     apply: Apply
     head: Callable[[Params, Tensor], Tensor] | None = None  # features -> logits
     head_names: tuple[str, ...] = ()  # its parameters, where no other layer shares them: what part = "head" trains
-    has_features: bool = True
-    convolutional: bool = False
-    stacks_on_gpu: bool = False  # its convolutions are faster for many clients at once there (models/*_conv.py)
-    batch_statistics: bool = False  # BatchNorm that uses the batch in training
-    dropout: bool = False
-    unbatchable: str | None = None  # why vmap cannot run it, in one sentence
+    traits: Traits = field(default_factory=Traits)
     groups: Groups | None = None  # it stands for several architectures: see core/groups.py
     tokens: ReadTokens | None = None  # of a network that reads text
     input_shape: tuple[int, ...] = ()  # of one sample

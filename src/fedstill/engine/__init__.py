@@ -75,13 +75,13 @@ def _stacked(name: str, device: torch.device, model: Model) -> bool:
 
     Measured: see docs/performance.md.
     """
-    if name == "batched" and model.unbatchable is not None:
-        raise FedstillError(f"engine.name: 'batched' cannot run {model.name}: {model.unbatchable}")
+    if name == "batched" and model.traits.unbatchable is not None:
+        raise FedstillError(f"engine.name: 'batched' cannot run {model.name}: {model.traits.unbatchable}")
     if name in ("batched", "looped"):
         return name == "batched"
-    if not model.convolutional:
-        return model.unbatchable is None
-    return device.type == "cuda" and model.stacks_on_gpu and model.unbatchable is None
+    if not model.traits.convolutional:
+        return model.traits.unbatchable is None
+    return device.type == "cuda" and model.traits.stacks_on_gpu and model.traits.unbatchable is None
 
 
 def build_engine(

@@ -69,7 +69,7 @@ class CapturedGroup:
             yield
 
     def graph(self, width: int, full: bool, shared_rate: bool) -> torch.cuda.CUDAGraph:
-        key = (width, full or not self.group.program.model.batch_statistics, shared_rate)
+        key = (width, full or not self.group.program.model.traits.batch_statistics, shared_rate)
         if key not in self.graphs:
             self.graphs[key] = self._capture(*key)
         return self.graphs[key]

@@ -200,7 +200,7 @@ class Engine:
                 said = forward_training(self.model, weights, feed, batch, seed, rows, **how)
             elif stacked:
                 samples = len(x) if rows is None else len(rows)
-                loop = self.model.unbatchable is not None or self._in_turn(weights, samples)
+                loop = self.model.traits.unbatchable is not None or self._in_turn(weights, samples)
                 said = forward_many(self.model, weights, feed, rows, loop=loop, features=features)
             else:
                 said = forward(self.model, weights, feed, rows, features=features)
@@ -216,9 +216,9 @@ class Engine:
         """
         if self.device.type != "cpu":
             full = samples >= ROWS_AT_ONCE.get(self.device.type, ROWS_AT_ONCE["cuda"])
-            return full or (self.model.convolutional and not self.stacked)
+            return full or (self.model.traits.convolutional and not self.stacked)
         weight = sum(leaf[0].numel() for leaf in teachers.params.values())
-        return self.model.convolutional or samples > ROWS_AT_ONCE["cpu"] or weight > SMALL_NET
+        return self.model.traits.convolutional or samples > ROWS_AT_ONCE["cpu"] or weight > SMALL_NET
 
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
         with precision_mode(self.precision):
@@ -251,7 +251,7 @@ class Engine:
 
     def _each(self, weights: Weights, x: Tensor) -> Output:
         """What several models say about the same inputs, (T, B, ...), with the gradient to the inputs."""
-        if self.model.unbatchable is None and not self._in_turn(weights, len(x)):
+        if self.model.traits.unbatchable is None and not self._in_turn(weights, len(x)):
             return torch.func.vmap(lambda one: self.model.apply(one, x, training=False)[0])(weights)
         count = len(next(iter(weights.params.values())))
         said = [self.model.apply(row_of(weights, i), x, training=False)[0] for i in range(count)]
@@ -296,7 +296,7 @@ class Engine:
         # A client's own teacher takes a call a client here: more than its share of a dense cohort's steps
         # (MOON, 1000 clients of a 64-64-10 MLP: 538 ms a round instead of 443; the CNN: 2.4 s instead of 3.0).
         # A row has one place in the cache, so it must have one owner.
-        single = program.feed is not self.feed or (self.model.convolutional and self.rows_have_one_owner)
+        single = program.feed is not self.feed or (self.model.traits.convolutional and self.rows_have_one_owner)
         own = [name for name in names if name not in alike] if single else []
         program.cache = {name: kept for name, kept in program.cache.items() if name in (*alike, *own)}
         places = torch.from_numpy(rows).to(self.device)

@@ -28,14 +28,14 @@ def forward(model: Model, weights: Weights, feed: Feed, rows: Tensor | None = No
     """Outputs in eval mode for some rows of a feed (all by default), in pieces that fit."""
     count = len(feed.x) if rows is None else len(rows)
     size = ROWS_AT_ONCE.get(feed.device.type, 512)
-    if model.convolutional:
+    if model.traits.convolutional:
         size = min(size, IMAGES_AT_ONCE) if feed.device.type == "cpu" else size
         weights = Weights({name: _channels_last(p) for name, p in weights.params.items()}, weights.buffers)
     parts = []
     for at in range(0, count, size):
         piece = slice(at, min(at + size, count))
         x = feed.inputs(piece if rows is None else rows[piece])
-        output = model.apply(weights, _channels_last(x) if model.convolutional else x, training=False)[0]
+        output = model.apply(weights, _channels_last(x) if model.traits.convolutional else x, training=False)[0]
         parts.append(output if features else _without_features(output))
     if not parts:
         empty = model.apply(weights, feed.inputs(slice(0, 1)), training=False)[0]
@@ -155,7 +155,7 @@ def batch_statistics(model: Model, weights: Weights, feed: Feed, batch: int) -> 
     m batch. A batch that has no variance (one value a channel) says nothing.
     """
     running = [name for name in weights.buffers if name.endswith(("running_mean", "running_var"))]
-    if not running or not model.batch_statistics:
+    if not running or not model.traits.batch_statistics:
         return weights.buffers
 
     def moved(value: float, x: Tensor, key: Tensor) -> Params:

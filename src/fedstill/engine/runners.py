@@ -113,7 +113,9 @@ class Looped:
         return results.ordered(order)
 
     def _new_stack(self) -> Stack:
-        layout = layout_alone(self.program.start.params, self.use_graphs) if self.program.model.convolutional else {}
+        layout = (
+            layout_alone(self.program.start.params, self.use_graphs) if self.program.model.traits.convolutional else {}
+        )
         return Stack(allocate_weights(self.program.moving, 1, layout), 1, self.program.training)
 
     def _run_lanes(self, plan: Plan, inputs: Inputs, results: Results) -> None:

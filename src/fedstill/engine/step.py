@@ -183,7 +183,7 @@ class Program:
                 for name, teacher in self.objective.frozen.items():
                     if name not in frozen:
                         frozen[name] = self.model.apply(teacher(local), batch.x, training=False)[0]
-            weight = None if full or not self.model.batch_statistics else batch.weight
+            weight = None if full or not self.model.traits.batch_statistics else batch.weight
             if self.head_only:
                 return self._head_loss(params, batch, local._replace(frozen=frozen), weight), {}
             output, moved = self.model.apply(

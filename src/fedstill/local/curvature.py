@@ -56,7 +56,7 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
         if fisher == "per_batch":
             return {"fisher": {name: g.square() for name, g in gradient(batch).items()}}
         at_once = _ENTRIES // sum(leaf.numel() for leaf in local.params.values())
-        return {"fisher": _mean_square(gradient, batch, 1 if model.unbatchable else max(1, at_once))}
+        return {"fisher": _mean_square(gradient, batch, 1 if model.traits.unbatchable else max(1, at_once))}
 
     def finish(local: Local, measured: Tree) -> tuple[Tree, Tree]:
         own: Params = measured["fisher"]

@@ -244,7 +244,7 @@ def _instead_of_counts(task: Task) -> str:
 
 def warn_of_kept_statistics(task: Task) -> None:
     covered = {part for phase in task.phases for release in phase.method.releases for part in release.covers}
-    if task.model.batch_statistics and "buffers" in covered:
+    if task.model.traits.batch_statistics and "buffers" in covered:
         _log.warning("BatchNorm: its statistics never leave the clients, the model keeps those it began with")
 
 

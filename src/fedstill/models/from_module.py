@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from fedstill.core.author_mistakes import why_not_under_vmap
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import clone, leaves, tree_map
-from fedstill.core.types import Apply, Model, Output, Params, ReadTokens, Seed, Weights
+from fedstill.core.types import Apply, Model, Output, Params, ReadTokens, Seed, Traits, Weights
 from fedstill.models.pure_layers import Step
 from fedstill.models.stacked.convolutions import has_stacked_kernels
 from fedstill.models.stacked.folded import all_fold
@@ -52,39 +51,37 @@ def from_module(
     """
     module = _build(source, 0)
     name = name or type(module).__name__
+    given: dict[str, Any] = {"input_shape": input_shape, "classes": classes, "name": name, "check": check}
+    given["input_dtype"] = input_dtype
     x = torch.rand(2, *input_shape, generator=torch_generator(0))
     if not input_dtype.is_floating_point:
         x = x.round().to(input_dtype)  # ids 0 and 1, which every vocabulary has
     seen = _look(module, x, name=name, classes=classes)
     if check:
         check_training(module, x, name=name)
-    fold, unbatchable = _try_many(module, x) if check else (True, None)
-    layers = list(module.modules())
+    unbatchable = why_unbatchable(module, x) if check else None
+    fold = unbatchable is None or not all_fold(module)  # else its convolutions must not leave folded images
+    if not fold:
+        unbatchable = why_unbatchable(module, x, fold=False)
+    layers, (head, head_names) = list(module.modules()), _head(module, seen.head)
     return Model(
         name=name,
         init=_init(source, module),
         apply=_apply(module, seen.reads_features, fold=fold),
-        head=_head(module, seen.head),
-        head_names=_head_names(module, seen.head),
+        head=head,
+        head_names=head_names,
         tokens=_tokens(module),
-        has_features=seen.has_features,
-        convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
-        stacks_on_gpu=has_stacked_kernels(module) or (fold and all_fold(module)),
-        batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
-        dropout=any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in layers),
-        unbatchable=unbatchable,
+        traits=Traits(
+            features=seen.has_features,
+            convolutional=any(isinstance(layer, _ConvNd) for layer in layers),
+            stacks_on_gpu=has_stacked_kernels(module) or (fold and all_fold(module)),
+            batch_statistics=any(isinstance(layer, _BatchNorm) for layer in layers),
+            unbatchable=unbatchable,
+        ),
         input_shape=tuple(input_shape),
         classes=seen.classes,
         feature_size=seen.feature_size,
-        recipe=partial(
-            from_module,
-            source,
-            input_shape=input_shape,
-            classes=classes,
-            name=name,
-            check=check,
-            input_dtype=input_dtype,
-        ),
+        recipe=partial(from_module, source, **given),
     )
 
 
@@ -189,27 +186,20 @@ def _find_head(trial: nn.Module, features: Tensor, logits: Tensor, last: str | N
     return None
 
 
-def _head(module: nn.Module, path: str | None) -> Callable[[Params, Tensor], Tensor] | None:
+def _head(module: nn.Module, path: str | None) -> tuple[Callable[[Params, Tensor], Tensor] | None, tuple[str, ...]]:
+    """(the head, its parameters as they are stored); no names where another layer shares one (a tied embedding)."""
     if path is None:
-        return None
-    prefix = f"{path}." if path else ""
-    skeleton = Skeleton(module.get_submodule(path), training=False, stored=canonical_names(module), prefix=prefix)
+        return None, ()
+    prefix, stored = f"{path}." if path else "", canonical_names(module)
+    skeleton = Skeleton(module.get_submodule(path), training=False, stored=stored, prefix=prefix)
 
     def head(params: Params, features: Tensor) -> Tensor:
         logits: Tensor = skeleton(params, features, Step())[0]
         return logits
 
-    return head
-
-
-def _head_names(module: nn.Module, path: str | None) -> tuple[str, ...]:
-    """The head's parameters as they are stored; none where another layer shares one (a tied embedding)."""
-    if path is None:
-        return ()
-    prefix, stored = f"{path}." if path else "", canonical_names(module)
     own = [name for leaf, name in stored.items() if leaf.startswith(prefix)]
     others = {name for leaf, name in stored.items() if not leaf.startswith(prefix)}
-    return () if others.intersection(own) else tuple(dict.fromkeys(own))
+    return head, () if others.intersection(own) else tuple(dict.fromkeys(own))
 
 
 class _TokenReader(nn.Module):
@@ -247,14 +237,6 @@ def _tokens(module: nn.Module) -> ReadTokens | None:
         return states
 
     return tokens
-
-
-def _try_many(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
-    """(whether its convolutions may leave folded images, why many clients cannot run it at once)."""
-    why = why_unbatchable(module, x)
-    if why is None or not all_fold(module):
-        return True, why
-    return False, why_unbatchable(module, x, fold=False)
 
 
 def _apply(module: nn.Module, reads_features: str | None, *, fold: bool) -> Apply:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedstill.compose.groups import merge, part_of, together
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.types import ENSEMBLE, Groups, Model, Output, Params, Seed, Weights, check_report
+from fedstill.core.types import ENSEMBLE, Groups, Model, Output, Params, Seed, Traits, Weights, check_report
 
 
 def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:
@@ -52,17 +52,19 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
         buffers = {f"{name}/{key}": leaf for name, (_, new) in ran.items() for key, leaf in new.items()}
         return together({name: output for name, (output, _) in ran.items()}, report), buffers
 
+    traits = [model.traits for model in models.values()]
     recipes = {name: model.recipe for name, model in models.items() if model.recipe is not None}
     return Model(
         name=f"mixed({', '.join(models)}), reported: {report}",
         init=init,
         apply=apply,
-        has_features=all(model.has_features for model in models.values()),
-        convolutional=any(model.convolutional for model in models.values()),
-        stacks_on_gpu=all(model.stacks_on_gpu for model in models.values()),
-        batch_statistics=any(model.batch_statistics for model in models.values()),
-        dropout=any(model.dropout for model in models.values()),
-        unbatchable=next((model.unbatchable for model in models.values() if model.unbatchable), None),
+        traits=Traits(
+            features=all(each.features for each in traits),
+            convolutional=any(each.convolutional for each in traits),
+            stacks_on_gpu=all(each.stacks_on_gpu for each in traits),
+            batch_statistics=any(each.batch_statistics for each in traits),
+            unbatchable=next((each.unbatchable for each in traits if each.unbatchable), None),
+        ),
         groups=groups,
         recipe=partial(_mixed_again, recipes, groups.member, report) if len(recipes) == len(models) else None,
     )

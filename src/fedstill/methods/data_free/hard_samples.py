@@ -316,7 +316,7 @@ def fresh_statistics(model: Model, weights: Weights, x: Tensor, seed: Seed) -> P
     """
     key = torch.tensor(to_signed(seed_for(seed, "statistics")), device=x.device)
     running = [name for name in weights.buffers if name.endswith(("running_mean", "running_var"))]
-    if not running or not model.batch_statistics:
+    if not running or not model.traits.batch_statistics:
         return weights.buffers
 
     uncounted = {n: torch.zeros_like(b) for n, b in weights.buffers.items() if n.endswith("num_batches_tracked")}

@@ -116,7 +116,7 @@ def projected(model: Model, *, projection: int = 128, hidden: int = 512) -> Mode
     so that BatchNorm sees each on its own, as in the reference code. The projection's BatchNorm always takes the
     batch's statistics: it is used in training only.
     """
-    if not model.has_features or not model.head_names:
+    if not model.traits.features or not model.head_names:
         raise FedstillError(f"simclr cannot pre-train {model.name}: its features are not told from its head")
 
     def init(seed: Seed) -> Weights:
@@ -131,8 +131,8 @@ def projected(model: Model, *, projection: int = 128, hidden: int = 512) -> Mode
         apply=_two_views(model),
         head=None,
         head_names=(),
-        stacks_on_gpu=False,
-        batch_statistics=True,
+        traits=model.traits._replace(stacks_on_gpu=False, batch_statistics=True),
+        recipe=None,
     )
 
 
@@ -165,7 +165,7 @@ def _two_views(model: Model) -> Apply:
         own = Weights({n: p for n, p in weights.params.items() if n not in head}, weights.buffers)
         found: list[Output] = []
         for view in x.chunk(2, dim=1):
-            mask = weight if model.batch_statistics else None
+            mask = weight if model.traits.batch_statistics else None
             output, buffers = model.apply(own, view, training=training, weight=mask, seed=seed)
             found.append(Output(_project(head, output.features, weight), output.features))
             own, seed = own._replace(buffers=buffers), None if seed is None else seed ^ SECOND_VIEW
