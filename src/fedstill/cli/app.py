@@ -172,8 +172,8 @@ def predict(
     ] = None,
     from_: Annotated[
         str,
-        typer.Option("--from", metavar="auto|model|targets", help="Who answers: the model, or the refined targets."),
-    ] = "auto",
+        typer.Option("--from", metavar="model|targets", help="Who answers: the last model, or the server's targets."),
+    ] = "model",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the files (default: RUN).")] = None,
     format_: AsFormat = Format.text,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Where a run reads and where it writes: what one run leaves must not be data of the next."""
+"""The folder of a run: its name, config.toml and env.json, and how a later command reads them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
-from fedstill.data.files import files_of
-from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.load import is_embedded
 from fedstill.experiment.config import Experiment
 from fedstill.methods.lookup import anchored
@@ -101,8 +99,13 @@ def check_same_experiment(experiment: Experiment, folder: Path) -> None:
 
 
 def read_description(folder: Path) -> Experiment:
+    """Return the experiment that a run wrote into its folder."""
     if not (folder / CONFIG_FILE).is_file() or not (folder / CONFIG_FILE).stat().st_size:
         raise FedstillError(f"'{folder}' holds no run (no {CONFIG_FILE}): give the folder that `fedstill run` named")
+    if "algorithm" in toml_io.read_toml(folder / CONFIG_FILE):
+        raise FedstillError(
+            f"'{folder}' was written by an older fedstill (section [algorithm]): run it again with this version"
+        )
     return Experiment.from_toml(folder / CONFIG_FILE)
 
 
@@ -113,51 +116,12 @@ def unlabeled_place(experiment: Experiment) -> str | None:
     return None if own else choice
 
 
-def inside_data(asked: str, folder: Path, what: str, place: str | Path) -> FedstillError:
-    """That what is to be written into a folder would be read as data; `asked` for the folder."""
-    return FedstillError(f"{asked}: '{folder}' lies in {what} '{place}': give a folder outside of the data")
-
-
 def check_run_folder(experiment: Experiment, folder: Path, *, asked: str) -> None:
-    """A run's pictures and predictions must not be among the samples of the next run on the same data."""
-    data, resolved = experiment.data, folder.resolve()
-    places = {"data.source": data.source, "data.unlabeled": unlabeled_place(experiment), "data.test": data.test}
-    for what, place in places.items():
-        root = None if place is None else _folder_of(place)
-        if place is None or root is None or not _is_seen(resolved, root):
-            continue
-        # one picture beside the tables of another place than the source makes it a folder of images (see files_of)
-        if what != "data.source" or _reads_run(root, resolved):
-            raise inside_data(asked, folder, what, place)
-
-
-def _folder_of(place: str) -> Path | None:
-    """The folder of this machine that is read, if a place names one; what is wrong with it the loader says."""
-    try:
-        root = Path(place).expanduser()
-        return root.resolve() if not is_embedded(place) and root.is_dir() else None
-    except (OSError, RuntimeError):
-        return None
-
-
-def _is_seen(folder: Path, root: Path) -> bool:
-    """Whether a folder is or lies in another one, and is not hidden there: loaders pass over what is."""
-    return folder.is_relative_to(root) and not any(part.startswith(".") for part in folder.relative_to(root).parts)
-
-
-def _reads_run(source: Path, folder: Path) -> bool:
-    """Whether reading `source` finds the pictures of a run in `folder`, or the tables that `predict` leaves there.
-
-    Images are found however deep, tables in the source and one folder below, parquet files of the source itself first.
-    """
-    try:
-        first = files_of(source)[0]
-    except (FedstillError, OSError):
-        return False  # the loader says it
-    if first.suffix.lower() in IMAGE_SUFFIXES:
-        return True
-    found_first = first.suffix.lower() == ".parquet" and first.parent == source
-    return len(folder.relative_to(source).parts) < (1 if found_first else 2)
+    """Refuse the folder of the data itself; below it a run is no harm, because readers skip folders that hold one."""
+    data = experiment.data
+    for place in (data.source, data.test, unlabeled_place(experiment)):
+        if place is not None and is_local(place) and Path(place).resolve() == folder.resolve():
+            raise FedstillError(f"{asked}: '{folder}' holds the data: give another folder, for instance one below it")
 
 
 CORE_PACKAGES = ("torch", "numpy", "scikit-learn", "safetensors", "pydantic", "typer", "rich")

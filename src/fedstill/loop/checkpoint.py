@@ -115,7 +115,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
         history=state["history"],
         best=tree["best"],
         identity=state["identity"],
-        targets_round=state.get("targets_round", 0),
+        targets_round=state["targets_round"],
     )
 
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Targets, Training, Weights
+from fedstill.core.types import Targets, Weights
 from fedstill.engine.client_store import ClientStore
 from fedstill.loop.checkpoint import (
     DIGEST_BYTES,
@@ -30,15 +30,11 @@ from fedstill.loop.checkpoint import (
     save_weights,
 )
 from fedstill.loop.history import History
-from fedstill.loop.privacy_plan import settings_of
 from fedstill.loop.round import State
-from fedstill.privacy.plan import Privacy
 
 SAVE_SECONDS = 60.0  # without a checkpoint: a run that is stopped loses no more
 SAVE_SHARE = 0.05  # of a run's time at most goes into checkpoints that only time asks for
 TARGETS_FILE = "targets.safetensors"  # what the server believes about its unlabeled data: probabilities, kept
-# What a checkpoint means that was written before a key, or a key of one of these tables, was written down.
-_BEFORE = {"sampling": "fixed", "noise": [], "privacy": settings_of(Privacy()), "training": asdict(Training())}
 _log = logging.getLogger("fedstill.run")
 
 
@@ -104,8 +100,7 @@ def _save_models(plan: Plan, state: State, last: Weights, targets: Targets | Non
     if state.best is not None:
         save_weights(plan.folder / "best", state.best, durable=durable)
     if targets is not None:
-        sent = "yes" if last is state.weights else "no"
-        about = {"round": str(state.targets_round), "rows": plan.unlabeled, "model_sent": sent}
+        about = {"round": str(state.targets_round), "rows": plan.unlabeled}
         save_tensors(plan.folder / TARGETS_FILE, targets._asdict(), durable=durable, metadata=about)
 
 
@@ -153,21 +148,17 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> fl
 
 def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
     for key, now in plan.identity.items():
-        then = _as_meant(key, saved.identity.get(key))
-        if then != now:
+        if key not in saved.identity:
+            raise FedstillError(
+                f"{plan.folder} was written by an older fedstill (no {key} in its checkpoint): run it again with this "
+                "version"
+            )
+        if (then := saved.identity[key]) != now:
             raise FedstillError(
                 f"cannot resume {plan.folder}: {_difference(key, then, now)}; use the same or another run_dir"
             )
     if not same_form(saved.weights, state.weights):
         raise FedstillError(f"cannot resume {plan.folder}: its model has other layers; use the same model")
-
-
-def _as_meant(key: str, then: Any) -> Any:
-    """What a checkpoint says, with what runs did before they wrote it down."""
-    before = json.loads(json.dumps(_BEFORE.get(key)))  # as the identity was: lists in place of tuples
-    if isinstance(before, dict):
-        return {**before, **(then or {})}
-    return before if then is None else then
 
 
 def _difference(key: str, then: Any, now: Any) -> str:

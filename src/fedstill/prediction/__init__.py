@@ -1,10 +1,10 @@
-"""Labels for unlabeled data from a finished run: whose answer, how sure, and how far that can be trusted."""
+"""Labels for unlabeled data from a finished run: a class, how sure, and how far that can be trusted."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from fedstill.data.split import read_unlabeled
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.compare import RESULTS_FILE
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.run_folder import TOKENIZER_FILE, inside_data, read_description, unlabeled_place
+from fedstill.experiment.run_folder import CONFIG_FILE, TOKENIZER_FILE, read_description, unlabeled_place
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.loop.privacy_plan import STATEMENT_FILE
 from fedstill.methods.lookup import label
-from fedstill.prediction.answers import ANSWERS, Answer, Measured, Samples, label_samples, last_round
+from fedstill.prediction.answers import ANSWERS, Measured, Samples, last_round
 from fedstill.prediction.calibrate import Calibration, at_temperature
 from fedstill.prediction.files import write_predictions
 
@@ -38,18 +38,18 @@ class Predictions:
     classes: tuple[str, ...]
     kept: Tensor | None  # (M,) only from targets: the rows that the server learnt from
     source: str  # "model" or "targets"
-    why: str
+    why: str  # whose answer it is, in words
     what: str  # the data that were labeled
     method: str
     round: int | None  # of the model, or of the targets; None when the folder does not tell
-    skipped: tuple[str, ...]  # names of what could not be read
+    skipped: tuple[str, ...]  # names of samples that could not be read
     notes: tuple[str, ...]
     calibration: Calibration
     measured: Measured | None
 
     def summary(self) -> dict[str, Any]:
-        """What was chosen and why, counts, temperature and calibration error: predictions.json."""
-        chosen, measured, found = self.calibration, self.measured, Counter(self.labels)
+        """Return who answered, counts, temperature and calibration error, as predictions.json holds them."""
+        chosen, measured, counts = self.calibration, self.measured, Counter(self.labels)
         before, after = (None, None) if measured is None else (measured.before, measured.after)
         return {
             "data": self.what,
@@ -60,7 +60,7 @@ class Predictions:
             "method": self.method,
             "round": self.round,
             "notes": list(self.notes),
-            "labels": {name: found.get(name, 0) for name in self.classes},
+            "labels": {name: counts.get(name, 0) for name in self.classes},
             "kept": None if self.kept is None else int(self.kept.sum()),
             "confidence": float(self.confidence.double().mean()),
             "confidence_raw": float(self.confidence_raw.double().mean()),
@@ -73,35 +73,61 @@ class Predictions:
             "accuracy": None if before is None else before.accuracy,
             "ece_before": None if before is None else before.ece,
             "ece_after": None if after is None else after.ece,
-            "reliability_before": None if before is None else before.as_json(),
-            "reliability_after": None if after is None else after.as_json(),
+            "reliability_before": None if before is None else asdict(before),
+            "reliability_after": None if after is None else asdict(after),
         }
 
 
 def predict(
-    run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "auto", out: str | Path | None = None
+    run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "model", out: str | Path | None = None
 ) -> Predictions:
-    """Label the unlabeled set of a run, or new data, with what the run has learnt.
+    """Label the unlabeled set of a run, or new data, with the knowledge of the run.
 
     inputs: a folder of images or a table; None is the run's own unlabeled set.
-    from_: "model" (the last model answers), "targets" (what the server last believed about the run's own
-        unlabeled set), or "auto": the model, unless it has not learnt the targets.
+    from_: "model": the last model answers; "targets": the server's last beliefs about the run's own unlabeled set.
     out: a folder for predictions.csv, .parquet, .json and reliability.png; None writes nothing.
     """
     _check_words(inputs, from_, out)
     folder = Path(run_dir)
     experiment = with_own_tokenizer(open_run(folder), folder)
-    if out is not None:
-        _check_out(Path(out), inputs, experiment)
+    place = unlabeled_place(experiment)
+    for name, samples_at in {"INPUTS": inputs, "data.unlabeled": place}.items():
+        if out is not None and samples_at is not None and _would_be_read(Path(out), Path(samples_at)):
+            raise FedstillError(f"--out: '{out}' lies in {name} '{samples_at}': give a folder outside of the data")
     source = load_source(experiment)
-    federation = build_federation(experiment if inputs is None else _without_place(experiment), source)
+    if inputs is not None and place is not None:  # the run's own samples are not needed, and may be gone
+        without = {**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None}
+        federation = build_federation(experiment.replace(data=without), source)
+    else:
+        federation = build_federation(experiment, source)
     task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
     samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, task)
-    answer = label_samples(folder, experiment, federation, samples, from_)
-    found = _predictions(folder, experiment, federation, samples, answer)
+    answer = ANSWERS[from_](folder, experiment, federation, samples)
+    probabilities = at_temperature(answer.scores, answer.calibration.temperature or 1.0).float()
+    best = answer.scores.argmax(dim=1, keepdim=True)  # of float64: rounding makes no ties
+    classes = federation.train.classes
+    predictions = Predictions(
+        ids=samples.ids,
+        labels=tuple(classes[number] for number in best[:, 0].tolist()),
+        probabilities=probabilities,
+        confidence=probabilities.gather(1, best)[:, 0],
+        confidence_raw=at_temperature(answer.scores, 1.0).float().gather(1, best)[:, 0],
+        classes=classes,
+        kept=answer.kept,
+        source=from_,
+        why=answer.why,
+        what=samples.what,
+        method=label(experiment.method.name),
+        round=answer.round,
+        skipped=samples.skipped,
+        notes=_notes(folder, experiment),
+        calibration=answer.calibration,
+        measured=answer.measured,
+    )
     if out is not None:
-        write_predictions(found, Path(out), title=f"{federation.train.name}: {found.source} of {found.method}")
-    return found
+        title = f"{federation.train.name}: {from_} of {predictions.method}"
+        write_predictions(predictions, Path(out), title=title)
+    return predictions
 
 
 def _check_words(inputs: str | Path | None, from_: str, out: str | Path | None) -> None:
@@ -115,23 +141,14 @@ def _check_words(inputs: str | Path | None, from_: str, out: str | Path | None) 
         raise FedstillError(f"--out: '{out}' is a file: give a folder")
 
 
-def _check_out(out: Path, inputs: str | Path | None, experiment: Experiment) -> None:
-    """The files written must not be among the samples of the next call, or of the run's."""
-    places = {"INPUTS": inputs, "data.unlabeled": unlabeled_place(experiment)}
-    for what, place in places.items():
-        if place is not None and Path(place).is_dir() and out.resolve().is_relative_to(Path(place).resolve()):
-            raise inside_data("--out", out, what, place)
-
-
-def _without_place(experiment: Experiment) -> Experiment:
-    """New samples need no unlabeled set from elsewhere, which may be gone; a part of the run's own data stays out."""
-    if unlabeled_place(experiment) is None:
-        return experiment
-    return experiment.replace(data={**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None})
+def _would_be_read(out: Path, data: Path) -> bool:
+    """Tell whether files in `out` would be samples of the next call; readers skip folders that hold a run."""
+    inside = data.is_dir() and out.resolve().is_relative_to(data.resolve())
+    return inside and not (out / CONFIG_FILE).exists()
 
 
 def open_run(folder: Path) -> Experiment:
-    """The experiment of a folder that holds a trained model."""
+    """Return the experiment of a folder that holds a trained model."""
     experiment = read_description(folder)
     if (folder / RESULTS_FILE).exists():
         some = sorted(path.parent.parent for path in folder.glob(f"*/seed-*/last/{WEIGHTS_FILE}"))
@@ -143,7 +160,7 @@ def open_run(folder: Path) -> Experiment:
 
 
 def with_own_tokenizer(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with the tokenizer that its run has kept: another training might find other tokens."""
+    """Return the experiment with the tokenizer that its run has kept: another training might find other tokens."""
     path = folder / TOKENIZER_FILE
     if experiment.data.tokens is None or not path.is_file():
         return experiment
@@ -151,73 +168,41 @@ def with_own_tokenizer(experiment: Experiment, folder: Path) -> Experiment:
 
 
 def own_samples(experiment: Experiment, federation: Federation) -> Samples:
-    """The run's unlabeled set; rows without names get their number."""
+    """Return the run's unlabeled set; rows without names get their number."""
     if federation.unlabeled is None:
         raise FedstillError(
             "this run has no unlabeled set (data.unlabeled = 'none'): name what to label, "
             "`fedstill predict RUN INPUTS` with a folder of images or a table"
         )
-    ids = federation.unlabeled_ids or tuple(str(row) for row in range(len(federation.unlabeled)))
-    what = f"the run's unlabeled set (data.unlabeled = {experiment.data.unlabeled!r})"
     return Samples(
         federation.unlabeled,
-        ids,
+        federation.unlabeled_ids or tuple(str(row) for row in range(len(federation.unlabeled))),
         federation.unlabeled_truth,
-        what,
-        own=True,
-        skipped=federation.unlabeled_skipped,
-        place=unlabeled_place(experiment) or "",
+        f"the run's unlabeled set (data.unlabeled = {experiment.data.unlabeled!r})",
+        federation.unlabeled_skipped,
+        unlabeled_place(experiment) or "",
     )
 
 
 def new_samples(inputs: str | Path, source: Source) -> Samples:
-    """A folder of images, a table or texts, in the task's storage form."""
+    """Read a folder of images, a table or texts into the task's storage form."""
     place = str(Path(inputs).resolve())  # never the embedded set that has the name of a folder
     try:
         read = read_unlabeled(place, source)
     except FedstillError as error:
         raise FedstillError(str(error).replace("data.unlabeled:", "INPUTS:", 1)) from error
-    return Samples(read.x, read.ids, read.truth, f"'{inputs}'", own=False, skipped=read.skipped, place=place)
+    return Samples(read.x, read.ids, read.truth, f"'{inputs}'", read.skipped, place)
 
 
-def _predictions(
-    folder: Path, experiment: Experiment, federation: Federation, samples: Samples, answer: Answer
-) -> Predictions:
-    probabilities = at_temperature(answer.scores, answer.calibration.temperature or 1.0).float()
-    best = answer.scores.argmax(dim=1, keepdim=True)  # of float64: rounding makes no ties
-    classes = federation.train.classes
-    return Predictions(
-        ids=samples.ids,
-        labels=tuple(classes[place] for place in best[:, 0].tolist()),
-        probabilities=probabilities,
-        confidence=probabilities.gather(1, best)[:, 0],
-        confidence_raw=at_temperature(answer.scores, 1.0).float().gather(1, best)[:, 0],
-        classes=classes,
-        kept=answer.kept,
-        source=answer.source,
-        why=answer.why,
-        what=samples.what,
-        method=label(experiment.method.name),
-        round=answer.round,
-        skipped=samples.skipped,
-        notes=_notes(folder, experiment, last_round(folder)),
-        calibration=answer.calibration,
-        measured=answer.measured,
-    )
-
-
-def _notes(folder: Path, experiment: Experiment, done: int | None) -> tuple[str, ...]:
+def _notes(folder: Path, experiment: Experiment) -> tuple[str, ...]:
+    """Say that the run was not played to its end, and whether it may go on: a privacy budget may have ended it."""
+    done = last_round(folder)
     if done is None or done >= experiment.rounds:
         return ()
-    told = f"the model is that of round {done} of {experiment.rounds}"
-    ended = _ended_by_budget(folder, done)
-    return (f"{told}, the last one: {ended}" if ended else f"{told}; go on with: fedstill resume {folder}",)
-
-
-def _ended_by_budget(folder: Path, done: int) -> str:
-    """Why a run that has played so many rounds may play no more; empty where it may, or where nobody wrote it down."""
     try:
         statement = json.loads((folder / STATEMENT_FILE).read_text(encoding="utf-8"))
-        return str(statement["stopped"]) if statement["rounds"] == done else ""
+        ended = statement["stopped"] if statement["rounds"] == done else ""
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        ended = ""
+    told = f"the model is that of round {done} of {experiment.rounds}"
+    return (f"{told}, the last one: {ended}" if ended else f"{told}; go on with: fedstill resume {folder}",)

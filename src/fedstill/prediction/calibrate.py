@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.types import Seed
 from fedstill.loop.evaluate import BINS, calibration_error
 
 FEWEST_ROWS = 20  # a temperature from fewer labels says more about these than about the model
@@ -20,12 +17,12 @@ HALVINGS = 60  # of ln(HOTTEST / COLDEST): to the last bit of a float64
 
 
 def log_scores(probabilities: Tensor) -> Tensor:
-    """Scores (n, K) in float64 whose softmax are the probabilities."""
+    """Return scores (n, K) in float64 whose softmax are the probabilities."""
     return probabilities.double().clamp_min(torch.finfo(torch.float64).tiny).log()
 
 
 def at_temperature(scores: Tensor, temperature: float) -> Tensor:
-    """softmax(z / T) in float64; the most probable class of a row stays the same.
+    """Return softmax(z / T) in float64; the most probable class of a row stays the same.
 
     >>> [round(p, 4) for p in at_temperature(torch.tensor([[2.0, 0.0]]), 2.0)[0].tolist()]
     [0.7311, 0.2689]
@@ -34,7 +31,7 @@ def at_temperature(scores: Tensor, temperature: float) -> Tensor:
 
 
 def fit_temperature(scores: Tensor, y: Tensor) -> float | None:
-    """The T > 0 that makes the labels most probable (Guo et al., ICML 2017); None when no finite T does.
+    """Return the T > 0 that makes the labels most probable (Guo et al., ICML 2017); None when no finite T does.
 
         T = argmin_T -mean_i ln softmax(z_i / T)[y_i]
 
@@ -44,11 +41,11 @@ def fit_temperature(scores: Tensor, y: Tensor) -> float | None:
     if len(scores) != len(y) or not len(y):
         raise FedstillError(f"a temperature needs scores and as many labels, got {len(scores)} and {len(y)}")
     centred = scores.double() - scores.double().mean(dim=1, keepdim=True)
-    told = centred.gather(1, y.to(centred.device).unsqueeze(1)).mean()
+    labelled = centred.gather(1, y.to(centred.device).unsqueeze(1)).mean()
 
     def slope(temperature: float) -> float:
         expected = (torch.softmax(centred / temperature, dim=1) * centred).sum(dim=1).mean()
-        return float(expected - told)
+        return float(expected - labelled)
 
     if slope(COLDEST) <= 0 or slope(HOTTEST) >= 0:
         return None
@@ -70,29 +67,15 @@ class Calibration:
 
 
 def calibrate(scores: Tensor, y: Tensor, where: str) -> Calibration:
-    """The temperature of some labeled rows (`where` names them), if they suffice."""
+    """Fit the temperature on some labeled rows (`where` names them), if they suffice."""
+    temperature = fit_temperature(scores, y) if len(y) >= FEWEST_ROWS else None
     if len(y) < FEWEST_ROWS:
-        told = f"not calibrated: {where} has {len(y)} labeled rows, at least {FEWEST_ROWS} are needed"
-        return Calibration(None, told, where, len(y))
-    temperature = fit_temperature(scores, y)
-    if temperature is None:
-        told = f"not calibrated: no temperature fits {where} (all answers right, or no better than chance)"
-        return Calibration(None, told, where, len(y))
-    return Calibration(temperature, f"temperature {temperature:.3f}, fitted on {where} ({len(y)} rows)", where, len(y))
-
-
-def cross_fitted(scores: Tensor, y: Tensor, *, seed: Seed) -> Tensor:
-    """Probabilities (n, K) of labelled rows, each at a temperature that the other half of them chose.
-
-    Where a half has no temperature, the rows of the other one stay as they are.
-    """
-    order = torch.from_numpy(numpy_generator(seed_for(seed, "calibration")).permutation(len(y)))
-    halves = order[: len(y) // 2], order[len(y) // 2 :]
-    probabilities = torch.empty(scores.shape, dtype=torch.float64)
-    for mine, others in (halves, halves[::-1]):
-        temperature = fit_temperature(scores[others], y[others])
-        probabilities[mine] = at_temperature(scores[mine], 1.0 if temperature is None else temperature)
-    return probabilities
+        why = f"not calibrated: {where} has {len(y)} labeled rows, at least {FEWEST_ROWS} are needed"
+    elif temperature is None:
+        why = f"not calibrated: no temperature fits {where} (all answers right, or no better than chance)"
+    else:
+        why = f"temperature {temperature:.3f}, fitted on {where} ({len(y)} rows)"
+    return Calibration(temperature, why, where, len(y))
 
 
 @dataclass(frozen=True)
@@ -116,12 +99,9 @@ class Reliability:
     ece: float
     bins: tuple[ReliabilityBin, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def reliability(probabilities: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
-    """Answers (n, K) against labels (n,), in equal bins of confidence (those of evaluate.calibration_error)."""
+    """Hold answers (n, K) against labels (n,), in equal bins of confidence (those of evaluate.calibration_error)."""
     confidence, answer = probabilities.double().max(dim=1)
     correct = (answer == y.to(answer.device)).double()
     which = (confidence * bins).ceil().sub(1).clamp(0, bins - 1).long()

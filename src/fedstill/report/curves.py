@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstill.core.errors import FedstillError
+from fedstill.report.style import Style, new_figure, quiet, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe & Ito (2008): eight colours that stay apart for colour-blind readers; yellow last (weak on white).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
-_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (1, 1.1)), (0, (4, 1.4, 1, 1.4)))
 HEIGHT = 4.6  # inches of a picture, unless its names need more
 GAP = 0.052  # of two names right of their lines, in heights of the axes of such a picture
 SWATCH = (1.03, 1.10)  # where a piece of the line stands before its name, in widths of the axes: two dashes at least
 LINE_WIDTH = 1.8
-NAME_WIDTH, TITLE_WIDTH = 34, 92  # letters a line, in a picture of eight inches
+NAME_WIDTH = 34  # letters a line, beside a picture of eight inches
 
-Style = tuple[str, Any]  # colour, dash
 End = tuple[float, str, Style]  # of a line: where it ends, its name, how it is drawn
 Curve = tuple[Sequence[int], Sequence[float]]  # rounds, accuracies
 Band = tuple[np.ndarray, np.ndarray, np.ndarray]  # rounds, mean, standard deviation
 
 
-def style(place: int) -> Style:
-    """Of the method at this place of a comparison, the same in all its pictures."""
-    return COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
-
-
 def about_seeds(counts: Iterable[int], mark: str) -> str:
-    """What a title says of the seeds of its methods and of what is drawn around their means.
+    """Return the words of a title on the seeds of its methods and on the marks around their means.
 
     >>> about_seeds([3, 2], "band"), about_seeds([1, 1], "band")
     ('; 2 to 3 seeds, band: one standard deviation', '')
@@ -46,7 +36,7 @@ def about_seeds(counts: Iterable[int], mark: str) -> str:
 
 
 def band(curves: Sequence[Curve]) -> Band:
-    """Rounds, mean and sample standard deviation over the seeds, at the rounds that all of them evaluated."""
+    """Return rounds, mean and sample standard deviation over the seeds, at the rounds that all of them evaluated."""
     shared = sorted(set.intersection(*(set(rounds) for rounds, _ in curves)))
     rows = np.array([[dict(zip(rounds, values, strict=True))[at] for at in shared] for rounds, values in curves])
     spread = rows.std(axis=0, ddof=1) if len(rows) > 1 else np.zeros(len(shared))
@@ -58,69 +48,51 @@ def learning_curves(
 ) -> Path:
     """Draw one line a method (names at their ends) into a PNG; several seeds make a band of one standard deviation.
 
-    Where every method has one round (one-shot), a bar a method, and what reaches beyond its end is that deviation.
+    Where every method has one round (one-shot), a bar a method, and the line beyond its end is that deviation.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
     bands = {wrapped(method, NAME_WIDTH): band(runs) for method, runs in curves.items()}
-    gap = GAP * max(map(line_count, bands))
+    gap = GAP * max(name.count("\n") + 1 for name in bands)
     taller = max(1.0, gap * len(bands))  # so that all names find room
-    figure = Figure(figsize=(8.0, HEIGHT * taller), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     bars = all(len(rounds) == 1 for rounds, _, _ in bands.values())
-    if bars:
-        _draw_bars(axes, bands)
-        _dress_bars(axes, target)
-    else:
-        ends = _draw_lines(axes, bands)
-        _dress(axes, max(int(rounds[-1]) for rounds, _, _ in bands.values()), target)
-        name_ends(axes, ends, gap=gap / taller)
     note = about_seeds((len(runs) for runs in curves.values()), "line" if bars else "band")
-    figure.suptitle(wrapped(title + note, TITLE_WIDTH), x=0.01, ha="left", fontsize=11)  # of all its width
+    figure = new_figure(8.0, HEIGHT * taller, title + note)
+    axes = figure.add_subplot()
+    if bars:
+        _draw_bars(axes, bands, target)
+    else:
+        _draw_lines(axes, bands, target, gap / taller)
     figure.savefig(path)
     return path
 
 
-def wrapped(text: str, width: int) -> str:
-    """In lines of at most `width` letters where a comma, a plus, a semicolon or a space lets it break.
-
-    >>> wrapped("fedaux(form='mean', epsilon=0.5)+simclr(epochs=100)", 34)
-    "fedaux(form='mean', epsilon=0.5)+\\nsimclr(epochs=100)"
-    """
-    lines = [""]
-    for piece in re.findall(r"[^,+; ]*[,+; ]*", text):
-        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def line_count(text: str) -> int:
-    return text.count("\n") + 1
-
-
-def _draw_lines(axes: Axes, bands: Mapping[str, Band]) -> list[End]:
-    ends = []
+def _draw_lines(axes: Axes, bands: Mapping[str, Band], target: float | None, gap: float) -> None:
+    ends: list[End] = []
     for place, (method, (rounds, mean, spread)) in enumerate(bands.items()):
         colour, dash = style(place)
         marker = "o" if len(rounds) == 1 else None
         axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=LINE_WIDTH, marker=marker)
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
         ends.append((100 * float(mean[-1]), method, (colour, dash)))
-    return ends
+    axes.set_xlabel("round")
+    axes.set_ylabel("test accuracy (%)")
+    whole_rounds(axes)
+    axes.set_xlim(0, max(int(rounds[-1]) for rounds, _, _ in bands.values()))
+    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    quiet(axes)
+    if target is not None:
+        axes.axhline(100 * target, color="0.4", linewidth=1, linestyle=":")
+        beside: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points", "color": "0.4", "fontsize": 8}
+        axes.annotate(f"target {100 * target:g} %", (0, 100 * target), **beside)
+    name_ends(axes, ends, gap=gap)
 
 
-def _draw_bars(axes: Axes, bands: Mapping[str, Band]) -> None:
-    """The methods from top to bottom, each with its accuracy after its only evaluated round."""
-    names = list(bands)
+def _draw_bars(axes: Axes, bands: Mapping[str, Band], target: float | None) -> None:
+    """Draw the methods from top to bottom, each with its accuracy after its only evaluated round."""
+    names, places = list(bands), np.arange(len(bands))
     heights, spreads = (np.array([100 * bands[name][part][0] for name in names]) for part in (1, 2))
-    colours = [style(place)[0] for place in range(len(names))]
-    places = np.arange(len(names))
-    axes.barh(places, heights, height=min(0.7, 0.18 * len(names)), color=colours)
+    axes.barh(
+        places, heights, height=min(0.7, 0.18 * len(names)), color=[style(place)[0] for place in range(len(names))]
+    )
     shown = spreads > 0
     if shown.any():
         axes.errorbar(heights[shown], places[shown], xerr=spreads[shown], fmt="none", ecolor="0.25", elinewidth=1.2)
@@ -129,47 +101,19 @@ def _draw_bars(axes: Axes, bands: Mapping[str, Band]) -> None:
         axes.annotate(f"{height:.1f}", ends, xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(places, labels=names)
     axes.set_ylim(max(len(names) - 0.5, 0.9), min(-0.5, -0.9 * (len(names) == 1)))
+    axes.set_xlim(0, max(1.1 * axes.dataLim.x1, 1.0, 105 * (target or 0)))
+    quiet(axes, "x")
+    axes.tick_params(axis="y", length=0)
     rounds = {int(bands[name][0][0]) for name in names}
     after = f" after round {rounds.pop()}" if len(rounds) == 1 else ""
-    axes.set_xlabel(f"test accuracy{after} (%)")
-
-
-def _dress_bars(axes: Axes, target: float | None) -> None:
-    axes.set_xlim(0, max(1.1 * axes.dataLim.x1, 1.0, 105 * (target or 0)))
-    axes.grid(axis="x", color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
+    goal = "" if target is None else f"; dotted: target {100 * target:g}"
+    axes.set_xlabel(f"test accuracy{after} (%){goal}")
     if target is not None:
         axes.axvline(100 * target, color="0.4", linewidth=1, linestyle=":")
-        axes.set_xlabel(f"{axes.get_xlabel()}; dotted: target {100 * target:g}")
-
-
-def _dress(axes: Axes, last: int, target: float | None) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.set_ylabel("test accuracy (%)")
-    axes.set_xlim(0, last)
-    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
-    axes.grid(axis="y", color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    if target is not None:
-        axes.axhline(100 * target, color="0.4", linewidth=1, linestyle=":")
-        axes.annotate(
-            f"target {100 * target:g} %",
-            (0, 100 * target),
-            xytext=(4, 3),
-            textcoords="offset points",
-            color="0.4",
-            fontsize=8,
-        )
 
 
 def name_ends(axes: Axes, ends: Sequence[End], *, gap: float = GAP, form: str = ".1f") -> None:
-    """Names right of the lines' ends, moved apart where they would overlap, each behind a piece of its line.
+    """Write names right of the lines' ends, moved apart where they would overlap, each behind a piece of its line.
 
     gap: least distance of two names, in heights of the axes.
     """
@@ -185,22 +129,26 @@ def name_ends(axes: Axes, ends: Sequence[End], *, gap: float = GAP, form: str = 
 
 
 def spread_apart(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places, moved so that neighbours are at least `gap` apart and every crowd keeps its middle.
+    """Move ascending places so that neighbours are at least `gap` apart and every crowd keeps its middle.
 
     >>> [round(place, 2) for place in spread_apart([0.1, 0.5, 0.5], 0.2)]
     [0.1, 0.4, 0.6]
     """
     crowds: list[list[float]] = []
+
+    def start(crowd: Sequence[float]) -> float:
+        return sum(crowd) / len(crowd) - gap * (len(crowd) - 1) / 2
+
     for place in places:
         crowds.append([place])
-        while len(crowds) > 1 and _start(crowds[-1], gap) - _end(crowds[-2], gap) < gap:
+        while len(crowds) > 1 and start(crowds[-1]) - (start(crowds[-2]) + gap * (len(crowds[-2]) - 1)) < gap:
             tail = crowds.pop()
             crowds[-1] = crowds[-1] + tail
-    return [_start(crowd, gap) + i * gap for crowd in crowds for i in range(len(crowd))]
+    return [start(crowd) + i * gap for crowd in crowds for i in range(len(crowd))]
 
 
 def within(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places that are `gap` apart, moved into 0 to 1; what finds no room stands out above.
+    """Move ascending places that are `gap` apart into 0 to 1; those that find no room stand out above.
 
     >>> [round(place, 2) for place in within([0.5, 0.9, 1.1], 0.2)]
     [0.5, 0.8, 1.0]
@@ -213,11 +161,3 @@ def within(places: Sequence[float], gap: float) -> list[float]:
         moved[i] = max(place, floor)
         floor = moved[i] + gap
     return moved
-
-
-def _start(crowd: Sequence[float], gap: float) -> float:
-    return sum(crowd) / len(crowd) - gap * (len(crowd) - 1) / 2
-
-
-def _end(crowd: Sequence[float], gap: float) -> float:
-    return _start(crowd, gap) + gap * (len(crowd) - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.engine.device_data import Feed
 from fedstill.loop.history import Result
 from fedstill.loop.resume import log_to
+from fedstill.report.style import new_figure, shortened
 from fedstill.report.table import counted
 from fedstill.storage.files import write_whole
 
@@ -51,7 +51,7 @@ def _show(result: Result, federation: Federation, folder: Path | None, seed: See
         return result
     copies = look_for_copies(samples, federation, seed=seed)
     found = copies.as_dict(federation.train)
-    _write(folder / COPIES_FILE, json.dumps(found, indent=2) + "\n")
+    write_whole(folder / COPIES_FILE, json.dumps(found, indent=2) + "\n")
     if is_pictured(federation.train):
         title = f"{result.method} on {federation.train.name}, round {len(result.history.rows)}"
         try:
@@ -117,25 +117,18 @@ def _draw(
     rows: Sequence[np.ndarray], names: Sequence[str], path: Path, *, title: str, below: Sequence[str] = ()
 ) -> Path:
     """Rows of images with a name beside each; `below` stands under the columns."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
     sheet, (high, wide), gap = _sheet(rows)
     cell = 0.55 if len(rows) <= 30 else 0.3  # inches
     size = (2.2 + cell * COLUMNS, 1.0 + cell * len(rows) * high / wide)
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(*size, title, letters=int(LETTERS_AN_INCH * size[0]), size=9)
     axes = figure.subplots()
     axes.imshow(sheet, interpolation="nearest", aspect="equal")
     axes.set_anchor("W")  # names and images at the left, where the title begins; what is empty is cut off below
-    short = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    short = [shortened(name, LONGEST_NAME) for name in names]
     axes.set_yticks([high * one + (high - gap - 1) / 2 for one in range(len(rows))], labels=short, fontsize=8)
     axes.set_xticks([wide * one + (wide - gap - 1) / 2 for one in range(len(below))], labels=list(below), fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    figure.suptitle(textwrap.fill(title, int(LETTERS_AN_INCH * size[0])), x=0.01, ha="left", fontsize=9)
     figure.savefig(path, bbox_inches="tight", pad_inches=0.08)
     return path
 
@@ -151,11 +144,6 @@ def _sheet(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[int, int], int
             shown = np.repeat(image, 3, axis=2) if channels == 1 else image
             sheet[down * high : down * high + height, across * wide : across * wide + width] = shown
     return sheet, (high, wide), gap
-
-
-def _write(path: Path, text: str) -> None:
-    """All of the text or nothing, whenever the process ends."""
-    write_whole(path, text)
 
 
 NUMBERS_AT_ONCE = 1 << 20  # of stored samples as inputs: 4 MiB

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
+from fedstill.report.style import new_figure, shortened
 
 _MOST_CLIENTS = 100
 _INK = "#222222"
@@ -50,14 +51,10 @@ def partition_picture(
 
 
 def _draw(counts: np.ndarray, names: list[str], title: str) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from error
     clients, classes = counts.shape
     width = 3.2 + clients * float(np.interp(clients, [5, 20, 100], [0.55, 0.36, 0.135]))
     height = 2.1 + classes * float(np.interp(classes, [5, 20, 100], [0.40, 0.26, 0.095]))
-    figure: Any = Figure(figsize=(max(width, 5.5), max(height, 3.6)), layout="constrained", dpi=150)
+    figure: Any = new_figure(max(width, 5.5), max(height, 3.6))
     figure.get_layout_engine().set(h_pad=0.06, w_pad=0.08)
     bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.75, max(height - 2.1, 1.6)])
     wrapped = textwrap.fill(title, max(30, int(figure.get_figwidth() * 8)))
@@ -83,7 +80,7 @@ def _draw_bubbles(figure: Any, axes: Any, counts: np.ndarray, names: list[str]) 
     colours = shares[client, label]
     bubbles = axes.scatter(client, label, c=colours, cmap=_colours(), vmin=0, vmax=1, edgecolors="white", zorder=3)
     _ticks(axes.xaxis, [str(i) for i in range(clients)], most=30)
-    _ticks(axes.yaxis, [textwrap.shorten(name, _LONGEST_NAME, placeholder="…") or name for name in names], most=30)
+    _ticks(axes.yaxis, [shortened(name, _LONGEST_NAME) for name in names], most=30)
     axes.set_xlim(-0.7, clients - 0.3)
     axes.set_ylim(classes - 0.3, -0.7)
     axes.set_xlabel("client", color=_INK)

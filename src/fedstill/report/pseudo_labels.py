@@ -1,8 +1,7 @@
-"""What the server believes about its unlabeled data, round by round: how right, how much, of which classes."""
+"""Pictures of the pseudo-labels on the server, round by round: how right, how many, of which classes."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,18 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report.curves import (
-    NAME_WIDTH,
-    TITLE_WIDTH,
-    Curve,
-    Style,
-    about_seeds,
-    band,
-    line_count,
-    name_ends,
-    style,
-    wrapped,
-)
+from fedstill.report.curves import NAME_WIDTH, Curve, about_seeds, band, name_ends
+from fedstill.report.style import Style, new_figure, quiet, shortened, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +46,13 @@ def pseudo_label_picture(
     kept = {name if several else "": (_curves(seeds, "pseudo_labels"), styles[name]) for name, seeds in runs.items()}
     with_truth = any(_shared(curves) for curves, _ in right.values())
     heights = [*([_height(TALL, right)] if with_truth else []), _height(LOW, kept), TALL]
-    figure, panels = _panels(_title(title, runs, kept), heights)
+    dots = all(len(_shared(curves)) < 2 for curves, _ in kept.values())
+    note = about_seeds(map(len, runs.values()), "line" if dots else "band")
+    figure = new_figure(8.0, sum(heights), f"{title}{note}" if several else f"{next(iter(runs))}, {title}{note}")
+    panels = list(figure.subplots(len(heights), 1, height_ratios=heights))
+    for panel in panels[: len(heights) - (not several)]:
+        quiet(panel)
+    panels[-1].spines[["top", "right"]].set_visible(False)
     last = max(int(rows[-1]["round"]) for seeds in runs.values() for rows in seeds)
     if with_truth:
         label = "pseudo-labels that are right (%)" if several else "accuracy (%)"
@@ -72,36 +67,13 @@ def pseudo_label_picture(
     return path
 
 
-def _title(title: str, runs: Mapping[str, Sequence[Rows]], kept: Lines) -> str:
-    """What was run, with how many seeds, and what is drawn around their means."""
-    dots = all(len(_shared(curves)) < 2 for curves, _ in kept.values())
-    note = about_seeds(map(len, runs.values()), "line" if dots else "band")
-    return f"{title}{note}" if len(runs) > 1 else f"{next(iter(runs))}, {title}{note}"
-
-
 def _height(least: float, lines: Lines) -> float:
     """Inches of a panel whose names find room beside it."""
     return max(least, LINE * (_name_lines(lines) * len(lines) + 1))
 
 
 def _name_lines(lines: Lines) -> int:
-    return max(line_count(wrapped(name, NAME_WIDTH)) for name in lines)
-
-
-def _panels(title: str, heights: list[float]) -> tuple[Figure, list[Axes]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
-    figure = Figure(figsize=(8.0, sum(heights)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(len(heights), 1, height_ratios=heights))
-    figure.suptitle(wrapped(title, TITLE_WIDTH), x=0.01, ha="left", fontsize=11)
-    for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_axisbelow(True)
-    return figure, panels
+    return max(wrapped(name, NAME_WIDTH).count("\n") + 1 for name in lines)
 
 
 def _curves(seeds: Iterable[Rows], key: str) -> list[Curve]:
@@ -143,16 +115,9 @@ def _draw_lines(
         ends.append((float(mean[-1]), wrapped(name, NAME_WIDTH), (colour, dash)))
     axes.set_ylabel(label)
     axes.set_xlim(0.5, last + 0.5)
-    _whole_rounds(axes)
+    whole_rounds(axes)
     axes.set_ylim(0, max(1.08 * axes.dataLim.y1, 1.0))
-    axes.grid(axis="y", color="0.9", linewidth=0.8)
     name_ends(axes, ends, gap=LINE * _name_lines(lines) / height, form=form)
-
-
-def _whole_rounds(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
@@ -168,7 +133,7 @@ def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
 def _names(classes: Sequence[str], count: int) -> list[str]:
     """A name for each class, or numbers where there are too many to read."""
     named = len(classes) == count and count <= MOST_NAMES
-    return [textwrap.shorten(str(name), 16, placeholder="…") or str(name) for name in classes] if named else []
+    return [shortened(str(name), 16) for name in classes] if named else []
 
 
 def _draw_last_round(
@@ -186,7 +151,6 @@ def _draw_last_round(
     axes.set_ylabel("pseudo-labels kept,\nlast round")
     axes.set_xlim(-0.6, count - 0.4)
     axes.set_ylim(0, max(1.05 * axes.dataLim.y1, 1.0))
-    axes.grid(axis="y", color="0.9", linewidth=0.8)
     names = _names(classes, count)
     if names:
         axes.set_xticks(range(count), labels=names, fontsize=8, rotation=30 if max(map(len, names)) > 4 else 0)
@@ -211,7 +175,7 @@ def _draw_every_round(figure: Figure, axes: Axes, seeds: Sequence[Rows], classes
         axes.set_yticks(range(count), labels=names, fontsize=8)
     axes.set_ylabel("class")
     axes.set_xlabel("round")
-    _whole_rounds(axes)
+    whole_rounds(axes)
     bar = figure.colorbar(mesh, cax=axes.inset_axes((1.04, 0.0, 0.03, 1.0)))
     bar.set_label("share of the pseudo-labels (%)", fontsize=9)
     bar.ax.tick_params(length=0, labelsize=8)

@@ -12,7 +12,6 @@ from fedstill.prediction.calibrate import (
     FEWEST_ROWS,
     at_temperature,
     calibrate,
-    cross_fitted,
     fit_temperature,
     log_scores,
     reliability,
@@ -101,29 +100,6 @@ def test_probabilities_are_their_own_scores_even_where_one_of_them_is_zero():
     assert torch.isfinite(log_scores(probabilities)).all()
 
 
-def test_a_row_that_is_measured_has_not_helped_to_choose_its_temperature():
-    scores, y = drawn(count=41, sharpness=3.0)
-    before = cross_fitted(scores, y, seed=0)
-    for row in range(len(y)):
-        other = y.clone()
-        other[row] = (y[row] + 1) % 5
-        changed = (cross_fitted(scores, other, seed=0) != before).any(dim=1)
-        assert not changed[row]
-        assert int(changed.sum()) in (20, 21), "all rows of the other half see the change"
-
-
-def test_the_halves_depend_on_the_seed_only():
-    scores, y = drawn(count=60)
-    assert torch.equal(cross_fitted(scores, y, seed=3), cross_fitted(scores, y, seed=3))
-    assert not torch.equal(cross_fitted(scores, y, seed=3), cross_fitted(scores, y, seed=4))
-
-
-def test_a_half_without_a_temperature_leaves_the_others_as_they_are():
-    scores = torch.eye(2).repeat(3, 1) * 4
-    y = torch.tensor([0, 1] * 3)  # every answer is right, in any half
-    assert torch.equal(cross_fitted(scores, y, seed=0), at_temperature(scores, 1.0))
-
-
 def test_reliability_by_hand():
     # bins of a quarter: 0.6 and 0.75 (one right, gap 0.175), 0.9 and 1.0 (both right, gap 0.05): ECE = 0.1125
     probabilities = torch.tensor([[0.6, 0.4], [0.25, 0.75], [0.9, 0.1], [0.0, 1.0]], dtype=torch.float64)
@@ -148,8 +124,9 @@ def test_the_error_is_that_of_the_training_log_and_of_the_bins_that_are_drawn():
 
 def test_calibration_takes_most_of_an_overconfident_error_away_on_rows_it_did_not_see():
     scores, y = drawn(count=4000, sharpness=3.0)
-    before = reliability(at_temperature(scores, 1.0), y)
-    after = reliability(cross_fitted(scores, y, seed=0), y)
+    temperature = fit_temperature(scores[:2000], y[:2000])
+    before = reliability(at_temperature(scores[2000:], 1.0), y[2000:])
+    after = reliability(at_temperature(scores[2000:], temperature), y[2000:])
     assert before.ece > 0.2
     assert after.ece < 0.04
     assert after.accuracy == before.accuracy
