@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fedstill.about.explain import explain, parts_of, read_docstring, traffic
+from fedstill.about.explain import explain, read_docstring, traffic
 from fedstill.cli.info import explain_text
 from fedstill.compose.combine import combine
 from fedstill.core.types import Need, Objective
@@ -58,16 +58,16 @@ def test_what_a_new_term_uploads_is_seen_without_being_declared():
     assert any("each class" in item for item in found["leaves_a_client"])
 
 
-def test_parts_are_found_through_private_helpers():
-    assert {part.__name__ for part in parts_of(METHODS["fedadam"])} == {"cross_entropy", "average", "adaptive"}
-
-
 @pytest.mark.parametrize(
     ("method", "parts"),
     [
-        ("fedftg", ["average", "hard_samples", "send_only"]),
+        ("fedftg", ["average", "hard_samples"]),
+        ("mrtf", ["average", "rectified_distillation"]),
+        ("fednova", ["normalized_average"]),
+        ("simclr", ["average", "pretrain"]),
         ("fedadam", ["average", "adaptive"]),
-        ("scaffold", ["average", "sgd", "update_control"]),
+        ("scaffold", ["average", "update_control"]),
+        ("scaffold(global_lr=0.5)", ["average", "sgd", "update_control"]),
         ("fedgen", ["average", "train_generator"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a method is: its equation and options, its parts and needs, and what leaves a client, found by trying it."""
+"""Explain a method: its equation and options, its parts and needs, and the data that leave a client in a tiny round."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +26,10 @@ from fedstill.core.types import (
     Phase,
     Round,
     ServerStep,
-    Stage,
     Tree,
     Uploads,
     Weights,
+    no_change,
     unchanged,
 )
 from fedstill.loop.privacy_plan import stretches_of
@@ -38,20 +38,12 @@ from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import statement
 
 _SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
-_HOMES = {
-    "fedstill.local": "client",
-    "fedstill.privacy": "on the way",
-    "fedstill.server": "server",
-    "fedstill.compose.combine": "server",
-}
-_MADE = {"Objective": "client", "ServerStep": "server"}
-_GLUE = {"combine", "chain"}
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
 Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
 
 
 def explain(name: str) -> dict[str, Any]:
-    """Everything `fedstill explain` prints, as plain data; a mixture is explained part by part."""
+    """Return everything that `fedstill explain` prints, as plain data; a mixture is explained part by part."""
     named = {part.name: part for stretch in parse(name) for part in stretch.parts}
     if len(named) > 1:
         return _explain_several(name, {part.name: write(part.name, part.options) for part in named.values()})
@@ -63,7 +55,7 @@ def explain(name: str) -> dict[str, Any]:
         "summary": sections["summary"],
         "equation": sections["body"],
         "options": _options(factory, sections["Args"], next(iter(named.values())).options.get("preset")),
-        "parts": [_part(part) for part in parts_of(factory)],
+        "parts": parts_of(method),
         "needs": sorted(need.value for need in needs_of(method)),
         **traffic(method),
         "privacy": privacy_of([Phase(method)]),
@@ -73,7 +65,7 @@ def explain(name: str) -> dict[str, Any]:
 
 
 def _explain_several(text: str, parts: dict[str, str]) -> dict[str, Any]:
-    """What methods are when they run together or in turn: traffic and needs of the whole, the rest of each."""
+    """Explain methods that run together or in turn: traffic, parts and needs of all, options and equations of each."""
     each = {name: explain(part) for name, part in parts.items()}
     methods = [phase.method for phase in build_method(text)]
     flows = [traffic(method) for method in methods]
@@ -83,7 +75,7 @@ def _explain_several(text: str, parts: dict[str, str]) -> dict[str, Any]:
         "summary": f"{text}: {'several methods in turn' if len(methods) > 1 else 'methods that run together'}.",
         "equation": "\n\n".join(f"{facts['summary']}\n\n{facts['equation']}" for facts in each.values()),
         "options": [{**option, "name": f"{name}({option['name']})"} for name, option in options],
-        "parts": _union(facts["parts"] for facts in each.values()),
+        "parts": _union(map(parts_of, methods)),
         "needs": sorted({need.value for method in methods for need in needs_of(method)}),
         **{key: _union(flow[key] for flow in flows) for key in flows[0]},
         "privacy": privacy_of(build_method(text)),
@@ -115,36 +107,29 @@ def first_line(function: Callable[..., Any]) -> str:
     return (inspect.getdoc(function) or "").partition("\n")[0]
 
 
-def parts_of(factory: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The terms and steps that a recipe calls, read off the names its code refers to, by where and when they run."""
-    return sorted(dict.fromkeys(_called(factory)), key=_turn)
+def parts_of(method: Method) -> list[dict[str, str]]:
+    """Name the terms of the clients, the changes on the way and the steps of the server, in the order they run."""
+    ways = [way for way in (method.transmit, method.seal) if way is not None and way is not unchanged]
+    makers = [
+        *(("client", _maker(term.bind or term.loss)) for term in method.objective.terms or (method.objective,)),
+        *(("on the way", _maker(way)) for way in ways),
+        *(("server", _maker_of_step(step)) for step in method.server.steps or (method.server,)),
+    ]
+    return [{"part": maker.__name__.strip("_"), "where": where, "does": first_line(maker)} for where, maker in makers]
 
 
-def _turn(part: Callable[..., Any]) -> tuple[int, int]:
-    """The client's parts, those on the way, the server's by the stage that their code names; without one it refines."""
-    stages = [stage for stage in Stage if stage.name in part.__code__.co_names]
-    return list(_HOMES.values()).index(_where(part)), list(Stage).index(next(iter(stages), Stage.REFINE))
+def _maker(function: Any) -> Callable[..., Any]:
+    """Return the function of a module in which this one was defined, or itself where there is none."""
+    maker = function.__globals__.get(function.__qualname__.partition(".")[0])
+    return maker if inspect.isfunction(maker) else function
 
 
-def _where(function: Callable[..., Any]) -> str:
-    """client, on the way or server; empty for what is no part of a method."""
-    if not function.__module__.startswith("fedstill."):  # somebody's own: a part makes an Objective or a ServerStep
-        return next((where for made, where in _MADE.items() if made in function.__code__.co_names), "")
-    return next((where for home, where in _HOMES.items() if function.__module__.startswith(home)), "")
-
-
-def _part(part: Callable[..., Any]) -> dict[str, str]:
-    return {"part": part.__name__, "where": _where(part), "does": first_line(part)}
-
-
-def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    for value in inspect.getclosurevars(inspect.unwrap(function)).globals.values():
-        if not inspect.isfunction(value):
-            continue
-        if _where(value) and value.__name__ not in _GLUE:
-            yield value
-        elif value.__module__ == function.__module__ or value.__module__.startswith("fedstill.methods."):
-            yield from _called(value)
+def _maker_of_step(step: ServerStep) -> Callable[..., Any]:
+    """Return the function that made a step; a wrapper of fedstill.compose holds the step that it wraps."""
+    hook: Any = step.prepare if step.apply is no_change else step.apply
+    cells = hook.__closure__ or () if hook.__module__.startswith("fedstill.compose") else ()
+    wrapped = next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, ServerStep)), None)
+    return _maker(hook) if wrapped is None else _maker_of_step(wrapped)
 
 
 def _options(factory: Callable[..., Any], text: str, preset: str | None = None) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def _teacher_probabilities(logits: Tensor, teacher_logits: Tensor | None, hidden
     return probabilities.masked_fill(hidden, 0.0)  # a row with every class hidden is NaN before this
 
 
-def _distilled(beta: float, tau: float, *, teacher: bool, masked: Masked) -> Objective:
+def masked_distillation(beta: float, tau: float, *, teacher: bool, masked: Masked) -> Objective:
     """beta times the mean of `masked_distillation_loss`; `masked` hides classes in the teacher, in the student only y.
 
     The own class is hidden in the teacher even where it is no majority class: the student has no mass there.
@@ -90,12 +90,12 @@ def _distilled(beta: float, tau: float, *, teacher: bool, masked: Masked) -> Obj
 
 def plain_distillation(beta: float = 1.0, *, tau: float = 1.0) -> Objective:
     """beta tau^2 KL(teacher || student) over all classes; teacher: the start model."""
-    return _distilled(beta, tau, teacher=True, masked="nothing")
+    return masked_distillation(beta, tau, teacher=True, masked="nothing")
 
 
 def not_true_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: bool = True) -> Objective:
     """beta tau^2 KL(teacher || student) over the classes i != y; teacher: the start model, or uniform without it."""
-    return _distilled(beta, tau, teacher=teacher, masked="target")
+    return masked_distillation(beta, tau, teacher=teacher, masked="target")
 
 
 def label_masked_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: bool = True) -> Objective:
@@ -107,4 +107,4 @@ def label_masked_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: b
     A class of which the client has much is pushed down in the student unless it is the sample's own. A sample
     for which no class is left to the teacher counts 0.
     """
-    return _distilled(beta, tau, teacher=teacher, masked="target and majority")
+    return masked_distillation(beta, tau, teacher=teacher, masked="target and majority")
