@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from fedstill.cli import app
+from fedstill.experiment import build as build_module
 from fedstill.experiment import compare as comparison_module
 from fedstill.experiment import run as experiment_module
 from fedstill.experiment.config import Experiment
@@ -153,7 +154,7 @@ def test_one_seed_has_no_deviation(folder):
 
 def test_compare_loads_the_data_once_and_splits_once_a_seed(folder, monkeypatch):
     seen = {"load": 0, "split": 0}
-    load, make = experiment_module.load, experiment_module.make_federation
+    load, make = build_module.load, build_module.make_federation
 
     def counting(key, function):
         def counted(*arguments, **options):
@@ -162,8 +163,8 @@ def test_compare_loads_the_data_once_and_splits_once_a_seed(folder, monkeypatch)
 
         return counted
 
-    monkeypatch.setattr(experiment_module, "load", counting("load", load))
-    monkeypatch.setattr(experiment_module, "make_federation", counting("split", make))
+    monkeypatch.setattr(build_module, "load", counting("load", load))
+    monkeypatch.setattr(build_module, "make_federation", counting("split", make))
     call("compare", "small.toml", "--methods", "fedavg,fedprox,feddyn", "--seeds", "2", "--set", "rounds=1")
     assert seen == {"load": 1, "split": 2}
 

@@ -72,7 +72,7 @@ def test_a_terminal_gets_one_bar_with_round_accuracy_speed_and_time_left(capsys)
         progress.on_start(info())
         for number in range(3):
             progress.on_round({"round": number + 1, "accuracy": 0.25})
-        task = progress.screen._bar.tasks[0]
+        task = progress.bar.tasks[0]
         assert (task.completed, task.total, task.description) == (3, 4, "fedavg[0]")
         assert task.fields["round"] == "round 3/4"
         assert task.fields["accuracy"] == "25.0 %"
@@ -127,11 +127,11 @@ def test_on_a_terminal_the_bar_shows_what_is_prepared_then_the_rounds(capsys):
         progress.label = "fedavg+simclr"
         progress.on_start(info())
         progress.on_prepare("simclr: epoch 3/12", 0.25)
-        task = progress.screen._bar.tasks[0]
+        task = progress.bar.tasks[0]
         assert (task.completed, task.total) == (0.25, 1.0)
         assert task.fields["round"] == "simclr: epoch 3/12"
         progress.on_round({"round": 1, "accuracy": 0.25})
-        task = progress.screen._bar.tasks[0]
+        task = progress.bar.tasks[0]
         assert (task.completed, task.total) == (1, 4)
         assert task.fields["round"] == "round 1/4"
 

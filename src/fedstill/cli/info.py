@@ -16,18 +16,9 @@ KINDS = {"methods": "method", "partitions": "partition", "models": "model"}
 
 
 def listing(what: str) -> list[dict[str, Any]]:
-    """Everything of a kind by name, with one line on each and its own keys."""
+    """Return everything of a kind by name, with one line on each and its own keys."""
     if what == "datasets":
-        return [
-            {
-                "name": entry.name,
-                "summary": entry.summary,
-                "rows": entry.rows,
-                "shape": entry.shape,
-                "classes": entry.classes,
-            }
-            for entry in describe_datasets()
-        ]
+        return [entry._asdict() for entry in describe_datasets()]
     if what not in KINDS:
         raise FedstillError(f"list '{what}' is unknown: {suggest(what, [*KINDS, 'datasets'])}")
     kind = KINDS[what]
@@ -42,16 +33,15 @@ def listing(what: str) -> list[dict[str, Any]]:
 
 
 def list_text(entries: list[dict[str, Any]]) -> str:
-    """Names in a column; own keys with their defaults stand under what they belong to."""
+    """Write names in a column, and own keys with their defaults under the name they belong to."""
     indent = 2 + max(len(entry["name"]) for entry in entries)
     lines: list[str] = []
     for entry in entries:
-        details = [entry["summary"], _details(entry)]
-        for text in filter(None, details):
-            head = "" if lines and text is details[1] else entry["name"]
-            lines += textwrap.wrap(
-                text, max(_width(), indent + 30), initial_indent=head.ljust(indent), subsequent_indent=" " * indent
-            )
+        head = entry["name"]
+        for text in filter(None, (entry["summary"], _details(entry))):
+            wide, below = max(_width(), indent + 30), " " * indent
+            lines += textwrap.wrap(text, wide, initial_indent=head.ljust(indent), subsequent_indent=below)
+            head = ""
     return "\n".join(lines)
 
 
@@ -67,13 +57,9 @@ def _details(entry: dict[str, Any]) -> str:
 
 
 def _toml(value: Any) -> str:
-    return (
-        f"[{','.join(str(item) for item in value)}]"
-        if isinstance(value, (list, tuple))
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(str(item) for item in value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _width() -> int:
@@ -81,32 +67,27 @@ def _width() -> int:
 
 
 def explain_text(facts: dict[str, Any]) -> str:
-    """One screen on a method."""
-    lines = [*textwrap.wrap(facts["summary"], _width()), "", textwrap.indent(facts["equation"], "    "), ""]
-    lines += ["Options"]
-    lines += [
-        line
-        for option in facts["options"]
-        for line in _hang(f"{option['name']} = {option['default']}", option["meaning"])
-    ]
-    lines += ["Parts"]
-    lines += [line for part in facts["parts"] for line in _hang(f"{part['part']} ({part['where']})", part["does"])]
-    for title, key in (
-        ("Needs", "needs"),
-        ("Leaves a client each round", "leaves_a_client"),
-        ("Leaves a client once, before the first round", "leaves_a_client_once"),
-        ("Stays on a client", "stays_on_a_client"),
-        ("Sent to a client", "sent_to_a_client"),
-    ):
-        if key != "leaves_a_client_once" or facts[key]:
-            lines += [
-                title,
-                *(line for item in facts[key] or ["nothing beyond models and sizes"] for line in _wrap(item)),
-            ]
-    if facts["privacy"]:
-        lines += ["Privacy", *(line for told in facts["privacy"] for line in _wrap(told))]
-    for title, key in (("Differs from the paper", "differs_from_the_paper"), ("Reference", "reference")):
-        lines += [title, *_wrap(facts[key])] if facts[key] else []
+    """Write one screen on a method."""
+    lines = [*textwrap.wrap(facts["summary"], _width()), "", textwrap.indent(facts["equation"], "    "), "", "Options"]
+    for option in facts["options"]:
+        lines += _hang(f"{option['name']} = {option['default']}", option["meaning"])
+    lines.append("Parts")
+    for part in facts["parts"]:
+        lines += _hang(f"{part['part']} ({part['where']})", part["does"])
+    nothing = ["nothing beyond models and sizes"]
+    for title, items in {
+        "Needs": facts["needs"] or nothing,
+        "Leaves a client each round": facts["leaves_a_client"] or nothing,
+        "Leaves a client once, before the first round": facts["leaves_a_client_once"],
+        "Stays on a client": facts["stays_on_a_client"] or nothing,
+        "Sent to a client": facts["sent_to_a_client"] or nothing,
+        "Privacy": facts["privacy"],
+        "Differs from the paper": [facts["differs_from_the_paper"]],
+        "Reference": [facts["reference"]],
+    }.items():
+        lines += [title] if any(items) else []
+        for item in items:
+            lines += textwrap.wrap(item, _width(), initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
 
 
@@ -115,12 +96,8 @@ def _hang(head: str, text: str) -> list[str]:
     return textwrap.wrap(text, _width(), initial_indent=first, subsequent_indent="      ") or [first.rstrip(": ")]
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, _width(), initial_indent="  ", subsequent_indent="  ")
-
-
 def doctor_text(checks: list[Check]) -> str:
-    """A line a check; advice stands under what it is for."""
+    """Write a line a check, and advice under the check it is for."""
     lines = []
     for check in checks:
         mark = "ok  " if check.ok else "FAIL" if check.required else "-   "

@@ -14,7 +14,7 @@ from fedstill.cli.app import print_json, stoppable, tell
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
-from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
+from fedstill.experiment.compare import RESULTS_FILE, choose_methods, compare, table_notes
 from fedstill.experiment.config import Experiment, MethodSection
 from fedstill.experiment.overrides import describe_partition, parse_method, without_defaults
 from fedstill.experiment.prototypes import describe_model
@@ -24,6 +24,42 @@ from fedstill.loop.callbacks import Callback
 from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report.table import counted, human_bytes, plain_table, rich_table
+
+
+def run_command(
+    experiment: Experiment, *, file: Path | None, changes: Sequence[str], out: Path | None, as_json: bool
+) -> None:
+    folder = choose_folder(experiment, out)
+    _tell_unreached([experiment.method], experiment.rounds)
+    changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
+    _run(experiment, folder, file=folder / CONFIG_FILE if changed else file, as_json=as_json)
+
+
+def compare_command(
+    experiment: Experiment,
+    *,
+    file: Path | None,
+    changes: Sequence[str],
+    methods: str | None,
+    seeds: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    asked = split_methods(methods or "")
+    if methods is not None and not asked:
+        raise FedstillError("--methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
+    entries = choose_methods(experiment, asked)
+    count = experiment.compare.seeds if seeds is None else seeds
+    changed = changes or count != experiment.compare.seeds or (methods and tuple(entries) != experiment.compare.methods)
+    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
+    folder = choose_folder(experiment, out)
+    _tell_unreached(list(entries.values()), experiment.rounds)
+    _compare(experiment, folder, file=folder / CONFIG_FILE if changed else file, as_json=as_json)
+
+
+def resume_command(run_dir: Path, *, as_json: bool) -> None:
+    go_on = _compare if (run_dir / RESULTS_FILE).exists() else _run
+    go_on(read_description(run_dir), run_dir, file=run_dir / CONFIG_FILE, as_json=as_json, resume=True)
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
@@ -38,17 +74,17 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
     return folder
 
 
-def run_command(
-    experiment: Experiment, *, file: Path | None, changes: Sequence[str], out: Path | None, as_json: bool
-) -> None:
-    folder = choose_folder(experiment, out)
-    _tell_unreached([experiment.method], experiment.rounds)
-    changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
-    file = folder / CONFIG_FILE if changed else file  # what to go on with: the run is not what the file says
-    _run(experiment, folder, file=file, as_json=as_json, resume=False)
+def _tell_unreached(methods: Sequence[MethodSection], rounds: int) -> None:
+    """Warn of a switch after the last round: it is allowed, but hardly meant."""
+    for method in methods:
+        switch = max((phase.until or 0 for phase in method.phases), default=0)
+        if switch >= rounds:
+            where = f"'{method.name}' switches after round {switch}"
+            tell(f"{where}, the run has {rounds}: its last phase is never reached")
 
 
-def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool) -> None:
+def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool = False) -> None:
+    """Run an experiment, and print its result; `file` is the experiment file to go on with."""
     source = load_source(experiment)
     federation = build_federation(experiment, source)
     title = "\n".join([describe(experiment), *source.notes])
@@ -58,55 +94,8 @@ def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bo
     print_json(result.summary()) if as_json else typer.echo(run_text(experiment, result, file))
 
 
-def compare_command(
-    experiment: Experiment,
-    *,
-    file: Path | None,
-    changes: Sequence[str],
-    methods: str | None,
-    seeds: int | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    entries = choose_methods(experiment, _entries(methods))
-    count = experiment.compare.seeds if seeds is None else seeds
-    chosen = methods is not None and tuple(entries) != experiment.compare.methods
-    changed = bool(changes) or chosen or count != experiment.compare.seeds
-    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
-    folder = choose_folder(experiment, out)
-    _tell_unreached(list(entries.values()), experiment.rounds)
-    comparison = _compare(experiment, folder, resume=False)
-    file = folder / CONFIG_FILE if changed else file
-    _print_comparison(comparison, experiment, folder=folder, file=file, as_json=as_json)
-
-
-def _tell_unreached(methods: Sequence[MethodSection], rounds: int) -> None:
-    """A switch after the last round is allowed, but hardly meant."""
-    for method in methods:
-        switch = max((phase.until or 0 for phase in method.phases), default=0)
-        if switch >= rounds:
-            tell(
-                f"'{method.name}' switches after round {switch}, the run has {rounds}: its last phase is never reached"
-            )
-
-
-def _entries(methods: str | None) -> list[str]:
-    entries = split_methods(methods or "")
-    if methods is not None and not entries:
-        raise FedstillError("--methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
-    return entries
-
-
-def resume_command(run_dir: Path, *, as_json: bool) -> None:
-    experiment, file = read_description(run_dir), run_dir / CONFIG_FILE
-    if (run_dir / RESULTS_FILE).exists():
-        comparison = _compare(experiment, run_dir, resume=True)
-        _print_comparison(comparison, experiment, folder=run_dir, file=file, as_json=as_json)
-        return
-    _run(experiment, run_dir, file=file, as_json=as_json, resume=True)
-
-
-def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Comparison:
+def _compare(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool = False) -> None:
+    """Run a comparison, and print its table; `file` is the experiment file to go on with."""
     methods, seeds = experiment.compare.methods, experiment.compare.seeds
     source = load_source(experiment)
     counts = f"{counted(len(methods), 'method')}, {counted(seeds, 'seed')}"
@@ -117,7 +106,25 @@ def _compare(experiment: Experiment, folder: Path, *, resume: bool) -> Compariso
             progress.label = f"{method} seed {seed}"
             return [progress]
 
-        return compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
+        comparison = compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
+    if as_json:
+        print_json(comparison.as_json())
+        return
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(rich_table(comparison.summaries))
+    else:
+        typer.echo(plain_table(comparison.summaries))
+    over = f"Mean over {seeds} seeds ± standard deviation" if seeds > 1 else "One seed: no spread"
+    pictures = [name for name in ("curves.png", "partition.png", "pseudo_labels.png") if (folder / name).exists()]
+    lines = [
+        f"{over}; seconds and bytes are those of one run.",
+        *table_notes(comparison.results),
+        f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.",
+        f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}",
+    ]
+    typer.echo("\n".join(lines))
 
 
 def _resumable(folder: Path) -> AbstractContextManager[None]:
@@ -133,7 +140,7 @@ def describe(experiment: Experiment) -> str:
 
 
 def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
-    """What a person wants to know after a run, and what to try next."""
+    """Return the result of a run for people, and a command to try next."""
     last, best = result.history.last or {}, result.history.best or {}
     lines = [
         f"{result.method}: {counted(len(result.history.rows), 'round')} in {result.seconds:.1f} s",
@@ -148,8 +155,7 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
         reached = result.rounds_to_target
         lines.append(f"  target         {'not reached' if reached is None else f'reached in round {reached}'}")
     if result.privacy is not None:
-        told = result.privacy.text().split("\n")
-        lines += [f"  {'' if i else 'privacy':<14} {line}" for i, line in enumerate(told)]
+        lines.append("  privacy        " + result.privacy.text().replace("\n", "\n" + " " * 17))
     if result.generated is not None:
         lines.append(f"  generated      {result.generated['line']}")
         lines.append("                 (a check against copies, no guarantee of privacy: see generated.json)")
@@ -162,47 +168,38 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
 
 
 def _sent(history: History) -> str:
-    up, down = history.total("bytes_prepared"), history.total("bytes_prepared_down")
-    before = f" ({_asked(history)} {human_bytes(up)} up, {human_bytes(down)} down)" if up or down else ""
-    return f"{human_bytes(history.bytes_up)} up, {human_bytes(history.bytes_down)} down{before}"
-
-
-def _asked(history: History) -> str:
-    """When clients answered a question: a method that comes later asks before its own first round."""
+    """Say how many bytes went up and down; questions that a method asks clients before its first round stand apart."""
+    all_bytes = f"{human_bytes(history.bytes_up)} up, {human_bytes(history.bytes_down)} down"
     asked = [row["round"] for row in history.rows if row.get("bytes_prepared") or row.get("bytes_prepared_down")]
-    return f"before round {' and '.join(map(str, asked))}:" if asked != [1] else "before the first round"
+    if not asked:
+        return all_bytes
+    when = "before the first round" if asked == [1] else f"before round {' and '.join(map(str, asked))}:"
+    up, down = history.total("bytes_prepared"), history.total("bytes_prepared_down")
+    return f"{all_bytes} ({when} {human_bytes(up)} up, {human_bytes(down)} down)"
 
 
 def _incidents(result: Result) -> list[str]:
-    """Uploads that were not taken, rounds that drew nobody, and whatever else the audit holds."""
+    """Count uploads that were not taken, rounds that drew nobody, and all other records of the audit."""
     turned = sum(record["client"] is not None for record in result.audit)
     alone = sum(row.get("cohort") == 0 for row in result.history.rows)
     other = len(result.audit) - turned - alone
-    found = [
-        (turned, "turned away", "upload"),
-        (alone, "nobody drawn", "round"),
-        (other, "noted", "incident"),
-    ]
+    kinds = [(turned, "turned away", "upload"), (alone, "nobody drawn", "round"), (other, "noted", "incident")]
     where = f"see {result.run_dir}/audit.jsonl"
-    return [f"  {title:<14} {counted(count, thing)}, {where}" for count, title, thing in found if count > 0]
+    return [f"  {title:<14} {counted(count, thing)}, {where}" for count, title, thing in kinds if count > 0]
 
 
 def _after_run(experiment: Experiment, file: Path | None) -> str:
-    """A comparison; under a budget a look at the method, since plain ones cannot keep it."""
+    """Propose a comparison; under a budget a look at the method, because plain ones cannot keep it."""
     method = without_defaults(experiment.method)
     if experiment.privacy.epsilon is not None:
         return f"fedstill explain {shlex.quote(method)}"
     other = "scaffold" if method == "fedavg" else "fedavg"
-    return f"{_command('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
+    return f"{_compare_again(file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
 
 
-def _command(name: str, file: Path | None) -> str:
-    return shlex.join(["fedstill", name, *([str(file)] if file else [])])
-
-
-def _next_step(experiment: Experiment, best: str, file: Path | None) -> str:
-    """Look at the winner, and at another skew where the partition has one."""
-    alpha, command = experiment.partition.options.get("alpha"), _command("compare", file)
+def _after_comparison(experiment: Experiment, best: str, file: Path | None) -> str:
+    """Propose a look at the winner, and another skew where the partition has one."""
+    alpha, command = experiment.partition.options.get("alpha"), _compare_again(file)
     seeds = 5 if experiment.compare.seeds < 5 else 2 * experiment.compare.seeds
     sections = {label(entry): parse_method(entry, experiment) for entry in experiment.compare.methods}
     winner = without_defaults(sections[best])  # files with their folders, unlike in the table
@@ -210,24 +207,5 @@ def _next_step(experiment: Experiment, best: str, file: Path | None) -> str:
     return f"fedstill explain {shlex.quote(winner)}, or {other}"
 
 
-def _print_comparison(
-    comparison: Comparison, experiment: Experiment, *, folder: Path, file: Path | None, as_json: bool
-) -> None:
-    if as_json:
-        print_json(comparison.as_json())
-        return
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(rich_table(comparison.summaries))
-    else:
-        typer.echo(plain_table(comparison.summaries))
-    best = comparison.summaries[0].method
-    pictures = [name for name in ("curves.png", "partition.png", "pseudo_labels.png") if (folder / name).exists()]
-    count = experiment.compare.seeds
-    over = f"Mean over {count} seeds ± standard deviation" if count > 1 else "One seed: no spread"
-    typer.echo(f"{over}; seconds and bytes are those of one run.")
-    for note in table_notes(comparison.results):
-        typer.echo(note)
-    typer.echo(f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.")
-    typer.echo(f"Next: {_next_step(experiment, best, file)}")
+def _compare_again(file: Path | None) -> str:
+    return shlex.join(["fedstill", "compare", *([str(file)] if file else [])])

@@ -126,7 +126,7 @@ def check_run_folder(experiment: Experiment, folder: Path, *, asked: str) -> Non
 
 CORE_PACKAGES = ("torch", "numpy", "scikit-learn", "safetensors", "pydantic", "typer", "rich")
 EXTRAS = {
-    "data": ("datasets", "pyarrow", "pillow"),
+    "data": ("datasets", "pandas", "pyarrow", "pillow"),
     "plots": ("matplotlib",),
     "dp": ("dp-accounting",),
     "text": ("tokenizers",),
