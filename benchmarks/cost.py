@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Dataset, Federation, Training
@@ -112,7 +113,7 @@ def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> 
     """A function that plays a round of local training and returns its seconds; states go on from round to round."""
     method = build_algorithm(method, {})
     weights = to_device(engine.model.init(0), engine.device)
-    received = method.server.broadcast(method.server.init(weights))
+    received = broadcast_of(method, first_state(method, weights))
     first = method.objective.init(weights)
     states = tree_map(lambda leaf: leaf.expand(clients, *leaf.shape).clone(), first)
     numbers = iter(range(1, 10**6))

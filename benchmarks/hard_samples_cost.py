@@ -88,7 +88,7 @@ def how(options: argparse.Namespace, way: str) -> dict[str, Any]:
 def server_phase(way: str, engine: Engine, options: argparse.Namespace) -> Callable[[], Weights]:
     """The fine-tuning step of `fedftg`, ready to be applied."""
     candidate, round = make_round(engine, options.clients)
-    step = build_algorithm("fedftg", how(options, way)).server.steps[-1]
+    step = build_algorithm("fedftg", how(options, way)).steps[-1]
     state: Tree = step.init(candidate)
     preparation = Preparation(1, engine.model, options.clients, None, 3, engine, no_asking)
     state = step.prepare(candidate, state, preparation)[1]

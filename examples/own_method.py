@@ -42,7 +42,7 @@ def median() -> ServerStep:
         round.metrics["uploads"] = float(len(round.uploads.ids))
         return tree_map(lambda leaf: leaf.median(dim=0).values, round.uploads.weights), state
 
-    return ServerStep(apply, needs=frozenset({Need.INDIVIDUAL_UPLOADS}))
+    return ServerStep("median", apply, needs=frozenset({Need.INDIVIDUAL_UPLOADS}))
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     methods = {
         "fedavg": fedstill.build_algorithm("fedavg"),
         "anchor": Method(anchored, average()),
-        "anchor, median, momentum": Method(anchored, fedstill.chain(median(), sgd(1.0, momentum=0.3))),
+        "anchor, median, momentum": Method(anchored, median(), (sgd(1.0, momentum=0.3),)),
     }
     for name, method in methods.items():
         result = fedstill.federate(

@@ -17,6 +17,7 @@ from typing import Any
 
 from fedstill.about.explain import explain
 from fedstill.about.toy import trial_model, trial_run
+from fedstill.compose.combine import first_state
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Tree
@@ -67,10 +68,8 @@ def kept_by_server(state: Tree, one: int) -> str:
 
 
 def empty_slots(state: Tree) -> set[str]:
-    """Slots that hold nothing yet; a step of a chain (by its number) that keeps nothing is none."""
-    nested = {name: value for name, value in state.items() if isinstance(value, dict)}
-    empty = {name for name, value in nested.items() if not value and not name.isdigit()}
-    return empty.union(*(empty_slots(value) for value in nested.values()))
+    """The slots of all steps that hold nothing yet."""
+    return {slot for slots in state.values() for slot, value in slots.items() if isinstance(value, dict) and not value}
 
 
 @cache
@@ -87,14 +86,14 @@ def cost(method: str) -> dict[str, str]:
     if method.objective.measure is not None:
         step += "; after training one more pass over the local data"
     down = models(row["bytes_down"] // row["cohort"], one)
-    if "feature_generator" in empty_slots(method.server.init(weights)):
+    if "feature_generator" in empty_slots(first_state(method, weights)):
         down = "1 model and the generator"
         step += ", and for invented features two forward passes of the generator and two passes of the head"
     return {
         "sent to a client": down,
         "sent by a client": models(row["bytes_up"] // row["cohort"], one),
         "kept by a client between rounds": models(byte_size(method.objective.init(weights)), one),
-        "kept by the server beside the model": kept_by_server(method.server.init(weights), one),
+        "kept by the server beside the model": kept_by_server(first_state(method, weights), one),
         "a client's step": step,
     }
 

@@ -5,7 +5,7 @@ fedstill run --method "benchmarks/fedlmd/released.py:scaffold"
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.core.types import Method
 from fedstill.local.contrast import Previous, model_contrast
 from fedstill.local.terms import control_variates, cross_entropy
@@ -18,8 +18,7 @@ def scaffold() -> Method:
 
     Where the clients' sizes differ, the corrections c - c_k do not cancel over the cohort.
     """
-    server = chain(average("size"), update_control("uniform"))
-    return Method(combine(cross_entropy(), control_variates("II")), server)
+    return Method(combine(cross_entropy(), control_variates("II")), average("size"), (update_control("uniform"),))
 
 
 def moon(*, mu: float = 0.1, temperature: float = 0.5, previous: Previous = "init") -> Method:

@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedstill.compose.combine import chain, combine
+    from fedstill.compose.combine import combine
     from fedstill.compose.wrappers import after, every, remember, rollback
     from fedstill.core.errors import FedstillError
     from fedstill.core.seeds import seed_for
@@ -70,7 +70,7 @@ _HOMES = {
     "fedstill.loop.callbacks": "Callback EarlyStop",
     "fedstill.experiment.compare": "Comparison compare",
     "fedstill.experiment.config": "Experiment",
-    "fedstill.compose.combine": "chain combine",
+    "fedstill.compose.combine": "combine",
     "fedstill.compose.wrappers": "after every remember rollback",
     "fedstill.core.errors": "FedstillError",
     "fedstill.core.seeds": "seed_for",
@@ -129,7 +129,6 @@ __all__ = [
     "build_federation",
     "build_method",
     "build_model",
-    "chain",
     "combine",
     "compare",
     "every",

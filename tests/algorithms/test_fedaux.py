@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from server_rounds import CLASSES, FEATURES, federation, furthest, network, points, run, same_bits
+from whole_server import as_one, watched, whole
 
 from fedstill.about.explain import explain
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
@@ -19,6 +19,7 @@ from fedstill.methods.fedaux.certainty import normalised, sensitivity
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, mixed_model
 from fedstill.privacy.accountant import analytic_gaussian_multiplier, classic_multiplier, epsilon_of
+from fedstill.server import average
 from fedstill.server.distill.targets import targets_of
 
 SHORT = {"steps": 5, "batch_size": 8}
@@ -130,7 +131,7 @@ def test_the_papers_and_the_released_form_are_built_and_claim_nothing():
         assert (expected(preset, "form"), expected(preset, "lam")) == (form, lam)
         assert [expected(preset, name) for name in ("epsilon", "delta")] == [0.1, 1e-5]
         assert [expected(preset, name) for name in ("epochs", "server_lr", "clip")] == [1, 5e-5, None]
-        assert fedaux(preset=preset).server.steps[0].name.startswith(f"average by {weighting}")
+        assert fedaux(preset=preset).aggregate in {average(weighting, buffers=one) for one in ("average", "local")}
         shown = {option["name"]: option["default"] for option in explain(f"fedaux(preset={preset})")["options"]}
         assert shown["lam"] == lam
 
@@ -168,7 +169,7 @@ def test_features_are_needed_only_where_scores_are_made_of_them():
 def test_its_page_says_what_leaves_a_client_before_the_first_round():
     facts = explain("fedaux")
     assert facts["leaves_a_client_once"] == ["w: one number for each feature"]
-    assert {"certainty_shares", "distill", "average"} <= {part["part"] for part in facts["parts"]}
+    assert {"distill", "average"} <= {part["part"] for part in facts["parts"]}
     assert explain("fedaux(scorer=uniform)")["leaves_a_client_once"] == []
 
 
@@ -200,15 +201,12 @@ def test_an_endless_penalty_is_feddf_too():
 
 def states_of(method, **how):
     """The distilling step's state after each round."""
-    server, seen = method.server, []
+    seen = []
 
-    def apply(candidate, state, round):
-        candidate, state = server.apply(candidate, state, round)
+    def look(candidate, state, round):
         seen.append({name.rpartition("/")[2]: leaf for name, leaf in flatten(state).items()})
-        return candidate, state
 
-    watched = dataclasses.replace(method, server=dataclasses.replace(server, apply=apply))
-    return seen, run(watched, **how)
+    return seen, run(watched(method, look), **how)
 
 
 def test_scores_are_made_once_and_stay():
@@ -240,11 +238,11 @@ def test_a_phase_that_follows_has_the_same_negatives_as_the_one_before():
 
     def watched(method):
         def prepare(candidate, state, preparation):
-            candidate, state = method.server.prepare(candidate, state, preparation)
+            candidate, state = whole(method).prepare(candidate, state, preparation)
             seen.append(next(leaf for name, leaf in flatten(state).items() if name.endswith("distilled")))
             return candidate, state
 
-        return dataclasses.replace(method, server=dataclasses.replace(method.server, prepare=prepare))
+        return as_one(method, prepare=prepare)
 
     run((Phase(watched(first), until=2), Phase(watched(second))), rounds=3)
     assert len(seen) == 2
@@ -355,15 +353,15 @@ def test_one_prototype_is_the_same_as_no_prototypes():
 def test_clients_of_two_architectures_teach_both_by_their_scores():
     nets = {"small": network(), "large": build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(9,))}
     method, seen = fedaux(**SHORT), []
-    average, refine = method.server.steps
+    (refine,) = method.server
 
     def apply(candidate, state, round):
         candidate, state = refine.apply(candidate, state, round)
         seen.append(state)
         return candidate, state
 
-    watched = dataclasses.replace(method, server=chain(average, dataclasses.replace(refine, apply=apply)))
-    result = run(watched, rounds=1, model=mixed_model(nets, 5))
+    method = dataclasses.replace(method, server=(dataclasses.replace(refine, apply=apply),))
+    result = run(method, rounds=1, model=mixed_model(nets, 5))
     small, large = seen
     assert torch.equal(small["scores"], large["scores"])
     assert small["scores"].shape == (5, 16)

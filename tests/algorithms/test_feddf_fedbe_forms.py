@@ -18,6 +18,7 @@ from server_rounds import (
     served,
     server_round,
 )
+from whole_server import watched, whole
 
 from fedstill.about.explain import explain
 from fedstill.core.errors import FedstillError
@@ -27,6 +28,7 @@ from fedstill.core.types import Dataset, Need, Training
 from fedstill.engine.plan import make_plan
 from fedstill.methods import METHODS, build_algorithm, fedavg, fedbe, feddf
 from fedstill.models import build_model
+from fedstill.server import average
 from fedstill.server.distill.student import Snapshots
 from fedstill.server.distill.targets import targets_of
 
@@ -121,7 +123,7 @@ def test_the_student_is_trained_as_published(name, preset):
     ],
 )
 def test_feddf_averages_as_each_of_them_does(preset, weighting, buffers):
-    assert feddf(preset=preset).server.steps[0].name == f"average by {weighting}, buffers {buffers}"
+    assert feddf(preset=preset).aggregate == average(weighting, buffers=buffers)
 
 
 @pytest.mark.parametrize(("name", "preset"), FORMS)
@@ -196,8 +198,8 @@ def test_mrtfs_code_teaches_softened_targets_and_fedbe_sharpened_ones():
 
     def taught(method):
         this = server_round(models, network(), number=11)
-        _, state = method.server.apply(this.start, method.server.init(this.start), this)
-        return targets_of(state["1"]).probabilities
+        _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
+        return targets_of(state["distill"]).probabilities
 
     plain = taught(feddf(steps=1))
     soft = plain**0.75 / (plain**0.75).sum(1, keepdim=True)
@@ -211,8 +213,8 @@ def test_mrtfs_code_teaches_softened_targets_and_fedbe_sharpened_ones():
 def test_a_student_of_hard_labels_is_measured_by_the_cross_entropy_with_them(name):
     this = server_round(clients_models(network(), 3), network(), number=11)
     method = METHODS[name](preset="d2cfl", threshold=0.0)
-    _, state = method.server.apply(this.start, method.server.init(this.start), this)
-    labels = targets_of(state["1"]).probabilities.argmax(1)
+    _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
+    labels = targets_of(state["distill"]).probabilities.argmax(1)
     logits = this.trainer.outputs(served(fedavg(), this), this.unlabeled).logits
     wanted = torch.nn.functional.cross_entropy(logits, labels).item()
     assert this.metrics["distill_loss_before"] == pytest.approx(wanted)
@@ -229,14 +231,7 @@ def test_d2c_fls_baselines_are_fedavg_for_ten_rounds(name, first):
 def test_without_feedback_clients_get_the_average_and_the_student_is_reported():
     short = {"steps": 5, "batch_size": 8, "server_lr": 0.05}
     method, sent = feddf(feedback=False, **short), []
-
-    def apply(candidate, state, round):
-        candidate, state = method.server.apply(candidate, state, round)
-        sent.append(clone(candidate))
-        return candidate, state
-
-    watched = dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
-    result = run(watched)
+    result = run(watched(method, lambda candidate, state, round: sent.append(clone(candidate))))
     plain = [run(fedavg(weighting="uniform"), rounds=rounds).weights for rounds in (1, 2, 3)]
     assert all(same_bits(found, wanted) for found, wanted in zip(sent, plain, strict=True))
     assert furthest(result.weights, plain[-1]) > 1e-2
@@ -249,8 +244,8 @@ def test_teachers_in_train_mode_normalise_by_the_batch():
     def taught(**options):
         this = server_round(models, network("norm"))
         method = feddf(steps=1, **options)
-        _, state = method.server.apply(this.start, method.server.init(this.start), this)
-        return targets_of(state["1"]).probabilities
+        _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
+        return targets_of(state["distill"]).probabilities
 
     unlabeled = federation().unlabeled
     plain = taught(teacher_mode="train", teacher_batch=10)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from server_rounds import LOCAL as TRAINING
 from server_rounds import federation, furthest, network, run, same_bits
+from whole_server import as_one, whole
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join
@@ -116,11 +117,11 @@ def watched(text, rounds=3):
     seen = []
 
     def apply(candidate, state, round):
-        after, new = method.server.apply(candidate, state, round)
+        after, new = whole(method).apply(candidate, state, round)
         seen.append((after, round, new))
         return after, new
 
-    run(dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply)), rounds=rounds)
+    run(as_one(method, apply=apply), rounds=rounds)
     return seen
 
 
@@ -130,7 +131,7 @@ def test_scaffolds_controls_refer_to_the_fine_tuned_model_that_was_sent():
     sent, aggregated = first[0], first[1].models["aggregated"]
     assert furthest(sent, aggregated) > 1e-5
     assert same_bits(second[1].start, sent)
-    uploads, control = second[1].uploads, first[2]["1"]["control"]
+    uploads, control = second[1].uploads, first[2]["control"]["control"]
 
     def gap(start):
         return max(
@@ -153,7 +154,7 @@ def test_feddyns_memory_refers_to_the_fine_tuned_model_that_was_sent():
     """h <- h - alpha (|S| / N) mean_k (w_k - w), with w as received."""
     first, second, _ = watched(f"feddyn(alpha=0.1)+{TINY}")
     sent, aggregated = first[0], first[1].models["aggregated"]
-    before, after = (step[2]["1"]["dyn_mean"] for step in (first, second))
+    before, after = (step[2]["dyn"]["dyn_mean"] for step in (first, second))
     uploads, share = second[1].uploads, 4 / 5
 
     def gap(start):
@@ -170,15 +171,15 @@ def test_joined_it_takes_the_other_methods_average():
     """FedAvg weighs by size, SCAFFOLD evenly; neither has to be told."""
     for base, weighting in (("fedavg", "size"), ("scaffold", "uniform"), ("fedprox", "size")):
         for text in (f"{base}+fedftg", f"fedftg+{base}"):
-            assert method_of(text).server.steps[0].name == average(weighting).name
-    assert method_of("fedftg+fednova").server.steps[0].name.startswith("normalized average")
-    assert fedftg().server.steps[0].name == average("size").name
-    assert method_of('scaffold+fedftg(weighting="size")').server.steps[0].name == average("size").name
+            assert method_of(text).aggregate == average(weighting)
+    assert method_of("fedftg+fednova").aggregate.name == "normalized_average"
+    assert fedftg().aggregate == average("size")
+    assert method_of('scaffold+fedftg(weighting="size")').aggregate == average("size")
 
 
 def test_methods_joined_in_python_must_average_alike():
     found = join({"fedftg": fedftg(weighting="uniform"), "scaffold": METHODS["scaffold"]()})
-    assert found.server.steps[0].name == average("uniform").name
+    assert found.aggregate == average("uniform")
     for own in ({}, {"weighting": "uniform", "buffers": "pooled"}):
         with pytest.raises(FedstillError, match="aggregate differently: give both the same weighting"):
             join({"fedftg": fedftg(**own), "scaffold": METHODS["scaffold"]()})
@@ -241,9 +242,9 @@ def test_features_come_from_a_generator_without_bounds_and_samples_from_a_normal
     for options, ends_normalised in (("", True), (', input="feature"', False)):
         text = TINY.removesuffix(")") + options + ")"
         ((_, _, state),) = watched(text, rounds=1)
-        kept = state["1"]["hard_generator"]
+        kept = state["hard_samples"]["hard_generator"]
         assert ("4.running_mean" in kept["buffers"]) == ends_normalised
-        assert (method_of(text).server.samples(state, network()) is not None) == ends_normalised
+        assert ("samples" in state["hard_samples"]) == ends_normalised
 
 
 def test_with_features_it_refines_the_head_of_linear_evaluation_alone():
@@ -275,13 +276,14 @@ def test_a_generator_goes_on_when_another_local_method_takes_over():
 
     def overheard(text):
         method = method_of(text)
+        (step,) = method.server
 
         def apply(candidate, state, round):
-            after, new = method.server.apply(candidate, state, round)
-            seen.append((state["1"]["hard_generator"], new["1"]["hard_generator"]))
+            after, new = step.apply(candidate, state, round)
+            seen.append((state["hard_generator"], new["hard_generator"]))
             return after, new
 
-        return dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
+        return dataclasses.replace(method, server=(dataclasses.replace(step, apply=apply),))
 
     run((Phase(overheard(TINY), 1), Phase(overheard(f"fedprox(mu=0.1)+{TINY}"))), rounds=2)
     (first, trained), (second, _) = seen

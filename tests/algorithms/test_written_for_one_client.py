@@ -4,6 +4,7 @@ import pytest
 import torch
 from by_hand import F64, blobs, linear, linear_model, local_view, number
 from papers import released
+from whole_server import whole
 
 from fedstill.compose.combine import combine
 from fedstill.core.tree import flatten, rows, stack, tree_map
@@ -29,7 +30,7 @@ def noisy(tree, seed):
 def client_view(method: Method, client: int):
     start = linear(3, 4, seed=1)
     objective = method.objective
-    broadcast = method.server.broadcast(method.server.init(start))
+    broadcast = whole(method).broadcast(whole(method).init(start))
     return local_view(
         start,
         params=noisy(start.params, client),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from running import federate
 from torch import nn
+from whole_server import as_one, whole
 
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
@@ -247,15 +248,15 @@ def first_broadcast(method: Method, net: str = "mlp") -> Any:
     ['control', 'generator', 'label_weight', 'labels', 'match_weight']
     """
     if method.objective.bind is None:
-        return method.server.broadcast(method.server.init(network(net).init(1)))
+        return whole(method).broadcast(whole(method).init(network(net).init(1)))
     seen = []
 
     def broadcast(state: Any) -> Any:
-        seen.append(method.server.broadcast(state))
+        seen.append(whole(method).broadcast(state))
         return seen[-1]
 
     run(
-        dataclasses.replace(method, server=dataclasses.replace(method.server, broadcast=broadcast)),
+        as_one(method, broadcast=broadcast),
         net=net,
         rounds=1,
     )

@@ -33,6 +33,7 @@ from method_rows import (
     run_row,
     same_bits,
 )
+from whole_server import as_one, whole
 
 from fedstill.compose.combine import bound_to
 from fedstill.core.needs import needs_of
@@ -367,14 +368,14 @@ def test_states_keep_their_names_shapes_dtypes_and_device(row, engine, net):
     net = row.net if row.net != "mlp" else net
     model, data = network(net), federation(net)
     method, start = bound_to(row.build(), model), model.init(1)
-    server, seen = method.server, []
+    server, seen = whole(method), []
 
     def apply(candidate, state, round):
         moved, new = server.apply(candidate, state, round)
         seen.append((lasting(state), lasting(new), form_of(moved)))
         return moved, new
 
-    run(dataclasses.replace(method, server=dataclasses.replace(server, apply=apply)), net=net, engine=engine)
+    run(as_one(method, apply=apply), net=net, engine=engine)
     for before, after, moved in seen:
         assert before == after == lasting(server.init(start))
         assert moved == form_of(start)

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from method_rows import CLASSES, ROWS, SIZES, distance, federation, form_of, network, run, same_bits
+from whole_server import watched
 
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import as_tree
@@ -52,13 +53,8 @@ def sent(method, **how) -> list[Uploads]:
 
 def served(method, **how) -> list[Uploads]:
     """What the server's step gets to see, round by round."""
-    server, seen = method.server, []
-
-    def apply(candidate, state, round):
-        seen.append(round.uploads)
-        return server.apply(candidate, state, round)
-
-    run(dataclasses.replace(method, server=dataclasses.replace(server, apply=apply)), **how)
+    seen: list[Uploads] = []
+    run(watched(method, lambda candidate, state, round: seen.append(round.uploads)), **how)
     return seen
 
 

@@ -68,7 +68,7 @@ def drawn() -> list[str]:
             check_built(running.built(method=phases, rounds=ROUNDS, cohort=COHORT, **toy))
         except FedstillError:
             continue
-        if sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in phases[0].method.server.steps) < 2:
+        if sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in phases[0].method.steps) < 2:
             found.append(text)
     return found
 
@@ -94,7 +94,7 @@ def test_the_draw_covers_client_and_server_parts():
     used = {part.name for text in MIXTURES for part in parse(text)[0].parts}
     assert len(used) >= 12
     assert used <= set(METHODS)
-    stages = {step.stage for text in MIXTURES for step in built(text).server.steps}
+    stages = {step.stage for text in MIXTURES for step in built(text).steps}
     assert stages == set(Stage)
 
 

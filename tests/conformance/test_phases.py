@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from method_rows import network, run, same_bits
+from whole_server import watched
 
 from fedstill.compose.phases import method_at, phases_of, share_states
 from fedstill.core.errors import FedstillError
@@ -141,26 +142,19 @@ def means_agree(text: str, *, server: str, client: str, total: bool = False) -> 
     """Largest distance between a server slot and the mean (or sum) of the clients' after a run of everybody."""
     last: dict = {}
 
-    def watched(phase):
+    def watch(phase):
         def finish(local, measured):
             state, extra = phase.method.objective.finish(local, measured)
             last.setdefault("clients", []).append(clone(state.get(client, local.state.get(client))))
             return state, extra
 
-        def apply(candidate, state, round):
-            candidate, state = phase.method.server.apply(candidate, state, round)
+        def look(candidate, state, round):
             last["server"], last["sent"] = state, last.pop("clients", [])
-            return candidate, state
 
-        parts = phase.method
-        objective = dataclasses.replace(parts.objective, finish=finish)
-        return phase._replace(
-            method=dataclasses.replace(
-                parts, objective=objective, server=dataclasses.replace(parts.server, apply=apply)
-            )
-        )
+        objective = dataclasses.replace(phase.method.objective, finish=finish)
+        return phase._replace(method=watched(dataclasses.replace(phase.method, objective=objective), look))
 
-    run(tuple(watched(phase) for phase in build_method(text)), engine="looped", rounds=6, cohort=7)
+    run(tuple(watch(phase) for phase in build_method(text)), engine="looped", rounds=6, cohort=7)
     flat = {
         name.rpartition(f"{server}/")[2]: leaf for name, leaf in flatten(last["server"]).items() if f"{server}/" in name
     }
@@ -224,11 +218,7 @@ def test_unlabeled_data_are_passed_only_in_the_phase_that_declares_them():
     seen = []
 
     def spying(method):
-        def apply(candidate, state, round):
-            seen.append((round.number, round.unlabeled is not None))
-            return method.server.apply(candidate, state, round)
-
-        return dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
+        return watched(method, lambda _, __, round: seen.append((round.number, round.unlabeled is not None)))
 
     run((Phase(spying(fedavg()), 1), Phase(spying(feddf(steps=1)), 2), Phase(spying(fedavgm()))), rounds=3)
     assert seen == [(1, False), (2, True), (3, False)]

@@ -3,13 +3,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstill.compose.combine import chain, combine, weighted_mean
+from fedstill.compose.combine import (
+    broadcast_of,
+    combine,
+    first_state,
+    reported,
+    run_steps,
+    targets,
+    weighted_mean,
+)
 from fedstill.compose.wrappers import after, every, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, unflatten
 from fedstill.core.types import (
     Batch,
     Local,
+    Method,
     Need,
     Objective,
     Outlook,
@@ -42,14 +51,18 @@ def local_at(value: float) -> Local:
     return empty._replace(params={"w": torch.tensor(value)})
 
 
-def adding(amount: float) -> ServerStep:
+def method_of(*steps: ServerStep) -> Method:
+    return Method(term(), steps[0], steps[1:])
+
+
+def adding(amount: float, name: str = "adding") -> ServerStep:
     """Moves the model by `amount` and counts how often it ran."""
 
     def apply(candidate, state, round):
         moved = candidate._replace(params={"w": candidate.params["w"] + amount})
         return moved, {"runs": state["runs"] + 1}
 
-    return ServerStep(apply, init=lambda weights: {"runs": torch.tensor(0)})
+    return ServerStep(name, apply, init=lambda weights: {"runs": torch.tensor(0)})
 
 
 def keeping(**slots: float) -> Objective:
@@ -99,7 +112,9 @@ def test_what_terms_measure_is_merged_and_every_term_may_read_it():
         (lambda: combine(sending(c=1.0), sending(c=2.0)).finish(local_at(0.0), {}), "upload"),
         (lambda: combine(measuring(c=1.0), measuring(c=2.0)).measure(None, None, None), "measure"),
         (
-            lambda: chain(*[ServerStep(broadcast=lambda state: {"c": torch.ones(1)})] * 2).broadcast({}),
+            lambda: broadcast_of(
+                method_of(*(ServerStep(name, broadcast=lambda state: {"c": torch.ones(1)}) for name in "ab")), {}
+            ),
             "broadcast",
         ),
     ],
@@ -123,27 +138,39 @@ def test_a_frozen_model_that_several_terms_name_is_one_model():
         combine(term(frozen={"start": start}), term(frozen={"start": other}))
 
 
-def test_a_chain_runs_in_order_and_each_step_keeps_its_own_state():
+def test_steps_run_in_order_and_each_keeps_its_own_state():
     def doubling(candidate, state, round):
         return candidate._replace(params={"w": 2 * candidate.params["w"]}), state
 
-    steps = chain(adding(1.0), ServerStep(doubling, needs=frozenset({Need.HEAD})), adding(0.5))
-    state = steps.init(model_at(0.0))
+    method = method_of(adding(1.0, "first"), ServerStep("double", doubling), adding(0.5, "last"))
+    state = {**first_state(method, model_at(0.0)), "waiting": {"slot": torch.tensor(4)}}
     for _ in range(2):
-        moved, state = steps.apply(model_at(1.0), state, at_round(1))
+        moved, state = run_steps(method, model_at(1.0), state, at_round(1))
     assert float(moved.params["w"]) == (1.0 + 1.0) * 2 + 0.5
-    assert [int(state[i]["runs"]) for i in ("0", "2")] == [2, 2]
-    assert steps.needs == {Need.HEAD}
+    assert [int(state[name]["runs"]) for name in ("first", "last")] == [2, 2]
+    assert int(state["waiting"]["slot"]) == 4  # of a step that another phase has
 
 
-def test_a_chain_survives_a_checkpoint_that_forgets_empty_states():
-    steps = chain(ServerStep(), adding(1.0), ServerStep(broadcast=lambda state: dict(state)))
-    state = unflatten(flatten(steps.init(model_at(0.0))))
-    assert set(state) == {"1"}
-    moved, after_round = steps.apply(model_at(1.0), state, at_round(1))
+@pytest.mark.parametrize("twice", [("average", "average"), ("average", "control", "control")])
+def test_two_steps_of_one_name_are_an_error_that_names_them(twice):
+    with pytest.raises(FedstillError, match=rf"are named '{twice[-1]}' \({', '.join(twice)}\): give each its own name"):
+        method_of(*map(ServerStep, twice))
+
+
+@pytest.mark.parametrize("name", ["", None, adding])
+def test_a_step_without_a_name_is_refused(name):
+    with pytest.raises(FedstillError, match="a step's name comes first"):
+        ServerStep(name)
+
+
+def test_a_state_survives_a_checkpoint_that_forgets_empty_states():
+    method = method_of(ServerStep("idle"), adding(1.0), ServerStep("send", broadcast=lambda state: dict(state)))
+    state = unflatten(flatten(first_state(method, model_at(0.0))))
+    assert set(state) == {"adding"}
+    moved, after_round = run_steps(method, model_at(1.0), state, at_round(1))
     assert float(moved.params["w"]) == 2.0
-    assert int(after_round["1"]["runs"]) == 1
-    assert steps.broadcast(state) == {}
+    assert int(after_round["adding"]["runs"]) == 1
+    assert broadcast_of(method, state) == {}
 
 
 @pytest.mark.parametrize(
@@ -183,97 +210,85 @@ def test_rollback_mixes_as_worked_for_a_teacher(share, sent):
     assert int(moved.buffers["count"]) == 3
 
 
-def believing(amount: float) -> ServerStep:
+def believing(amount: float, name: str = "believing") -> ServerStep:
     """Adds `amount`, counts, believes in class 0 as strongly as it has run often, and reports the model it made."""
     inner = adding(amount)
 
     def apply(candidate, state, round):
         moved, after_step = inner.apply(candidate, state, round)
-        return moved, {**after_step, "made": moved.params["w"]}
-
-    def targets(state):
-        if not int(state["runs"]):
-            return None
-        return Targets(torch.tensor([[float(state["runs"]), 0.0]]), torch.tensor([True]))
-
-    def report(state):
-        return Weights({"w": state["made"]}, {}) if "made" in state else None
+        belief = Targets(torch.tensor([[float(after_step["runs"]), 0.0]]), torch.tensor([True]))
+        return moved, {**after_step, "reported": Weights(moved.params, {}), "targets": belief._asdict()}
 
     return ServerStep(
+        name,
         apply,
         inner.init,
         lambda state: {f"runs of {amount}": state["runs"]},
         frozenset({Need.UNLABELED}),
         stage=Stage.KEEP,
-        name="believing",
-        instead_of="nothing",
-        report=report,
-        targets=targets,
     )
 
 
-def strength(targets: Targets | None) -> float | None:
-    return None if targets is None else float(targets.probabilities[0, 0])
+def shown(step: ServerStep, state) -> float | None:
+    """The parameter of the model that a step with this state reports."""
+    model = reported(method_of(step), {step.name: state})
+    return None if model is None else float(model.params["w"])
+
+
+def strength(step: ServerStep, state) -> float | None:
+    belief = targets(method_of(step), {step.name: state})
+    return None if belief is None else float(belief.probabilities[0, 0])
 
 
 def test_a_step_that_only_reports_sends_what_came_in_and_shows_what_it_made():
     step = report_only(adding(4.0))
     state, sent = step.init(model_at(1.0)), model_at(1.0)
-    assert step.report(state) is None
+    assert shown(step, state) is None
     for number in (1, 2):
         moved, state = step.apply(sent, state, at_round(number))
         assert moved is sent
-    assert float(step.report(state).params["w"]) == 5.0
-    assert int(step.report(state).buffers["count"]) == 3
+    assert shown(step, state) == 5.0
+    assert int(state["reported"].buffers["count"]) == 3
     assert int(state["runs"]) == 2
-
-
-def test_a_step_may_not_keep_a_reported_model_of_its_own_beside_the_one_that_is_reported():
-    with pytest.raises(FedstillError, match="both write the server state slot 'reported'"):
-        report_only(report_only(adding(1.0))).init(model_at(0.0))
 
 
 def test_a_step_that_only_reports_still_broadcasts_believes_and_needs():
     plain = believing(1.0)
     step = report_only(plain)
     state = step.init(model_at(0.0))
-    assert step.targets(state) is None
+    assert strength(step, state) is None
     _, state = step.apply(model_at(0.0), state, at_round(1))
-    assert strength(step.targets(state)) == 1.0
+    assert strength(step, state) == 1.0
     assert step.broadcast(state) == {"runs of 1.0": torch.tensor(1)}
-    assert (step.needs, step.stage) == (plain.needs, Stage.REPORT)
-    assert (step.name, step.instead_of, step.steps) == ("", "", ())
+    assert (step.name, step.needs, step.stage) == (plain.name, plain.needs, Stage.REPORT)
 
 
 def test_the_reported_model_and_the_belief_survive_a_checkpoint(tmp_path):
-    step = chain(adding(1.0), report_only(believing(2.0)))
-    sent, state = step.apply(model_at(0.0), step.init(model_at(0.0)), at_round(1))
+    method = method_of(adding(1.0), report_only(believing(2.0)))
+    sent, state = run_steps(method, model_at(0.0), first_state(method, model_at(0.0)), at_round(1))
     save_checkpoint(RunState(1, sent, state), tmp_path)
     again = load_newest(tmp_path).server
-    assert isinstance(step.report(again), Weights)
+    assert isinstance(reported(method, again), Weights)
     assert float(sent.params["w"]) == 1.0
-    assert float(step.report(again).params["w"]) == 3.0
-    assert int(step.report(again).buffers["count"]) == 3
-    assert strength(step.targets(again)) == 1.0
-    moved, after_two = step.apply(sent, again, at_round(2))
+    assert float(reported(method, again).params["w"]) == 3.0
+    assert int(reported(method, again).buffers["count"]) == 3
+    assert float(targets(method, again).probabilities[0, 0]) == 1.0
+    moved, after_two = run_steps(method, sent, again, at_round(2))
     assert float(moved.params["w"]) == 2.0
-    assert strength(step.targets(after_two)) == 2.0
+    assert float(targets(method, after_two).probabilities[0, 0]) == 2.0
 
 
-def test_a_chain_shows_what_its_last_step_with_an_answer_shows():
-    first, second, silent = believing(1.0), believing(10.0), adding(100.0)
-    steps = chain(first, second, silent)
-    state = steps.init(model_at(0.0))
-    assert steps.report(state) is None
-    assert steps.targets(state) is None
+def test_a_method_shows_what_its_last_step_with_an_answer_shows():
+    method = method_of(believing(1.0, "first"), believing(10.0, "second"), adding(100.0, "silent"))
+    state = first_state(method, model_at(0.0))
+    assert reported(method, state) is None
+    assert targets(method, state) is None
     for number in (1, 2):
-        _, state = steps.apply(model_at(0.0), state, at_round(number))
-    assert float(steps.report(state).params["w"]) == 11.0  # of the second, not of the model that is sent (111)
-    state["1"] = second.init(model_at(0.0))
-    assert float(steps.report(state).params["w"]) == 1.0
-    assert strength(steps.targets(state)) == 2.0
-    assert chain(adding(1.0)).report({"0": {}}) is None
-    assert chain(adding(1.0)).targets({"0": {}}) is None
+        _, state = run_steps(method, model_at(0.0), state, at_round(number))
+    assert float(reported(method, state).params["w"]) == 11.0  # of the second, not of the model that is sent (111)
+    state["later"] = state.pop("second")  # a step of another phase, whose answers are not this method's
+    assert float(reported(method, state).params["w"]) == 1.0
+    assert float(targets(method, state).probabilities[0, 0]) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -286,31 +301,29 @@ def test_wrapped_steps_still_show_what_they_show(wrap):
     state = step.init(model_at(0.0))
     for number in (1, 2, 3):
         if number == 3:  # whatever the third round does, the answer of the second is there
-            assert float(step.report(state).params["w"]) == 4.0
-            assert strength(step.targets(state)) == float(state["runs"])
+            assert float(state["reported"].params["w"]) == 4.0
+            assert strength(step, state) == float(state["runs"])
         _, state = step.apply(model_at(0.0), state, at_round(number))
-    assert strength(step.targets(state)) == float(state["runs"])
-    assert step.needs == {Need.UNLABELED}
-    assert step.name == ""
+    assert strength(step, state) == float(state["runs"])
+    assert (step.name, step.needs) == ("believing", {Need.UNLABELED})
 
 
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda step: chain(adding(1.0), step),
-        lambda step: after(1, chain(step, adding(1.0))),
+        lambda step: after(1, step),
         lambda step: rollback(step, 0.25),
-        lambda step: report_only(chain(adding(1.0), step)),
+        lambda step: report_only(step),
         lambda step: remember(lambda past: step, size=2),
     ],
-    ids=["chain", "after", "rollback", "report_only", "remember"],
+    ids=["after", "rollback", "report_only", "remember"],
 )
 def test_what_a_step_refuses_before_a_run_starts_a_wrapped_one_refuses_too(wrap):
     def check(outlook):
         if outlook.round > 1:
             raise FedstillError("too late")
 
-    step = wrap(ServerStep(check=check))
+    step = wrap(ServerStep("check", check=check))
     step.check(Outlook(1, None))
     with pytest.raises(FedstillError, match="too late"):
         step.check(Outlook(2, None))
@@ -318,20 +331,20 @@ def test_what_a_step_refuses_before_a_run_starts_a_wrapped_one_refuses_too(wrap)
 
 def test_what_is_reported_stays_in_rounds_in_which_the_step_rests():
     step = every(2, report_only(adding(1.0)))
-    state, shown = step.init(model_at(0.0)), []
+    state, seen = step.init(model_at(0.0)), []
     for number in range(1, 6):
         _, state = step.apply(model_at(float(number)), state, at_round(number))
-        shown.append(step.report(state) and float(step.report(state).params["w"]))
-    assert shown == [None, 3.0, 3.0, 5.0, 5.0]
+        seen.append(shown(step, state))
+    assert seen == [None, 3.0, 3.0, 5.0, 5.0]
 
 
 def test_a_step_that_remembers_shows_what_its_inner_step_shows():
     step = remember(lambda past: believing(1.0), 2)
     state = step.init(model_at(0.0))
-    assert step.targets(state) is None
+    assert strength(step, state) is None
     _, state = step.apply(model_at(0.0), state, at_round(1))
-    assert strength(step.targets(state)) == 1.0
-    assert float(step.report(state).params["w"]) == 1.0
+    assert strength(step, state) == 1.0
+    assert shown(step, state) == 1.0
 
 
 def watching(seen: list):
@@ -345,7 +358,7 @@ def watching(seen: list):
             assert all(set(model.buffers) == {"count"} for model in past)
             return inner.apply(candidate, state, round)
 
-        return ServerStep(apply, inner.init, lambda state: {"runs": state["runs"]}, frozenset({Need.FEATURES}))
+        return ServerStep("watching", apply, inner.init, lambda state: {"runs": state["runs"]}, {Need.FEATURES})
 
     return step
 
@@ -359,8 +372,8 @@ def test_remember_hands_out_the_last_models_oldest_first(size):
         model, state = step.apply(model, unflatten(flatten(state)), at_round(number))
     history = [float(n) for n in range(1, 15)]
     assert seen == [history[max(0, n - size) : n] if size else [] for n in range(15)]
-    assert int(state["inner"]["runs"]) == 15
-    assert step.broadcast(state) == {"runs": state["inner"]["runs"]}
+    assert int(state["runs"]) == 15
+    assert step.broadcast(state) == {"runs": state["runs"]}
     assert step.needs == {Need.FEATURES}
 
 
@@ -369,7 +382,7 @@ def test_a_remembered_model_without_buffers_survives_a_checkpoint():
 
     def step(past):
         seen.append([set(model.buffers) for model in past])
-        return ServerStep()
+        return ServerStep("idle")
 
     bare = Weights({"w": torch.ones(1)}, {})
     remembering = remember(step, 2)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model, local_view
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.compose.join import join
 from fedstill.compose.wrappers import rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import stack
-from fedstill.core.types import Method, Objective, Round, ServerStep, Stage, Uploads, Weights
+from fedstill.core.types import Method, Objective, Round, Stage, Uploads, Weights
 from fedstill.local.labels import smoothed_cross_entropy
 from fedstill.local.terms import cross_entropy, proximal
 from fedstill.methods import build_algorithm, fedavg, fedavgm, fednova, fedprox, scaffold
@@ -52,7 +52,11 @@ def test_cross_entropy_counts_once():
 
 
 def test_a_mixture_is_the_sum_of_its_terms_and_the_chain_of_its_steps():
-    by_hand = Method(combine(cross_entropy(), proximal(0.3)), chain(average("size"), sgd(1.0, momentum=0.7)))
+    by_hand = Method(
+        combine(cross_entropy(), proximal(0.3)),
+        average("size"),
+        (sgd(1.0, momentum=0.7),),
+    )
     assert same_bits(train(mixture("fedprox(mu=0.3)+fedavgm(beta=0.7)")), train(by_hand))
     assert not same_bits(train(by_hand), train(fedprox(mu=0.3)))
 
@@ -66,13 +70,13 @@ def test_with_scaffold_models_are_averaged_evenly_as_the_controls_are(text):
 
 
 def test_fednovas_average_stands_in_for_the_plain_one():
-    names = [step.name for step in mixture("fedprox+fednova").server.steps]
-    assert names == [fednova().server.name]
+    names = [step.name for step in mixture("fedprox+fednova").steps]
+    assert names == [fednova().aggregate.name]
 
 
 def test_a_refinement_runs_after_the_servers_step_whatever_the_order():
     for text in ("feddf+fedavgm", "fedavgm+feddf"):
-        stages = [step.stage for step in mixture(text).server.steps]
+        stages = [step.stage for step in mixture(text).steps]
         assert stages == [Stage.AGGREGATE, Stage.MOVE, Stage.REFINE]
 
 
@@ -114,17 +118,20 @@ def test_two_averages_that_differ_clash_in_python_too():
 
 def test_a_function_of_ones_own_that_fixes_how_it_averages_is_told_to_take_it_as_an_option():
     mine = Method(cross_entropy(), average())
-    told = r"mine \(average by size.*scaffold \(average by uniform.*average\(weighting, buffers=buffers\)"
+    told = r"mine \(average\) and scaffold \(average\) .*average\(weighting, buffers=buffers\)"
     with pytest.raises(FedstillError, match=told):
         join({"mine": mine, "scaffold": scaffold()})
 
 
-def test_something_must_fit_the_labels_and_something_must_aggregate():
+def test_two_methods_with_one_server_step_are_named():
+    with pytest.raises(FedstillError, match="feddf and avglogit both run the server step 'distill': use one of them"):
+        mixture("feddf+avglogit")
+
+
+def test_something_must_fit_the_labels():
     penalty = Method(proximal(0.1), average())
     with pytest.raises(FedstillError, match="fits the labels"):
         join({"a": penalty, "b": Method(Objective(proximal(1.0).loss), average())})
-    with pytest.raises(FedstillError, match="makes one model"):
-        join({"a": Method(cross_entropy(), ServerStep()), "b": Method(proximal(1.0), ServerStep())})
 
 
 def test_a_wrapped_average_is_not_taken_for_the_plain_one():
@@ -156,9 +163,9 @@ def test_terms_that_differentiate_the_risk_take_the_one_that_replaced_it():
 def test_feddyn_with_fednovas_average_still_reaches_the_joint_optimum():
     """h is the mean of the clients' g_k, however the candidate was made: two quadratics, 2 and 20 steps."""
     method = mixture("feddyn(alpha=0.5)+fednova")
-    stages = [step.stage for step in method.server.steps]
+    stages = [step.stage for step in method.steps]
     assert stages == [Stage.AGGREGATE, Stage.MOVE]
-    moves = method.server.steps[1]
+    moves = method.steps[1]
     start, ends = linear(3, 4, seed=1), [linear(3, 4, seed=s) for s in (2, 3)]
     round = uploads_of(ends, start)
     _, state = moves.apply(start, moves.init(start), round)  # a candidate that did not move at all

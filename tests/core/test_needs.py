@@ -14,7 +14,7 @@ CAN_BE_UNMET = {Need.UNLABELED, Need.VALIDATION, Need.FEATURES, Need.HEAD, Need.
 
 def method(*needs: Need, server: tuple[Need, ...] = ()) -> Method:
     objective = Objective(lambda output, batch, local: output.logits.sum(), needs=frozenset(needs))
-    return Method(objective, ServerStep(needs=frozenset(server)))
+    return Method(objective, ServerStep("needy", needs=frozenset(server)))
 
 
 def setting(*, rich: bool) -> dict:
@@ -85,7 +85,8 @@ def test_every_method_is_shown_its_first_round_and_only_the_data_that_it_declare
 
     def phase(until: int | None, *needs: Need) -> Phase:
         one = method(*needs)
-        return Phase(dataclasses.replace(one, server=ServerStep(needs=frozenset(needs), check=seen.append)), until)
+        step = ServerStep("needy", needs=frozenset(needs), check=seen.append)
+        return Phase(dataclasses.replace(one, aggregate=step), until)
 
     check_phases([phase(2, Need.UNLABELED), phase(7), phase(None)], **setting(rich=True))
     assert [look.round for look in seen] == [1, 3, 8]

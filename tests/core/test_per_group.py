@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from fedstill.compose.combine import chain
-from fedstill.compose.groups import carry_over_of, grouped, per_group, rounds_of, share_states_of
+from fedstill.compose.combine import reported, targets
+from fedstill.compose.groups import grouped, per_group, rounds_of, share_states_of
+from fedstill.compose.phases import carry_over
 from fedstill.compose.wrappers import report_only
-from fedstill.core.setup import Preparation
+from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.types import (
     Answers,
     Method,
@@ -74,27 +74,32 @@ def add_one(candidate, state, round):
     return Weights({"w": candidate.params["w"] + 1}, {}), state
 
 
-MEAN = ServerStep(mean, lambda _: {"times": torch.zeros(())}, stage=Stage.AGGREGATE)
-REFINE = ServerStep(add_one)
+MEAN = ServerStep("mean", mean, lambda _: {"times": torch.zeros(())}, stage=Stage.AGGREGATE)
+REFINE = ServerStep("refine", add_one)
 
 
-def step_once(step, round, state=None):
-    whole = per_group(step, GROUPS)
-    start = MODEL.init(0)
-    return whole.apply(start, whole.init(start) if state is None else state, round)
+def in_groups(*steps, groups=GROUPS):
+    """The step that runs these ones for every prototype."""
+    return per_group(dict.fromkeys(groups.models, Method(Objective(None), steps[0], steps[1:])), groups)
+
+
+def step_once(*steps, round):
+    whole, start = in_groups(*steps), MODEL.init(0)
+    found, state = whole.apply(start, whole.init(start), round)
+    return found, state["each"]
 
 
 def test_each_prototype_is_the_mean_of_its_own_clients():
-    found, state = step_once(MEAN, round_of(0, 1, 2, 3))
+    found, state = step_once(MEAN, round=round_of(0, 1, 2, 3))
     assert found == weights(101.0, 102.0)
-    assert {name: own["0"]["times"].item() for name, own in state.items()} == {"a": 1.0, "b": 1.0}
+    assert {name: own["mean"]["times"].item() for name, own in state.items()} == {"a": 1.0, "b": 1.0}
 
 
 def test_a_prototype_without_an_upload_stays_as_it_was_but_is_still_refined():
     round = round_of(0, 4)
-    found, state = step_once(chain(MEAN, REFINE), round)
+    found, state = step_once(MEAN, REFINE, round=round)
     assert found == weights(103.0, 11.0)  # b: 10 as it was sent, plus the refinement
-    assert state["b"]["0"]["times"] == 0
+    assert state["b"]["mean"]["times"] == 0
     assert round.metrics == {"a/clients": 2.0}
     assert round.models == {"before": weights(102.0, 10.0)}
 
@@ -118,43 +123,58 @@ def test_a_step_runs_on_all_prototypes_before_the_next_one_does():
             order.append((name, round.model.name))
             return candidate, state
 
-        return ServerStep(apply)
+        return ServerStep(name, apply)
 
-    step_once(chain(noting("first"), chain(noting("second"), noting("third"))), round_of(0, 1))
+    step_once(noting("first"), noting("second"), noting("third"), round=round_of(0, 1))
     assert order == [(step, name) for step in ("first", "second", "third") for name in ("a", "b")]
 
 
 def test_slots_that_are_broadcast_stand_under_the_prototypes_names():
-    kept = ServerStep(init=lambda part: {"slot": 2 * part.params["w"]}, broadcast=lambda state: {"sent": state["slot"]})
-    whole = per_group(kept, GROUPS)
+    kept = ServerStep(
+        "kept", init=lambda part: {"slot": 2 * part.params["w"]}, broadcast=lambda state: {"sent": state["slot"]}
+    )
+    whole = in_groups(kept)
     sent = whole.broadcast(whole.init(MODEL.init(0)))
     assert sent == {"a": {"sent": torch.tensor([2.0])}, "b": {"sent": torch.tensor([20.0])}}
 
 
 def test_a_model_is_reported_once_every_prototype_has_one():
-    whole = per_group(chain(MEAN, report_only(REFINE)), GROUPS)
-    state = whole.init(MODEL.init(0))
-    assert whole.report(state) is None
-    sent, state = whole.apply(MODEL.init(0), state, round_of(0, 1))
-    assert sent == weights(100.0, 101.0)
-    assert whole.report(state) == weights(101.0, 102.0)
-    assert whole.report({**state, "b": {}}) is None
+    def late(candidate, state, round):
+        rests = round.number == 1 and round.model.name == "b"
+        return (candidate, state) if rests else report_only(REFINE).apply(candidate, state, round)
+
+    whole = in_groups(MEAN, ServerStep("late", late, stage=Stage.REPORT))
+    state, as_method = whole.init(MODEL.init(0)), Method(Objective(None), whole)
+    shown = []
+    for number in (1, 2):
+        sent, state = whole.apply(MODEL.init(0), state, replace(round_of(0, 1), number=number))
+        assert sent == weights(100.0, 101.0)
+        shown.append(reported(as_method, {whole.name: state}))
+    assert shown == [None, weights(101.0, 102.0)]
+
+
+def believed(beliefs, groups=GROUPS):
+    """The targets of a round in which some prototypes formed these ones."""
+
+    def form(candidate, state, round):
+        belief = beliefs.get(round.model.name)
+        return candidate, {} if belief is None else {"targets": belief._asdict()}
+
+    whole = in_groups(ServerStep("form", form), groups=groups)
+    _, state = whole.apply(MODEL.init(0), whole.init(MODEL.init(0)), round_of(0, 1))
+    return targets(Method(Objective(None), whole), {whole.name: state})
 
 
 def test_targets_are_those_of_the_first_prototype_that_has_some():
     belief = Targets(torch.ones(1, 1), torch.ones(1, dtype=torch.bool))
-    knows = ServerStep(targets=lambda state: belief if state.get("known") else None)
-    whole = per_group(knows, GROUPS)
-    assert whole.targets({"a": {}, "b": {}}) is None
-    assert whole.targets({"a": {"0": {}}, "b": {"0": {"known": 1}}}) is belief
+    assert believed({}) is None
+    assert believed({"b": belief}) == belief
 
 
 def test_targets_are_those_of_the_reported_prototype():
     beliefs = {name: Targets(torch.full((1, 1), value), torch.zeros(1, dtype=torch.bool)) for name, value in BELIEFS}
-    knows = {name: ServerStep(targets=lambda state, own=own: own) for name, own in beliefs.items()}
-    state = {"a": {"0": {}}, "b": {"0": {}}}
     for report in ("a", "b"):
-        assert per_group(knows, replace(GROUPS, report=report)).targets(state) is beliefs[report]
+        assert believed(beliefs, replace(GROUPS, report=report)) == beliefs[report]
 
 
 BELIEFS = (("a", 0.25), ("b", 0.75))
@@ -185,18 +205,18 @@ def test_a_prototype_prepares_with_its_own_clients_and_sees_what_the_others_are_
 
     SENT.clear()
     look = preparation(tell=lambda what, share: told.append((what, share)), run_seed=5)
-    whole = per_group(chain(ServerStep(prepare=first), ServerStep(prepare=second)), GROUPS)
+    whole = in_groups(ServerStep("first", prepare=first), ServerStep("second", prepare=second))
     found, state = whole.prepare(MODEL.init(0), whole.init(MODEL.init(0)), look)
     assert SENT == [None, 5, None, 5]  # what is sent for it is told, and every prototype knows the run's seed
     assert found == weights(2.0, 20.0)
     assert seen == [{"a": 2.0, "b": 20.0}] * 2
     assert told == [("a: pre-training", 0.5), ("b: pre-training", 0.5)]
     assert look.metrics == {"a/asked": 3.0, "b/asked": 2.0}
-    assert {name: own["1"]["ids"].tolist() for name, own in state.items()} == {"a": [0, 2], "b": [1]}
+    assert {name: own["second"]["ids"].tolist() for name, own in state["each"].items()} == {"a": [0, 2], "b": [1]}
 
 
 def method(**changes):
-    return replace(Method(Objective(None), chain(MEAN, REFINE)), **changes)
+    return replace(Method(Objective(None), MEAN, (REFINE,)), **changes)
 
 
 def test_the_same_method_in_two_phases_stays_one_method():
@@ -219,16 +239,16 @@ def test_what_happens_on_the_way_happens_to_a_clients_own_part_alone():
 
 def test_a_method_may_differ_from_prototype_to_prototype():
     def suited(plain, model):
-        return replace(plain, server=MEAN if model.name == "a" else replace(MEAN, apply=add_one))
+        return replace(plain, aggregate=MEAN if model.name == "a" else replace(MEAN, apply=add_one), server=())
 
     (phase,) = grouped((Phase(method()),), GROUPS, suited)
-    server = phase.method.server
+    server = phase.method.aggregate
     assert server.apply(MODEL.init(0), server.init(MODEL.init(0)), round_of(0, 1))[0] == weights(100.0, 11.0)
 
 
 def keeping(slot, width):
     objective = Objective(None, init=lambda weights: {slot: torch.zeros(width)}, finish=lambda local, _: ({}, {}))
-    return method(objective=objective, server=ServerStep(init=lambda weights: {slot: torch.ones(width)}))
+    return method(objective=objective, server=(ServerStep(slot, init=lambda weights: {slot: torch.ones(width)}),))
 
 
 def test_clients_keep_the_slots_of_all_phases_for_each_prototype():
@@ -240,12 +260,12 @@ def test_clients_keep_the_slots_of_all_phases_for_each_prototype():
 
 
 def test_the_servers_slots_go_over_prototype_by_prototype():
-    servers = [per_group(keeping("control", 2).server, GROUPS) for _ in range(2)]
-    old = {name: {"0": {"control": torch.full((2,), value)}} for name, value in (("a", 5.0), ("b", 6.0))}
-    taken = carry_over_of(old, servers[1].init(MODEL.init(0)), GROUPS)
-    assert [taken[name]["0"]["control"][0].item() for name in ("a", "b")] == [5.0, 6.0]
+    whole = in_groups(*keeping("control", 2).steps)
+    old = {name: {"control": {"control": torch.full((2,), value)}} for name, value in (("a", 5.0), ("b", 6.0))}
+    taken = carry_over({whole.name: {"each": old}}, {whole.name: whole.init(MODEL.init(0))})[whole.name]["each"]
+    assert [taken[name]["control"]["control"][0].item() for name in ("a", "b")] == [5.0, 6.0]
+    assert all(own.keys() == {"mean", "control"} for own in taken.values())
 
 
-@pytest.mark.parametrize("step", [ServerStep(), chain(MEAN, REFINE)])
-def test_a_method_that_prepares_nothing_prepares_nothing_in_groups(step):
-    assert per_group(step, GROUPS).prepare is step.prepare
+def test_a_method_that_prepares_nothing_prepares_nothing_in_groups():
+    assert in_groups(MEAN, REFINE).prepare is no_preparation

@@ -42,7 +42,7 @@ def test_an_objective_that_says_only_its_loss_keeps_and_sends_nothing():
 
 def test_a_server_step_that_says_nothing_passes_the_candidate_and_its_state_through():
     candidate, state = Weights({"w": torch.ones(1)}, {}), {"kept": torch.ones(1)}
-    step = ServerStep()
+    step = ServerStep("nothing")
     assert step.apply(candidate, state, None) == (candidate, state)
     assert step.init(candidate) == {}
     assert step.broadcast(state) == {}
@@ -50,7 +50,7 @@ def test_a_server_step_that_says_nothing_passes_the_candidate_and_its_state_thro
 
 def test_without_a_transmission_uploads_arrive_as_they_were_sent():
     uploads = Uploads(*[None] * len(Uploads._fields))
-    assert Method(silent_objective(), ServerStep()).transmit(uploads, None, 0) is uploads
+    assert Method(silent_objective(), ServerStep("nothing")).transmit(uploads, None, 0) is uploads
 
 
 def test_a_federation_counts_its_clients_also_those_without_data():

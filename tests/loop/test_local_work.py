@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 
 from fedstill import build_method
 from fedstill.about.toy import trial_federation
+from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.compose.groups import share_states_of
 from fedstill.compose.phases import method_at
 from fedstill.core.errors import FedstillError
@@ -40,7 +41,7 @@ def work_of(text: str, training: Training, kind: str = "mlp"):
     first, phases = share_states_of(suited(build_method(text), model, training), model.init(0), model.groups)
     method, start = method_at(phases, 2), model.init(1)
     noise = torch.Generator().manual_seed(0)
-    received = method.server.broadcast(method.server.init(start))
+    received = broadcast_of(method, first_state(method, start))
     for leaf in flatten(received).values():
         leaf.add_(0.01 * torch.randn(leaf.shape, generator=noise))
     states = stack([first] * len(IDS))

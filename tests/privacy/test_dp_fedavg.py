@@ -141,15 +141,14 @@ def peeking():
         seen.append(round.uploads)
         return candidate, state
 
-    return ServerStep(apply, stage=Stage.REFINE), seen
+    return ServerStep("peek", apply, stage=Stage.REFINE), seen
 
 
 def test_later_steps_of_the_server_see_only_the_noisy_mean():
     """FedDyn's step takes the mean of uploads anew: behind a seal it gets the noisy one."""
     step, seen = peeking()
     method = dp_fedavg(noise_multiplier=1.0)
-    server = dataclasses.replace(method.server, apply=lambda c, s, r: step.apply(method.server.apply(c, s, r)[0], s, r))
-    result = run(dataclasses.replace(method, server=server), rounds=1)
+    result = run(dataclasses.replace(method, server=(step,)), rounds=1)
     (uploads,) = seen
     assert uploads.size.tolist() == [1.0, 1.0]
     assert uploads.loss.tolist() == [0.0, 0.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,9 @@ import pytest
 import torch
 from running import federate
 from torch import nn
+from whole_server import watched
 
+from fedstill.compose.combine import targets
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
@@ -72,20 +73,18 @@ class Seen(NamedTuple):
 def run(method, *, net: str = "mlp", rounds: int = 5, engine: str = "batched", **how: Any) -> Seen:
     seen = Seen([], [], [], None)
 
-    def watched(one):
-        def apply(candidate, state, round):
-            moved, state = one.server.apply(candidate, state, round)
+    def watch(one):
+        def look(moved, state, _):
             seen.sent.append(moved)
             seen.states.append(state)
-            targets = one.server.targets(state)
-            seen.kept.append(torch.zeros(60, dtype=torch.bool) if targets is None else targets.kept)
-            return moved, state
+            belief = targets(one, state)
+            seen.kept.append(torch.zeros(60, dtype=torch.bool) if belief is None else belief.kept)
 
-        return dataclasses.replace(one, server=dataclasses.replace(one.server, apply=apply))
+        return watched(one, look)
 
     phases = (Phase(method),) if not isinstance(method, tuple) else method
     result = federate(
-        method=[phase._replace(method=watched(phase.method)) for phase in phases],
+        method=[phase._replace(method=watch(phase.method)) for phase in phases],
         model=network(net), federation=federation(), training=TRAINING, rounds=rounds, cohort=3, seed=4,
         engine=engine, device="cpu", **how,
     )  # fmt: skip
@@ -130,7 +129,7 @@ def test_above_one_no_label_is_sure_enough_and_it_is_fedavg(rule, engine):
     ours = run(d2cfl(**{**QUICK, "rule": rule, "threshold": 1.001}), engine=engine)
     assert all(rounds_like_fedavg(ours, engine=engine))
     assert [row["pseudo_labels"] for row in ours.result.history.rows] == [0] * 5
-    assert same_bits(ours.states[-1]["1"]["student"], ours.sent[-1])
+    assert same_bits(ours.states[-1]["migrate"]["student"], ours.sent[-1])
 
 
 @either_engine
@@ -146,7 +145,7 @@ def test_labels_begin_when_the_warm_up_is_over_and_there_is_a_teacher(engine):
         ours = run(d2cfl(**{**QUICK, "past": 3, "warm_up": warm_up}), engine=engine)
         assert [bool(kept.any()) for kept in ours.kept] == [r >= first for r in range(1, 6)]
         assert rounds_like_fedavg(ours, engine=engine) == [r < first for r in range(1, 6)]
-        assert [len(state["1"]["past_labels"]["sure"]) for state in ours.states] == [1, 2, 3, 3, 3]
+        assert [len(state["migrate"]["past_labels"]["sure"]) for state in ours.states] == [1, 2, 3, 3, 3]
 
 
 def test_a_warm_up_as_long_as_there_are_teachers_is_the_default():
@@ -164,7 +163,7 @@ def test_with_fewer_labels_than_the_least_number_a_round_is_fedavgs_and_learns_n
     learnt = ["server/student_loss" in row for row in held.result.history.rows]
     assert learnt == [count >= least for count in counts]
     for count, state, sent in zip(counts, held.states, held.sent, strict=True):
-        assert same_bits(state["1"]["student"], sent) == (count < least)
+        assert same_bits(state["migrate"]["student"], sent) == (count < least)
 
 
 def test_no_round_is_fedavgs_for_having_just_enough_labels():
@@ -253,7 +252,7 @@ def test_a_run_resumed_while_teachers_are_collected_or_later_equals_an_uninterru
 def test_after_a_switch_it_collects_its_own_teachers_before_it_labels(engine):
     ours = run(build_method(f"fedavg until 3 then d2cfl({WRITTEN})"), rounds=7, engine=engine)
     assert rounds_like_fedavg(ours, engine=engine) == [True] * 5 + [False] * 2
-    assert [len(state["1"]["past_labels"]["sure"]) for state in ours.states[3:]] == [1, 2, 2, 2]
+    assert [len(state["migrate"]["past_labels"]["sure"]) for state in ours.states[3:]] == [1, 2, 2, 2]
     assert [int(kept.sum()) for kept in ours.kept[:5]] == [0] * 5
     assert all(bool(kept.any()) for kept in ours.kept[5:])
 
@@ -269,7 +268,7 @@ def test_without_feedback_the_average_is_sent_and_the_teacher_reported():
 def test_the_log_tells_how_many_labels_there_are_of_which_class_and_how_many_are_right(rule):
     ours = run(d2cfl(**{**QUICK, "rule": rule}))
     for row, kept, state in zip(ours.result.history.rows, ours.kept, ours.states, strict=True):
-        answer = state["1"]["targets"]["probabilities"].argmax(1)[kept]
+        answer = state["migrate"]["targets"]["probabilities"].argmax(1)[kept]
         assert row["pseudo_labels"] == int(kept.sum())
         assert row["pseudo_label_counts"] == [int((answer == c).sum()) for c in range(CLASSES)]
         assert row["server/kept_share"] == pytest.approx(row["pseudo_labels"] / 60)

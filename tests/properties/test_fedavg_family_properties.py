@@ -13,6 +13,7 @@ from by_hand import (
     with_quadratic,
 )
 from torch.nn.functional import cross_entropy
+from whole_server import whole
 
 from fedstill.local import proximal
 from fedstill.methods import fedavg, feddf, fedntd, fedprox
@@ -90,7 +91,7 @@ def test_feddf_moves_the_average_towards_the_clients_joint_opinion():
 
 def test_feddf_asks_for_the_papers_student_training():
     this = round_of(START, uploads_of([START], [1]), model=linear_model(), unlabeled=blobs(9, 5).x)
-    feddf(steps=1).server.apply(START, {}, this)
+    whole(feddf(steps=1)).apply(START, {}, this)
     ((training, _),) = this.trainer.asked
     assert (training.optimizer, training.lr, training.lr_schedule) == ("adam", 1e-3, "cosine")
     assert (training.clip, training.batch_size, training.steps) == (5.0, 128, 1)

@@ -41,7 +41,7 @@ def values(history):
 
 
 def sums(history, round):
-    kept = history.server[round]["1"]
+    kept = history.server[round]["curvature"]
     return kept["fisher"]["w"].item(), kept["fisher_weights"]["w"].item()
 
 

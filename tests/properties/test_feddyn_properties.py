@@ -28,7 +28,7 @@ def own_gradients(history):
 
 
 def server_mean(history):
-    return history.server[-1]["1"]["dyn_mean"]["w"].item()
+    return history.server[-1]["dyn"]["dyn_mean"]["w"].item()
 
 
 def test_feddyn_takes_the_path_worked_by_hand():

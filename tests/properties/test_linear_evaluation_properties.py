@@ -152,7 +152,7 @@ def test_what_a_client_says_about_the_extractor_does_not_count(broken):
     for tree in this.uploads.weights:
         if broken in tree:
             tree[broken] = tree[broken] + 100.0
-    made, _ = heads_only(fedavg(), model).server.apply(this.start, {}, this)
+    made, _ = heads_only(fedavg(), model).aggregate.apply(this.start, {}, this)
     assert same_bits(extractor_of(made, "norm"), extractor_of(this.start, "norm"))
     mean = torch.stack([one.params["head.bias"] for one in models]).mean(0)
     torch.testing.assert_close(made.params["head.bias"], mean)

@@ -35,7 +35,7 @@ def values(history):
 
 
 def server_control(state):
-    return state[max(state, key=int)]["control"]["w"].item()  # the last step of the chain
+    return state["control"]["control"]["w"].item()
 
 
 @pytest.mark.parametrize(

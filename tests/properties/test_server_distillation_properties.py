@@ -14,6 +14,7 @@ from fedstill.local.terms import cross_entropy
 from fedstill.methods import METHODS, avglogit, avgprob, fedavg, fedbe, feddf, fedlmd, scaffold
 from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
+from fedstill.server import average
 
 PLAIN = {"momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "reestimate": False, "sharpen": 1.0}
 FORMS = [(name, preset) for name in ("feddf", "fedbe") for preset in ("correct", *METHODS[name].presets)]
@@ -260,4 +261,4 @@ def test_a_mixture_is_averaged_as_the_preset_says():
     """D2C-FL's FedDF weighs by n_k, as FedLMD does, so the mixture does; plain FedDF brings even weights."""
     for text, wanted in (("feddf(preset=d2cfl)+fedlmd", "size"), ("feddf+fedlmd", "uniform")):
         (phase,) = build_method(text)
-        assert phase.method.server.steps[0].name == f"average by {wanted}, buffers average"
+        assert phase.method.aggregate == average(wanted)

@@ -11,7 +11,6 @@ from torch import nn
 
 from fedstill import Experiment, mixed_model
 from fedstill import run as run_experiment
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, ServerStep, Training
@@ -94,7 +93,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
 
     def watched():
         method = fedavg()
-        return type(method)(method.objective, chain(method.server, ServerStep(prepare=look)))
+        return type(method)(method.objective, method.aggregate, (ServerStep("look", prepare=look),))
 
     monkeypatch.setitem(METHODS, "watched", watched)
     simclr, feddf = f"simclr(epochs=2, {SMALL})", 'feddf(weighting="size", steps=2)'

@@ -1,13 +1,12 @@
 """FedAUX, whole runs with clients away, against numpy from the equations: scores, targets and the student's steps."""
 
-import dataclasses
-
 import numpy as np
 import numpy_fedaux as reference
 import pytest
 import torch
 from by_hand import blobs, federation_of, number
 from running import federate
+from whole_server import as_one, whole
 
 from fedstill.core.tree import flatten
 from fedstill.core.types import Model, Output, Training, Weights
@@ -53,12 +52,12 @@ def watched(method, seen):
     """The method, and in `seen` who took part in each round, with the state of its server after it."""
 
     def apply(candidate, state, round):
-        candidate, state = method.server.apply(candidate, state, round)
+        candidate, state = whole(method).apply(candidate, state, round)
         leaves = {name.rpartition("/")[2]: leaf for name, leaf in flatten(state).items()}
         seen.append((round.uploads.ids.tolist(), leaves))
         return candidate, state
 
-    return dataclasses.replace(method, server=dataclasses.replace(method.server, apply=apply))
+    return as_one(method, apply=apply)
 
 
 class Handed:

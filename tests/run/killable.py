@@ -20,7 +20,7 @@ def server_with_momentum() -> ServerStep:
         v = {k: 0.5 * state["v"][k] + moved.params[k] - round.start.params[k] for k in moved.params}
         return Weights({k: round.start.params[k] + v[k] for k in v}, moved.buffers), {"v": v}
 
-    return ServerStep(apply, lambda weights: {"v": {k: torch.zeros_like(v) for k, v in weights.params.items()}})
+    return ServerStep("v", apply, lambda weights: {"v": {k: torch.zeros_like(v) for k, v in weights.params.items()}})
 
 
 class SayReady(Callback):
@@ -38,7 +38,7 @@ class SayReady(Callback):
 def run(run_dir: Path, engine: str, rounds: int, callbacks: tuple = ()) -> Result:
     federation, model = toy_federation(), linear_model()
     return federate(
-        method=fedavg(objective=counting_objective(), server=server_with_momentum()), model=model,
+        method=fedavg(objective=counting_objective(), aggregate=server_with_momentum()), model=model,
         federation=federation, training=Training(batch_size=4, lr=0.05), rounds=rounds, cohort=6, seed=11,
         engine=LoopEngine(model, federation) if engine == "loop" else engine, device="cpu", run_dir=run_dir,
         checkpoint_every=2, resume=True, callbacks=callbacks,

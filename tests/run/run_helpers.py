@@ -79,7 +79,7 @@ def average(candidate, state, round):
 
 
 def fedavg(**changes) -> Method:
-    parts = {"objective": Objective(cross_entropy), "server": ServerStep(average), **changes}
+    parts = {"objective": Objective(cross_entropy), "aggregate": ServerStep("average", average), **changes}
     return Method(**parts)
 
 

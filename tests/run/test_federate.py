@@ -67,7 +67,8 @@ def test_cohorts_do_not_depend_on_the_method_and_change_with_seed_and_round():
         run(method, federation=federation, engine=engine, seed=seed, rounds=6)
         return [call["ids"] for call in engine.calls]
 
-    plain, other = cohorts(fedavg(), 1), cohorts(fedavg(objective=counting_objective(), server=ServerStep()), 1)
+    idle = fedavg(objective=counting_objective(), aggregate=ServerStep("nothing"))
+    plain, other = cohorts(fedavg(), 1), cohorts(idle, 1)
     assert plain == other
     assert plain != cohorts(fedavg(), 2)
     assert len({tuple(ids) for ids in plain}) > 1
@@ -89,7 +90,7 @@ def test_clients_without_data_are_never_drawn_and_everybody_else_is():
 def test_an_engine_by_name_trains_as_the_plain_loop_does(name):
     """One full batch a client, so that the order of samples does not matter."""
     full = Training(batch_size=12, lr=0.2)
-    method = fedavg(objective=counting_objective(), server=momentum_server())
+    method = fedavg(objective=counting_objective(), aggregate=momentum_server())
     ours, theirs = run(method, training=full), run(method, training=full, engine=name, device="cpu")
     torch.testing.assert_close(theirs.weights, ours.weights)
     assert [row["bytes_up"] for row in theirs.history.rows] == [row["bytes_up"] for row in ours.history.rows]
@@ -115,13 +116,13 @@ def momentum_server() -> ServerStep:
         round.metrics["speed"] = float(sum(part.square().sum() for part in v.values()))
         return Weights(params, moved.buffers), {"v": v, "steps": state["steps"] + 1, "none": {}}
 
-    return ServerStep(apply, init, lambda state: {"velocity": state["v"]})
+    return ServerStep("momentum", apply, init, lambda state: {"velocity": state["v"]})
 
 
 @pytest.mark.parametrize("budget", [2 << 30, 0], ids=["states in memory", "states on disk"])
 @pytest.mark.parametrize("stop", [2, 4, 5])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, budget):
-    method = fedavg(objective=counting_objective(), server=momentum_server())
+    method = fedavg(objective=counting_objective(), aggregate=momentum_server())
     settings = {"seed": 5, "checkpoint_every": 2, "state_budget": budget}
     whole = run(method, rounds=7, run_dir=tmp_path / "whole", **settings)
 
@@ -220,7 +221,7 @@ def test_best_weights_are_those_of_the_best_round():
         kept[round.number] = moved
         return moved, state
 
-    result = run(fedavg(server=ServerStep(remember)), rounds=6)
+    result = run(fedavg(aggregate=ServerStep("remember", remember)), rounds=6)
     assert same_bits(result.best_weights, kept[result.best["round"]])
     assert same_bits(result.weights, kept[6])
 
@@ -257,9 +258,9 @@ def test_a_void_round_changes_nothing_but_the_audit(void):
     def lose_all(number, client, data):
         return b"" if void == "quorum" and number == 2 else data
 
-    server = ServerStep(spoil, lambda _: {"count": torch.tensor(0)}, lambda state: state)
+    server = ServerStep("spoil", spoil, lambda _: {"count": torch.tensor(0)}, lambda state: state)
     result = run(
-        fedavg(objective=counting_objective(), server=server), federation=federation, engine=engine, cohort=10,
+        fedavg(objective=counting_objective(), aggregate=server), federation=federation, engine=engine, cohort=10,
         tamper=lose_all,
     )  # fmt: skip
     assert [call["received"]["count"].item() for call in engine.calls] == [0, 1, 1]
@@ -286,19 +287,19 @@ def look_at_round(needs=frozenset()):
         seen.append(round)
         return average(candidate, state, round)
 
-    return ServerStep(apply, needs=frozenset(needs)), seen
+    return ServerStep("look", apply, needs=frozenset(needs)), seen
 
 
 def test_what_is_not_declared_is_not_passed():
     server, seen = look_at_round()
-    run(fedavg(server=server), federation=toy_federation(unlabeled=True))
+    run(fedavg(aggregate=server), federation=toy_federation(unlabeled=True))
     assert all(round.unlabeled is None and round.uploads.label_counts is None for round in seen)
 
 
 def test_what_is_declared_is_passed():
     server, seen = look_at_round({Need.UNLABELED, Need.LABEL_COUNTS_UPLOADED})
     federation = toy_federation([7, 0, 5, 9], unlabeled=True)
-    run(fedavg(server=server), federation=federation, cohort=2)
+    run(fedavg(aggregate=server), federation=federation, cohort=2)
     for round in seen:
         assert torch.equal(round.unlabeled, federation.unlabeled)
         assert torch.equal(round.uploads.label_counts.sum(dim=1), round.uploads.size.float())
@@ -311,7 +312,7 @@ def test_an_unmet_need_is_told_before_round_one():
     server, _ = look_at_round({Need.UNLABELED})
     engine = LoopEngine(linear_model(), toy_federation())
     with pytest.raises(FedstillError, match="feddf' needs unlabeled data"):
-        run(fedavg(server=server), engine=engine, label="feddf")
+        run(fedavg(aggregate=server), engine=engine, label="feddf")
     assert engine.calls == []
 
 
@@ -336,7 +337,7 @@ def test_bytes_are_those_of_what_is_sent():
     result = run(rounds=2, cohort=5)
     assert [row["bytes_down"] for row in result.history.rows] == [5 * 72] * 2
     assert [row["bytes_up"] for row in result.history.rows] == [5 * 92] * 2
-    talkative = fedavg(server=dataclasses.replace(momentum_server(), needs=frozenset({Need.LABEL_COUNTS_UPLOADED})))
+    talkative = fedavg(aggregate=dataclasses.replace(momentum_server(), needs=frozenset({Need.LABEL_COUNTS_UPLOADED})))
     result = run(talkative, rounds=1, cohort=5)
     assert result.history.rows[0]["bytes_down"] == 5 * (72 + 60)
     assert result.history.rows[0]["bytes_up"] == 5 * (92 + 12)
@@ -377,7 +378,7 @@ def test_a_run_that_stopped_early_stays_stopped_when_resumed(tmp_path):
 
 
 def test_server_metrics_are_in_the_rows():
-    result = run(fedavg(server=momentum_server()))
+    result = run(fedavg(aggregate=momentum_server()))
     assert all(row["server/speed"] > 0 for row in result.history.rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,17 +13,16 @@ from typer.testing import CliRunner
 import fedstill
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.cli import app
-from fedstill.compose.combine import chain
+from fedstill.compose.combine import samples
 from fedstill.compose.groups import merge, per_group
-from fedstill.core.types import Groups, Method, Phase, Samples, ServerStep, Training
+from fedstill.core.types import Groups, Method, Phase, Round, ServerStep, Training, Uploads
 from fedstill.methods import fedavg
 
 METHOD = '''
 import torch
 from fedstill.methods import fedavg
-from fedstill.core.compose import chain
 from fedstill.core.seeds import torch_generator
-from fedstill.core.types import Method, Samples, ServerStep
+from fedstill.core.types import Method, ServerStep
 from fedstill.data import load
 from fedstill.report.nearest import inputs
 
@@ -39,12 +39,9 @@ def inventing(*, copies: int = 0):
         x[:copies] = inputs(train.x[:copies], train).flatten(1)
         return candidate, {"samples": {"x": x, "y": torch.arange(20) % 10}}
 
-    def samples(state, model):
-        return Samples(**state["samples"]) if state.get("samples") else None
-
     base = fedavg()
-    step = ServerStep(apply, lambda _: {"samples": {}}, samples=samples)
-    return Method(base.objective, chain(base.server, step))
+    step = ServerStep("invent", apply)
+    return Method(base.objective, base.aggregate, (step,))
 '''
 
 
@@ -55,12 +52,9 @@ def inventing() -> Method:
         x, y = torch.full((round.number, 64), float(round.number)), torch.zeros(round.number, dtype=torch.int64)
         return candidate, {"samples": {"x": x, "y": y}}
 
-    def samples(state, model):
-        return Samples(**state["samples"]) if state.get("samples") else None
-
     base = fedavg()
-    step = ServerStep(apply, lambda _: {"samples": {}}, samples=samples)
-    return Method(base.objective, chain(base.server, step))
+    step = ServerStep("invent", apply)
+    return Method(base.objective, base.aggregate, (step,))
 
 
 def run(method, **how):
@@ -91,11 +85,13 @@ def test_a_method_that_follows_another_has_its_own():
 def test_of_several_architectures_those_of_the_first_that_has_some():
     model = trial_model()
     groups = Groups({"one": model, "two": model}, ("one", "two"))
-    step = per_group(inventing().server, groups)
-    state = step.init(merge({name: model.init(0) for name in groups.models}))
-    assert step.samples(state, model) is None
-    state["two"]["1"]["samples"] = {"x": torch.ones(5, 64), "y": torch.zeros(5)}
-    assert step.samples(state, model).x.shape == (5, 64)
+    one, two = (ServerStep("invent"), inventing().server[0])
+    step = per_group({"one": Method(None, one), "two": Method(None, two)}, groups)
+    start = merge({name: model.init(0) for name in groups.models})
+    nobody = Uploads(start, *[torch.ones(0)] * 4, {}, None, torch.ones(0, dtype=torch.int64))
+    look = Round(5, start, nobody, model, 2, None, 0, SimpleNamespace(lend=lambda model: None))
+    _, state = step.apply(start, step.init(start), look)
+    assert samples(Method(None, step), {step.name: state}).x.shape == (5, 64)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from server_rounds import (
     server_round,
 )
 from torch import nn
+from whole_server import whole
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
@@ -153,20 +154,20 @@ def test_a_students_optimiser_goes_on(rows):
 def test_a_student_remembers_its_steps_and_moments():
     model = network()
     this = server_round(clients_models(model, 3), model, precision="float64")
-    step = build_algorithm("feddf", {**STUDENT, "keep_optimizer": True}).server
+    step = whole(build_algorithm("feddf", {**STUDENT, "keep_optimizer": True}))
     state = step.init(this.start)
     for rounds in (1, 2):
         _, state = step.apply(this.start, state, this)
-        memory = state["1"]["optimizer"]
+        memory = state["distill"]["optimizer"]
         assert float(memory["count"]) == 5 * rounds
         assert memory["moments"].keys() == {"mean", "square"}
         assert all(float(leaf.abs().max()) > 0 for leaf in memory["moments"]["square"].values())
 
 
 def test_the_released_preset_keeps_it():
-    step = build_algorithm("feddf", {"preset": "fedaux_released"}).server
-    assert "optimizer" in step.init(network().init(0))["1"]
-    assert "optimizer" not in build_algorithm("feddf", {"preset": "fedaux"}).server.init(network().init(0))["1"]
+    (step,) = build_algorithm("feddf", {"preset": "fedaux_released"}).server
+    assert "optimizer" in step.init(network().init(0))
+    assert "optimizer" not in build_algorithm("feddf", {"preset": "fedaux"}).server[0].init(network().init(0))
 
 
 def test_it_is_refused_where_the_result_is_not_the_last_model():

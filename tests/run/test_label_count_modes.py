@@ -15,7 +15,6 @@ import torch
 from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
-from fedstill.compose.combine import chain
 from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
@@ -51,8 +50,8 @@ def counter(seen: list, *, labels: str = "quota", ensemble: str = "class") -> Me
         seen.append((round.number, own))
         return candidate, state
 
-    step = ServerStep(look, needs=counts)
-    return Method(cross_entropy(), chain(average(), step), without_counts=FORM if counts else "")
+    step = ServerStep("look", look, needs=counts)
+    return Method(cross_entropy(), average(), (step,), without_counts=FORM if counts else "")
 
 
 def by_client(seen: list) -> dict[int, list[torch.Tensor]]:
@@ -216,7 +215,7 @@ def test_methods_together_hand_the_form_on_where_all_that_need_counts_have_one()
     counts = frozenset({Need.LABEL_COUNTS_UPLOADED})
 
     def other(form: str) -> Method:
-        return Method(cross_entropy(), chain(average(), ServerStep(needs=counts)), without_counts=form)
+        return Method(cross_entropy(), average(), (ServerStep("count", needs=counts),), without_counts=form)
 
     assert join({"fedprox": fedprox(), "counter": counter([])}).without_counts == FORM
     assert join({"other": other("other(a=1)"), "counter": counter([])}).without_counts == f"other(a=1) and {FORM}"

@@ -75,7 +75,7 @@ def one_round(method="feddf(steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=None):
     engine = build_engine("auto", "cpu", model=model, federation=data)
     (phase,) = _grouped(method, model)
     start, ids = model.init(0), np.array(ids)
-    server = phase.method.server
+    server = phase.method.aggregate
     state = server.init(start)
     states = ClientStore(share_states_of((phase,), start, model.groups)[0], 6).read(ids)
     work = LocalWork(phase.method.objective, LOCAL, start, server.broadcast(state), seed=5)
@@ -104,7 +104,7 @@ def teacher_logits(look, engine, x=None):
 # T4.6
 def test_two_architectures_are_taught_the_same_targets_the_mean_of_all_clients_logits():
     look, engine, (_, state) = one_round()
-    targets = [state[name]["1"]["targets"]["probabilities"] for name in "ab"]
+    targets = [state["each"][name]["distill"]["targets"]["probabilities"] for name in "ab"]
     assert torch.equal(*targets)
     wanted = torch.softmax(teacher_logits(look, engine).mean(0), dim=1)
     torch.testing.assert_close(targets[0], wanted, atol=1e-6, rtol=1e-5)
@@ -115,7 +115,7 @@ def test_teachers_of_all_groups_count_by_their_sizes():
     look, engine, (_, state) = one_round(method, ids=[5, 0, 3], sizes=[1.0, 2.0, 7.0])
     share = torch.tensor([2.0, 1.0, 7.0]) / 10  # client 0 of a, then 5 and 3 of b, as they stand in the cohort
     wanted = torch.softmax((teacher_logits(look, engine) * share.reshape(-1, 1, 1)).sum(0), dim=1)
-    torch.testing.assert_close(state["b"]["1"]["targets"]["probabilities"], wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(state["each"]["b"]["distill"]["targets"]["probabilities"], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_teachers_of_all_groups_count_by_their_accuracy_on_the_validation_set():
@@ -126,7 +126,7 @@ def test_teachers_of_all_groups_count_by_their_accuracy_on_the_validation_set():
     assert bool(useful.any())
     share = (useful / useful.sum()).float().reshape(-1, 1, 1)
     wanted = torch.softmax((teacher_logits(look, engine) * share).sum(0), dim=1)
-    torch.testing.assert_close(state["a"]["1"]["targets"]["probabilities"], wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(state["each"]["a"]["distill"]["targets"]["probabilities"], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_teachers_answer_once_for_the_students_of_all_groups(monkeypatch):
@@ -163,7 +163,7 @@ def test_distillation_leaves_the_teachers_as_they_were():
     look, engine, _ = one_round(method="feddf(steps=0)")
     before = clone(look.uploads.weights)
     (phase,) = _grouped("feddf(steps=5)", mixed())
-    server = phase.method.server
+    server = phase.method.aggregate
     server.apply(look.start, server.init(look.start), look)
     assert same(look.uploads.weights, before)
     assert engine.name == "batched and looped"
@@ -172,12 +172,12 @@ def test_distillation_leaves_the_teachers_as_they_were():
 def test_server_constants_are_those_of_the_groups_own_population():
     """SCAFFOLD: c = (|S| / N) mean of c_k+ in the first round; one of the three clients of a group came."""
     _, _, (_, state) = one_round(method="scaffold", ids=[1, 3, 4])
-    assert state["a"].keys() == state["b"].keys()
+    assert state["each"]["a"].keys() == state["each"]["b"].keys()
     look, _, _ = one_round(method="scaffold", ids=[1, 3, 4])
     delta = look.uploads.extra["a"]["control_delta"]["head.bias"]
-    torch.testing.assert_close(state["a"]["1"]["control"]["head.bias"], delta[0] / 3)
+    torch.testing.assert_close(state["each"]["a"]["control"]["control"]["head.bias"], delta[0] / 3)
     delta = look.uploads.extra["b"]["control_delta"]["head.bias"]
-    torch.testing.assert_close(state["b"]["1"]["control"]["head.bias"], (delta[1] + delta[2]) / 2 * 2 / 3)
+    torch.testing.assert_close(state["each"]["b"]["control"]["control"]["head.bias"], (delta[1] + delta[2]) / 2 * 2 / 3)
 
 
 @pytest.mark.parametrize("method", ["feddf(steps=3)+scaffold", "fedavg until 1 then feddf(steps=2)"])

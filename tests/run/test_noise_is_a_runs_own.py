@@ -115,7 +115,7 @@ def test_the_scores_of_two_epsilons_do_not_give_away_those_without_noise():
 
     def scores(epsilon):
         method = fedaux(form="mean", lam=0.01, epsilon=epsilon, steps=1)
-        prepare = method.server.prepare
+        (step,) = method.server
 
         def watched(candidate, state, look):
             def ask(question, *given, **how):
@@ -123,10 +123,9 @@ def test_the_scores_of_two_epsilons_do_not_give_away_those_without_noise():
                 sent[epsilon] = answers.values["w"].double()
                 return answers
 
-            return prepare(candidate, state, dataclasses.replace(look, ask=ask))
+            return step.prepare(candidate, state, dataclasses.replace(look, ask=ask))
 
-        server = dataclasses.replace(method.server, prepare=watched)
-        run(dataclasses.replace(method, server=server))
+        run(dataclasses.replace(method, server=(dataclasses.replace(step, prepare=watched),)))
 
     for epsilon in (0.1, 0.2, None):
         scores(epsilon)

@@ -8,7 +8,7 @@ from run_helpers import toy_federation
 from typer.testing import CliRunner
 
 import fedstill
-from fedstill import Method, Need, Objective, ServerStep, chain, combine
+from fedstill import Method, Need, Objective, ServerStep, combine
 from fedstill.about.explain import explain
 from fedstill.cli import app
 from fedstill.compose.combine import weighted_mean
@@ -83,19 +83,19 @@ def hasty_step():
     def apply(candidate, state, round):
         return candidate
 
-    return ServerStep(apply, stage=Stage.KEEP)
+    return ServerStep("hasty", apply, stage=Stage.KEEP)
 
 
 @pytest.mark.parametrize("wrap", [lambda step: step, lambda step: every(1, step), lambda step: rollback(step, 0.5)])
 def test_a_server_step_that_returns_only_the_candidate_is_named(wrap):
     with pytest.raises(FedstillError, match=rf"server step hasty_step {HERE} returned only the candidate: .*state"):
-        federate(Method(cross_entropy(), chain(average(), wrap(hasty_step()))))
+        federate(Method(cross_entropy(), average(), (wrap(hasty_step()),)))
 
 
 def test_so_it_is_where_it_stands_alone_or_is_only_reported():
-    for server in (hasty_step(), chain(average(), report_only(hasty_step()))):
+    for steps in ((hasty_step(),), (average(), report_only(hasty_step()))):
         with pytest.raises(FedstillError, match="hasty_step"):
-            federate(Method(cross_entropy(), server))
+            federate(Method(cross_entropy(), steps[0], steps[1:]))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_so_it_is_where_it_stands_alone_or_is_only_reported():
     ],
 )
 def test_other_things_that_a_server_step_cannot_return_are_told_in_words(returned, told):
-    step = ServerStep(lambda candidate, state, round: returned(candidate, state))
+    step = ServerStep("odd", lambda candidate, state, round: returned(candidate, state))
     with pytest.raises(FedstillError, match=told):
-        federate(Method(cross_entropy(), chain(average(), step)))
+        federate(Method(cross_entropy(), average(), (step,)))
 
 
 def per_sample_term():
@@ -168,7 +168,7 @@ def test_any_other_error_of_ones_own_code_keeps_its_traceback():
 
 
 OWN = '''
-from fedstill import Method, Objective, ServerStep, chain, combine
+from fedstill import Method, Objective, ServerStep, combine
 from fedstill.local import cross_entropy
 from fedstill.server import average
 
@@ -180,12 +180,12 @@ def small_logits(strength):
 
 def tell():
     """Notes the round."""
-    return ServerStep(lambda candidate, state, round: (candidate, state))
+    return ServerStep("tell", lambda candidate, state, round: (candidate, state))
 
 
 def mine(*, strength=0.1):
     """Mine: small logits."""
-    return Method(combine(cross_entropy(), small_logits(strength)), chain(average(), tell()))
+    return Method(combine(cross_entropy(), small_logits(strength)), average(), (tell(),))
 
 
 def hasty(*, strength):

@@ -6,7 +6,6 @@ import torch
 from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
-from fedstill.compose.combine import chain
 from fedstill.compose.wrappers import after, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import leaves, tree_map
@@ -29,12 +28,12 @@ def zeros(candidate, state, preparation):
     return tree_map(torch.zeros_like, candidate), state
 
 
-SIZES = ServerStep(init=lambda _: {"sizes": {}, "ids": {}}, prepare=counts_samples)
-FROM_ZERO = ServerStep(prepare=zeros)
+SIZES = ServerStep("sizes", init=lambda _: {"sizes": {}, "ids": {}}, prepare=counts_samples)
+FROM_ZERO = ServerStep("zero", prepare=zeros)
 
 
 def method(*steps):
-    return Method(cross_entropy(), chain(average(), *steps))
+    return Method(cross_entropy(), average(), (*steps,))
 
 
 def run(method, **options):
@@ -70,8 +69,8 @@ def test_the_first_cohort_starts_from_the_prepared_model():
 
 @pytest.mark.parametrize(
     "wrapped",
-    [after(1, SIZES), report_only(SIZES), rollback(SIZES, 0.5), remember(lambda _: SIZES, 2), chain(SIZES)],
-    ids=["after", "report_only", "rollback", "remember", "chain"],
+    [after(1, SIZES), report_only(SIZES), rollback(SIZES, 0.5), remember(lambda _: SIZES, 2)],
+    ids=["after", "report_only", "rollback", "remember"],
 )
 def test_wrapped_steps_are_prepared_too(wrapped):
     assert run(method(wrapped)).history.rows[0]["prepare/samples"] == 96
@@ -101,7 +100,9 @@ def test_a_watcher_hears_how_far_it_is():
 
 
 def test_a_preparation_that_ends_in_nan_is_refused_in_words():
-    spoilt = ServerStep(prepare=lambda weights, state, _: (tree_map(lambda leaf: leaf * float("nan"), weights), state))
+    spoilt = ServerStep(
+        "spoilt", prepare=lambda weights, state, _: (tree_map(lambda leaf: leaf * float("nan"), weights), state)
+    )
     with pytest.raises(FedstillError, match="NaN or Inf"):
         run(method(spoilt))
 
@@ -136,7 +137,7 @@ def test_what_is_sent_for_a_question_is_counted_for_every_client_that_is_asked()
         preparation.ask(lambda data: {"a": torch.zeros(1)})
         return candidate, state
 
-    row = run(method(ServerStep(prepare=prepare)), rounds=1).history.rows[0]
+    row = run(method(ServerStep("asks", prepare=prepare)), rounds=1).history.rows[0]
     assert row["bytes_prepared_down"] == 4 * 40 + 2 * 40
     assert row["bytes_prepared"] == 4 * 12 + 2 * 4 + 4 * 4
 
@@ -148,7 +149,8 @@ def test_every_phase_knows_the_runs_seed_and_has_one_of_its_own():
         seen.append((preparation.run_seed, preparation.seed))
         return candidate, state
 
-    run((Phase(method(ServerStep(prepare=prepare)), until=1), Phase(method(ServerStep(prepare=prepare)))), seed=6)
+    first, second = (method(ServerStep("asks", prepare=prepare)) for _ in range(2))
+    run((Phase(first, until=1), Phase(second)), seed=6)
     (first, own), (second, other) = seen
     assert first == second == 6
     assert own != other

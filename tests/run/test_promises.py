@@ -10,7 +10,6 @@ import torch
 from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method, Need, Phase, Release, ServerStep, Training
 from fedstill.local.terms import cross_entropy
@@ -98,9 +97,9 @@ def asks(*releases: Release, names: tuple[str, ...] = ("scores",), heard: list |
         answers = [preparation.ask(question, release=name) for name in names]
         return candidate, {"sizes": answers[0].values["size"]}
 
-    step = ServerStep(init=lambda _: {"sizes": {}}, prepare=prepare)
+    step = ServerStep("ask", init=lambda _: {"sizes": {}}, prepare=prepare)
     base = dp_fedavg(noise_multiplier=8.0, trust="nobody")
-    return dataclasses.replace(base, server=chain(base.server, step), releases=(*base.releases, *releases))
+    return dataclasses.replace(base, server=(*base.server, step), releases=(*base.releases, *releases))
 
 
 def test_what_is_sent_before_the_first_round_counts_too():
@@ -326,8 +325,8 @@ def counting(seen: list) -> Method:
         seen.append(round.uploads.label_counts)
         return candidate, state
 
-    step = ServerStep(look, needs=frozenset({Need.LABEL_COUNTS_UPLOADED}))
-    return Method(cross_entropy(), chain(average(), step))
+    step = ServerStep("look", look, needs=frozenset({Need.LABEL_COUNTS_UPLOADED}))
+    return Method(cross_entropy(), average(), (step,))
 
 
 def test_exact_label_counts_are_sent_as_they_are():

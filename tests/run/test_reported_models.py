@@ -11,7 +11,6 @@ from run_helpers import LoopEngine, cross_entropy, linear_model, toy_federation,
 from run_helpers import average as apply_average
 from running import federate
 
-from fedstill.compose.combine import chain
 from fedstill.compose.wrappers import report_only, send_only
 from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Method, Need, Objective, ServerStep, Targets, Training
@@ -23,7 +22,7 @@ CLASSES = 3
 
 
 def average() -> ServerStep:
-    return ServerStep(apply_average)
+    return ServerStep("average", apply_average)
 
 
 def negated(weights):
@@ -32,12 +31,12 @@ def negated(weights):
 
 def ruin(needs=()) -> ServerStep:
     """A refinement that ruins the model: its accuracy tells which model was looked at."""
-    return ServerStep(lambda candidate, state, _: (negated(candidate), state), needs=frozenset(needs))
+    return ServerStep("ruin", lambda candidate, state, _: (negated(candidate), state), needs=frozenset(needs))
 
 
-def run(server: ServerStep, *, federation=None, **settings):
+def run(*server: ServerStep, federation=None, **settings):
     federation, model = federation or toy_federation(), linear_model()
-    method = Method(Objective(cross_entropy), server)
+    method = Method(Objective(cross_entropy), average(), server)
     settings = {"training": Training(batch_size=6, lr=0.2), "rounds": 4, "cohort": 5, **settings}
     engine = LoopEngine(model, federation)
     return federate(method=method, model=model, federation=federation, engine=engine, **settings)
@@ -49,14 +48,14 @@ def same_bits(a, b) -> bool:
 
 
 def test_a_model_that_is_only_reported_is_evaluated_but_never_sent():
-    plain, told = run(average()), run(chain(average(), report_only(ruin())))
+    plain, told = run(), run(report_only(ruin()))
     assert same_bits(told.weights, negated(plain.weights))
     assert [row["train_loss"] for row in told.history.rows] == [row["train_loss"] for row in plain.history.rows]
     assert told.history.last["accuracy"] < plain.history.last["accuracy"] - 0.3
 
 
 def test_a_model_that_is_only_sent_is_what_clients_start_from_and_the_one_before_it_is_evaluated():
-    plain, sent = run(chain(average(), ruin())), run(chain(average(), send_only(ruin())))
+    plain, sent = run(ruin()), run(send_only(ruin()))
     assert same_bits(sent.weights, negated(plain.weights))
     assert [row["train_loss"] for row in sent.history.rows] == [row["train_loss"] for row in plain.history.rows]
     assert [row["accuracy_sent"] for row in sent.history.rows] == [row["accuracy"] for row in plain.history.rows]
@@ -65,7 +64,7 @@ def test_a_model_that_is_only_sent_is_what_clients_start_from_and_the_one_before
 
 @pytest.mark.parametrize("two_models", [report_only, send_only])
 def test_the_run_folder_holds_the_reported_model_and_a_resumed_run_goes_on_from_the_one_sent(tmp_path, two_models):
-    server = chain(average(), two_models(ruin()))
+    server = two_models(ruin())
     whole = run(server, run_dir=tmp_path / "whole", checkpoint_every=1)
     run(server, rounds=2, run_dir=tmp_path / "cut", checkpoint_every=1)
     resumed = run(server, run_dir=tmp_path / "cut", checkpoint_every=1, resume=True)
@@ -79,7 +78,7 @@ def test_models_that_a_step_leaves_are_looked_at_by_name():
         round.models["ruined"] = negated(candidate)
         return candidate, state
 
-    both, ruined = run(chain(average(), ServerStep(apply))), run(chain(average(), report_only(ruin())))
+    both, ruined = run(ServerStep("leave", apply)), run(report_only(ruin()))
     assert [row["accuracy_ruined"] for row in both.history.rows] == [row["accuracy"] for row in ruined.history.rows]
 
 
@@ -90,7 +89,7 @@ def leaving() -> ServerStep:
         round.models["ruined"] = negated(candidate)
         return candidate, state
 
-    return chain(average(), ServerStep(apply))
+    return ServerStep("leave", apply)
 
 
 def refuse_all_in_round_three(round, client, message):
@@ -133,7 +132,7 @@ def believing(seen: list, needs=(Need.UNLABELED,)) -> ServerStep:
         belief = torch.zeros(len(round.unlabeled), CLASSES).index_fill(1, torch.tensor([1]), 1.0)
         return candidate, {"targets": Targets(belief, torch.ones(len(belief), dtype=torch.bool))._asdict()}
 
-    return ServerStep(apply, needs=frozenset(needs), targets=lambda s: Targets(**s["targets"]) if s else None)
+    return ServerStep("believe", apply, needs=frozenset(needs))
 
 
 def with_server_data(**more):
@@ -144,7 +143,7 @@ def with_server_data(**more):
 def test_rows_tell_how_right_the_server_is_and_the_folder_keeps_what_it_believes(tmp_path):
     seen: list = []
     federation = with_server_data()
-    result = run(chain(average(), believing(seen)), federation=federation, run_dir=tmp_path)
+    result = run(believing(seen), federation=federation, run_dir=tmp_path)
     share = float((federation.test.y == 1).double().mean())
     assert [row["pseudo_label_accuracy"] for row in result.history.rows] == [pytest.approx(share)] * 4
     assert result.history.last["pseudo_label_counts"] == [0, len(federation.test.y), 0]
@@ -156,9 +155,9 @@ def test_rows_tell_how_right_the_server_is_and_the_folder_keeps_what_it_believes
 def test_no_method_sees_the_truth_and_labeled_data_only_those_that_declare_it():
     seen: list = []
     held = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
-    run(chain(average(), believing(seen)), federation=with_server_data(validation=held), rounds=1)
+    run(believing(seen), federation=with_server_data(validation=held), rounds=1)
     run(
-        chain(average(), believing(seen, (Need.UNLABELED, Need.VALIDATION))),
+        believing(seen, (Need.UNLABELED, Need.VALIDATION)),
         federation=with_server_data(validation=held),
         rounds=1,
     )

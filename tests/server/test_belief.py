@@ -7,6 +7,7 @@ import pytest
 import torch
 from by_hand import number
 from server_rounds import CLASSES, clients_models, network, points, server_round
+from whole_server import whole
 
 from fedstill.core.types import Need
 from fedstill.methods import avglogit
@@ -100,7 +101,7 @@ def test_weighted_teachers_are_what_the_student_is_taught():
     models, sizes = clients_models(network(), 3), [5.0, 1.0, 2.0]
     this = server_round(models, network(), sizes=sizes)
     method = avglogit(steps=1, teacher_weighting="size")
-    _, state = method.server.apply(this.start, method.server.init(this.start), this)
+    _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
     said = [this.trainer.outputs(model, this.unlabeled).logits for model in models]
     mean = sum(share / 8.0 * logits for share, logits in zip(sizes, said, strict=True))
-    torch.testing.assert_close(targets_of(state["1"]).probabilities, torch.softmax(mean, 1))
+    torch.testing.assert_close(targets_of(state["distill"]).probabilities, torch.softmax(mean, 1))

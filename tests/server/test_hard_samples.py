@@ -198,7 +198,7 @@ def test_features_are_invented_for_the_last_layer_and_only_it_moves():
     ]
     again = play(contest(input="feature"), net=net, models=spoiled)
     assert torch.equal(again.learnt.params["head.weight"], played.learnt.params["head.weight"])
-    assert hard_samples(features_for, contest(input="feature")).samples(played.state, net) is None
+    assert "samples" not in played.state
     assert Need.HEAD in hard_samples(generator_for, contest(input="feature")).needs
 
 
@@ -311,12 +311,11 @@ def test_the_generator_lives_on_from_round_to_round_and_shows_what_it_invents():
     second = play(contest(), state=kept)
     assert furthest(second.generator(), first.generator()) > 1e-3
     assert not same_bits(second.learnt, first.learnt)
-    step, net = hard_samples(generator_for, contest()), first.round.model
-    samples, later = step.samples(kept, net), step.samples(second.state, net)
-    assert samples.x.shape == (10 * CLASSES, FEATURES)
-    assert torch.bincount(samples.y).tolist() == [10] * CLASSES
-    assert furthest({"x": samples.x}, {"x": later.x}) > 1e-3
-    assert step.samples(step.init(first.candidate), net) is None
+    samples, later = kept["samples"], second.state["samples"]
+    assert samples["x"].shape == (10 * CLASSES, FEATURES)
+    assert torch.bincount(samples["y"]).tolist() == [10] * CLASSES
+    assert furthest({"x": samples["x"]}, {"x": later["x"]}) > 1e-3
+    assert "samples" not in hard_samples(generator_for, contest()).init(first.candidate)
 
 
 def test_a_later_phase_goes_on_with_the_generator_that_it_finds_if_it_fits():

@@ -15,7 +15,7 @@ from fedstill.methods.data_free.inventing import (
     AT_ONCE,
     prepared_generator,
     refuse_text_and_heads,
-    samples_of,
+    shown_samples,
     teacher_shares,
     wanted_classes,
     with_samples,
@@ -64,12 +64,10 @@ def echo(asked: list[int]) -> Model:
 )
 def test_at_most_a_hundred_samples_are_shown_some_at_a_time(classes, shown, each):
     asked: list[int] = []
-    show = samples_of("mine", lambda _: echo(asked), 4)
     model = dataclasses.replace(network(), classes=classes, input_shape=(1,))
-    assert show({"mine": {}}, model) is None
-    found = show({"mine": {"params": {"scale": torch.ones(())}}}, model)
-    assert found.y.tolist() == [one for one in range(shown) for _ in range(each)]
-    assert found.x.shape == (shown * each, 1)
+    found = shown_samples(echo(asked), Weights({"scale": torch.ones(())}, {}), model, 4)
+    assert found["y"].tolist() == [one for one in range(shown) for _ in range(each)]
+    assert found["x"].shape == (shown * each, 1)
     assert max(asked) <= AT_ONCE == 50
 
 

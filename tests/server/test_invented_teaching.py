@@ -289,11 +289,10 @@ def test_the_generator_learns_to_be_recognised_and_diversity_pulls_the_other_way
 
 def test_ten_samples_of_each_class_are_shown_of_the_generator_as_it_is_also_after_a_checkpoint():
     step, (_, state, _) = teach_invented(teaching(), lambda _: GENERATOR), taught(teaching(), round_of(models_of()))
-    assert step.samples(step.init(models_of()[0]), network()) is None
-    kept = step.samples(unflatten(flatten(state)), network())
-    assert torch.equal(kept.x, step.samples(state, network()).x)
-    assert torch.bincount(kept.y).tolist() == [10] * CLASSES
-    assert kept.x.shape == (10 * CLASSES, FEATURES)
+    assert "samples" not in step.init(models_of()[0])
+    kept = state["samples"]
+    assert torch.bincount(kept["y"]).tolist() == [10] * CLASSES
+    assert kept["x"].shape == (10 * CLASSES, FEATURES)
     back = generator_of(unflatten(flatten(state)))
     assert same_bits(back, generator_of(state))
 

@@ -7,9 +7,11 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from whole_server import whole
 
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
+from fedstill.core.needs import needs_of
 from fedstill.core.seeds import uniform
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.types import Batch, Dataset, Federation, Outlook, Stage, Tokenizer, Training, Weights
@@ -245,7 +247,7 @@ def prepared(method: str, *, cache=None, number: int = 1):
         1, model, 2, data.unlabeled, number, engine, Asked(data, np.arange(2), engine.device, 1).ask, cache=cache,
         tokenizer=OURS,
     )  # fmt: skip
-    server, start = method_of(method).server, model.init(number)
+    server, start = whole(method_of(method)), model.init(number)
     after, _ = server.prepare(start, server.init(start), look)
     return start, after, look
 
@@ -324,9 +326,9 @@ def test_which_ids_are_words_is_told_by_the_tokenizer_unless_it_is_given(tokeniz
 )
 def test_ids_that_would_train_on_nothing_are_refused_before_a_run_starts(tokenizer, given, told):
     options = "".join(f", {key}={value}" for key, value in given.items())
-    server = method_of(f"feddf+masked_lm(epochs=1{options})").server
+    steps = method_of(f"feddf+masked_lm(epochs=1{options})").steps
     with pytest.raises(FedstillError, match=told):
-        server.check(Outlook(1, texts(40), tokenizer))
+        next(step for step in steps if step.name == "masked_lm").check(Outlook(1, texts(40), tokenizer))
 
 
 def test_the_same_tokenizer_gives_the_same_task_and_it_masks_with_its_own_ids():
@@ -342,7 +344,7 @@ def test_an_id_that_the_network_does_not_know_is_refused():
 
 
 def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
-    steps = method_of("feddf(steps=2)+next_token(epochs=1)").server.steps
+    steps = method_of("feddf(steps=2)+next_token(epochs=1)").steps
     assert [step.stage for step in steps] == [Stage.AGGREGATE, Stage.KEEP, Stage.REFINE]
     assert [step.prepare is not no_preparation for step in steps] == [False, True, False]
 
@@ -365,4 +367,4 @@ def test_impossible_options_are_refused(options, told):
 
 
 def test_without_epochs_it_asks_for_nothing():
-    assert build_algorithm("next_token", {"epochs": 0}).server.needs == fedavg().server.needs
+    assert needs_of(build_algorithm("next_token", {"epochs": 0})) == needs_of(fedavg())

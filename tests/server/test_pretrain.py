@@ -65,8 +65,7 @@ def test_statistics_of_batchnorm_come_with_the_extractor():
         return candidate, state
 
     method = pretrained()
-    server = replace(method.server, apply=apply)
-    run(replace(method, server=server))
+    run(replace(method, aggregate=replace(method.aggregate, apply=apply)))
     # 3 epochs of 2 batches (the third, of 5 rows, is left out), two views each
     assert int(seen["body.1.num_batches_tracked"]) == 3 * (UNLABELED // 8) * 2
     assert bool((seen["body.1.running_mean"] != 0).all())

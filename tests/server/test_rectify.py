@@ -21,7 +21,7 @@ from fedstill.methods.mrtf.refinery import (
 )
 from fedstill.server import average, distill
 from fedstill.server.distill.student import Student
-from fedstill.server.distill.targets import mix, standardised
+from fedstill.server.distill.targets import mix, standardised, targets_of
 
 STUDENT = Student(Training(steps=3, lr=0.5))
 RELEASED = Refinery(
@@ -83,7 +83,7 @@ def refined(form, this=None, *, state=None, student=STUDENT) -> Refined:
     middle, _ = average("uniform").apply(this.start, {}, this)
     step = rectified_distillation(student, form)
     learnt, state = step.apply(middle, step.init(middle) if state is None else state, this)
-    return Refined(middle, learnt, step.targets(state), this, state)
+    return Refined(middle, learnt, targets_of(state), this, state)
 
 
 def logits_of(*models):
@@ -285,7 +285,7 @@ def test_how_loud_a_client_is_does_not_count_unless_teachers_are_taken_as_they_a
 
     def targets(models, **modules):  # the same candidate: only the teachers differ
         step = rectified_distillation(STUDENT, Refinery(**modules))
-        return step.targets(step.apply(START, {}, a_round(models))[1]).probabilities
+        return targets_of(step.apply(START, {}, a_round(models))[1]).probabilities
 
     torch.testing.assert_close(targets(louder), targets(UPLOADS))
     plain = {"stabilise": False, "rectify": False, "refine": False}

@@ -5,11 +5,12 @@ import pytest
 import torch
 from by_hand import blobs, linear, linear_model, number, round_of, uploads_of
 
-from fedstill.compose.combine import chain
+from fedstill.compose.combine import first_state, run_steps, targets
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone, flatten, stack, unflatten
-from fedstill.core.types import Need, Targets, Training
+from fedstill.core.types import Method, Need, Targets, Training
+from fedstill.local import cross_entropy
 from fedstill.server import average, distill
 from fedstill.server.distill.step import loss_of
 from fedstill.server.distill.student import Student
@@ -108,13 +109,13 @@ def three_linear_models():
 
 def test_what_was_taught_is_kept_and_survives_a_checkpoint():
     models, this, logits = three_linear_models()
-    step = chain(average("uniform"), distill(Student(TRAINING)))
-    state = step.init(models[0])
-    assert step.targets(state) is None
-    _, state = step.apply(models[0], state, this)
-    targets = step.targets(unflatten(flatten(state)))
-    torch.testing.assert_close(targets.probabilities, torch.softmax(logits.mean(0), -1))
-    assert targets.kept.tolist() == [True] * 20
+    method = Method(cross_entropy(), average("uniform"), (distill(Student(TRAINING)),))
+    state = first_state(method, models[0])
+    assert targets(method, state) is None
+    _, state = run_steps(method, models[0], state, this)
+    taught = targets(method, unflatten(flatten(state)))
+    torch.testing.assert_close(taught.probabilities, torch.softmax(logits.mean(0), -1))
+    assert taught.kept.tolist() == [True] * 20
 
 
 def test_the_model_before_distillation_is_left_to_be_looked_at():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+from whole_server import whole
 
 from fedstill.compose.combine import combine
 from fedstill.core.tree import rows, stack
@@ -218,7 +219,7 @@ def federate_by_hand(
 ) -> History:
     """`steps` is a number or one per client; `cohorts` lists the clients of each round (default: all)."""
     per_client = steps if isinstance(steps, (list, tuple)) else [steps] * len(data)
-    objective, server = method.objective, method.server
+    objective, server = method.objective, whole(method)
     states = {k: objective.init(start) for k in range(len(data))}
     state, weights = server.init(start), start
     seen: list = []

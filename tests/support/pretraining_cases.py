@@ -4,7 +4,6 @@ import torch
 from running import federate
 from torch import nn
 
-from fedstill.compose.combine import chain
 from fedstill.core.types import Dataset, Federation, Method, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.pretraining.contrastive import simclr_pretext
@@ -53,7 +52,7 @@ def pretext(training=BRIEF, **options):
 def pretrained(*, save_seconds=30.0, task=None, **how):
     """FedAvg after a pre-training."""
     step = pretrain(task or pretext(), save_seconds=save_seconds, **how)
-    return Method(cross_entropy(), chain(average(), step))
+    return Method(cross_entropy(), average(), (step,))
 
 
 def run(method, **how):

@@ -11,6 +11,7 @@ import torch
 from by_hand import uploads_of
 from running import federate
 from torch import Tensor, nn
+from whole_server import whole
 
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.setup import Preparation
@@ -122,9 +123,9 @@ def preparation_of(this: Round, clients: dict[int, Tensor] | None = None) -> Pre
 
 def served(method: Method, this: Round) -> Weights:
     """The model that the server makes of a round."""
-    state = method.server.init(this.start)
-    _, state = method.server.prepare(this.start, state, preparation_of(this))
-    return method.server.apply(this.start, state, this)[0]
+    state = whole(method).init(this.start)
+    _, state = whole(method).prepare(this.start, state, preparation_of(this))
+    return whole(method).apply(this.start, state, this)[0]
 
 
 def in_float64(weights: Weights) -> Weights:

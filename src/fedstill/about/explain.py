@@ -113,7 +113,7 @@ def parts_of(method: Method) -> list[dict[str, str]]:
     makers = [
         *(("client", _maker(term.bind or term.loss)) for term in method.objective.terms or (method.objective,)),
         *(("on the way", _maker(way)) for way in ways),
-        *(("server", _maker_of_step(step)) for step in method.server.steps or (method.server,)),
+        *(("server", _maker_of_step(step)) for step in method.steps),
     ]
     return [{"part": maker.__name__.strip("_"), "where": where, "does": first_line(maker)} for where, maker in makers]
 
@@ -146,19 +146,24 @@ def traffic(method: Method) -> dict[str, list[str]]:
     the model: seen in one tiny round.
     """
     seen: list[Uploads] = []
-    sent: list[Tree] = []
+    sent: Tree = {}
 
-    def broadcast(state: Tree) -> Tree:
-        sent.append(method.server.broadcast(state))
-        return sent[-1]
+    told: list[Answers] = []
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def look(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         seen.append(round.uploads)
-        return run_step(method.server, candidate, state, round)
+        return run_step(method.aggregate, candidate, state, round)
 
-    told, prepare = _overhearing(method.server)
-    watched = dataclasses.replace(method.server, apply=apply, broadcast=broadcast, prepare=prepare)
-    trial_run(dataclasses.replace(method, server=watched))
+    def heard(step: ServerStep) -> ServerStep:
+        def broadcast(state: Tree) -> Tree:
+            slots = step.broadcast(state)
+            sent.update(slots)
+            return slots
+
+        return dataclasses.replace(step, broadcast=broadcast, prepare=_overhearing(step, told))
+
+    aggregate = dataclasses.replace(heard(method.aggregate), apply=look)
+    trial_run(dataclasses.replace(method, aggregate=aggregate, server=tuple(map(heard, method.server))))
     tried = _tried(trial_model(text=Need.TOKENS in needs_of(method)))
     uploads, weights = seen[0], tried.weights
     leaves = ["the trained model"]
@@ -178,7 +183,7 @@ def traffic(method: Method) -> dict[str, list[str]]:
         "stays_on_a_client": stays,
         "sent_to_a_client": [
             "the global model",
-            *_slots(sent[-1], tried, 1),
+            *_slots(sent, tried, 1),
         ],
     }
 
@@ -197,20 +202,19 @@ def _tried(model: Model) -> _Tried:
     return _Tried(weights, byte_size(weights), output.features.shape[1])
 
 
-def _overhearing(server: ServerStep) -> tuple[list[Answers], Prepare]:
-    """What clients are going to answer before the first round, and the preparation that asks them."""
-    told: list[Answers] = []
-    if server.prepare is no_preparation:
-        return told, no_preparation
+def _overhearing(step: ServerStep, told: list[Answers]) -> Prepare:
+    """The step's preparation, which also writes down what clients answer before the first round."""
+    if step.prepare is no_preparation:
+        return no_preparation
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         def ask(question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None, **how: Any) -> Answers:
             told.append(preparation.ask(question, among=among, **how))
             return told[-1]
 
-        return server.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
+        return step.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
 
-    return told, prepare
+    return prepare
 
 
 def privacy_of(phases: Sequence[Phase]) -> list[str]:

@@ -1,32 +1,31 @@
-"""`combine` sums local terms, `chain` runs server steps in order."""
+"""`combine` sums local terms; `run_steps` and its like run the server steps of a method in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from fedstill.core.author_mistakes import model_and_state, one_number
 from fedstill.core.errors import FedstillError
-from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.setup import Preparation
 from fedstill.core.types import (
     Batch,
     Local,
     Method,
     Model,
     Objective,
-    Outlook,
     Output,
     Round,
+    Samples,
     ServerStep,
+    Targets,
     Tree,
     Weights,
     no_finish,
 )
-
-T = TypeVar("T")
 
 
 def _merge(kind: str, parts: list[Tree]) -> Tree:
@@ -97,54 +96,54 @@ def run_step(step: ServerStep, candidate: Weights, state: Tree, round: Round) ->
     return model_and_state(step, step.apply(candidate, state, round))
 
 
-def chain(*steps: ServerStep) -> ServerStep:
-    """Run server steps in order; the state is the states of the steps, by position."""
-
-    def init(weights: Weights) -> Tree:
-        return {str(i): step.init(weights) for i, step in enumerate(steps)}
-
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        after: Tree = {}
-        for i, step in enumerate(steps):
-            candidate, after[str(i)] = run_step(step, candidate, state.get(str(i), {}), round)
-        return candidate, after
-
-    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        after: Tree = {}
-        for i, step in enumerate(steps):
-            candidate, after[str(i)] = step.prepare(candidate, state.get(str(i), {}), preparation)
-        return candidate, {**state, **after}
-
-    def broadcast(state: Tree) -> Tree:
-        return _merge("broadcast", [step.broadcast(state.get(str(i), {})) for i, step in enumerate(steps)])
-
-    def newest(ask: Callable[[ServerStep, Tree], T | None]) -> Callable[[Tree], T | None]:
-        return lambda state: _last_of(ask(step, state.get(str(i), {})) for i, step in enumerate(steps))
-
-    return ServerStep(
-        apply,
-        init,
-        broadcast,
-        frozenset().union(*(step.needs for step in steps)),
-        steps=tuple(part for step in steps for part in step.steps or (step,)),
-        report=newest(lambda step, own: step.report(own)),
-        targets=newest(lambda step, own: step.targets(own)),
-        samples=lambda state, model: newest(lambda step, own: step.samples(own, model))(state),
-        prepare=prepare if any(step.prepare is not no_preparation for step in steps) else no_preparation,
-        check=_checks(steps),
-    )
+def first_state(method: Method, weights: Weights) -> Tree:
+    """The server's state before round 1: {name of a step: its slots}."""
+    return {step.name: step.init(weights) for step in method.steps}
 
 
-def _last_of(answers: Iterable[T | None]) -> T | None:
-    return next((answer for answer in reversed(list(answers)) if answer is not None), None)
+def run_steps(method: Method, candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    """Run the method's server steps in order; states of steps that the method does not have stay as they are."""
+    after = dict(state)
+    for step in method.steps:
+        candidate, after[step.name] = run_step(step, candidate, state.get(step.name, {}), round)
+    return candidate, after
 
 
-def _checks(steps: Sequence[ServerStep]) -> Callable[[Outlook], None]:
-    def check(outlook: Outlook) -> None:
-        for step in steps:
-            step.check(outlook)
+def prepare_steps(method: Method, candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+    """Let every server step prepare, in order, before the method's first round."""
+    after = dict(state)
+    for step in method.steps:
+        candidate, after[step.name] = step.prepare(candidate, state.get(step.name, {}), preparation)
+    return candidate, after
 
-    return check
+
+def broadcast_of(method: Method, state: Tree) -> Tree:
+    """The slots that all server steps send to the clients together."""
+    return _merge("broadcast", [step.broadcast(state.get(step.name, {})) for step in method.steps])
+
+
+def reported(method: Method, state: Tree) -> Weights | None:
+    """The model that is looked at, where it is not the one sent."""
+    kept: Weights | None = _newest(method, state, "reported")
+    return kept
+
+
+def targets(method: Method, state: Tree) -> Targets | None:
+    """What the server believes about its unlabeled data."""
+    kept = _newest(method, state, "targets")
+    return None if kept is None else Targets(kept["probabilities"], kept["kept"])
+
+
+def samples(method: Method, state: Tree) -> Samples | None:
+    """What the server's generator invents now."""
+    kept = _newest(method, state, "samples")
+    return None if kept is None else Samples(kept["x"], kept["y"])
+
+
+def _newest(method: Method, state: Tree, slot: str) -> Any:
+    """The slot of the last step that has filled it."""
+    slots = (state.get(step.name, {}).get(slot) for step in reversed(method.steps))
+    return next((filled for filled in slots if filled), None)
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ model to keep, check, save and send, while a client trains and sends its own par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import chain, run_step
-from fedstill.compose.phases import carry_over, keep_waiting, share_states
+from fedstill.compose.combine import broadcast_of, first_state, reported, run_step, samples, targets
+from fedstill.compose.phases import NETWORKS, share_states
 from fedstill.core.errors import FedstillError
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.tree import byte_size, select, tree_map
@@ -31,7 +31,6 @@ from fedstill.core.types import (
     Params,
     Phase,
     Round,
-    Samples,
     Seed,
     ServerStep,
     Stage,
@@ -283,88 +282,70 @@ def _telling(preparation: Preparation, prototype: str) -> Callable[[str, float],
     return lambda what, share: preparation.tell(f"{prototype}: {what}", share)
 
 
-def per_group(step: ServerStep | Mapping[str, ServerStep], groups: Groups) -> ServerStep:
-    """A plain step on each prototype's part; of a chain each step on all prototypes before the next one.
-
-    step: the same for all, or one for each prototype.
+def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
+    """Run the server steps of each prototype's method on its part; each step on all prototypes before the next one.
 
     A prototype without an upload this round stays as it was sent; refinements (distillation) still reach it.
-    State and broadcast: those of the step, under each prototype's name. Metrics are named "<prototype>/<metric>".
-    The model is reported once every prototype has one to report; targets are those of the reported prototype or of all
-    together (`targets_together`), samples those of the first that has some.
+    State: "each", the states of a prototype's steps under its name. Broadcast: the prototype's slots under its name.
+    Metrics are named "<prototype>/<metric>". The model is reported once every prototype has one to report; targets are
+    those of the reported prototype or of all together (`targets_together`), samples those of the first that has some.
     """
-    one_each = {name: step if isinstance(step, ServerStep) else step[name] for name in groups.models}
-    chains = {name: chain(*(one.steps or (one,))) for name, one in one_each.items()}
+    # (prototype, step): the first step of every prototype, then the second one, ...
+    in_step = [
+        pair
+        for same in zip(*(own.steps for own in methods.values()), strict=True)
+        for pair in zip(methods, same, strict=True)
+    ]
 
     def init(weights: Weights) -> Tree:
-        return {name: chains[name].init(part) for name, part in split(weights, groups).items()}
+        return {"each": {name: first_state(methods[name], part) for name, part in split(weights, groups).items()}}
 
-    def broadcast(state: Tree) -> Tree:
-        return {name: chains[name].broadcast(own) for name, own in state.items()}
-
-    def report(state: Tree) -> Weights | None:
-        found = {name: chains[name].report(own) for name, own in state.items()}
-        told = {name: weights for name, weights in found.items() if weights is not None}
-        return merge(told) if len(told) == len(groups.models) else None
-
-    def targets(state: Tree) -> Targets | None:
-        found = {name: chains[name].targets(own) for name, own in state.items()}
-        return targets_together({name: own for name, own in found.items() if own is not None}, groups.report)
-
-    def samples(state: Tree, _: Model) -> Samples | None:
-        each = (chains[name].samples(own, groups.models[name]) for name, own in state.items())
-        return next((found for found in each if found is not None), None)
-
-    idle = all(one.prepare is no_preparation for one in chains.values())
-    return ServerStep(
-        _apply(chains, groups),
-        init,
-        broadcast,
-        frozenset().union(*(one.needs for one in chains.values())),
-        report=report,
-        targets=targets,
-        samples=samples,
-        prepare=no_preparation if idle else _prepare(chains, groups),
-    )
-
-
-def _in_step(chains: Mapping[str, ServerStep]) -> Iterator[tuple[str, str, ServerStep]]:
-    """(place in the chain, prototype, step): the first step of every prototype, then the second one, ..."""
-    for place, same in enumerate(zip(*(one.steps for one in chains.values()), strict=True)):
-        for prototype, step in zip(chains, same, strict=True):
-            yield str(place), prototype, step
-
-
-def _apply(chains: Mapping[str, ServerStep], groups: Groups) -> Callable[[Weights, Tree, Round], tuple[Weights, Tree]]:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         parts, rounds = split(candidate, groups), rounds_of(round, groups)
-        after = {prototype: dict(own) for prototype, own in state.items()}
-        for place, prototype, step in _in_step(chains):
+        each = {prototype: dict(own) for prototype, own in state["each"].items()}
+        for prototype, step in in_step:
             look = rounds[prototype]
             if len(look.uploads.ids) or step.stage in (Stage.REFINE, Stage.REPORT):
-                moved = run_step(step, parts[prototype], after[prototype].get(place, {}), look)
-                parts[prototype], after[prototype][place] = moved
+                moved = run_step(step, parts[prototype], each[prototype].get(step.name, {}), look)
+                parts[prototype], each[prototype][step.name] = moved
         _hand_up(round, rounds)
-        return merge(parts), after
+        return merge(parts), {"each": each, **_slots(each)}
 
-    return apply
+    def _slots(each: Mapping[str, Tree]) -> Tree:
+        shown = {name: reported(methods[name], own) for name, own in each.items()}
+        models = {name: weights for name, weights in shown.items() if weights is not None}
+        beliefs = {name: targets(methods[name], own) for name, own in each.items()}
+        together = targets_together({name: one for name, one in beliefs.items() if one is not None}, groups.report)
+        invented = next(filter(None, (samples(methods[name], own) for name, own in each.items())), None)
+        return {
+            "reported": merge(models) if len(models) == len(methods) else {},
+            "targets": {} if together is None else together._asdict(),
+            "samples": {} if invented is None else invented._asdict(),
+        }
 
-
-def _prepare(
-    chains: Mapping[str, ServerStep], groups: Groups
-) -> Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]:
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         parts = split(candidate, groups)
         looks = preparations_of(preparation, groups, parts)
-        after = {prototype: dict(own) for prototype, own in state.items()}
-        for place, prototype, step in _in_step(chains):
-            made = step.prepare(parts[prototype], after[prototype].get(place, {}), looks[prototype])
-            parts[prototype], after[prototype][place] = made
+        each = {prototype: dict(own) for prototype, own in state["each"].items()}
+        for prototype, step in in_step:
+            made = step.prepare(parts[prototype], each[prototype].get(step.name, {}), looks[prototype])
+            parts[prototype], each[prototype][step.name] = made
         for prototype, look in looks.items():
             preparation.metrics.update({f"{prototype}/{name}": value for name, value in look.metrics.items()})
-        return merge(parts), after
+        return merge(parts), {**state, "each": each}
 
-    return prepare
+    def broadcast(state: Tree) -> Tree:
+        return {name: broadcast_of(methods[name], own) for name, own in state["each"].items()}
+
+    return ServerStep(
+        NETWORKS,
+        apply,
+        init,
+        broadcast,
+        frozenset().union(*(step.needs for _, step in in_step)),
+        stage=Stage.AGGREGATE,
+        prepare=no_preparation if all(step.prepare is no_preparation for _, step in in_step) else prepare,
+    )
 
 
 def _hand_up(round: Round, rounds: Mapping[str, Round]) -> None:
@@ -405,9 +386,8 @@ def grouped(
     made: dict[int, Method] = {}
     for method in (phase.method for phase in phases):
         own = {name: suited(method, model) for name, model in groups.models.items()}
-        server = per_group({name: one.server for name, one in own.items()}, groups)
         transmit = _transmit({name: one.transmit for name, one in own.items()}, groups)
-        made[id(method)] = replace(method, server=server, transmit=transmit)
+        made[id(method)] = replace(method, aggregate=per_group(own, groups), server=(), transmit=transmit)
     return tuple(phase._replace(method=made[id(phase.method)]) for phase in phases)
 
 
@@ -420,17 +400,3 @@ def share_states_of(
     shared = {prototype: share_states(phases, part) for prototype, part in split(weights, groups).items()}
     kept = next(iter(shared.values()))[1]  # they differ by nothing: which slots are kept is up to the objectives
     return {prototype: first for prototype, (first, _) in shared.items()}, kept
-
-
-def carry_over_of(old: Tree, fresh: Tree, groups: Groups | None) -> Tree:
-    """`carry_over`, for each prototype where there are several."""
-    if groups is None:
-        return carry_over(old, fresh)
-    return {prototype: carry_over(old[prototype], fresh[prototype]) for prototype in groups.models}
-
-
-def keep_waiting_of(old: Tree, new: Tree, groups: Groups | None) -> Tree:
-    """`keep_waiting`, for each prototype where there are several."""
-    if groups is None:
-        return keep_waiting(old, new)
-    return {prototype: keep_waiting(old[prototype], new[prototype]) for prototype in groups.models}

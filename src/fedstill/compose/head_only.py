@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedstill.compose.combine import chain
 from fedstill.core.types import (
     Method,
     Model,
     Round,
     Seed,
     ServerStep,
-    Stage,
     Transmit,
     Tree,
     Uploads,
@@ -41,10 +39,8 @@ def heads_only(method: Method, model: Model) -> Method:
     student has an option for the part that it trains.
     """
     names = head_names(model)
-    steps = method.server.steps or (method.server,)
-    kept = tuple(_with_extractor(step, names) if step.stage is Stage.AGGREGATE else step for step in steps)
-    server = chain(*kept) if method.server.steps else kept[0]
-    return replace(method, server=server, transmit=_heads_transmitted(method.transmit, names))
+    aggregate = _with_extractor(method.aggregate, names)
+    return replace(method, aggregate=aggregate, transmit=_heads_transmitted(method.transmit, names))
 
 
 def _with_extractor(step: ServerStep, names: tuple[str, ...]) -> ServerStep:

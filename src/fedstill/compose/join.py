@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
@@ -22,7 +22,6 @@ from fedstill.core.types import (
     Transmit,
     Uploads,
     Weights,
-    nobody,
     unchanged,
 )
 
@@ -50,28 +49,25 @@ def join(methods: Named) -> Method:
     objective = combine(risk, *(term.with_risk(risk) if term.with_risk else term for term in terms))
     kept = [step for stage in (Stage.KEEP, Stage.REFINE, Stage.REPORT) for step in _steps_at(stage, methods)]
     _check_reports(kept, methods)
-    server = chain(_aggregate(methods), *_move(methods), *kept)
+    server = (*_move(methods), *kept)
+    _check_names(server, methods)
     releases = tuple(release for one in methods.values() for release in one.releases)
     transmit = _in_turn([one.transmit for one in methods.values()])
-    return Method(objective, server, transmit, releases, _seal(methods), _without_counts(methods))
+    return Method(objective, _aggregate(methods), server, transmit, releases, _seal(methods), _without_counts(methods))
 
 
 def _terms(objective: Objective) -> tuple[Objective, ...]:
     return objective.terms or (objective,)
 
 
-def _steps(server: ServerStep) -> tuple[ServerStep, ...]:
-    return server.steps or (server,)
-
-
 def _steps_at(stage: Stage, methods: Named) -> Iterable[ServerStep]:
-    return (step for one in methods.values() for step in _steps(one.server) if step.stage is stage)
+    return (step for one in methods.values() for step in one.server if step.stage is stage)
 
 
 def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
     """A model that is reported must be that of the last step: what a later one makes of it, nobody would see."""
     for step, later in pairwise(steps):
-        if step.report is nobody:
+        if step.stage is not Stage.REPORT:
             continue
         name, other = (_owner(one, methods) for one in (step, later))
         raise FedstillError(
@@ -81,7 +77,7 @@ def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
 
 
 def _owner(step: ServerStep, methods: Named) -> str:
-    return next(name for name, one in methods.items() if any(step is own for own in _steps(one.server)))
+    return next(name for name, one in methods.items() if any(step is own for own in one.server))
 
 
 def _risk(methods: Named) -> Objective:
@@ -101,27 +97,31 @@ def _aggregate(methods: Named) -> ServerStep:
 
     One may stand in for the plain average of the others.
     """
-    found: dict[str, tuple[str, ServerStep]] = {}
-    for method, one in methods.items():
-        for step in _steps(one.server):
-            if step.stage is Stage.AGGREGATE:
-                found.setdefault(step.name or f"the aggregate of {method}", (method, step))
-    replaced = {step.instead_of for _, step in found.values()}
-    left = {name: pair for name, pair in found.items() if name not in replaced}
-    if not left:
-        raise FedstillError(f"none of {', '.join(methods)} makes one model from the cohort's: add e.g. fedavg")
+    found: dict[ServerStep, str] = {}
+    for name, one in methods.items():
+        found.setdefault(one.aggregate, name)
+    left = {step: name for step, name in found.items() if step.name != "average"} or found
     if len(left) > 1:
-        told = " and ".join(f"{method} ({name})" for name, (method, _) in left.items())
+        told = " and ".join(f"{method} ({step.name})" for step, method in left.items())
         raise FedstillError(
             f"{told} aggregate differently: give both the same weighting and buffers, or use one (a function of your "
             "own takes them as options and writes average(weighting, buffers=buffers))"
         )
-    ((_, step),) = left.values()
-    return step
+    return next(iter(left))
+
+
+def _check_names(steps: Sequence[ServerStep], methods: Named) -> None:
+    """Two steps of one name would share their state."""
+    owner: dict[str, str] = {}
+    for step in steps:
+        method = _owner(step, methods)
+        if other := owner.get(step.name):
+            raise FedstillError(f"{other} and {method} both run the server step '{step.name}': use one of them")
+        owner[step.name] = method
 
 
 def _move(methods: Named) -> list[ServerStep]:
-    movers = {name: [step for step in _steps(one.server) if step.stage is Stage.MOVE] for name, one in methods.items()}
+    movers = {name: [step for step in one.server if step.stage is Stage.MOVE] for name, one in methods.items()}
     movers = {name: steps for name, steps in movers.items() if steps}
     if len(movers) > 1:
         raise FedstillError(f"{' and '.join(movers)} both decide the server's step: use one of them")

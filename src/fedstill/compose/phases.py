@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedstill.compose.wrappers import REPORTED
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import Local, Method, Objective, Phase, Tree, Weights
 
-WAITING = "waiting"  # server slots that the present phase does not know
+NETWORKS = "networks"  # the step that runs the steps of several networks: its slot "each" holds their states by name
 
 
 def phases_of(method: Method | Sequence[Phase]) -> tuple[Phase, ...]:
@@ -64,40 +63,29 @@ def _keeping(objective: Objective) -> Objective:
 
 
 def carry_over(old: Tree, fresh: Tree) -> Tree:
-    """The server's state at a switch, slot by slot: what the new method knows goes over, the rest waits its turn.
+    """The server's state at a switch of methods, from the state before and the new method's first state.
 
-    Clients keep their slots through every phase, so their counterparts on the server must: SCAFFOLD's c is the mean of
-    all c_k, FedCurv's U the sum of all u_k.
+    A step that both methods have keeps a slot if the new slot has the same form or is empty (it is filled later).
+    States of steps that the new method does not have stay for a later phase, because clients keep their slots through
+    every phase: SCAFFOLD's c is the mean of all c_k, FedCurv's U the sum of all u_k. A reported model does not go over.
     """
-    known = {**old.get(WAITING, {}), **_slots(old)}
-    known.pop(REPORTED, None)  # of a round that is over
-
-    def taken(state: Tree) -> Tree:
-        return {slot: taken(value) if slot.isdecimal() else _take(known, slot, value) for slot, value in state.items()}
-
-    state = taken(fresh)
-    return {**state, WAITING: known} if known else state
-
-
-def keep_waiting(old: Tree, new: Tree) -> Tree:
-    """The state after a step, with what waits for a later phase."""
-    return {**new, WAITING: old[WAITING]} if WAITING in old else new
-
-
-def _take(known: Tree, slot: str, fresh: Tree) -> Tree:
-    filled_later = isinstance(fresh, dict) and not fresh
-    same = slot in known and (filled_later or _form(known[slot]) == _form(fresh))
-    kept: Tree = known.pop(slot) if same else fresh
-    return kept
+    if NETWORKS in fresh:
+        each = {name: carry_over(old[NETWORKS]["each"][name], own) for name, own in fresh[NETWORKS]["each"].items()}
+        return {NETWORKS: {"each": each}}
+    state = {name: {slot: value for slot, value in slots.items() if slot != "reported"} for name, slots in old.items()}
+    for name, slots in fresh.items():
+        before = state.get(name, {})
+        state[name] = {
+            slot: before[slot]
+            if slot in before and (_is_empty(first) or _form(before[slot]) == _form(first))
+            else first
+            for slot, first in slots.items()
+        }
+    return state
 
 
-def _slots(state: Tree) -> Tree:
-    """Slots by name, wherever in a chain (which keeps its steps' states by position) they stand."""
-    found: Tree = {}
-    for slot, value in state.items():
-        if slot != WAITING:
-            found.update(_slots(value) if slot.isdecimal() else {slot: value})
-    return found
+def _is_empty(slot: Tree) -> bool:
+    return isinstance(slot, dict) and not slot
 
 
 def _form(tree: Tree) -> dict[str, object]:

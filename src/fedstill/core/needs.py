@@ -21,7 +21,7 @@ CURES = {
 def needs_of(method: Method) -> frozenset[Need]:
     """A seal mixes the moves of all clients into one, so they must be moves of one network."""
     sealed = frozenset({Need.ONE_ARCHITECTURE} if method.seal is not None else ())
-    return method.objective.needs | method.server.needs | sealed
+    return method.objective.needs.union(sealed, *(step.needs for step in method.steps))
 
 
 def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, training: Training) -> list[Need]:
@@ -60,5 +60,6 @@ def check_phases(
     for method, until, _ in phases:
         check_needs(method, model=model, federation=federation, training=training, label=label)
         unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(method) else None
-        method.server.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))
+        for step in method.steps:
+            step.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))
         first = first if until is None else until + 1

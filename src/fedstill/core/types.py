@@ -41,7 +41,7 @@ class Stage(Enum):
     MOVE = "decide the server's step from the sent model"  # at most one a method
     KEEP = "keep something, and pass the model through"
     REFINE = "improve the model"
-    REPORT = "improve a copy that is reported, and pass the model through"
+    REPORT = "make two models: one is sent, the other one is reported"  # one a method
 
 
 class Samples(NamedTuple):
@@ -313,28 +313,27 @@ def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]
     return candidate, state
 
 
-def nobody(*_: Any) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class ServerStep:
-    """(candidate, state, round) -> (candidate, state); `chain(*steps)` runs them in order."""
+    """(candidate, state, round) -> (candidate, state): one thing that the server does in a round.
 
+    The state is a tree of slots. Three slots are read by the loop: "reported" (Weights: the model that is looked at,
+    where it is not the one sent), "targets" (a Targets as a dict) and "samples" (a Samples as a dict).
+    """
+
+    name: str  # a word; the run keeps the step's state under it, and a method has no two steps of one name
     apply: Callable[[Weights, Tree, Round], tuple[Weights, Tree]] = no_change
     init: Callable[[Weights], Tree] = nothing
     broadcast: Callable[[Tree], Tree] = nothing  # slots sent to the clients next round
     needs: frozenset[Need] = frozenset()
     stage: Stage = Stage.REFINE
-    name: str = ""  # of an aggregate: the same name is the same step
-    instead_of: str = ""  # of an aggregate: the plain one that it stands in for when methods are joined
-    steps: tuple[ServerStep, ...] = ()  # what it runs in order, when `chain` made it
-    report: Callable[[Tree], Weights | None] = nobody  # the model that is looked at, where it is not the one sent
-    targets: Callable[[Tree], Targets | None] = nobody  # its newest answer about the unlabeled data
-    samples: Callable[[Tree, Model], Samples | None] = nobody  # what its generator invents now, for this run's model
     # once, before the method's first round: the model that is sent then, and the step's state
     prepare: Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]] = no_preparation
     check: Callable[[Outlook], None] = no_objection  # refuses, before the run starts, what `prepare` could not do
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise FedstillError(f"ServerStep({self.name!r}, ...): a step's name comes first, e.g. ServerStep('median')")
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]
@@ -350,11 +349,25 @@ class Method:
     """A method: what clients minimise, what the server does, what happens on the way."""
 
     objective: Objective
-    server: ServerStep
+    aggregate: ServerStep  # makes one model from the cohort's
+    server: tuple[ServerStep, ...] = ()  # and these go on from there, in order
     transmit: Transmit = unchanged
     releases: tuple[Release, ...] = ()
     seal: Seal | None = None  # a trusted party: what the server's steps see instead of the admitted uploads
     without_counts: str = ""  # of one that needs uploaded label counts: how to write it so that it needs none
+
+    def __post_init__(self) -> None:
+        names = [step.name for step in self.steps]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise FedstillError(
+                f"two server steps of this method are named '{twice[0]}' ({', '.join(names)}): give each its own name, "
+                "because the server keeps their states by name"
+            )
+
+    @property
+    def steps(self) -> tuple[ServerStep, ...]:
+        """All that the server does in a round, in order."""
+        return (self.aggregate, *self.server)
 
 
 class Phase(NamedTuple):

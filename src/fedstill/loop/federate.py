@@ -15,6 +15,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from fedstill.compose.combine import first_state, samples, targets
 from fedstill.compose.groups import check_fits, check_groups, reported_name, share_states_of
 from fedstill.compose.phases import phases_of
 from fedstill.core.cohort import Sampling, cohort_size
@@ -198,13 +199,13 @@ def _run(
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
         _loop(task, plan, state, store, journal, callbacks, promise)
         stated = _state_privacy(plan, promise, state)
-        last, targets = reported(task, state), _targets(task, state)
-        save_last(plan, state, store, last, targets)
+        last, belief = reported(task, state), _targets(task, state)
+        save_last(plan, state, store, last, belief)
         best = state.best if state.best is not None else last
         seconds = earlier + time.perf_counter() - began
-        result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, targets)
-        samples = task.method(max(state.round, 1)).server.samples(state.server, task.model)
-        result = dataclasses.replace(result, privacy=stated, samples=samples)
+        result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, belief)
+        invented = samples(task.method(max(state.round, 1)), state.server)
+        result = dataclasses.replace(result, privacy=stated, samples=invented)
         if task.model.groups is not None:
             names = tuple(task.model.groups.models)
             result = dataclasses.replace(result, reported=reported_name(task.model.groups), prototypes=names)
@@ -214,7 +215,7 @@ def _run(
 
 
 def _targets(task: Task, state: State) -> Targets | None:
-    return task.method(max(state.round, 1)).server.targets(state.server)
+    return targets(task.method(max(state.round, 1)), state.server)
 
 
 def _make_task(
@@ -287,7 +288,7 @@ def _first_state(task: Task) -> State:
     weights = to_device(task.model.init(seed_for(task.seed, "model")), task.engine.device)
     dtype = getattr(task.trainer, "dtype", torch.float32)
     weights = tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
-    return State(0, weights, task.method(1).server.init(weights))
+    return State(0, weights, first_state(task.method(1), weights))
 
 
 def _loop(

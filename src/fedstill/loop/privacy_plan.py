@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.core.cohort import draw_cohort
 from fedstill.core.errors import FedstillError
@@ -116,7 +117,7 @@ def extra_slots(method: Method, weights: Weights) -> tuple[str, ...]:
     one = torch.ones((), device=next(iter(weights.params.values())).device)
     measured: Tree = defaultdict(lambda: weights.params)
     try:
-        received = method.server.broadcast(method.server.init(weights))
+        received = broadcast_of(method, first_state(method, weights))
         state = objective.init(weights)
         numbers = {"label_counts": one[None], "size": one, "steps": one, "travel": one, "lr": one}
         seed = torch.zeros_like(one, dtype=torch.int64)

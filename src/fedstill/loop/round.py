@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import run_step
+from fedstill.compose.combine import broadcast_of, first_state, prepare_steps, run_steps, targets
+from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import (
     bytes_received,
     bytes_sent,
-    carry_over_of,
-    keep_waiting_of,
     only,
     own_upload,
     whole_upload,
 )
 from fedstill.compose.head_only import head_names, head_of
-from fedstill.compose.phases import method_at
+from fedstill.compose.phases import carry_over, method_at
 from fedstill.core.cohort import Sampling, draw_cohort
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
@@ -121,7 +120,7 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)
     if not len(ids):
         return _without_cohort(task, state, noted, found)
-    received = method.server.broadcast(state.server)
+    received = broadcast_of(method, state.server)
     work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
     trained = task.engine.train(work, ids, store.read(ids))
     uploads = _transmit(task, trained.uploads, start, ids, number)
@@ -175,14 +174,14 @@ def _begin(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
     if number > 1 and method is task.method(number - 1):
         return {}, []
     if number > 1:
-        state.server = carry_over_of(state.server, method.server.init(state.weights), task.model.groups)
+        state.server = carry_over(state.server, first_state(method, state.weights))
     return prepare(task, state)
 
 
 def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
     """What a method does once, before its first round; the state takes its result only if it is finite."""
     method, began = task.method(state.round), time.perf_counter()
-    if method.server.prepare is no_preparation:
+    if all(step.prepare is no_preparation for step in method.steps):
         return {}, []
     asked = Asked(
         task.federation, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
@@ -204,12 +203,12 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
         labeled=_labeled(task),
         tokenizer=task.federation.train.tokenizer,
     )
-    candidate, server = method.server.prepare(state.weights, state.server, look)
+    candidate, server = prepare_steps(method, state.weights, state.server, look)
     if not is_finite((candidate, server)):
         raise FedstillError(
             f"round {state.round}: what the method prepared holds NaN or Inf: use a lower learning rate"
         )
-    state.weights, state.server = candidate, keep_waiting_of(state.server, server, task.model.groups)
+    state.weights, state.server = candidate, server
     facts = {f"prepare/{name}": value for name, value in look.metrics.items()}
     spent = {"bytes_prepared": asked.bytes_up, "bytes_prepared_down": asked.bytes_down}
     if asked.questions_open:
@@ -293,19 +292,18 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
         trainer=task.trainer,
         validation=task.validation if Need.VALIDATION in needs_of(method) else None,
     )
-    candidate, server = run_step(method.server, state.weights, state.server, look)
-    server = keep_waiting_of(state.server, server, task.model.groups)
+    candidate, server = run_steps(method, state.weights, state.server, look)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
     finite = math.isfinite(total) or is_finite(kept)  # a sum may overflow where no term is Inf
     if finite:
-        targets = method.server.targets(server)
-        if _formed(targets, method.server.targets(state.server)):
+        belief = targets(method, server)
+        if _formed(belief, targets(method, state.server)):
             state.targets_round = state.round
         state.weights, state.server, state.models = candidate, server, look.models
-        row.update(plain(look_at_targets(targets, task.truth)))
+        row.update(plain(look_at_targets(belief, task.truth)))
     return finite, row
 
 
@@ -332,7 +330,7 @@ def reported(task: Task, state: State) -> Weights:
     """The model that is looked at and saved: the one sent, unless the method reports another."""
     if not state.round:
         return state.weights
-    return task.method(state.round).server.report(state.server) or state.weights
+    return reported_by(task.method(state.round), state.server) or state.weights
 
 
 def _with_sound_states(method: Method, trained: Trained, kept: np.ndarray) -> np.ndarray:

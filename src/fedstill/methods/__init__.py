@@ -79,8 +79,8 @@ METHODS: dict[str, Callable[..., Method]] = {
 def build_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """The method `name` with its options; a mistake is one line that names the key and the nearest right word.
 
-    >>> build_algorithm("fedprox", {"mu": 0.1}).server.needs
-    frozenset()
+    >>> build_algorithm("fedavgm", {"beta": 0.1}).server[0].name
+    'optimizer'
     """
     if name not in METHODS:
         raise FedstillError(f"method.name '{name}' is not a method: {suggest(name, METHODS)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fedstill.compose.combine import chain
 from fedstill.core.types import Method, ServerStep, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.server_student import check_student
@@ -104,4 +103,4 @@ def _pooled(
     check_student(student)
     believe = soft_belief(pool, temperature=temperature)
     step = distill(student, pool=believe, shares=teacher_shares(teacher_weighting))
-    return Method(cross_entropy(), chain(start, step))
+    return Method(cross_entropy(), start, (step,))

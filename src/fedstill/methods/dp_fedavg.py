@@ -70,5 +70,5 @@ def dp_fedavg(
     )
     plain = average(weighting, buffers=buffers)
     if local:
-        return Method(cross_entropy(), plain, noisy_moves(clip, noise_multiplier), (release,))
+        return Method(cross_entropy(), plain, transmit=noisy_moves(clip, noise_multiplier), releases=(release,))
     return Method(cross_entropy(), plain, releases=(release,), seal=noisy_mean(clip, noise_multiplier))

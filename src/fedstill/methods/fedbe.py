@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import concatenate, stack
 from fedstill.core.types import Method, Round, Training, Weights
@@ -117,7 +116,7 @@ def fedbe(
     )  # fmt: skip
     step = distill(student, teachers=teachers, pool=believe, distill_share=distill_share)
     refine = placed(step, warm_up=warm_up)
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), refine))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,))
 
 
 def _sampler(count: int, sampling: Sampling, alpha: float, spread: float, weighting: Weighting) -> Teachers | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.core.types import Method
 from fedstill.local.curvature import Fisher, curvature
 from fedstill.local.terms import cross_entropy
@@ -43,5 +43,5 @@ def fedcurv(
         Federated Learning for Data Privacy and Confidentiality.
     """
     not_negative("lam", lam)
-    server = chain(average(weighting, buffers=buffers), sum_curvature())
-    return Method(combine(cross_entropy(), curvature(lam, fisher=fisher)), server)
+    objective = combine(cross_entropy(), curvature(lam, fisher=fisher))
+    return Method(objective, average(weighting, buffers=buffers), (sum_curvature(),))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fedstill.compose.combine import chain
 from fedstill.core.types import Method, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.mrtf.refinery import TeacherMode
@@ -134,4 +133,4 @@ def feddf(
     shares = teacher_shares(teacher_weighting)
     step = distill(student, pool=believe, shares=shares, teacher_batch=batch, distill_share=distill_share)
     refine = placed(step, warm_up=warm_up, feedback=feedback)
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), refine))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy, dynamic_regularization
 from fedstill.methods.options import positive
@@ -28,4 +28,4 @@ def feddyn(*, alpha: float = 0.01, weighting: Weighting = "uniform", buffers: Bu
     """
     positive("alpha", alpha)
     objective = combine(cross_entropy(), dynamic_regularization(alpha))
-    return Method(objective, chain(average(weighting, buffers=buffers), dynamic_correction(alpha, weighting)))
+    return Method(objective, average(weighting, buffers=buffers), (dynamic_correction(alpha, weighting),))

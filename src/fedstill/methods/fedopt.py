@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fedstill.compose.combine import chain
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.options import decay_rate, positive
@@ -36,7 +35,7 @@ def fedavgm(
     """
     decay_rate("beta", beta)
     positive("server_lr", server_lr)
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), sgd(server_lr, momentum=beta)))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (sgd(server_lr, momentum=beta),))
 
 
 def _adaptive(
@@ -54,7 +53,7 @@ def _adaptive(
     decay_rate("beta2", beta2)
     positive("tau", tau)
     step = adaptive(rule, lr=server_lr, beta1=beta1, beta2=beta2, tau=tau)
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), step))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
 
 
 def fedadam(
@@ -171,4 +170,4 @@ def fedopt(
     decay_rate("momentum", momentum)
     decay_rate("beta2", beta2)
     step = adam(server_lr, beta1=momentum, beta2=beta2) if optimizer == "adam" else sgd(server_lr, momentum=momentum)
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), step))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))

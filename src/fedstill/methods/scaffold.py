@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.core.types import Method
 from fedstill.local.terms import ControlOption, control_variates, cross_entropy
 from fedstill.methods.options import positive
@@ -42,5 +42,5 @@ def scaffold(
     """
     positive("global_lr", global_lr)
     step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
-    server = chain(average(weighting, buffers=buffers), *step, update_control(weighting))
-    return Method(combine(cross_entropy(), control_variates(option)), server)
+    server = (*step, update_control(weighting))
+    return Method(combine(cross_entropy(), control_variates(option)), average(weighting, buffers=buffers), server)

@@ -44,4 +44,4 @@ def update_noise(
     not_negative("sigma", sigma)
     if clip is not None:
         positive("clip", clip)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), clip_and_noise(sigma, clip))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), transmit=clip_and_noise(sigma, clip))

@@ -92,7 +92,13 @@ def average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average")
         return Weights(params, merge_buffers(round, share, buffers)), state
 
     needs = frozenset({Need.INDIVIDUAL_UPLOADS} if buffers == "last" else ())
-    return ServerStep(apply, needs=needs, stage=Stage.AGGREGATE, name=f"average by {weighting}, buffers {buffers}")
+    step = ServerStep("average", apply, needs=needs, stage=Stage.AGGREGATE)
+    return _MADE.setdefault((weighting, buffers), step)
+
+
+_MADE: dict[
+    tuple[Weighting, BufferPolicy], ServerStep
+] = {}  # averages of one kind are one step: joined methods compare
 
 
 def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average") -> ServerStep:
@@ -115,6 +121,4 @@ def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy =
         correction = weighted_sum(moves, share * (stretch - 1.0))
         return candidate._replace(params={n: p + correction[n] for n, p in candidate.params.items()}), state
 
-    name = f"normalized average by {weighting}, buffers {buffers}"
-    needs = plain.needs | {Need.PLAIN_SGD}
-    return replace(plain, apply=apply, needs=needs, name=name, instead_of=plain.name)
+    return replace(plain, name="normalized_average", apply=apply, needs=plain.needs | {Need.PLAIN_SGD})

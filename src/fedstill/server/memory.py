@@ -27,7 +27,7 @@ def update_control(weighting: Weighting = "uniform") -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return {"control": state["control"]}
 
-    return ServerStep(apply, init, broadcast, stage=Stage.KEEP)
+    return ServerStep("control", apply, init, broadcast, stage=Stage.KEEP)
 
 
 def dynamic_correction(alpha: float, weighting: Weighting = "uniform") -> ServerStep:
@@ -45,7 +45,7 @@ def dynamic_correction(alpha: float, weighting: Weighting = "uniform") -> Server
         mean = add(state["dyn_mean"], move, -alpha * participation(round))
         return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
 
-    return ServerStep(apply, init, stage=Stage.MOVE)
+    return ServerStep("dyn", apply, init, stage=Stage.MOVE)
 
 
 _SLOTS = ("fisher", "fisher_weights")
@@ -71,4 +71,4 @@ def sum_curvature() -> ServerStep:
     def broadcast(state: Tree) -> Tree:
         return {slot: state[slot] for slot in _SLOTS}
 
-    return ServerStep(apply, init, broadcast, stage=Stage.KEEP)
+    return ServerStep("curvature", apply, init, broadcast, stage=Stage.KEEP)

@@ -38,7 +38,7 @@ def sgd(lr: float = 1.0, *, momentum: float = 0.0) -> ServerStep:
                 velocity[name] = momentum * past + gradient
         return candidate._replace(params=moved), {"velocity": velocity} if momentum else {}
 
-    return ServerStep(apply, init, stage=Stage.MOVE)
+    return ServerStep("optimizer", apply, init, stage=Stage.MOVE)
 
 
 def _second_moment(rule: AdaptiveRule, past: Tensor, square: Tensor, beta2: float) -> Tensor:
@@ -74,7 +74,7 @@ def adaptive(
             moved[name] = start + lr * first[name] / (second[name].sqrt() + tau)
         return candidate._replace(params=moved), {"momentum": first, "second": second}
 
-    return ServerStep(apply, init, stage=Stage.MOVE)
+    return ServerStep("optimizer", apply, init, stage=Stage.MOVE)
 
 
 def adam(lr: float, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> ServerStep:
@@ -97,4 +97,4 @@ def adam(lr: float, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e
             moved[name] = start + lr * first[name] / (1.0 - beta1**count) / size
         return candidate._replace(params=moved), {"momentum": first, "second": second, "count": state["count"] + 1}
 
-    return ServerStep(apply, init, stage=Stage.MOVE)
+    return ServerStep("optimizer", apply, init, stage=Stage.MOVE)

@@ -104,7 +104,7 @@ def pretrain(
         return candidate, state
 
     needs = pretext.needs | {Need.UNLABELED, Need.HEAD}
-    return ServerStep(prepare=prepare, needs=needs, stage=Stage.KEEP, check=check)
+    return ServerStep(pretext.name, prepare=prepare, needs=needs, stage=Stage.KEEP, check=check)
 
 
 def _suited(pretext: Pretext, outlook: Outlook) -> Pretext:

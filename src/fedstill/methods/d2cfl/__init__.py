@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fedstill.compose.combine import chain
 from fedstill.compose.wrappers import report_only
 from fedstill.core.types import Method, Training
 from fedstill.local.terms import cross_entropy
@@ -87,4 +86,4 @@ def d2cfl(
         Student(training, hard=True), mix_alpha=mix_alpha, beta=beta, past=past, warm_up=warm_up, threshold=threshold,
         least=least, rule=rule, rollback=rollback, student_start=student_start,
     )  # fmt: skip
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), step if feedback else report_only(step)))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step if feedback else report_only(step),))

@@ -70,7 +70,7 @@ def migrate(
         answers = append_answer(answers, answer_of(belief, rule), past)
         return teacher, keep_targets({**state, "student": learnt, slot: answers}, targets)
 
-    return ServerStep(apply, init, needs=frozenset({Need.UNLABELED, Need.ONE_ARCHITECTURE}), targets=targets_of)
+    return ServerStep("migrate", apply, init, needs=frozenset({Need.UNLABELED, Need.ONE_ARCHITECTURE}))
 
 
 def answer_of(belief: Tensor, rule: Rule) -> Tree:

@@ -168,9 +168,15 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
     if counted:
         needs.add(Need.LABEL_COUNTS_UPLOADED)
     return ServerStep(
-        apply, lambda _: {SLOT: {}}, broadcast, needs=frozenset(needs), stage=Stage.KEEP, prepare=prepare,
+        SLOT,
+        apply,
+        lambda _: {SLOT: {}},
+        broadcast,
+        needs=frozenset(needs),
+        stage=Stage.KEEP,
+        prepare=prepare,
         check=partial(check_fit, generator),
-    )  # fmt: skip
+    )
 
 
 def _prepared(

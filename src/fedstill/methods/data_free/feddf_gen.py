@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedstill.compose.combine import chain
 from fedstill.core.types import Method, Model, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.data_free.generators import build_generator, check_generator
@@ -80,8 +79,8 @@ def feddf_gen(
         batch_norm=batch_norm,
     )  # fmt: skip
     step = teach_invented(teaching, _generator_for(check_generator(generator), noise))
-    server = chain(average(weighting, buffers=buffers), step)
-    return Method(cross_entropy(), server, without_counts='feddf_gen(labels="uniform", ensemble="uniform")')
+    instead = 'feddf_gen(labels="uniform", ensemble="uniform")'
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,), without_counts=instead)
 
 
 def _generator_for(name: str, noise: int) -> GeneratorFor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fedstill.compose.combine import chain
 from fedstill.compose.wrappers import send_only
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method, Model
@@ -117,8 +116,8 @@ def fedftg(
     _check(contest)
     step = hard_samples(_generator_for(check_generator(generator), contest), contest)
     tuning = send_only(step) if report == "average" and iterations else step
-    server = chain(average(weighting, buffers=buffers), tuning)
-    return Method(cross_entropy(), server, without_counts='fedftg(labels="uniform", ensemble="uniform")')
+    instead = 'fedftg(labels="uniform", ensemble="uniform")'
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (tuning,), without_counts=instead)
 
 
 def _check(contest: Contest) -> None:

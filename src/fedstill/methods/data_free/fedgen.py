@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain, combine
+from fedstill.compose.combine import combine
 from fedstill.core.types import Method, Model, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.data_free.feature_generator import (
@@ -105,8 +105,8 @@ def fedgen(
     how = GeneratorTraining(
         training, noise, noise_kind, diversity, class_weights, label_weight, match_weight, decay, floor
     )
-    server = chain(step, train_generator(made, how))
-    return Method(combine(cross_entropy(), term), server, without_counts="fedgen(class_weights='uniform')")
+    server = (train_generator(made, how),)
+    return Method(combine(cross_entropy(), term), step, server, without_counts="fedgen(class_weights='uniform')")
 
 
 def _check(generator: str, **above: float) -> None:

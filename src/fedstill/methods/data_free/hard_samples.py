@@ -30,7 +30,6 @@ from fedstill.core.types import (
     Tree,
     Weights,
     no_objection,
-    nobody,
 )
 from fedstill.methods.data_free.inventing import (
     WORDS,
@@ -45,7 +44,7 @@ from fedstill.methods.data_free.inventing import (
     prepared_generator,
     quota_labels,
     refuse_text_and_heads,
-    samples_of,
+    shown_samples,
     teacher_shares,
     wanted_classes,
     with_samples,
@@ -168,13 +167,16 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
             x = invent_many(made, now, round.model.classes, z=z, y=y, shape=net.shape)
             learnt = learnt._replace(buffers=fresh_statistics(round.model, learnt, x, round.seed))
         _report(contest, round, candidate, found)
-        return learnt, {**state, SLOT: now._asdict()}
+        state = {**state, SLOT: now._asdict()}
+        if contest.input == "sample":
+            state["samples"] = shown_samples(generator(round.model), now, round.model, contest.noise)
+        return learnt, state
 
     return ServerStep(
+        "hard_samples",
         apply,
         init=lambda _: {SLOT: {}},
         needs=contest.needs,
-        samples=samples_of(SLOT, generator, contest.noise) if contest.input == "sample" else nobody,
         prepare=_preparing(generator, contest) if contest.iterations else no_preparation,
         check=_checking(generator, contest) if contest.iterations else no_objection,
     )

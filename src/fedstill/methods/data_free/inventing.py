@@ -17,7 +17,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import normal, numpy_generator, seed_for, to_signed
 from fedstill.core.setup import Preparation
 from fedstill.core.tree import flatten, leaves, tree_map
-from fedstill.core.types import Model, Outlook, Round, Samples, Seed, Tree, Weights
+from fedstill.core.types import Model, Outlook, Round, Seed, Tree, Weights
 
 GeneratorFor = Callable[[Model], Model]  # the generator that invents samples (or features) for a run's model
 SHOWN, SHOWN_OF_A_CLASS = 100, 10  # samples that people look at, at most: in all, of a class
@@ -118,22 +118,15 @@ def invent_many(
     return torch.cat([invent(generator, weights, classes, z=some, y=kinds, shape=shape) for some, kinds in pieces])
 
 
-def samples_of(slot: str, generator: GeneratorFor, noise: int) -> Callable[[Tree, Model], Samples | None]:
-    """(state, model) -> a few samples for people to look at, of the generator in this slot: always of the same noise.
+def shown_samples(generator: Model, weights: Weights, model: Model, noise: int) -> Tree:
+    """The slot "samples": a few samples of the generator for people to look at, always of the same noise.
 
     Ten of each class; fewer where that is more than a hundred, of more than a hundred classes one of the first hundred.
     """
-
-    def samples(state: Tree, model: Model) -> Samples | None:
-        if not state.get(slot):
-            return None
-        weights = generator_of(state, slot)
-        like, each = next(leaves(weights)), max(1, min(SHOWN_OF_A_CLASS, SHOWN // model.classes))
-        y = torch.arange(min(model.classes, SHOWN), device=like.device).repeat_interleave(each)
-        z = gaussian_noise(seed_for(0, "shown"), (len(y), noise), like)
-        return Samples(invent_many(generator(model), weights, model.classes, z=z, y=y, shape=model.input_shape), y)
-
-    return samples
+    like, each = next(leaves(weights)), max(1, min(SHOWN_OF_A_CLASS, SHOWN // model.classes))
+    y = torch.arange(min(model.classes, SHOWN), device=like.device).repeat_interleave(each)
+    z = gaussian_noise(seed_for(0, "shown"), (len(y), noise), like)
+    return {"x": invent_many(generator, weights, model.classes, z=z, y=y, shape=model.input_shape), "y": y}
 
 
 def generator_of(state: Tree, slot: str) -> Weights:

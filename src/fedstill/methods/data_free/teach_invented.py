@@ -39,7 +39,7 @@ from fedstill.methods.data_free.inventing import (
     prepared_generator,
     quota_labels,
     refuse_text_and_heads,
-    samples_of,
+    shown_samples,
     teacher_shares,
     wanted_classes,
     with_samples,
@@ -116,7 +116,8 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
         if teaching.batch_norm == "restore":
             learnt = learnt._replace(buffers=candidate.buffers)
         round.models.setdefault("aggregated", candidate)
-        return learnt, {**state, SLOT: now._asdict()}
+        shown = shown_samples(generator(round.model), now, round.model, teaching.noise)
+        return learnt, {**state, SLOT: now._asdict(), "samples": shown}
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         return candidate, {**state, SLOT: prepared_generator(generator, SLOT, candidate, state, preparation)}
@@ -126,10 +127,10 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
         check_fit(generator, outlook)
 
     return ServerStep(
+        "teach_invented",
         apply,
         init=lambda _: {SLOT: {}},
         needs=teaching.needs,
-        samples=samples_of(SLOT, generator, teaching.noise),
         prepare=no_preparation if teaching.idle else prepare,
         check=no_objection if teaching.idle else check,
     )

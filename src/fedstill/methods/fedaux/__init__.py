@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method, Release, Training
 from fedstill.local.terms import cross_entropy
@@ -128,8 +127,13 @@ def fedaux(
         student, pool=soft_belief(pool, temperature=temperature), shares=certainty_shares(scoring),
         teacher_batch=teacher_batch if teacher_mode == "train" else None, distill_share=distill_share,
     )  # fmt: skip
-    server = chain(average(weighting, buffers=buffers), placed(step, warm_up=warm_up, feedback=feedback))
-    return Method(cross_entropy(), server, releases=() if student.idle else _releases(scoring))
+    server = (placed(step, warm_up=warm_up, feedback=feedback),)
+    return Method(
+        cross_entropy(),
+        average(weighting, buffers=buffers),
+        server,
+        releases=() if student.idle else _releases(scoring),
+    )
 
 
 def _check(scorer: Scorer, lam: float, score: ScoreMode, teacher_batch: int, distill_share: float) -> None:

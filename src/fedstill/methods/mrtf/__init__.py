@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fedstill.compose.combine import chain
 from fedstill.compose.wrappers import every as every_so_often
 from fedstill.compose.wrappers import report_only
 from fedstill.core.types import Method, ServerStep, Training
@@ -104,7 +103,7 @@ def mrtf(
     ))  # fmt: skip
     _check(form, student, every)
     refinement = _placed(rectified_distillation(student, form), every, feedback)
-    return Method(cross_entropy(), chain(average(weighting, buffers=buffers), refinement))
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (refinement,))
 
 
 def _placed(step: ServerStep, period: int, feedback: bool) -> ServerStep:

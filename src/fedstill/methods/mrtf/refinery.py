@@ -177,4 +177,4 @@ def rectified_distillation(student: Student, form: Refinery) -> ServerStep:
         return learnt, keep_targets(_log_loss(state, round) if window else state, targets)
 
     needs = student.needs | {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS, Need.ONE_ARCHITECTURE}
-    return ServerStep(apply, init, needs=needs | ({Need.FEATURES} if form.refine else frozenset()), targets=targets_of)
+    return ServerStep("refinery", apply, init, needs=needs | ({Need.FEATURES} if form.refine else frozenset()))

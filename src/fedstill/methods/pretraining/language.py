@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method, Training
 from fedstill.local.terms import cross_entropy
@@ -120,7 +119,5 @@ def _training(epochs: int, batch_size: int, lr: float, weight_decay: float, clip
 def _from_pretrained(pretext: Pretext, seed: int | None, weighting: Weighting, buffers: BufferPolicy) -> Method:
     if seed is not None:
         not_negative("pretrain_seed", seed)
-    step = average(weighting, buffers=buffers)
-    if pretext.training.epochs:
-        step = chain(step, pretrain(pretext, seed=seed))
-    return Method(cross_entropy(), step)
+    server = (pretrain(pretext, seed=seed),) if pretext.training.epochs else ()
+    return Method(cross_entropy(), average(weighting, buffers=buffers), server)

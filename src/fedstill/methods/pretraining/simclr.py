@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fedstill.compose.combine import chain
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method, Training
 from fedstill.local.terms import cross_entropy
@@ -73,4 +72,4 @@ def simclr(
     )
     pretext = simclr_pretext(training, temperature=temperature, projection=projection, hidden=hidden)
     probe = neighbour_probe(k=neighbours) if neighbours else None
-    return Method(cross_entropy(), chain(step, pretrain(pretext, seed=pretrain_seed, probe=probe)))
+    return Method(cross_entropy(), step, (pretrain(pretext, seed=pretrain_seed, probe=probe),))

@@ -25,7 +25,6 @@ from fedstill.server.distill.targets import (
     keep_targets,
     no_targets,
     pool_targets,
-    targets_of,
 )
 from fedstill.server.distill.teachers import Teachers, teacher_logits, unlabeled_data, uploads_teach
 
@@ -72,7 +71,7 @@ def distill(
         needs.add(Need.ONE_ARCHITECTURE)
     init, prepare = _first_state(student, shares, distill_share), _preparing(shares, distill_share)
     idle = no_preparation if student.idle else prepare
-    return ServerStep(apply, init, needs=frozenset(needs), targets=targets_of, prepare=idle)
+    return ServerStep("distill", apply, init, needs=frozenset(needs), prepare=idle)
 
 
 def _first_state(student: Student, shares: TeacherShares | None, distill_share: float) -> Callable[[Weights], Tree]:
