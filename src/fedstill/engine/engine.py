@@ -85,7 +85,7 @@ class Engine:
         self.dtype = torch.float64 if precision == "float64" else torch.float32  # of the weights it is given, too
         self.dataset: Dataset = federation.train
         self.indices, self.offsets = federation.indices.numpy(), federation.offsets.numpy()
-        self.feed = self._feed(federation.train.x, federation.train.y)
+        self.feed = Feed(federation.train.x, federation.train.y, self.dataset, device, self.dtype)
         self.programs: dict[object, tuple[Program, Batched | Looped]] = {}
         self.feeds: dict[int, tuple[Tensor, Feed]] = {}
         self.turns: dict[object, Turns] = {}
@@ -192,7 +192,7 @@ class Engine:
         keep: bool = True,
     ) -> Output:
         """Outputs for samples in storage form; stacked weights give (T, M, ...). See core.trainer.Trainer."""
-        feed = self._feed_of(x) if keep else self._passing_feed(x)
+        feed = self._feed_of(x) if keep else self._feed(x)
         rows = None if rows is None else rows.to(self.device)
         with precision_mode(self.precision), autocast_to(self.precision, self.device):
             if batch is not None:
@@ -356,17 +356,14 @@ class Engine:
         counts = np.bincount(owner * classes + labels, minlength=len(sizes) * classes)
         return torch.from_numpy(counts.reshape(len(sizes), classes)).to(self.device, self.dtype)
 
-    def _feed(self, x: Tensor, y: Tensor) -> Feed:
-        return Feed(x, y, self.dataset, self.device, self.dtype)
-
-    def _passing_feed(self, x: Tensor) -> Feed:
-        return self._feed(x, torch.zeros(len(x), dtype=torch.int64))
+    def _feed(self, x: Tensor) -> Feed:
+        return Feed(x, torch.zeros(len(x), dtype=torch.int64), self.dataset, self.device, self.dtype)
 
     def _feed_of(self, x: Tensor) -> Feed:
         """A feed for a set that comes back every round (test set, unlabeled set): moved once, the last few kept."""
         known = self.feeds.pop(id(x), None)
         if known is None or known[0] is not x:
-            known = (x, self._passing_feed(x))
+            known = (x, self._feed(x))
         self.feeds[id(x)] = known  # the newest stands last
         if len(self.feeds) > FEEDS:
             _, dropped = self.feeds.pop(next(iter(self.feeds)))

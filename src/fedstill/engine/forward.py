@@ -190,20 +190,19 @@ def fill_features(program: Program, plan: Plan) -> None:
     wanted = np.unique(plan.index[plan.weight > 0])
     if program.training.augment or program.cache.keys() != program.objective.frozen.keys():
         program.features = None
-    elif len(wanted):
-        _renew(program, wanted)
-
-
-def _renew(program: Program, wanted: np.ndarray) -> None:
-    extractor = _extractor(program)
-    kept = program.features
+        return
+    if not len(wanted):
+        return
+    kept, head = program.features, program.model.head_names
+    params = {name: p for name, p in program.start.params.items() if name not in head}
+    extractor = Weights(params, program.start.buffers)
     if kept is None:
         first = _features(program, wanted[:1])
         if not program.feed.fits(len(program.feed.y) * first.numel()):
             return
         kept = Features(first.new_zeros(len(program.feed.y), *first.shape[1:]), np.zeros(len(program.feed.y), bool))
         program.features = kept
-    if kept.extractor is None or not _equal(kept.extractor, extractor):
+    if kept.extractor is None or not all(map(torch.equal, leaves(kept.extractor), leaves(extractor))):
         kept.known[:] = False
         kept.extractor = clone(extractor)
     missing = wanted[~kept.known[wanted]]
@@ -215,12 +214,3 @@ def _renew(program: Program, wanted: np.ndarray) -> None:
 def _features(program: Program, rows: np.ndarray) -> Tensor:
     places = torch.from_numpy(rows).to(program.feed.device)
     return forward(program.model, program.start, program.feed, places).features
-
-
-def _extractor(program: Program) -> Weights:
-    params = {name: p for name, p in program.start.params.items() if name not in program.model.head_names}
-    return Weights(params, program.start.buffers)
-
-
-def _equal(a: Weights, b: Weights) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))

@@ -99,17 +99,13 @@ def _learning_rates(training: Training, steps: np.ndarray, per_epoch: np.ndarray
     return np.asarray(rates, np.float64)
 
 
-def _check_numbers(training: Training) -> None:
+def check_training(training: Training) -> None:
+    """Refuse what cannot be trained with, naming the key."""
     for key in (*_WHOLE, *_NUMBERS):
         value, kind = getattr(training, key), Integral if key in _WHOLE else Real
         if not isinstance(value, kind) and not (value is None and key in _MAY_BE_NONE):
             words = "a whole number" if key in _WHOLE else "a number"
             raise FedstillError(f"local.{key} = {value!r} must be {words}: see docs/experiment-file.md")
-
-
-def check_training(training: Training) -> None:
-    """Refuse what cannot be trained with, naming the key."""
-    _check_numbers(training)
     limits = {
         "batch_size": training.batch_size >= 1,
         "epochs": training.epochs >= 0,

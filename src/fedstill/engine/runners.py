@@ -1,4 +1,4 @@
-"""Client batch: a whole chunk of the cohort is one stack under vmap."""
+"""Two ways to run a cohort: a whole chunk as one stack under vmap, or client by client."""
 
 from __future__ import annotations
 
@@ -33,16 +33,13 @@ class Batched:
             part = plan.columns(list(range(piece.start, piece.stop)))
             if self.use_graphs:
                 self._replay(part, inputs, piece, results)
-            else:
-                self._eager(part, columns_of(inputs, piece), piece, results)
+                continue
+            stack = Stack(results.piece(piece), len(part.steps), self.program.training)
+            stack.reset(self.program.moving)
+            for _ in Group(self.program, stack, stacked=True).run(part, columns_of(inputs, piece)):
+                pass
+            results.loss[piece] = stack.loss.to(results.loss.dtype)
         return results.ordered(order)
-
-    def _eager(self, plan: Plan, inputs: Inputs, piece: slice, results: Results) -> None:
-        stack = Stack(results.piece(piece), len(plan.steps), self.program.training)
-        stack.reset(self.program.moving)
-        for _ in Group(self.program, stack, stacked=True).run(plan, inputs):
-            pass
-        results.loss[piece] = stack.loss.to(results.loss.dtype)
 
     def _replay(self, plan: Plan, inputs: Inputs, piece: slice, results: Results) -> None:
         width = len(plan.steps)
@@ -113,9 +110,8 @@ class Looped:
         return results.ordered(order)
 
     def _new_stack(self) -> Stack:
-        layout = (
-            layout_alone(self.program.start.params, self.use_graphs) if self.program.model.traits.convolutional else {}
-        )
+        convolutional = self.program.model.traits.convolutional
+        layout = layout_alone(self.program.start.params, self.use_graphs) if convolutional else {}
         return Stack(allocate_weights(self.program.moving, 1, layout), 1, self.program.training)
 
     def _run_lanes(self, plan: Plan, inputs: Inputs, results: Results) -> None:
