@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from fedstill.about.toy import trial_run
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import leaves
-from fedstill.core.types import Weights
 from fedstill.engine import check_compiler, choose_device
 from fedstill.experiment.run_folder import CORE_PACKAGES, EXTRAS, describe_device, version_of
 from fedstill.methods import build_algorithm
@@ -71,19 +68,21 @@ def _extras() -> Iterator[Check]:
 
 
 def _engines() -> Iterator[Check]:
-    """The same tiny run in both engines: equal weights but for rounding, and how fast."""
-    device = str(choose_device("auto"))
-    weights = {}
+    """Play the same tiny run in both engines: equal weights but for rounding, and how fast."""
+    device, method, weights = str(choose_device("auto")), build_algorithm("fedavg", {}), []
     for engine in ("looped", "batched"):
         try:
-            weights[engine], rate = _try_engine(engine, device)
+            trial_run(method, rounds=1, engine=engine, device=device)  # warms up objects that are made once
+            began = time.perf_counter()
+            weights.append(list(leaves(trial_run(method, rounds=ROUNDS, engine=engine, device=device).weights.params)))
+            rate = ROUNDS / (time.perf_counter() - began)
         except Exception as error:  # whatever breaks here is the finding
             advice = "please report this with the output of `fedstill doctor --format json`"
             yield Check(f"engine {engine}", False, " ".join(f"{type(error).__name__}: {error}".split()), advice)
         else:
             yield Check(f"engine {engine}", True, f"{rate:.0f} tiny rounds a second on {device}")
     if len(weights) == 2:
-        gap = largest_gap(weights["looped"], weights["batched"])
+        gap = max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
         advice = "" if gap <= TOLERANCE else "results depend on engine.name here: please report this"
         yield Check("engines agree", gap <= TOLERANCE, f"largest difference of a weight {gap:.1e}", advice)
 
@@ -96,16 +95,3 @@ def _compiler() -> Check:
     except FedstillError as error:
         return Check(name, False, "not here", str(error).removeprefix(f"{name}: "), required=False)
     return Check(name, True, "can be switched on", required=False)
-
-
-def _try_engine(engine: str, device: str) -> tuple[Weights, float]:
-    method = build_algorithm("fedavg", {})
-    trial_run(method, rounds=1, engine=engine, device=device)  # warms up what is made once
-    began = time.perf_counter()
-    result = trial_run(method, rounds=ROUNDS, engine=engine, device=device)
-    return result.weights, ROUNDS / (time.perf_counter() - began)
-
-
-def largest_gap(one: Weights, other: Weights) -> float:
-    gaps = [(a - b).abs().max() for a, b in zip(leaves(one.params), leaves(other.params), strict=True)]
-    return float(torch.stack(gaps).max())

@@ -31,6 +31,21 @@ COLUMNS = 10
 MOST_CLASSES = 100
 LONGEST_NAME = 20
 LETTERS_AN_INCH = 12  # of a title
+NUMBERS_AT_ONCE = 1 << 20  # of stored samples as inputs: 4 MiB
+HELD_OUT = 500  # at least, where there are so many: the nearest 1 % of 100 would be a single sample
+PERCENT = 1.0
+PAIRS = 10
+DISTANCE = "root mean square difference of two samples' values, normalised as the model reads them"
+SHOWS = (
+    "Shows: whether generated samples lie nearer to training samples than samples do that nobody trained on. Those as "
+    "near as the nearest 1 % of held-out samples are counted, and the closest pairs are listed to be looked at."
+)
+SHOWS_NOT = (
+    "Does not show: that nothing about the training data is revealed. It finds copies in this distance, of the samples "
+    "that were kept; not copies that are shifted, mirrored or recoloured, nor what a class or a client has in common, "
+    "and it is no guarantee of privacy. A pale or blurred sample is near to many training samples without being one."
+)
+WHO = "Who can do it: a simulation, which holds all data. In a real federation only clients could, each for its own."
 _log = logging.getLogger("fedstill.run")
 
 
@@ -40,26 +55,23 @@ def show_generated(result: Result, federation: Federation, folder: Path | None, 
     Features that a generator invents instead of samples are no images, and nothing is written for them.
     """
     with log_to(folder):
-        return _show(result, federation, folder, seed)
-
-
-def _show(result: Result, federation: Federation, folder: Path | None, seed: Seed) -> Result:
-    samples = as_stored(result.samples, federation.train)
-    if result.samples is None and any(key.endswith(GENERATOR_LOSS) for row in result.history.rows[-1:] for key in row):
-        _log.info("the generator of %s invents features, no samples: no %s", result.method, COPIES_FILE)
-    if folder is None or samples is None:
-        return result
-    copies = look_for_copies(samples, federation, seed=seed)
-    found = copies.as_dict(federation.train)
-    write_whole(folder / COPIES_FILE, json.dumps(found, indent=2) + "\n")
-    if is_pictured(federation.train):
-        title = f"{result.method} on {federation.train.name}, round {len(result.history.rows)}"
-        try:
-            generated_picture(samples, federation.train, folder / SAMPLES_PICTURE, title=title)
-            closest_picture(copies, federation.train, folder / PAIRS_PICTURE, title=title)
-        except FedstillError as error:
-            _log.warning("no pictures of generated samples: %s", error)
-    return replace(result, generated=found)
+        train, rows = federation.train, result.history.rows
+        if result.samples is None and any(key.endswith(GENERATOR_LOSS) for row in rows[-1:] for key in row):
+            _log.info("the generator of %s invents features, no samples: no %s", result.method, COPIES_FILE)
+        samples = as_stored(result.samples, train)
+        if folder is None or samples is None:
+            return result
+        copies = look_for_copies(samples, federation, seed=seed)
+        facts = copies.as_dict(train)
+        write_whole(folder / COPIES_FILE, json.dumps(facts, indent=2) + "\n")
+        if is_pictured(train):
+            title = f"{result.method} on {train.name}, round {len(rows)}"
+            try:
+                generated_picture(samples, train, folder / SAMPLES_PICTURE, title=title)
+                closest_picture(copies, train, folder / PAIRS_PICTURE, title=title)
+            except FedstillError as error:
+                _log.warning("no pictures of generated samples: %s", error)
+        return replace(result, generated=facts)
 
 
 def as_stored(samples: Samples | None, dataset: Dataset) -> Samples | None:
@@ -75,7 +87,7 @@ def as_stored(samples: Samples | None, dataset: Dataset) -> Samples | None:
 
 
 def is_pictured(dataset: Dataset) -> bool:
-    """Whether stored samples are images that can be drawn: grey or RGB."""
+    """Tell whether stored samples are images that can be drawn: grey or RGB."""
     return dataset.x.ndim == 4 and dataset.x.shape[1] in (1, 3)
 
 
@@ -116,51 +128,28 @@ def closest_picture(copies: Copies, dataset: Dataset, path: Path, *, title: str)
 def _draw(
     rows: Sequence[np.ndarray], names: Sequence[str], path: Path, *, title: str, below: Sequence[str] = ()
 ) -> Path:
-    """Rows of images with a name beside each; `below` stands under the columns."""
-    sheet, (high, wide), gap = _sheet(rows)
+    """Draw rows of images with a name beside each; `below` stands under the columns."""
+    _, height, width, channels = rows[0].shape
+    gap = max(1, min(height, width) // 16)
+    high, wide = height + gap, width + gap
+    sheet = np.ones((len(rows) * high - gap, COLUMNS * wide - gap, 3), np.float32)  # white where there is no image
+    for down, images in enumerate(rows):
+        for across, image in enumerate(images[:COLUMNS]):
+            shown = np.repeat(image, 3, axis=2) if channels == 1 else image
+            sheet[down * high : down * high + height, across * wide : across * wide + width] = shown
     cell = 0.55 if len(rows) <= 30 else 0.3  # inches
     size = (2.2 + cell * COLUMNS, 1.0 + cell * len(rows) * high / wide)
     figure = new_figure(*size, title, letters=int(LETTERS_AN_INCH * size[0]), size=9)
     axes = figure.subplots()
     axes.imshow(sheet, interpolation="nearest", aspect="equal")
-    axes.set_anchor("W")  # names and images at the left, where the title begins; what is empty is cut off below
+    axes.set_anchor("W")  # names and images at the left, where the title begins; the empty space is cut off below
     short = [shortened(name, LONGEST_NAME) for name in names]
-    axes.set_yticks([high * one + (high - gap - 1) / 2 for one in range(len(rows))], labels=short, fontsize=8)
-    axes.set_xticks([wide * one + (wide - gap - 1) / 2 for one in range(len(below))], labels=list(below), fontsize=7)
+    axes.set_yticks([high * row + (height - 1) / 2 for row in range(len(rows))], labels=short, fontsize=8)
+    axes.set_xticks([wide * column + (width - 1) / 2 for column in range(len(below))], labels=list(below), fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.savefig(path, bbox_inches="tight", pad_inches=0.08)
     return path
-
-
-def _sheet(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[int, int], int]:
-    """All images in one, white where there is none; height and width of a cell, and the gap that is part of it."""
-    _, height, width, channels = rows[0].shape
-    gap = max(1, min(height, width) // 16)
-    high, wide = height + gap, width + gap
-    sheet = np.ones((len(rows) * high - gap, COLUMNS * wide - gap, 3), np.float32)
-    for down, images in enumerate(rows):
-        for across, image in enumerate(images[:COLUMNS]):
-            shown = np.repeat(image, 3, axis=2) if channels == 1 else image
-            sheet[down * high : down * high + height, across * wide : across * wide + width] = shown
-    return sheet, (high, wide), gap
-
-
-NUMBERS_AT_ONCE = 1 << 20  # of stored samples as inputs: 4 MiB
-HELD_OUT = 500  # at least, where there are so many: the nearest 1 % of 100 would be a single sample
-PERCENT = 1.0
-PAIRS = 10
-DISTANCE = "root mean square difference of two samples' values, normalised as the model reads them"
-SHOWS = (
-    "Shows: whether generated samples lie nearer to training samples than samples do that nobody trained on. Those as "
-    "near as the nearest 1 % of held-out samples are counted, and the closest pairs are listed to be looked at."
-)
-SHOWS_NOT = (
-    "Does not show: that nothing about the training data is revealed. It finds copies in this distance, of the samples "
-    "that were kept; not copies that are shifted, mirrored or recoloured, nor what a class or a client has in common, "
-    "and it is no guarantee of privacy. A pale or blurred sample is near to many training samples without being one."
-)
-WHO = "Who can do it: a simulation, which holds all data. In a real federation only clients could, each for its own."
 
 
 class Nearest(NamedTuple):
@@ -168,6 +157,10 @@ class Nearest(NamedTuple):
 
     distance: Tensor  # (n,) see DISTANCE
     row: Tensor  # (n,) int64, where it is stored
+
+    def facts(self, among: int) -> dict[str, float]:
+        low, middle = float(self.distance.min()), float(self.distance.quantile(0.5))
+        return {"of": len(self.row), "among": among, "median": middle, "minimum": low}
 
 
 @dataclass(frozen=True)
@@ -196,15 +189,13 @@ class Copies:
         return self.to_training.distance.argsort(stable=True)[:PAIRS].tolist()
 
     def line(self) -> str:
-        """The short form, for a terminal and above a picture."""
-        count, least = len(self.samples.y), float(self.to_training.distance.min())
-        found = f"no copies found among {counted(count, 'generated sample')}"
-        if self.near:
-            found = f"{self.near} of {counted(count, 'generated sample')} may be copied"
+        """Return the short form, for a terminal and above a picture."""
+        samples, least = counted(len(self.samples.y), "generated sample"), float(self.to_training.distance.min())
+        found = f"{self.near} of {samples} may be copied" if self.near else f"no copies found among {samples}"
         return f"{found}: nearest training sample at {least:.3g} (a copy: {self.bound:.3g} or less)"
 
     def text(self) -> str:
-        """What `line` says, with what its bound is."""
+        """Return the words of `line`, with the meaning of its bound."""
         count, least = len(self.samples.y), float(self.to_training.distance.min())
         return (
             f"{self.near} of {count} generated samples are as near to a training sample as the nearest {PERCENT:g} % "
@@ -219,9 +210,9 @@ class Copies:
             "text": self.text(),
             "samples": len(self.samples.y),
             "distance": DISTANCE,
-            "generated_to_training": _facts(self.to_training, self.sizes["training"]),
-            "held_out_to_training": _facts(self.held_out, self.sizes["training"]),
-            "generated_to_held_out": _facts(self.to_held_out, self.sizes["held_out"]),
+            "generated_to_training": self.to_training.facts(self.sizes["training"]),
+            "held_out_to_training": self.held_out.facts(self.sizes["training"]),
+            "generated_to_held_out": self.to_held_out.facts(self.sizes["held_out"]),
             "percent": PERCENT,
             "within": self.bound,
             "as_near": self.near,
@@ -238,11 +229,6 @@ class Copies:
             ],
             "about": [SHOWS, SHOWS_NOT, WHO],
         }
-
-
-def _facts(found: Nearest, among: int) -> dict[str, float]:
-    low, middle = float(found.distance.min()), float(found.distance.quantile(0.5))
-    return {"of": len(found.row), "among": among, "median": middle, "minimum": low}
 
 
 def look_for_copies(samples: Samples, federation: Federation, *, seed: Seed) -> Copies:
@@ -287,8 +273,5 @@ def nearest(x: Tensor, stored: Tensor, rows: Tensor, dataset: Dataset) -> Neares
         found = torch.where(least < best, some[at], found)
         best = torch.minimum(best, least)
     pieces = [slice(first, first + size) for first in range(0, len(x), size)]
-    return Nearest(torch.cat([_apart(x[some], stored[found[some]], dataset) for some in pieces]), found)
-
-
-def _apart(x: Tensor, stored: Tensor, dataset: Dataset) -> Tensor:
-    return (x - inputs(stored, dataset).flatten(1)).square().mean(1).sqrt()
+    gaps = [x[some] - inputs(stored[found[some]], dataset).flatten(1) for some in pieces]
+    return Nearest(torch.cat([gap.square().mean(1).sqrt() for gap in gaps]), found)
