@@ -16,7 +16,7 @@ help:  ## say what can be made
 run: .venv/for-run  ## set up if needed, then the quick start: eight methods on embedded data, one table
 	$(BIN)/fedstill compare
 
-test: lint unit  ## set up if needed, then lint and all tests but slow and gpu ones
+test: lint unit  ## set up if needed, then lint and the quick tests: every claim once
 
 lint: .venv/for-test
 	$(BIN)/ruff check .
@@ -26,7 +26,7 @@ lint: .venv/for-test
 unit: .venv/for-test
 	$(PYTEST) -n $(WORKERS) src tests
 
-test-all: lint .venv/for-test  ## lint and every test that needs no GPU, slow ones too; prints the coverage
+test-all: lint .venv/for-test  ## lint and every test that needs no GPU (the whole matrix, slow ones too); prints the coverage
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu' --cov --cov-report=term:skip-covered
 	$(PYTEST) -m 'slow and not gpu'  # without coverage, because some of them measure seconds
 

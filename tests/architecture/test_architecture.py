@@ -218,3 +218,18 @@ def test_modules_begin_with_one_line_that_says_what_they_are():
             told = ast.get_docstring(tree)
             assert told, path
             assert told.splitlines()[0].strip(), path
+
+
+ROOMS = sorted({unit_of(path) for path in files() if "/" in path} - {"bench", "data"})
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_test_file_is_named_after_the_module_that_it_tests(room):
+    """tests/<room>/test_<module>.py, or test_<module>_<aspect>.py where one file would be too long."""
+    tests = SOURCE.parents[1] / "tests"
+    for path in (tests / room).rglob("test_*.py"):
+        folder = path.parent.relative_to(tests)
+        modules = {file.stem for file in (SOURCE / folder).glob("*.py")} | {folder.name}
+        modules |= {package.parent.name for package in (SOURCE / folder).glob("*/__init__.py")}
+        named = path.stem.removeprefix("test_")
+        assert any(named == module or named.startswith(f"{module}_") for module in modules), path.relative_to(tests)

@@ -242,7 +242,7 @@ def first_broadcast(method: Method, net: str = "mlp") -> Any:
 
     The last broadcast of its only round: a release asks for one before, without the slots that come with the network.
 
-    >>> from fedstill.methods import build_method
+    >>> from fedstill.methods.lookup import build_method
     >>> (phase,) = build_method("scaffold+dp_fedavg(trust='nobody')+fedgen(steps=1)")
     >>> sorted(first_broadcast(phase.method))
     ['control', 'generator', 'label_weight', 'labels', 'match_weight']

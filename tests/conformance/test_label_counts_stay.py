@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from method_rows import CLASSES, ROWS, SIZES, distance, federation, form_of, network, run, same_bits
+from quick import EITHER_ENGINE
 from whole_server import watched
 
 from fedstill.core.needs import needs_of
@@ -27,7 +28,7 @@ COUNTING = [
     if Need.LABEL_COUNTS in (needs := needs_of(row.build())) and Need.LABEL_COUNTS_UPLOADED not in needs
 ]
 every_counting_row = pytest.mark.parametrize("row", COUNTING, ids=lambda row: row.id)
-every_engine = pytest.mark.parametrize("engine", ["batched", "looped"])
+every_engine = pytest.mark.parametrize("engine", EITHER_ENGINE)
 EVERYBODY = {"cohort": len(SIZES), "rounds": 1}
 
 

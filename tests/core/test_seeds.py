@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core.seeds import (
@@ -22,7 +22,6 @@ from fedstill.core.seeds import (
 WORDS = st.integers(0, 2**64 - 1)
 PARTS = st.one_of(WORDS, st.text(max_size=8))
 DRAWS = 200_000
-quick = settings(max_examples=50, deadline=None)
 
 
 def tensor_seed(seed: int) -> torch.Tensor:
@@ -41,26 +40,22 @@ def test_bits_are_splitmix64():
     assert bits(1234567, np.arange(5)).tolist() == expected
 
 
-@quick
 @given(WORDS, st.permutations(range(12)))
 def test_a_draw_depends_on_its_counter_not_on_the_order_of_drawing(seed, order):
     assert bits(seed, np.array(order)).tolist() == [int(bits(seed, place)) for place in order]
 
 
-@quick
 @given(WORDS, st.integers(1, 30), st.integers(0, 30))
 def test_more_draws_do_not_change_the_first_ones(seed, count, more):
     assert torch.equal(uniform(tensor_seed(seed), (count + more,))[:count], uniform(tensor_seed(seed), (count,)))
 
 
-@quick
 @given(WORDS)
 def test_numpy_and_torch_draw_the_same_numbers(seed):
     from_numpy = (bits(seed, np.arange(24)) >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
     assert torch.equal(uniform(tensor_seed(seed), (4, 6)).flatten(), torch.from_numpy(from_numpy))
 
 
-@quick
 @given(WORDS)
 def test_signed_and_unsigned_seeds_are_the_same_bits(seed):
     assert -(2**63) <= to_signed(seed) < 2**63
@@ -68,13 +63,11 @@ def test_signed_and_unsigned_seeds_are_the_same_bits(seed):
     assert to_signed(np.array([seed], np.uint64)).tolist() == [to_signed(seed)]
 
 
-@quick
 @given(WORDS, st.lists(PARTS, max_size=3), st.lists(PARTS, max_size=3))
 def test_a_path_may_be_walked_in_pieces(root, first, second):
     assert seed_for(root, *first, *second) == seed_for(seed_for(root, *first), *second)
 
 
-@quick
 @given(WORDS, st.lists(st.integers(0, 2**40), min_size=1, max_size=9), st.text(max_size=5))
 def test_an_array_in_the_path_is_every_client_on_its_own(root, clients, use):
     together = seed_for(root, 3, np.array(clients), use)

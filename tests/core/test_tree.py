@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core import tree
@@ -12,7 +12,6 @@ from fedstill.core.types import Output, Weights
 NAMES = st.text(st.characters(blacklist_characters="/", codec="utf-8"), min_size=1, max_size=6)
 LEAVES = st.lists(st.floats(-9, 9, width=32), max_size=3).map(torch.tensor)
 TREES = st.recursive(LEAVES, lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=3), max_leaves=8)
-quick = settings(max_examples=50, deadline=None)
 
 
 def weights(a: float, b: float, count: int = 0) -> Weights:
@@ -26,7 +25,6 @@ def same(left, right) -> bool:
     return torch.equal(left, right) and left.dtype == right.dtype
 
 
-@quick
 @given(st.dictionaries(NAMES, TREES, max_size=3))
 def test_flatten_and_unflatten_are_inverse(nested):
     flat = tree.flatten(nested)

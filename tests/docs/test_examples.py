@@ -16,6 +16,7 @@ FILES = sorted((ROOT / "examples").glob("*.py"))
 EXAMPLES = [path for path in FILES if "__main__" in path.read_text()]  # my_method.py: see test_adding_a_method
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_runs_and_says_something(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -116,6 +116,7 @@ def pictures(root):
     return sorted(path.name for path in (root / "docs" / "results").glob("*/*.png"))
 
 
+@pytest.mark.slow
 def test_generated_parts_are_up_to_date(tool, monkeypatch, capsys):
     assert call(tool, monkeypatch, "--check") == 0, f"{capsys.readouterr().out} run: make pages"
 

@@ -25,6 +25,7 @@ from engine_cases import (
     reads_images,
 )
 from largest_tensor import LargestTensor
+from quick import EITHER_ENGINE
 from torch import nn
 
 from fedstill.core.tree import clone, rows, stack
@@ -113,7 +114,7 @@ def test_in_bf16_models_answer_in_bf16_and_are_told_in_float32(how):
         assert 0 < (told - true).abs().max() < 2**-6 * true.abs().max()
 
 
-@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("name", EITHER_ENGINE)
 @pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
 def test_stacked_outputs_are_each_models_own(name, net):
     engine = engine_for(name, net)
@@ -124,7 +125,7 @@ def test_stacked_outputs_are_each_models_own(name, net):
         assert_close({"z": together.logits[row]}, {"z": engine.outputs(weights, x).logits})
 
 
-@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("name", EITHER_ENGINE)
 @pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_outputs_of_some_rows_are_those_rows_of_all_outputs(monkeypatch, name, net, stacked):
@@ -190,7 +191,7 @@ def test_more_models_than_rows_at_once_still_get_a_row_each(monkeypatch):
     assert_close(forward_many(model, several, feed, loop=False), forward_many(model, several, feed, loop=True))
 
 
-@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("name", EITHER_ENGINE)
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("batch", [None, 4])
@@ -238,7 +239,7 @@ def test_on_a_cpu_teachers_run_together_where_that_saves_calls_and_else_in_turn(
 
 
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
-@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("name", EITHER_ENGINE)
 def test_on_a_gpu_teachers_answer_in_turn_where_one_alone_fills_a_piece(net, name):
     engine = engine_for(name, net)
     teachers, engine.device = stack([engine.model.init(seed) for seed in range(2)]), torch.device("cuda")
@@ -302,7 +303,7 @@ def trained_weights(engine, net: str, seed: int = 0):
     return engine.fit(cross_entropy(), engine.model.init(seed), x, y, Training(steps=5, batch_size=8, lr=0.1), 1)
 
 
-@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("name", EITHER_ENGINE)
 @pytest.mark.parametrize("net", ["mlp", "norm", "convnorm"])
 def test_in_train_mode_outputs_are_those_of_a_module_in_train_mode_batch_by_batch(name, net):
     engine, x = engine_for(name, net), dataset(22, images=reads_images(net), seed=4).x
@@ -339,7 +340,7 @@ def test_dropout_leaves_the_mean_of_a_linear_head_alone():
     assert (off.abs() < 5 * drawn.std(0) / times**0.5).all()
 
 
-@pytest.mark.parametrize("name", ["batched", "looped"])
+@pytest.mark.parametrize("name", EITHER_ENGINE)
 @pytest.mark.parametrize("net", ["norm", "convnorm"])
 @pytest.mark.parametrize(("samples", "batch"), [(22, 8), (24, 8), (5, 8), (16, 16)])
 def test_statistics_taken_anew_are_the_mean_over_batches_by_their_rows(name, net, samples, batch):

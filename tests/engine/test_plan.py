@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core.errors import FedstillError
@@ -13,7 +13,6 @@ from fedstill.core.types import Training
 from fedstill.engine.plan import Plan, _positions, check_training, effective_steps, make_plan, sweep_plan
 
 SIZES = st.lists(st.integers(0, 19), min_size=1, max_size=6)
-quick = settings(max_examples=40, deadline=None)
 
 
 def rows_of(sizes) -> np.ndarray:
@@ -31,7 +30,6 @@ def seen(plan: Plan, client: int, steps: slice = slice(None)) -> list[int]:
     return plan.index[steps, client][real].tolist()
 
 
-@quick
 @given(SIZES, st.integers(1, 8), st.integers(0, 3))
 def test_every_epoch_visits_every_sample_of_a_client_exactly_once(sizes, batch, epochs):
     plan = plan_for(sizes, Training(batch_size=batch, epochs=epochs))
@@ -44,7 +42,6 @@ def test_every_epoch_visits_every_sample_of_a_client_exactly_once(sizes, batch, 
             assert sorted(visited) == own
 
 
-@quick
 @given(SIZES, st.integers(1, 8), st.integers(1, 3))
 def test_weights_count_samples_and_all_but_the_last_batch_of_an_epoch_are_full(sizes, batch, epochs):
     plan = plan_for(sizes, Training(batch_size=batch, epochs=epochs))
@@ -57,7 +54,6 @@ def test_weights_count_samples_and_all_but_the_last_batch_of_an_epoch_are_full(s
         assert not plan.weight[plan.steps[client] :, client].any()
 
 
-@quick
 @given(SIZES, st.integers(1, 8))
 def test_real_samples_come_first_in_a_batch_and_padding_repeats_a_row_of_the_same_client(sizes, batch):
     plan = plan_for(sizes, Training(batch_size=batch, epochs=2))
@@ -69,7 +65,6 @@ def test_real_samples_come_first_in_a_batch_and_padding_repeats_a_row_of_the_sam
         assert full == plan.weight[step, plan.steps > step].all()  # clients that have finished do not count
 
 
-@quick
 @given(SIZES, st.integers(1, 8), st.integers(0, 25))
 def test_a_number_of_steps_is_taken_exactly_in_whole_passes(sizes, batch, steps):
     plan = plan_for(sizes, Training(batch_size=batch, steps=steps, epochs=99))
@@ -87,7 +82,6 @@ def test_a_number_of_steps_is_taken_exactly_in_whole_passes(sizes, batch, steps)
 ONE_OF_ALL = ("index", "weight", "bits", "seeds", "lr")
 
 
-@quick
 @given(SIZES, st.integers(1, 8), st.randoms(use_true_random=False))
 def test_a_clients_plan_depends_neither_on_the_order_nor_on_the_rest_of_the_cohort(sizes, batch, shuffler):
     training = Training(batch_size=batch, epochs=2, augment=("crop",), lr_epoch_decay=0.5)
@@ -137,7 +131,6 @@ def test_every_sample_has_bits_of_its_own_but_only_where_something_is_augmented(
     assert not plan_for([30, 30], Training(batch_size=8)).bits.any()
 
 
-@quick
 @given(
     st.lists(st.integers(0, 19), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -221,7 +214,6 @@ def test_rates_decay_by_round_and_by_local_epoch():
     np.testing.assert_allclose(plan.lr[:3, 1], base * np.array([1, 0.5, 0.25]), rtol=1e-6)
 
 
-@quick
 @given(SIZES, st.integers(1, 8), st.randoms(use_true_random=False))
 def test_columns_of_a_plan_are_the_plans_of_those_clients(sizes, batch, shuffler):
     plan = plan_for(sizes, Training(batch_size=batch, epochs=2))
@@ -237,7 +229,6 @@ def test_columns_of_a_plan_are_the_plans_of_those_clients(sizes, batch, shuffler
             np.testing.assert_array_equal(cut, whole[order])
 
 
-@quick
 @given(SIZES, st.integers(1, 8))
 def test_a_sweep_shows_every_sample_once_in_order(sizes, batch):
     index, weight = sweep_plan(rows_of(sizes), np.asarray(sizes), batch)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from by_hand import local_view, number, scalar
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.compose.combine import combine
@@ -81,7 +81,6 @@ def test_mu_zero_leaves_no_gradient():
 vectors = st.lists(st.floats(-5, 5), min_size=3, max_size=3).filter(lambda v: math.hypot(*v) > 0.1)
 
 
-@settings(deadline=None)
 @given(z=vectors, near=vectors, far=vectors, scale=st.floats(0.1, 50.0), temperature=st.floats(0.1, 5.0))
 def test_it_is_the_cross_entropy_of_two_cosines_and_lengths_do_not_matter(z, near, far, scale, temperature):
     z, near, far = (number([v]) for v in (z, near, far))

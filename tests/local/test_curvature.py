@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 from by_hand import blobs, linear, linear_model, local_view, number, scalar, scalar_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core.tree import rows, stack, tree_map
@@ -53,7 +53,6 @@ def test_it_is_the_sum_over_the_others_but_for_a_constant():
 clients = st.lists(st.tuples(st.floats(0, 10), st.floats(-10, 10)), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(clients=clients, w=st.floats(-10, 10), lam=st.floats(0, 5))
 def test_its_slope_pulls_towards_each_other_client_by_its_own_curvature(clients, w, lam):
     u, theta = zip(*clients, strict=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import local_view, number, scalar
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import vmap
 
@@ -89,7 +89,6 @@ sets = st.integers(2, 5).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(rows=sets, garbage=st.sampled_from([0.0, 7.0, 1e30, float("inf"), float("nan")]), padding=st.integers(0, 3))
 def test_it_is_the_slow_formula_whatever_the_padding_holds(rows, garbage, padding):
     both = number(rows)

@@ -172,10 +172,12 @@ def naive_draws() -> np.ndarray:
     return sample(naive, 800, seed=11)
 
 
+@pytest.mark.slow
 def test_counts_follow_the_law_of_the_naive_loop(naive_draws: np.ndarray) -> None:
     assert smallest_p_value(naive_draws, sample(ours, 3000, seed=12)) > 0.002  # 12 tests
 
 
+@pytest.mark.slow
 def test_that_comparison_would_see_a_wrong_law(naive_draws: np.ndarray) -> None:
     assert smallest_p_value(naive_draws, sample(redraws_the_last_class_only, 400, seed=13)) < 1e-4
 

@@ -61,6 +61,7 @@ def fast_fill(rng: np.random.Generator, priors: np.ndarray, sizes: np.ndarray, s
     return counts
 
 
+@pytest.mark.slow
 def test_filling_follows_the_law_of_the_naive_redraws() -> None:
     priors = np.array([[0.8, 0.15, 0.05], [0.7, 0.1, 0.2], [0.1, 0.2, 0.7], [0.05, 0.9, 0.05]])
     sizes, stock = np.array([6, 3, 5, 4]), np.array([5, 4, 9])

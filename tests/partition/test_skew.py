@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -43,7 +43,6 @@ def test_measures_of_a_worked_example() -> None:
     assert hellinger == pytest.approx(np.sqrt(1 - np.sqrt(0.75 * 0.5) - np.sqrt(0.25 * 0.5)))
 
 
-@settings(max_examples=50, deadline=None)
 @given(counts=count_matrices)
 def test_gini_is_the_mean_absolute_difference(counts: np.ndarray) -> None:
     sizes = counts.sum(axis=1)
@@ -51,7 +50,6 @@ def test_gini_is_the_mean_absolute_difference(counts: np.ndarray) -> None:
     assert size_gini(counts) == pytest.approx(direct, abs=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(counts=count_matrices, seed=st.integers(0, 1000))
 def test_measures_do_not_depend_on_the_order_of_clients_or_classes(counts: np.ndarray, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -59,7 +57,6 @@ def test_measures_do_not_depend_on_the_order_of_clients_or_classes(counts: np.nd
     assert describe(mixed) == pytest.approx(describe(counts))
 
 
-@settings(max_examples=50, deadline=None)
 @given(counts=count_matrices)
 def test_measures_stay_in_their_range_and_empty_clients_count_in_sizes_only(counts: np.ndarray) -> None:
     measures = describe(counts)

@@ -130,6 +130,7 @@ def test_the_neighbours_are_nearly_as_far_apart_as_the_theorem_allows():
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [pytest.param(0.1, marks=slow), pytest.param(1.0, marks=slow), 8.0])
 def test_fedaux_in_its_mean_form_keeps_its_promise(solved_once, epsilon):
     """The noise is the one that the method takes for this epsilon."""
@@ -147,6 +148,7 @@ def test_fedaux_with_a_tenth_of_its_noise_does_not(solved_once):
     assert not audited(scoring_of("mean", LAM, analytic_gaussian_multiplier(1.0, DELTA) / 10), 1.0).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lam", [0.1, pytest.param(0.01, marks=slow)])
 def test_the_released_calibration_fails_the_same_audit(solved_once, lam):
     """The sum of losses, solved, and the noise of the mean's 2 / (lambda n): epsilon = 0.1 is claimed."""

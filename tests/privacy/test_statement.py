@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from mixed_runs import mixed, network
+from mixed_runs import run as run_of_six
 
-from fedstill.core.types import Release, Weights
+from fedstill.about.toy import trial_model
+from fedstill.core.tree import byte_size
+from fedstill.core.types import Model, Release, Training, Weights
 from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method
 from fedstill.privacy import Privacy, Stretch, statement
@@ -218,3 +222,105 @@ def test_a_statement_says_that_runs_add_up_and_that_a_client_holds_something():
         assert any(told in line for line in local)
     assert any("a quorum above 1 is refused" in line for line in sealed)
     assert not any("quorum" in line for line in local)
+
+
+# Methods in turn: until when something is covered, and from whom what comes later is not protected.
+
+SCORES_TURN = Release("scores", "sample", 3.0, "once", "server", why="features are clipped")
+
+
+def test_a_trusted_servers_noise_and_then_none_is_open_to_everybody_from_then_on():
+    """It said NOT protected from the server only, and nothing of round 3."""
+    phases = build_method("dp_fedavg(clip=0.5,noise_multiplier=4.0) until 3 then fedavg")
+    made = statement(stretches_of(phases, Weights({"w": torch.zeros(3, 2)}, {}), Privacy())(6), DELTA)
+    claim, anybody, server = made.text().split("\n")
+    assert claim.endswith("must be trusted: model updates until round 3 (nothing else that leaves is covered)")
+    rest = "trained models; numbers of samples and steps, training losses"
+    assert anybody == f"NOT protected from anybody from round 4 on: {rest}"
+    assert server == f"NOT protected from the server: {rest}"
+
+
+def test_clients_own_noise_and_then_none_is_one_line_for_everybody():
+    claim, anybody = of(plain(LOCAL), plain()).text().split("\n")
+    assert "the server included: model updates until round 3 (nothing" in claim
+    assert anybody == "NOT protected from anybody from round 4 on: trained models; sizes and losses"
+
+
+def test_clients_own_noise_and_then_a_trusted_servers_is_open_to_the_server_from_then_on():
+    made = of(plain(LOCAL), plain(CENTRAL, sealed=True))
+    assert made.claim("client", "public").covered == ("model updates",)
+    assert made.claim("client", "public").complete
+    assert made.claim("client", "server").covered == ("model updates until round 3",)
+    assert "NOT protected from the server from round 4 on: trained models; sizes and losses" in made.text()
+    assert "from anybody" not in made.text()
+
+
+def test_what_is_sent_once_has_no_last_round_and_what_is_covered_to_the_end_neither():
+    assert of(plain(SCORES_TURN), plain()).claim("sample", "server").covered == ("scores",)
+    assert of(plain(LOCAL), plain(LOCAL)).claim("client", "server").covered == ("model updates",)
+    assert of(plain(LOCAL), plain(rounds=0)).claim("client", "server").covered == ("model updates",)
+
+
+def test_things_that_are_open_from_different_rounds_on_have_a_line_each():
+    more = {**LEAVES, "extra": "control"}
+    lines = of(plain(SCORES_TURN), plain(leaves=more)).text().split("\n")
+    assert lines[1:] == [
+        "NOT protected from anybody: trained models; sizes and losses",
+        "NOT protected from anybody from round 4 on: control",
+    ]
+
+
+def test_what_a_claim_about_the_first_rounds_rests_on_is_written_down_too():
+    rests = replace(LOCAL, why="moves are clipped")
+    assert "model updates: moves are clipped" in of(plain(rests), plain()).assumptions
+
+
+def test_plain_data_say_against_whom_a_claim_is_complete_and_what_is_open_to_whom():
+    data = of(plain(CENTRAL, sealed=True)).as_dict()
+    assert {one["complete_against"] for one in data["claims"]} == {"everybody but the server, which must be trusted"}
+    assert data["open_to_public"] == {}
+    assert data["open_to_server"] == {"trained models": 1, "sizes and losses": 1}
+    assert data["not_covered"] == ("trained models", "sizes and losses")
+    (local, *_) = of(plain(LOCAL)).as_dict()["claims"]
+    assert local["complete_against"] == "everybody, the server included"
+    followed = of(plain(LOCAL), plain()).as_dict()
+    assert {one["complete_against"] for one in followed["claims"]} == {None}
+    assert followed["open_to_public"] == {"trained models": 4, "sizes and losses": 4}
+
+
+# Where clients train the head alone, the statement names what leaves them then: heads, and no BatchNorm statistics.
+
+HEADS, WHOLE = Training(batch_size=8, lr=0.05, part="head"), Training(batch_size=8, lr=0.05)
+
+SCORES_HEAD = 'fedaux(steps=2, form="mean", epsilon=1.0, part="{}")'
+
+NUMBERS = "numbers of samples and steps, training losses"
+
+NORMED = network("b")
+
+
+def run(model: Model, training: Training, method: str = SCORES_HEAD):
+    return run_of_six(method.format(training.part), model, training=training, rounds=1)
+
+
+def test_statistics_that_stay_with_a_client_are_not_said_to_leave_it():
+    whole, heads = run(NORMED, WHOLE), run(NORMED, HEADS)
+    assert whole.privacy.not_covered == ("trained models", NUMBERS, "BatchNorm statistics")
+    assert heads.privacy.not_covered == ("trained heads", NUMBERS)
+    assert f"NOT protected from anybody: trained heads; {NUMBERS}" in heads.privacy.text()
+    assert heads.history.bytes_up < 6 * byte_size(NORMED.init(0).buffers) < whole.history.bytes_up
+
+
+def test_each_of_several_architectures_sends_its_head():
+    assert run(mixed(), WHOLE).privacy.not_covered == ("trained models", NUMBERS, "BatchNorm statistics")
+    assert run(mixed(), HEADS).privacy.not_covered == ("trained heads", NUMBERS)
+
+
+def test_a_model_without_statistics_says_heads_too():
+    assert run(trial_model(), HEADS).privacy.not_covered == ("trained heads", NUMBERS)
+
+
+@pytest.mark.parametrize(("training", "trained"), [(WHOLE, "trained models"), (HEADS, "trained heads")])
+def test_what_a_method_sends_beside_the_model_is_told_all_the_same(training, trained):
+    told = run(trial_model(), training, SCORES_HEAD + "+scaffold").privacy.not_covered
+    assert told == (trained, NUMBERS, "control_delta")

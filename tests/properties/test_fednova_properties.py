@@ -55,6 +55,7 @@ def test_unequal_steps_keep_the_optimum_of_equal_steps_where_fedavg_leans_to_the
     assert limit(fedavg(), lr=lr, momentum=momentum) > 1.8
 
 
+@pytest.mark.matrix
 def test_what_is_left_of_the_bias_vanishes_with_the_learning_rate():
     coarse, fine = (abs(limit(fednova(), lr=lr) - 1.0) for lr in (0.04, 0.01))
     assert fine < 0.3 * coarse

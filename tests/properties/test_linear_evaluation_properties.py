@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from quick import EITHER_ENGINE, first_quick
 from server_rounds import (
     CLASSES,
     FEATURES,
@@ -62,7 +63,7 @@ def test_the_methods_that_refine_a_model_have_the_option():
     assert {"feddf", "fedbe", "mrtf"} <= STUDENTS
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - WHOLE))
+@pytest.mark.parametrize("name", first_quick(sorted(set(METHODS) - WHOLE), 9))
 def test_every_bit_of_the_extractor_survives_a_run(name):
     """T6.10, in the model that is sent and in the one that is reported."""
     found = run(build_algorithm(name, options_of(name)), training=HEAD_ONLY, **THREE).weights
@@ -71,8 +72,10 @@ def test_every_bit_of_the_extractor_survives_a_run(name):
     assert not torch.equal(found.params["head.weight"], start.params["head.weight"])
 
 
-@pytest.mark.parametrize("engine", ["batched", "looped"])
-@pytest.mark.parametrize("local", [{"optimizer": "adam", "momentum": 0.0}, {"nesterov": True}, {"clip": 0.1}])
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+@pytest.mark.parametrize(
+    "local", first_quick([{"optimizer": "adam", "momentum": 0.0}, {"nesterov": True}, {"clip": 0.1}])
+)
 def test_so_it_does_with_other_optimisers(engine, local):
     found = run(fedavg(), **THREE, engine=engine, training=dataclasses.replace(HEAD_ONLY, **local)).weights
     assert same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import EITHER_ENGINE, first_quick
 from running import federate
 from torch import nn
 
@@ -18,7 +19,6 @@ from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.data import Unlabeled, load, make_federation
 from fedstill.methods import build_algorithm, fedavg, mrtf
-from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
 from fedstill.partition import PARTITIONS
 
@@ -26,7 +26,7 @@ CLASSES, FEATURES = 4, 6
 TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
 QUICK: dict[str, Any] = {"steps": 6, "batch_size": 8, "server_lr": 0.01, "warm_up": 1}
 WRITTEN = ", ".join(f"{key}={value}" for key, value in QUICK.items())
-either_engine = pytest.mark.parametrize("engine", ["batched", "looped"])
+either_engine = pytest.mark.parametrize("engine", EITHER_ENGINE)
 
 
 def samples(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,15 +65,6 @@ def furthest(ours, other) -> float:
 
 def told(result, key: str) -> list:
     return [row.get(key) for row in result.history.rows]
-
-
-@either_engine
-@pytest.mark.parametrize("weighting", ["uniform", "size"])
-@pytest.mark.parametrize("preset", ["correct", "released"])
-def test_without_steps_it_is_fedavg_of_the_same_weighting_bit_for_bit(engine, weighting, preset):
-    ours = run(mrtf(preset=preset, steps=0, weighting=weighting), engine=engine)
-    assert same_bits(ours.weights, run(fedavg(weighting=weighting), engine=engine).weights)
-    assert not same_bits(ours.weights, run(mrtf(preset=preset, **QUICK), engine=engine).weights)
 
 
 def test_without_feedback_clients_get_the_average_and_the_refined_model_is_reported():
@@ -192,16 +183,6 @@ def test_teachers_in_train_mode_say_the_same_on_both_engines_and_not_what_they_s
         assert furthest(run(method, model=model, rounds=1).targets.probabilities, calm) > 0.01
 
 
-@pytest.mark.parametrize("other", ["fedlmd", "scaffold", "update_noise(sigma=0.01)", "feddyn"])
-def test_it_runs_over_other_methods_on_both_engines(other):
-    (joined,), (alone,) = build_method(f"{other}+mrtf({WRITTEN})"), build_method(f"mrtf({WRITTEN})")
-    batched, looped = (run(joined.method, engine=engine).weights for engine in ("batched", "looped"))
-    assert furthest(batched, looped) < 1e-5
-    assert furthest(batched, run(alone.method).weights) > 1e-3
-    (plain,) = build_method(f"{other}+fedavg(weighting=uniform)")
-    assert furthest(batched, run(plain.method).weights) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [("floor", 1.5), ("warm_up", -1), ("sharpness", 0.0), ("refine_sharpness", -4.0), ("std_batch", -1), ("every", 0),
@@ -248,6 +229,6 @@ def test_rectified_and_refined_labels_are_better_than_the_mean_teachers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", first_quick([1, 2, 3]))
 def test_so_they_are_in_other_federations(seed):
     check_transduction(seed)

@@ -105,15 +105,6 @@ def test_bodies_that_differ_do_not_average_to_the_mean_of_their_logits():
 
 
 @every_form
-def test_without_steps_every_form_is_fedavg_bit_for_bit(name, preset):
-    form = METHODS[name].presets.get(preset, {})
-    usual = "uniform" if name == "feddf" else "size"
-    same = {"weighting": form.get("weighting", usual), "buffers": form.get("buffers", "average")}
-    found, wanted = run(METHODS[name](preset=preset, epochs=0), net="norm"), run(fedavg(**same), net="norm")
-    assert same_bits(found.weights, wanted.weights)
-
-
-@every_form
 @pytest.mark.parametrize("net", ["mlp", "norm"])
 def test_teachers_are_the_same_after_they_have_taught(name, preset, net):
     this = round_of_models(clients_models(network(net), 3), net, number=11)
@@ -231,13 +222,6 @@ def test_hard_label_feddf_is_d2c_fls_student_that_starts_at_the_average_and_is_n
     student = this.trainer.fit(cross_entropy(), average, this.unlabeled, label % CLASSES, training, seed, rows=kept)
     assert furthest(found, student) < 1e-9
     assert furthest(found, average) > 1e-2
-
-
-def test_no_label_that_is_sure_enough_leaves_fedavg_bit_for_bit():
-    for method in (feddf, fedbe):
-        result = run(method(preset="d2cfl", warm_up=0, threshold=1.01))
-        assert same_bits(result.weights, run(fedavg()).weights)
-        assert [row["pseudo_labels"] for row in result.history.rows] == [0, 0, 0]
 
 
 JOINED = [

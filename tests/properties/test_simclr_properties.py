@@ -47,6 +47,7 @@ class Textures(nn.Module):
         return features, self.head(features)
 
 
+@pytest.mark.slow
 def test_features_tell_what_no_label_said():
     """A random extractor sees colours first; views of other colours teach to look at the pattern."""
     form = {"mean": (0.4,) * 3, "std": (0.25,) * 3}

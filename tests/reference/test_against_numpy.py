@@ -9,6 +9,7 @@ import pytest
 import torch
 from by_hand import blobs, federate_by_hand
 from papers import BENCHMARKS
+from quick import first_quick
 from test_label_skew_against_numpy import CASES as LABEL_SKEW_CASES
 
 from fedstill.core.types import Model, Output, Weights
@@ -139,19 +140,19 @@ CASES = [
 ELSEWHERE = {  # slow versions that need more than rounds by hand: a hidden layer, a memory, a distribution, noise
     "dp_fedavg": ("test_dp_fedavg_equals_its_equations_in_numpy", "reference/test_dp_fedavg_against_numpy.py"),
     "fedaux": ("test_two_rounds_of_fedaux_equal_its_equations_in_numpy", "reference/test_fedaux_against_numpy.py"),
-    "feddf_gen": ("by_hand", "server/test_invented_teaching.py"),
+    "feddf_gen": ("by_hand", "methods/data_free/test_teach_invented.py"),
     "fedftg": ("test_the_server_phase_equals_its_equations", "reference/test_fedftg_against_slow.py"),
-    "fedgen": ("by_hand", "server/test_generator_training.py"),
-    "mrtf": ("numpy_target", "server/test_rectify.py"),
-    "d2cfl": ("naive_rounds", "server/test_migrate.py"),
-    "masked_lm": ("test_masked_prediction_by_hand", "server/test_language.py"),
-    "next_token": ("test_next_token_prediction_by_hand", "server/test_language.py"),
-    "simclr": ("numpy_nt_xent", "server/test_contrastive.py"),
-    "update_noise": ("test_the_average_of_m_clients_has_noise_of_sigma_over_root_m", "privacy/test_noise.py"),
+    "fedgen": ("by_hand", "methods/data_free/test_feature_generator_training.py"),
+    "mrtf": ("numpy_target", "methods/mrtf/test_refinery.py"),
+    "d2cfl": ("naive_rounds", "methods/d2cfl/test_migrate.py"),
+    "masked_lm": ("test_masked_prediction_by_hand", "methods/pretraining/test_words.py"),
+    "next_token": ("test_next_token_prediction_by_hand", "methods/pretraining/test_words.py"),
+    "simclr": ("numpy_nt_xent", "methods/pretraining/test_contrastive.py"),
+    "update_noise": ("test_the_average_of_m_clients_has_noise_of_sigma_over_root_m", "privacy/test_mechanisms.py"),
 }
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", first_quick([0.0, 0.9]))
 @pytest.mark.parametrize(
     ("name", "options", "slow", "slow_options"), CASES, ids=lambda v: v if isinstance(v, str) else ""
 )

@@ -5,7 +5,7 @@ import numpy_label_skew as reference
 import pytest
 import torch
 from by_hand import blobs, federate_by_hand, local_view, number, scalar
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from own_counts import counting
 
@@ -62,7 +62,6 @@ def check(term, batch, loss_of, gradient_of, scale=1.0):
 
 
 @pytest.mark.parametrize("method", TERMS)
-@settings(deadline=None, max_examples=60)
 @given(batch=client_batches(), tau=st.floats(0.5, 4.0))
 def test_a_distillation_term_equals_its_equation(method, batch, tau):
     check(
@@ -75,7 +74,6 @@ def test_a_distillation_term_equals_its_equation(method, batch, tau):
 
 
 @pytest.mark.parametrize("rule", ["binary", "proportional"])
-@settings(deadline=None, max_examples=60)
 @given(batch=client_batches(), alpha=st.floats(0, 1))
 def test_the_restricted_softmax_equals_its_equation(rule, batch, alpha):
     check(
@@ -86,7 +84,6 @@ def test_the_restricted_softmax_equals_its_equation(rule, batch, alpha):
     )
 
 
-@settings(deadline=None, max_examples=60)
 @given(batch=client_batches(), epsilon=st.floats(0, 0.99))
 def test_smoothed_labels_equal_their_equation(batch, epsilon):
     check(

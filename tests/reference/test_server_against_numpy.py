@@ -7,7 +7,7 @@ import numpy_server as reference
 import pytest
 import torch
 from by_hand import number, round_of, uploads_of
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -25,7 +25,6 @@ from fedstill.server.distill.targets import (
 )
 from fedstill.server.distill.teachers import direction_samples, dirichlet_samples, gaussian_samples
 
-quick = settings(deadline=None, max_examples=60)
 MANY = 40_000
 
 
@@ -46,7 +45,6 @@ def close(found, wanted):
     np.testing.assert_allclose(found.numpy(), np.array(wanted), rtol=1e-8, atol=1e-12)
 
 
-@quick
 @given(ensembles(), st.floats(0.3, 4.0), st.randoms(use_true_random=False))
 def test_pooled_targets_equal_their_equations(logits, temperature, random):
     share = [random.random() + 0.1 for _ in logits]
@@ -61,7 +59,6 @@ def test_pooled_targets_equal_their_equations(logits, temperature, random):
         close(plain, slow(logits.tolist(), even(len(logits)), temperature))
 
 
-@quick
 @given(ensembles(), st.floats(0.5, 8.0))
 def test_standardised_teachers_and_their_shares_equal_their_equations(logits, sharpness):
     q = standardised(torch.from_numpy(logits), sharpness)
@@ -72,7 +69,6 @@ def test_standardised_teachers_and_their_shares_equal_their_equations(logits, sh
     close(mix(q, share), reference.blended(slow, reference.confident_shares(slow)))
 
 
-@quick
 @given(ensembles(least=3, most=6), st.floats(0, 6))
 def test_the_rectified_target_equals_its_equation(logits, loss):
     q = standardised(torch.from_numpy(logits))
@@ -83,7 +79,6 @@ def test_the_rectified_target_equals_its_equation(logits, loss):
     torch.testing.assert_close(found.sum(1), torch.ones(len(found), dtype=torch.float64))
 
 
-@quick
 @given(ensembles(most=1), st.integers(1, 4), st.floats(0.5, 8.0), st.integers(0, 99))
 def test_clustered_labels_equal_their_equation(logits, width, sharpness, seed):
     q = torch.softmax(torch.from_numpy(logits[0]), -1)
@@ -92,7 +87,6 @@ def test_clustered_labels_equal_their_equation(logits, width, sharpness, seed):
     close(cluster_labels(q, features, sharpness), reference.clustered(q.tolist(), features.tolist(), sharpness))
 
 
-@quick
 @given(ensembles(), st.floats(0, 1))
 def test_both_rules_equal_their_equations(logits, threshold):
     q = torch.softmax(torch.from_numpy(logits), -1)
@@ -109,7 +103,6 @@ def test_both_rules_equal_their_equations(logits, threshold):
             torch.testing.assert_close(*(means.gather(1, chosen.unsqueeze(1)) for chosen in (named, labels)))
 
 
-@quick
 @given(ensembles(most=1), st.floats(0.2, 5.0))
 def test_sharpening_equals_its_equation(logits, temperature):
     q = torch.softmax(torch.from_numpy(logits[0]), -1)

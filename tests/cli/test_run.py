@@ -1,0 +1,416 @@
+"""The commands as a user sees them: what they print, where, and what they leave behind."""
+
+import json
+import logging
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from fedstill.cli import app
+from fedstill.experiment import build as build_module
+from fedstill.experiment import compare as comparison_module
+from fedstill.experiment import run as experiment_module
+from fedstill.experiment.config import Experiment
+from fedstill.methods import METHODS
+from fedstill.models import MODELS
+from fedstill.partition import PARTITIONS
+from fedstill.report import curves
+
+SMALL = """
+name = "small"
+rounds = 3
+cohort = 3
+checkpoint_every = 1
+[data]
+source = "digits"
+unlabeled = 40
+[partition]
+scheme = "lda"
+clients = 6
+alpha = 0.5
+[model]
+name = "mlp"
+hidden = [8]
+init = "torch"
+[local]
+batch_size = 20
+lr = 0.1
+"""
+
+
+@pytest.fixture
+def gallery(tmp_path, monkeypatch):
+    """A working folder with an experiment file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(SMALL)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(gallery, monkeypatch):
+    """The same where pictures, half a second each, are not what is looked at."""
+    for module in (experiment_module, comparison_module):
+        monkeypatch.setattr(module, "draw_pictures", lambda *_: [])
+    return gallery
+
+
+def call(*arguments):
+    outcome = CliRunner().invoke(app, list(arguments))
+    assert outcome.exit_code == 0, outcome.output
+    return outcome
+
+
+def answer(*arguments):
+    return json.loads(call(*arguments, "--format", "json").stdout)
+
+
+def test_run_prints_one_json_object_and_writes_its_folder(gallery):
+    result = answer("run", "small.toml")
+    assert set(result) == {
+        "method", "rounds", "accuracy_last", "accuracy_best", "seconds", "bytes_up", "bytes_down", "run_dir",
+    }  # fmt: skip
+    assert (result["method"], result["rounds"]) == ("fedavg", 3)
+    assert 0 <= result["accuracy_last"] <= result["accuracy_best"] <= 1
+    run_dir = gallery / result["run_dir"]
+    assert run_dir.parent == gallery / "runs" / "small"
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["accuracy"] == result["accuracy_last"]
+    assert sum(row["bytes_up"] for row in rows) == result["bytes_up"]
+    for picture in ("curves.png", "partition.png"):
+        assert (run_dir / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_written_config_repeats_the_run(folder):
+    first = answer("run", "small.toml", "--out", "first")
+    again = answer("run", "first/config.toml", "--out", "again")
+    assert again["accuracy_last"] == first["accuracy_last"]
+    one, two = (load_file(folder / name / "last" / "weights.safetensors") for name in ("first", "again"))
+    assert all(np.array_equal(one[key], two[key]) for key in one)
+
+
+def test_the_environment_tells_versions_but_neither_user_nor_host(folder, monkeypatch):
+    monkeypatch.setenv("USER", "zaphod-the-user")
+    monkeypatch.setenv("HOSTNAME", "heart-of-gold")
+    answer("run", "small.toml", "--out", "out")
+    text = (folder / "out" / "env.json").read_text()
+    told = json.loads(text)
+    assert {"torch", "numpy", "fedstill"} <= set(told["packages"])
+    assert {"python", "platform", "device", "git_commit", "packages"} == set(told)
+    assert "zaphod" not in text
+    assert "heart-of-gold" not in text
+    assert str(folder) not in text
+
+
+def test_text_goes_to_stdout_and_progress_to_stderr(folder):
+    outcome = call("run", "small.toml", "--set", "target=0.01")
+    assert "last accuracy" in outcome.stdout
+    assert "reached in round 1" in outcome.stdout
+    assert "runs/small/" in outcome.stdout
+    assert "Next: fedstill compare runs/small/" in outcome.stdout
+    assert "round 3/3" in outcome.stderr
+    assert "round" not in outcome.stdout.splitlines()[1]
+
+
+def test_compare_tables_mean_and_sample_deviation_best_first(gallery):
+    rows = answer("compare", "small.toml", "--methods", "fedavg,fedprox(mu=5)", "--seeds", "3", "--out", "out")
+    assert {"method", "mean", "std", "seeds", "seconds"} <= set(rows[0])
+    assert {row["method"] for row in rows} == {"fedavg", "fedprox(mu=5)"}
+    assert rows[0]["mean"] >= rows[1]["mean"]
+    results = json.loads((gallery / "out" / "results.json").read_text())
+    for row in rows:
+        runs = [run for run in results["runs"] if run["method"] == row["method"]]
+        last = [run["accuracy_last"] for run in runs]
+        assert [run["seed"] for run in runs] == [0, 1, 2]
+        assert row["seeds"] == 3
+        assert row["mean"] == pytest.approx(np.mean(last))
+        assert row["std"] == pytest.approx(np.std(last, ddof=1))
+        for run in runs:
+            config = tomllib.loads((gallery / "out" / run["run_dir"] / "config.toml").read_text())
+            assert config["seed"] == run["seed"]
+    for name in ("curves.png", "partition.png", "config.toml", "env.json"):
+        assert (gallery / "out" / name).is_file()
+
+
+def test_a_run_of_compare_is_the_run_of_its_own_config(folder):
+    rows = answer("compare", "small.toml", "--methods", "fedavg", "--seeds", "2", "--out", "out")
+    alone = answer("run", "small.toml", "--set", "seed=1")
+    assert rows[0]["accuracies"][1] == alone["accuracy_last"]
+
+
+def test_one_seed_has_no_deviation(folder):
+    row = answer("compare", "small.toml", "--methods", "fedavg", "--seeds", "1")[0]
+    assert row["std"] is None
+    assert "±" not in call("compare", "small.toml", "--methods", "fedavg", "--seeds", "1").stdout.splitlines()[1]
+
+
+def test_compare_loads_the_data_once_and_splits_once_a_seed(folder, monkeypatch):
+    seen = {"load": 0, "split": 0}
+    load, make = build_module.load, build_module.make_federation
+
+    def counting(key, function):
+        def counted(*arguments, **options):
+            seen[key] += 1
+            return function(*arguments, **options)
+
+        return counted
+
+    monkeypatch.setattr(build_module, "load", counting("load", load))
+    monkeypatch.setattr(build_module, "make_federation", counting("split", make))
+    call("compare", "small.toml", "--methods", "fedavg,fedprox,feddyn", "--seeds", "2", "--set", "rounds=1")
+    assert seen == {"load": 1, "split": 2}
+
+
+def test_compare_without_methods_takes_those_of_the_file(folder):
+    (folder / "own.toml").write_text(SMALL + '[compare]\nmethods = ["fedavg", "feddf(steps=2)"]\nseeds = 1\n')
+    rows = answer("compare", "own.toml", "--set", "rounds=1")
+    assert {row["method"] for row in rows} == {"fedavg", "feddf(steps=2)"}
+    assert rows[0]["seeds"] == 1
+
+
+def test_compare_without_any_methods_takes_fedavg_against_the_experiments_own(folder):
+    experiment = Experiment.from_toml("small.toml").replace(method="scaffold")
+    assert list(comparison_module.choose_methods(experiment)) == ["fedavg", "scaffold"]
+
+
+def interrupt_after(monkeypatch, rounds):
+    """Ctrl-C in the round after so many, once."""
+    from fedstill.cli.progress import Progress
+
+    on_round, left = Progress.on_round, [rounds]
+
+    def interrupted(self, row):
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+        return on_round(self, row)
+
+    monkeypatch.setattr(Progress, "on_round", interrupted)
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_ends_as_if_nothing_had_happened(folder, monkeypatch):
+    whole = answer("run", "small.toml", "--out", "whole")
+    interrupt_after(monkeypatch, 2)
+    outcome = CliRunner().invoke(app, ["run", "small.toml", "--out", "parts"])
+    assert outcome.exit_code == 130
+    assert outcome.stderr.splitlines()[-1] == "fedstill: stopped; go on with: fedstill resume parts"
+    parts = answer("resume", "parts")
+    assert parts["rounds"] == 3
+    assert parts["accuracy_last"] == whole["accuracy_last"]
+    one, two = (load_file(folder / name / "last" / "weights.safetensors") for name in ("whole", "parts"))
+    assert all(np.array_equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("command", ["run small.toml", "compare small.toml --methods fedavg --seeds 1"])
+def test_a_scheduler_that_ends_a_run_is_told_how_to_go_on_and_nothing_is_lost(folder, command):
+    """A real process, which gets a real SIGTERM after some rounds."""
+    long = ["--set", "rounds=100000", "--set", "checkpoint_every=1", "--out", "parts"]
+    words = [sys.executable, "-m", "fedstill", *command.split(), *long]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not any(path.read_text().count("\n") > 2 for path in folder.glob("parts/**/metrics.jsonl")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        told = process.communicate(timeout=60)[1]
+    assert process.returncode == 143
+    assert told.splitlines()[-1] == "fedstill: stopped; go on with: fedstill resume parts"
+    assert "Traceback" not in told
+    assert list(folder.glob("parts/**/weights.safetensors"))
+
+
+def test_outside_of_long_work_sigterm_ends_a_process_as_ever(folder):
+    before = signal.getsignal(signal.SIGTERM)
+    answer("run", "small.toml", "--out", "whole")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(folder, monkeypatch):
+    command = ["compare", "small.toml", "--methods", "fedavg,fedprox(mu=1)", "--seeds", "2"]
+    whole = answer(*command, "--out", "whole")
+    interrupt_after(monkeypatch, 7)
+    assert CliRunner().invoke(app, [*command, "--out", "parts"]).exit_code == 130
+    parts = answer("resume", "parts")
+    assert [(row["method"], row["accuracies"]) for row in parts] == [
+        (row["method"], row["accuracies"]) for row in whole
+    ]
+    one = answer("resume", "parts/fedprox-mu-1/seed-1")
+    assert one["rounds"] == 3
+
+
+def test_a_missing_matplotlib_costs_one_line_and_no_result(gallery, monkeypatch, caplog):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with caplog.at_level(logging.WARNING):
+        result = answer("run", "small.toml", "--out", "out")
+    assert result["rounds"] == 3
+    assert [record.message for record in caplog.records if "plots" in record.message] != []
+    assert "fedstill[plots]" in caplog.text
+    assert not (gallery / "out" / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [("methods", METHODS), ("partitions", PARTITIONS), ("models", MODELS), ("datasets", ["digits", "fashion-mini"])],
+)
+def test_list_names_all_there_is(what, names):
+    assert set(names) <= {entry["name"] for entry in answer("list", what)}
+    text = call("list", what).stdout
+    assert all(name in text for name in names)
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_list_shows_own_keys_with_their_defaults():
+    entry = next(entry for entry in answer("list", "methods") if entry["name"] == "fedprox")
+    assert entry["options"]["mu"] == 0.01
+    assert "mu=0.01" in call("list", "methods").stdout
+
+
+def test_doctor_is_happy_here_and_says_what_is_missing():
+    report = answer("doctor")
+    found = {check["name"]: check for check in report["checks"]}
+    assert report["healthy"]
+    assert found["engines agree"]["ok"]
+    assert all(check["advice"] for check in report["checks"] if not check["ok"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not need a C++ compiler")
+@pytest.mark.parametrize(("compiler", "ok"), [(sys.executable, True), ("no-such-compiler", False)])
+def test_doctor_says_whether_torch_can_compile_here(monkeypatch, compiler, ok):
+    monkeypatch.setenv("CXX", compiler)
+    report = answer("doctor")
+    found = next(check for check in report["checks"] if check["name"] == "engine.compile")
+    assert (found["ok"], report["healthy"]) == (ok, True)
+    assert found["advice"].startswith("" if ok else "torch.compile needs a C++ compiler")
+
+
+def test_doctor_text_puts_advice_under_its_check():
+    lines = call("doctor").stdout.splitlines()
+    assert lines[-1].startswith("Ready")
+    assert any("pip install" in line for line in lines) or all(line.startswith("ok") for line in lines[:-2])
+
+
+def test_help_names_every_command_and_version_is_one_line():
+    text = call("--help").stdout
+    assert all(command in text for command in ("run", "compare", "resume", "predict", "list", "explain", "doctor"))
+    assert call().stdout == text
+    assert call("--version").stdout.startswith("fedstill ")
+
+
+def test_a_picture_of_one_run_has_no_band_and_several_seeds_have():
+    rounds, mean, spread = curves.band([([1, 2], [0.1, 0.3]), ([1, 2], [0.3, 0.3])])
+    assert rounds.tolist() == [1, 2]
+    assert mean.tolist() == pytest.approx([0.2, 0.3])
+    assert spread.tolist() == pytest.approx([np.sqrt(0.02), 0.0])
+    assert curves.band([([5], [0.5])])[2].tolist() == [0.0]
+
+
+def hint(outcome, place=0):
+    """The first command that is proposed, or another one, as a shell reads it."""
+    (line,) = (line for line in outcome.stdout.splitlines() if line.startswith("Next: "))
+    return shlex.split(line.removeprefix("Next: ").split(", or ")[place].partition("  (")[0])
+
+
+def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder):
+    (folder / "my file.toml").write_text(SMALL)
+    mixture = "fedprox(mu=0.1)+fedavgm until 2 then fedprox(mu=0.1)"
+    proposed = hint(call("run", "my file.toml", "--set", f"method.name={mixture}"))
+    assert proposed[:5] == ["fedstill", "compare", "my file.toml", "--methods", f"{mixture},fedavg"]
+    proposed = hint(call("run", "small.toml", "--set", "method.name=fedprox", "--set", "method.mu=0.5"))
+    assert proposed[3:5] == ["--methods", "fedprox(mu=0.5),fedavg"]
+    proposed = hint(call("compare", "small.toml", "--methods", mixture, "--seeds", "1"))
+    assert proposed == ["fedstill", "explain", mixture]
+    call(*proposed[1:])
+
+
+def test_after_changes_the_proposed_command_is_about_the_changed_experiment(folder):
+    proposed = hint(call("run", "small.toml", "--set", "rounds=1", "--out", "short"))
+    assert proposed[:3] == ["fedstill", "compare", "short/config.toml"]
+    assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {1}
+    words = ["compare", "small.toml", "--methods", "fedavg,fedprox", "--seeds", "1", "--set", "rounds=1"]
+    other = hint(call(*words, "--out", "several"), place=1)
+    assert other[:3] == ["fedstill", "compare", "several/config.toml"]
+
+
+def test_after_resuming_the_proposed_method_is_written_without_its_defaults(folder):
+    """The run's folder spells out all of them: twenty-seven of FedAUX."""
+    fedaux = "method.name=fedaux(steps=2, preset='released')"
+    call("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
+    proposed = hint(call("resume", "aux"))
+    assert proposed[3:5] == ["--methods", 'fedaux(preset="released", steps=2),fedavg']
+
+
+def test_the_proposed_command_finds_a_method_in_another_folder(folder):
+    (folder / "deep").mkdir()
+    (folder / "deep" / "mine.py").write_text(
+        'from fedstill.methods import fedavg\n\n\ndef own():\n    """Own: FedAvg."""\n    return fedavg()\n'
+    )
+    proposed = hint(call("compare", "small.toml", "--methods", "deep/mine.py:own", "--seeds", "1"))
+    assert proposed == ["fedstill", "explain", "deep/mine.py:own"]
+    call(*proposed[1:])
+
+
+def test_what_is_proposed_after_resuming_is_about_the_resumed_experiment_and_works(folder):
+    call("run", "small.toml", "--set", "rounds=2", "--out", "my run")
+    proposed = hint(call("resume", "my run"))
+    assert proposed[:3] == ["fedstill", "compare", "my run/config.toml"]
+    assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {2}
+    methods = "fedprox(mu=1),feddf(steps=2)"
+    call("compare", "small.toml", "--methods", methods, "--seeds", "1", "--set", "rounds=1", "--out", "several")
+    other = hint(call("resume", "several"), place=1)
+    assert other == ["fedstill", "compare", "several/config.toml", "--set", "partition.alpha=5"]
+    assert {row["method"] for row in answer(*other[1:], "--out", "milder")} == set(methods.split(","))
+    assert "alpha = 5" in (folder / "milder" / "config.toml").read_text()
+
+
+def runs_of(rows, place):
+    runs = json.loads((place / "results.json").read_text())["runs"]
+    assert {run["method"] for run in runs} == {row["method"] for row in rows}
+    return runs
+
+
+@pytest.mark.parametrize("words", [["run", "--set", "method.name={}"], ["compare", "--seeds", "1", "--methods", "{}"]])
+def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
+    def told(method):
+        outcome = call(words[0], "small.toml", *(word.format(method) for word in words[1:]))
+        return [line for line in outcome.stderr.splitlines() if "never reached" in line]
+
+    (line,) = told("fedavg until 3 then fedprox")
+    assert "'fedavg until 3 then fedprox' switches after round 3, the run has 3" in line
+    assert told("fedavg until 2 then fedprox") == []
+    assert told("fedavg") == []
+
+
+def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
+    words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "method.name=mrtf(steps=1)")
+    told = call("run", *words, "--out", "labels here").stdout
+    assert "fedstill predict 'labels here'" in told
+    assert "fedstill predict" not in call("run", "small.toml", "--out", "none").stdout
+
+
+# The quick start keeps its promise.
+
+
+@pytest.mark.slow
+def test_the_quick_start_ends_within_a_minute_and_fedavg_is_clearly_not_the_best(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    began = time.process_time()
+    outcome = CliRunner().invoke(app, ["compare", "--format", "json"])
+    seconds = time.process_time() - began  # of computing: other work on the machine does not count
+    assert outcome.exit_code == 0, outcome.output
+    rows = {row["method"]: row for row in json.loads(outcome.stdout)}
+    best = max(row["mean"] for row in rows.values())
+    assert len(rows) >= 5
+    assert best - rows["fedavg"]["mean"] > 0.04
+    assert best > 0.7
+    assert seconds < 60

@@ -1,0 +1,218 @@
+"""Typical mistakes in a method of one's own: each is one line that names the part, the place and the cure."""
+
+import dataclasses
+
+import pytest
+import torch
+from quick import EITHER_ENGINE
+from run_helpers import toy_federation
+from typer.testing import CliRunner
+
+import fedstill
+from fedstill import Method, Need, Objective, ServerStep, combine
+from fedstill.about.explain import explain
+from fedstill.cli import app
+from fedstill.compose.combine import weighted_mean
+from fedstill.compose.wrappers import every, report_only, rollback
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Output, Stage
+from fedstill.local import cross_entropy, start_model
+from fedstill.server import average
+
+HERE = r"\(test_author_mistakes.py, line \d+\)"
+
+
+def federate(method, engine="batched"):
+    data = toy_federation()
+    model = fedstill.build_model("mlp", input_shape=(4,), classes=3, hidden=(8,))
+    training = fedstill.Training(steps=2, batch_size=5, lr=0.1)
+    how = {"training": training, "rounds": 1, "cohort": 3, "engine": engine, "device": "cpu"}
+    return fedstill.federate(
+        fedstill.Built(
+            method=method,
+            model=model,
+            federation=data,
+            **how,
+        )
+    )
+
+
+def with_term(loss, **how):
+    return Method(combine(cross_entropy(), Objective(loss, **how)), average())
+
+
+def counted_term():
+    def loss(output, batch, local):  # NaN > 0 is False: no number would tell that the counts are not there
+        kept = output.logits.masked_fill(local.label_counts > 0, 0.0)
+        return weighted_mean(kept.square().sum(-1), batch.weight)
+
+    return Objective(loss)
+
+
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+def test_label_counts_that_are_read_and_not_declared_are_told_with_the_line(engine):
+    told = rf"^counted_term {HERE}: .* reads local.label_counts .* needs=frozenset\({{Need.LABEL_COUNTS}}\)"
+    with pytest.raises(FedstillError, match=told):
+        federate(Method(combine(cross_entropy(), counted_term()), average()), engine)
+    declared = dataclasses.replace(counted_term(), needs=frozenset({Need.LABEL_COUNTS}))
+    assert federate(Method(combine(cross_entropy(), declared), average()), engine).history.rows[0]["accepted"] == 3
+
+
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+def test_whether_label_counts_are_there_may_be_asked_and_they_may_be_printed(engine):
+    seen = []
+
+    def loss(output, batch, local):
+        seen.append(f"{bool(local.label_counts.isnan().all())} {local.label_counts!r}" if engine == "looped" else "")
+        return output.logits.sum() * 0.0
+
+    federate(with_term(loss), engine)
+    assert all(text.startswith("True") and "nan" in text for text in seen if engine == "looped")
+
+
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+def test_features_of_a_frozen_model_that_are_not_declared_are_told(engine):
+    def loss(output, batch, local):
+        return local.frozen["start"].features.square().mean()
+
+    with pytest.raises(FedstillError, match=rf"{HERE}: .* features of a frozen model .*Need.FEATURES"):
+        federate(with_term(loss, frozen={"start": start_model}), engine)
+
+
+def hasty_step():
+    def apply(candidate, state, round):
+        return candidate
+
+    return ServerStep("hasty", apply, stage=Stage.KEEP)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: every(1, step), lambda step: rollback(step, 0.5)])
+def test_a_server_step_that_returns_only_the_candidate_is_named(wrap):
+    with pytest.raises(FedstillError, match=rf"server step hasty_step {HERE} returned only the candidate: .*state"):
+        federate(Method(cross_entropy(), average(), (wrap(hasty_step()),)))
+
+
+def test_so_it_is_where_it_stands_alone_or_is_only_reported():
+    for steps in ((hasty_step(),), (average(), report_only(hasty_step()))):
+        with pytest.raises(FedstillError, match="hasty_step"):
+            federate(Method(cross_entropy(), steps[0], steps[1:]))
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (lambda candidate, state: None, "returned nothing"),
+        (lambda candidate, state: (candidate, None), r"returned \(Weights, NoneType\)"),
+        (lambda candidate, state: (candidate.params, state), r"returned \(dict, dict\)"),
+        (lambda candidate, state: candidate.params, "returned a dict"),
+    ],
+)
+def test_other_things_that_a_server_step_cannot_return_are_told_in_words(returned, told):
+    step = ServerStep("odd", lambda candidate, state, round: returned(candidate, state))
+    with pytest.raises(FedstillError, match=told):
+        federate(Method(cross_entropy(), average(), (step,)))
+
+
+def per_sample_term():
+    return Objective(lambda output, batch, local: output.logits.square().sum(-1))
+
+
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+@pytest.mark.parametrize("objective", [combine(cross_entropy(), per_sample_term()), per_sample_term()])
+def test_a_loss_with_one_value_for_each_sample_is_named(engine, objective):
+    told = rf"local term per_sample_term {HERE} returned values of shape \(5,\): .*weighted_mean"
+    with pytest.raises(FedstillError, match=told):
+        federate(Method(objective, average()), engine)
+
+
+def test_a_loss_that_returns_nothing_is_named_and_a_plain_number_may_be_added():
+    with pytest.raises(FedstillError, match="returned a NoneType"):
+        federate(with_term(lambda output, batch, local: None))
+    assert federate(with_term(lambda output, batch, local: 0.0)).history.rows[0]["accepted"] == 3
+
+
+def branching(output: Output, batch, local):
+    if output.logits.sum() > 0:
+        return output.logits.mean()
+    return -output.logits.mean()
+
+
+LINES = {
+    "branches on the value of a tensor": branching,
+    "calls .item": lambda output, batch, local: output.logits.mean() * output.logits.mean().item(),
+    "makes a shape that depends on values": lambda output, batch, local: output.logits[output.logits > 0].sum(),
+    "calls F.one_hot": lambda output, batch, local: (
+        torch.nn.functional.one_hot(batch.y).sum() * output.logits.mean() * 0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("does", LINES)
+def test_what_cannot_run_for_many_clients_at_once_is_told_by_the_rule_it_breaks(does):
+    with pytest.raises(FedstillError, match=rf"{HERE} {does}.* engine.name = 'looped' .*adding-a-method.md"):
+        federate(with_term(LINES[does]))
+    assert federate(with_term(LINES[does]), "looped").history.rows[0]["accepted"] == 3
+
+
+def test_so_it_is_in_what_a_client_sends_after_training():
+    def finish(local, measured):
+        return {}, {"told": torch.tensor(local.size.item())}
+
+    with pytest.raises(FedstillError, match=rf"{HERE} calls .item"):
+        federate(with_term(lambda output, batch, local: output.logits.sum() * 0.0, finish=finish))
+
+
+def test_any_other_error_of_ones_own_code_keeps_its_traceback():
+    with pytest.raises(KeyError, match="not there"):
+        federate(with_term(lambda output, batch, local: local.state["not there"]))
+
+
+OWN = '''
+from fedstill import Method, Objective, ServerStep, combine
+from fedstill.local import cross_entropy
+from fedstill.server import average
+
+
+def small_logits(strength):
+    """strength mean |z|^2."""
+    return Objective(lambda output, batch, local: strength * output.logits.square().mean())
+
+
+def tell():
+    """Notes the round."""
+    return ServerStep("tell", lambda candidate, state, round: (candidate, state))
+
+
+def mine(*, strength=0.1):
+    """Mine: small logits."""
+    return Method(combine(cross_entropy(), small_logits(strength)), average(), (tell(),))
+
+
+def hasty(*, strength):
+    """Hasty: it needs a strength."""
+    return mine(strength=strength)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("method", ["mine", "hasty(strength=1.0)"])
+def test_explain_lists_ones_own_parts_with_what_they_do(folder, method):
+    found = explain(f"mine.py:{method}")["parts"]
+    assert [(part["part"], part["where"]) for part in found] == [
+        ("cross_entropy", "client"), ("small_logits", "client"), ("average", "server"), ("tell", "server"),
+    ]  # fmt: skip
+    assert [part["does"] for part in found][1::2] == ["strength mean |z|^2.", "Notes the round."]
+
+
+def test_a_required_option_without_a_type_hint_is_told_without_one(folder):
+    found = CliRunner().invoke(app, ["explain", "mine.py:hasty"])
+    assert found.exit_code == 2
+    assert found.stderr.splitlines()[-1].endswith(
+        "method.strength is missing: mine.py:hasty needs it: set it, or give it a default"
+    )

@@ -1,0 +1,376 @@
+"""Training one model on the server with the clients' own loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_cases import (
+    CLASSES,
+    MODULES,
+    assert_close,
+    assert_same_bits,
+    dataset,
+    engine_for,
+    network,
+    reads_images,
+    train,
+)
+from quick import EITHER_ENGINE
+from torch import nn
+
+from fedstill.compose.combine import combine
+from fedstill.core.seeds import seed_for
+from fedstill.core.tree import clone, flatten
+from fedstill.core.types import Training
+from fedstill.engine.engine import FEEDS
+from fedstill.engine.plan import make_plan
+from fedstill.local.distillation import plain_distillation
+from fedstill.local.terms import cross_entropy
+from fedstill.server.distill.student import soft_target_loss
+
+ENGINES = ("batched", "looped")
+DISTILLING = Training(steps=9, batch_size=8, optimizer="adam", lr=5e-3, lr_schedule="cosine", clip=0.5)
+COUNT = 21
+
+
+def soft_targets(seed: int = 0) -> torch.Tensor:
+    logits = torch.randn(COUNT, CLASSES, generator=torch.Generator().manual_seed(seed))
+    return torch.softmax(3 * logits, 1)
+
+
+def in_torch(net: str, x: torch.Tensor, y: torch.Tensor, training: Training, seed: int) -> dict[str, torch.Tensor]:
+    """Adam, cosine and clipping of torch on the batches of the plan, towards soft targets."""
+    module, start = MODULES[net](), network(net).init(0)
+    module.load_state_dict({**start.params, **start.buffers})
+    plan = make_plan(
+        np.arange(len(x)), np.array([len(x)]), np.zeros(1, np.int64), training=training, round=1,
+        seed=seed_for(seed, "fit"),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(module.parameters(), lr=training.lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(plan.index))
+    for index, weight in zip(plan.index[:, 0], plan.weight[:, 0], strict=True):
+        rows = torch.from_numpy(index[weight > 0])
+        optimizer.zero_grad()
+        log_student = F.log_softmax(module(x[rows]), 1)
+        F.kl_div(log_student, y[rows], reduction="batchmean").backward()
+        nn.utils.clip_grad_norm_(module.parameters(), training.clip)
+        optimizer.step()
+        schedule.step()
+    return {name: leaf.detach() for name, leaf in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+def test_fit_equals_a_plain_pytorch_loop_towards_soft_targets(name, net):
+    engine, x, y = engine_for(name, net), dataset(COUNT, images=False).x, soft_targets()
+    found = engine.fit(soft_target_loss(), engine.model.init(0), x, y, DISTILLING, 5)
+    assert_close(found.params, in_torch(net, x, y, DISTILLING, 5))
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm", "convnorm", "drop"])
+def test_both_engines_fit_alike(net):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    batched, looped = (
+        engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, DISTILLING, 5) for name in ENGINES
+    )
+    assert_same_bits(batched, looped)
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_a_set_that_comes_back_with_new_targets_is_fitted_to_the_new_ones(name):
+    used, x = engine_for(name), dataset(COUNT, images=False).x
+    objective, start = soft_target_loss(), network().init(0)
+    for seed in range(3):
+        again = used.fit(objective, start, x, soft_targets(seed), DISTILLING, seed)
+        fresh = engine_for(name).fit(objective, start, x, soft_targets(seed), DISTILLING, seed)
+        assert_same_bits(again, fresh)
+    hard = torch.arange(COUNT) % CLASSES
+    again = used.fit(cross_entropy(), start, x, hard, DISTILLING, 1)
+    assert_same_bits(again, engine_for(name).fit(cross_entropy(), start, x, hard, DISTILLING, 1))
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_fitting_disturbs_neither_what_is_lent_nor_the_clients(name):
+    engine, x, y = engine_for(name), dataset(COUNT, images=False).x, soft_targets()
+    training = Training(batch_size=4, lr=0.1)
+    lent = {"start": engine.model.init(0), "x": x, "y": y}
+    kept = clone(lent)
+    before = train(engine, training).uploads.weights
+    engine.fit(soft_target_loss(), lent["start"], x, y, DISTILLING, 5)
+    assert_same_bits(lent, kept)
+    assert_same_bits(train(engine, training).uploads.weights, before)
+
+
+def test_the_seed_chooses_the_batches():
+    engine, x, y = engine_for("looped"), dataset(COUNT, images=False).x, soft_targets()
+    one, same, other = (
+        engine.fit(soft_target_loss(), network().init(0), x, y, DISTILLING, seed).params["head.bias"]
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_no_steps_leave_the_model_as_it_is(name):
+    engine, start = engine_for(name, "norm"), network("norm").init(0)
+    found = engine.fit(soft_target_loss(), start, dataset(COUNT, images=False).x, soft_targets(), Training(steps=0), 5)
+    assert_same_bits(found, start)
+
+
+def test_a_server_that_trains_on_new_samples_every_round_does_not_fill_the_memory():
+    engine = engine_for("batched")
+    objective, start = soft_target_loss(), network("mlp").init(0)
+    for round in range(3 * FEEDS):
+        x = dataset(COUNT, images=False, seed=round).x
+        engine.fit(objective, start, x, soft_targets(round), DISTILLING, seed=0)
+    assert len(engine.feeds) <= FEEDS
+    assert len(engine.programs) <= FEEDS
+
+
+PLAIN = Training(
+    steps=7, batch_size=4, lr=0.1
+)  # at a constant rate the first steps of a plan are those of a shorter one
+CHOSEN = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 20])
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm", "drop"])
+@pytest.mark.parametrize("training", [DISTILLING, Training(epochs=2, batch_size=4, lr=0.05)], ids=["steps", "epochs"])
+def test_some_rows_of_a_set_are_fitted_like_a_set_of_their_own(name, net, training):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    objective, start = soft_target_loss(), network(net).init(0)
+    some = engine_for(name, net).fit(objective, start, x, y, training, 5, rows=CHOSEN)
+    alone = engine_for(name, net).fit(objective, start, x[CHOSEN], y[CHOSEN], training, 5)
+    assert_same_bits(some, alone)
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_rows_may_change_from_call_to_call_and_other_targets_do_not_count(name):
+    used, x, y = engine_for(name), dataset(COUNT, images=False).x, soft_targets()
+    objective, start = soft_target_loss(), network().init(0)
+    elsewhere = y.clone()
+    elsewhere[[0, 1, 4]] = 1 / CLASSES
+    for rows in (CHOSEN, CHOSEN[:1], torch.arange(COUNT)):
+        found = used.fit(objective, start, x, y, DISTILLING, 5, rows=rows)
+        assert_same_bits(found, engine_for(name).fit(objective, start, x[rows], y[rows], DISTILLING, 5))
+        if len(rows) < COUNT:
+            assert_same_bits(found, used.fit(objective, start, x, elsewhere, DISTILLING, 5, rows=rows))
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+@pytest.mark.parametrize("watched", [False, True])
+def test_no_rows_leave_the_model_as_it_is(name, watched):
+    engine, start = engine_for(name, "norm"), network("norm").init(0)
+    how = {"watch": lambda done, now: False} if watched else {}
+    none = torch.zeros(0, dtype=torch.int64)
+    x = dataset(COUNT, images=False).x
+    assert_same_bits(engine.fit(soft_target_loss(), start, x, soft_targets(), DISTILLING, 5, rows=none, **how), start)
+
+
+def watched_fit(name, net, training, *, until=None, **how):
+    """(the result, {step: the weights that the watcher saw})."""
+    engine, seen = engine_for(name, net), {}
+
+    def watch(done, now):
+        seen[done] = clone(now)
+        return done == until
+
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    found = engine.fit(soft_target_loss(), network(net).init(0), x, y, training, 5, watch=watch, **how)
+    return found, seen
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm", "drop"])
+def test_a_watcher_sees_the_weights_after_every_step(name, net):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    found, seen = watched_fit(name, net, PLAIN)
+    assert list(seen) == list(range(1, 8))
+    for steps, weights in seen.items():
+        training = Training(steps=steps, batch_size=4, lr=0.1)
+        shorter = engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, training, 5)
+        assert_same_bits(weights, shorter)
+    assert_same_bits(found, seen[7])
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+@pytest.mark.parametrize("net", ["mlp", "cnn", "norm"])
+@pytest.mark.parametrize("training", [DISTILLING, Training(epochs=2, batch_size=8, lr=0.05, momentum=0.9)])
+def test_being_watched_changes_nothing(name, net, training):
+    x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
+    plain = engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, training, 5, rows=CHOSEN)
+    found, _ = watched_fit(name, net, training, rows=CHOSEN)
+    assert_same_bits(found, plain)
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_a_watcher_may_stop_and_the_result_is_what_it_saw_then(name):
+    found, seen = watched_fit(name, "norm", PLAIN, until=3)
+    assert list(seen) == [1, 2, 3]
+    assert_same_bits(found, seen[3])
+    _, all_of_them = watched_fit(name, "norm", PLAIN)
+    assert_same_bits(seen, {step: all_of_them[step] for step in seen})
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_the_weights_that_a_watcher_sees_are_one_tree_of_views(name):
+    engine, seen = engine_for(name, "norm"), []
+
+    def watch(done, now):
+        seen.append(now)
+        return False
+
+    x, y = dataset(COUNT, images=False).x, soft_targets()
+    engine.fit(soft_target_loss(), network("norm").init(0), x, y, PLAIN, 5, watch=watch)
+    assert len(seen) == 7
+    assert all(now is seen[0] for now in seen)
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_a_watcher_may_run_the_model_it_sees(name):
+    """As early stopping does: the set it looks at comes and goes between the steps."""
+    engine, x, y = engine_for(name), dataset(COUNT, images=False).x, soft_targets()
+    others = [dataset(9, images=False, seed=seed).x for seed in range(2 * FEEDS)]
+    answers = []
+
+    def watch(done, now):
+        answers.append([engine.outputs(now, other).logits for other in others])
+        return False
+
+    start = network().init(0)
+    found = engine.fit(soft_target_loss(), start, x, y, PLAIN, 5, watch=watch)
+    assert_same_bits(found, engine_for(name).fit(soft_target_loss(), start, x, y, PLAIN, 5))
+    last = {str(i): logits for i, logits in enumerate(answers[-1])}
+    assert_same_bits(last, {str(i): engine.outputs(found, other).logits for i, other in enumerate(others)})
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_a_watched_student_that_also_learns_from_its_start_learns_from_this_start(name):
+    """Outputs of the start are kept by the engine: they must not be those of an earlier call."""
+    engine, x = engine_for(name), dataset(COUNT, images=False).x
+    hard, objective = torch.arange(COUNT) % CLASSES, combine(cross_entropy(), plain_distillation(2.0))
+    for seed in range(2):
+        start = network().init(seed)
+        plain = engine.fit(objective, start, x, hard, PLAIN, 5)
+        other = engine.fit(objective, network().init(9), x, hard, PLAIN, 5)
+        watched = engine.fit(objective, start, x, hard, PLAIN, 5, watch=lambda done, now: False)
+        assert_same_bits(watched, plain)
+        assert not torch.equal(other.params["head.bias"], plain.params["head.bias"])
+
+
+@pytest.mark.parametrize("name", EITHER_ENGINE)
+def test_a_cyclic_rate_is_followed_step_by_step(name):
+    """Plain gradient steps with the rate 0.3, 0.2, 0.1, 0.3, ... on the batches of the plan."""
+    training = Training(steps=7, batch_size=8, lr=0.3, lr_schedule="cyclic", lr_cycle=3, lr_low=0.1)
+    x, y = dataset(COUNT, images=False).x, soft_targets()
+    module, start = MODULES["mlp"](), network("mlp").init(0)
+    module.load_state_dict(start.params)
+    one_client = np.array([COUNT]), np.zeros(1, np.int64)
+    plan = make_plan(np.arange(COUNT), *one_client, training=training, round=1, seed=seed_for(5, "fit"))
+    for step, (index, weight) in enumerate(zip(plan.index[:, 0], plan.weight[:, 0], strict=True)):
+        rows = torch.from_numpy(index[weight > 0])
+        loss = F.kl_div(F.log_softmax(module(x[rows]), 1), y[rows], reduction="batchmean")
+        pulls = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for leaf, pull in zip(module.parameters(), pulls, strict=True):
+                leaf -= (0.3, 0.2, 0.1)[step % 3] * pull
+    found = engine_for(name).fit(soft_target_loss(), start, x, y, training, 5)
+    assert_close(found.params, {name: leaf.detach() for name, leaf in module.named_parameters()})
+
+
+# A training in parts: the optimiser goes on where the part before left it.
+
+ADAM = Training(epochs=2, batch_size=8, optimizer="adam", lr=5e-3, weight_decay=1e-2)
+
+MOMENTUM = Training(epochs=2, batch_size=8, lr=0.05, momentum=0.9)
+
+
+def in_torch_proceed(net, data, training, seeds):
+    """One optimiser of torch over the batches of all parts."""
+    module, start = MODULES[net](), network(net).init(0)
+    module.load_state_dict({**start.params, **start.buffers})
+    if training.optimizer == "adam":
+        optimizer = torch.optim.Adam(module.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(module.parameters(), lr=training.lr, momentum=training.momentum)
+    losses = []
+    for seed in seeds:
+        plan = make_plan(
+            np.arange(COUNT), np.array([COUNT]), np.zeros(1, np.int64), training=training, round=1,
+            seed=seed_for(seed, "fit"),
+        )  # fmt: skip
+        for index, weight in zip(plan.index[:, 0], plan.weight[:, 0], strict=True):
+            rows = torch.from_numpy(index[weight > 0])
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(data.x[rows]), data.y[rows])
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return dict(module.state_dict()), losses
+
+
+def in_parts(engine, net, data, training, seeds, *, forget=False, objective=None):
+    objective = objective or cross_entropy()
+    weights, optimizer = network(net).init(0), {}
+    for seed in seeds:
+        fitted = engine.proceed(objective, weights, data.x, data.y, training, seed, optimizer=optimizer)
+        weights, optimizer = fitted.weights, {} if forget else fitted.optimizer
+    return fitted
+
+
+@pytest.mark.parametrize("net", ["mlp", "norm"])
+@pytest.mark.parametrize("training", [ADAM, MOMENTUM], ids=["adam", "momentum"])
+def test_parts_are_one_training_of_torch(net, training):
+    engine, data = engine_for("looped", net), dataset(COUNT, images=reads_images(net))
+    found = in_parts(engine, net, data, training, (1, 2, 3))
+    wanted, losses = in_torch_proceed(net, data, training, (1, 2, 3))
+    assert_close({**found.weights.params, **found.weights.buffers}, wanted)
+    assert float(found.loss) == pytest.approx(np.mean(losses[-6:]), rel=1e-5)  # two epochs of three steps
+    forgetful = in_parts(engine, net, data, training, (1, 2, 3), forget=True)
+    gap = max(float((leaf - wanted[name]).abs().max()) for name, leaf in forgetful.weights.params.items())
+    assert gap > 1e-3
+
+
+def test_a_part_is_a_function_of_what_it_is_given():
+    """A fresh engine, and optimiser state that came back from a file, end with the same bits."""
+    data = dataset(COUNT, images=False)
+    whole = in_parts(engine_for("looped", "mlp"), "mlp", data, ADAM, (1, 2))
+    first = in_parts(engine_for("looped", "mlp"), "mlp", data, ADAM, (1,))
+    stored = {name: leaf.numpy().copy() for name, leaf in flatten(first.optimizer).items()}
+    engine = engine_for("looped", "mlp")
+    engine.proceed(cross_entropy(), network("mlp").init(3), data.x, data.y, ADAM, 9, optimizer={})
+    assert all(np.array_equal(stored[name], leaf.numpy()) for name, leaf in flatten(first.optimizer).items())
+    second = engine.proceed(
+        cross_entropy(), first.weights, data.x, data.y, ADAM, 2, optimizer=first.optimizer
+    )  # fmt: skip
+    assert_same_bits(second.weights, whole.weights)
+    assert_same_bits(second.optimizer, whole.optimizer)
+
+
+def test_the_first_part_is_a_fit():
+    engine, data, objective = engine_for("looped", "mlp"), dataset(COUNT, images=False), cross_entropy()
+    wanted = engine.fit(objective, network("mlp").init(0), data.x, data.y, ADAM, 1)
+    assert_same_bits(in_parts(engine, "mlp", data, ADAM, (1,), objective=objective).weights, wanted)
+
+
+def test_an_optimiser_without_memory_leaves_nothing():
+    data = dataset(COUNT, images=False)
+    assert in_parts(engine_for("looped", "mlp"), "mlp", data, Training(lr=0.1), (1,)).optimizer == {}
+
+
+@pytest.mark.gpu
+def test_captured_steps_go_on_with_the_optimiser_too():
+    engine, data = engine_for("looped", "norm", device="cuda", precision="float32"), dataset(COUNT, images=False)
+    weights, optimizer, objective = network("norm").init(0), {}, cross_entropy()
+    weights = type(weights)(*({name: leaf.cuda() for name, leaf in part.items()} for part in weights))
+    for seed in (1, 2, 3):
+        fitted = engine.proceed(
+            objective, weights, data.x.cuda(), data.y.cuda(), ADAM, seed, optimizer=optimizer
+        )  # fmt: skip
+        weights, optimizer = fitted.weights, fitted.optimizer
+    wanted, _ = in_torch_proceed("norm", data, ADAM, (1, 2, 3))
+    for name, leaf in weights.params.items():
+        assert float((leaf.cpu() - wanted[name]).abs().max()) < 1e-4

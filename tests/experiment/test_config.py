@@ -1,0 +1,256 @@
+"""Experiment <-> TOML, its defaults, and the words of the command line."""
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstill.core.errors import FedstillError
+from fedstill.experiment.config import Experiment, quickstart_table
+from fedstill.experiment.overrides import apply_settings, parse_method
+from fedstill.methods.lookup import split_methods
+from fedstill.storage import toml as toml_io
+
+positive = st.floats(1e-6, 1e6, allow_nan=False)
+share = st.floats(0.01, 0.99)
+
+experiments = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,10}\Z"),
+        "rounds": st.integers(1, 10**6),
+        "cohort": st.integers(1, 10) | share,
+        "seed": st.integers(0, 2**63 - 1),
+        "target": share,
+        "track": st.lists(st.sampled_from(["tensorboard", "mlflow", "wandb", "trackio"]), max_size=2),
+        "data": st.fixed_dictionaries(
+            {"source": st.text(min_size=1), "unlabeled": st.integers(0, 99) | st.text()},
+            optional={"validation": st.integers(0, 99), "test_limit": st.integers(1, 99), "test_share": share},
+        )
+        | st.fixed_dictionaries({"client_rows": st.integers(1, 99), "unlabeled": st.just("central")}),
+        "partition": st.fixed_dictionaries(
+            {"scheme": st.just("lda"), "clients": st.integers(10, 99), "alpha": positive}
+        ),
+        "model": st.fixed_dictionaries({"name": st.just("mlp"), "hidden": st.lists(st.integers(1, 64), max_size=3)}),
+        "local": st.fixed_dictionaries(
+            {},
+            optional={
+                "epochs": st.integers(1, 99),
+                "steps": st.integers(1, 99),
+                "lr": positive,
+                "momentum": st.floats(0, 0.99),
+                "clip": positive,
+                "augment": st.lists(st.sampled_from(["crop", "flip", "cutout"]), max_size=3),
+            },
+        ),
+        "method": st.fixed_dictionaries({"name": st.just("fedprox"), "mu": st.floats(0, 10)}),
+        "guard": st.fixed_dictionaries({"quorum": st.integers(0, 9) | share}),
+        "engine": st.fixed_dictionaries(
+            {"device": st.sampled_from(["auto", "cpu", "cuda:1"]), "graphs": st.booleans(), "compile": st.booleans()}
+        ),
+    },
+)
+
+
+def complaint(table):
+    try:
+        Experiment.model_validate(table)
+    except FedstillError as error:
+        return str(error)
+    return ""
+
+
+@given(experiments)
+def test_an_experiment_survives_the_way_through_toml(table):
+    experiment = Experiment.model_validate(table)
+    assert Experiment.model_validate(tomllib.loads(experiment.to_toml())) == experiment
+    resolved = Experiment.model_validate(experiment.resolved())
+    assert Experiment.model_validate(tomllib.loads(resolved.to_toml())) == resolved
+    assert resolved.resolved() == experiment.resolved()
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.dictionaries(st.text(), x)
+    )
+)
+def test_whatever_a_file_holds_is_an_experiment_or_one_line(value):
+    assert len(complaint(value if isinstance(value, dict) else {"rounds": value}).splitlines()) <= 1
+
+
+@pytest.mark.parametrize("table", [{"a\nb": 1}, {"name": "a\nb"}, {"local": {"l\nr": 1}}])
+def test_a_line_break_in_a_key_or_value_does_not_break_the_line(table):
+    assert len(complaint(table).splitlines()) == 1
+
+
+def test_a_resolved_experiment_spells_out_the_defaults_of_its_parts():
+    resolved = Experiment(method={"name": "fedprox"}).resolved()
+    assert resolved["method"]["mu"] == 0.01
+    assert resolved["partition"]["alpha"] == 0.1
+
+
+def test_a_digest_changes_with_any_key_and_only_then():
+    one = Experiment()
+    assert one.digest() == Experiment().digest()
+    others = [one.replace(seed=1), one.replace(local={"lr": 0.02}), one.replace(method="fedprox")]
+    assert len({experiment.digest() for experiment in [one, *others]}) == 4
+
+
+def test_experiments_are_frozen():
+    with pytest.raises(Exception, match="frozen"):
+        Experiment().rounds = 3
+
+
+def test_a_mistake_in_python_is_the_same_one_line():
+    with pytest.raises(FedstillError, match=r"^local\.lr = -1.0 must be greater than 0"):
+        Experiment(local={"lr": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"unlabeled": "central"}, "data.unlabeled = 'central' is what data.client_rows leaves: set it"),
+        ({"test": "digits", "client_rows": 9}, "data.test and data.client_rows both say what the test set is"),
+        ({"test": ""}, "data.test"),
+        ({"validation": -1}, "data.validation = -1 must be at least 0"),
+        ({"client_rows": 0}, "data.client_rows = 0 must be at least 1"),
+        ({"test_limit": 0}, "data.test_limit = 0 must be at least 1"),
+        ({"test_share": 1.0}, "data.test_share = 1.0 must be below 1"),
+        ({"test_share": 0.0}, "data.test_share = 0.0 must be greater than 0"),
+        ({"test_limitt": 3}, "did you mean 'data.test_limit'?"),
+    ],
+)
+def test_what_cannot_be_a_test_or_validation_set_is_told_by_its_key(data, told):
+    assert told in complaint({"data": data})
+
+
+def test_data_keys_of_the_server_are_off_unless_asked_for():
+    data = Experiment().data
+    assert (data.validation, data.test, data.test_limit, data.client_rows) == (0, None, None, None)
+
+
+def test_several_mistakes_are_counted():
+    with pytest.raises(FedstillError, match=r"rounds = 0 .* \(and 1 more\)"):
+        Experiment(rounds=0, seed=-1)
+
+
+def test_a_cohort_is_a_number_or_a_share_of_the_clients():
+    partition = {"scheme": "lda", "clients": 40}
+    assert Experiment(cohort=0.1, partition=partition).cohort_size(40) == 4
+    assert Experiment(cohort=7, partition=partition).cohort_size(40) == 7
+    assert Experiment(cohort=0.001, partition=partition).cohort_size(40) == 1
+    with pytest.raises(FedstillError, match="30"):
+        Experiment(cohort=35, partition=partition).cohort_size(30)  # a scheme may leave clients out
+
+
+def test_a_section_with_only_its_name_may_be_a_word():
+    experiment = Experiment(method="scaffold", partition="iid", model="mlp", data="digits")
+    assert (experiment.method.name, experiment.partition.scheme) == ("scaffold", "iid")
+
+
+def test_the_quick_start_compares_at_least_five_methods_on_embedded_non_iid_data():
+    experiment = Experiment.quickstart()
+    assert len(experiment.compare.methods) >= 5
+    assert experiment.compare.seeds == 3
+    assert experiment.data.source in ("digits", "fashion-mini")
+    assert experiment.partition.options["alpha"] <= 0.1
+    assert experiment.replace() == experiment
+
+
+def test_settings_change_one_key_and_leave_the_table_alone():
+    table = {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
+    changed = apply_settings(table, ["local.lr=0.5", "engine.device=cuda:0"])
+    assert changed == {"rounds": 5, "local": {"lr": 0.5, "epochs": 2}, "engine": {"device": "cuda:0"}}
+    assert table == {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
+
+
+@pytest.mark.parametrize("settings", [["method.mu=1", "method.name=fedprox"], ["method.name=fedprox", "method.mu=1"]])
+def test_another_name_drops_the_old_ones_own_keys_whatever_the_order(settings):
+    changed = apply_settings({"method": {"name": "feddyn", "alpha": 0.1}}, settings)
+    assert changed["method"] == {"name": "fedprox", "mu": 1}
+
+
+def test_the_same_name_keeps_its_own_keys_and_clients_stay_with_the_partition():
+    table = {"method": {"name": "fedprox", "mu": 1}, "partition": {"scheme": "lda", "clients": 7, "alpha": 1}}
+    changed = apply_settings(table, ["method=fedprox", "partition=shards"])
+    assert changed["method"] == {"name": "fedprox", "mu": 1}
+    assert changed["partition"] == {"scheme": "shards", "clients": 7}
+
+
+@pytest.mark.parametrize("name", ["partition", "model", "method"])
+def test_settings_on_the_quick_start_can_choose_every_name(name):
+    choice = {"partition": "iid", "model": "lenet5", "method": "fedavg"}[name]
+    Experiment.model_validate(apply_settings(quickstart_table(), [f"{name}={choice}"]))
+
+
+def test_none_removes_a_key_so_that_its_default_counts():
+    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "feddf", "steps": 20}}
+    changed = apply_settings(table, ["local.steps=none", "rounds=none", "method.steps=none", "target=none"])
+    assert changed == {"local": {"lr": 0.1}, "method": {"name": "feddf"}}
+
+
+@pytest.mark.parametrize("key", ["data.scale", "data.unlabeled", "privacy.label_counts", "data.source", "name"])
+def test_none_is_a_value_where_the_key_takes_the_word(key):
+    *section, name = key.split(".")
+    changed = apply_settings({}, [f"{key}=none"])
+    assert (changed[section[0]] if section else changed) == {name: "none"}
+
+
+def test_none_is_a_value_of_a_models_own_key_that_takes_the_word():
+    changed = apply_settings({"model": {"name": "resnet8", "norm": "batch", "groups": 4}}, ["model.norm=none"])
+    assert changed["model"] == {"name": "resnet8", "norm": "none", "groups": 4}
+
+
+def test_text_that_is_quoted_is_never_a_removal():
+    assert apply_settings({"data": {"label": "y"}}, ['data.label="none"']) == {"data": {"label": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("local.stps=none", "unknown key 'local.stps'"),
+        ("method.stps=none", "unknown key 'method.stps'"),
+        ("method.name=none", "method.name = 'none' is unknown"),
+        ("local=none", 'local = "none" must be a section'),
+    ],
+)
+def test_none_removes_no_key_that_is_unknown_and_no_section(setting, line):
+    assert complaint(apply_settings(quickstart_table(), [setting])).startswith(line)
+
+
+def test_epochs_that_would_do_nothing_beside_steps_are_refused():
+    line = "local.epochs = 50 would do nothing: local.steps = 10 counts; add --set local.steps=none"
+    with pytest.raises(FedstillError, match=line):
+        apply_settings(quickstart_table(), ["local.epochs=50"])
+    with pytest.raises(FedstillError, match="leave one of them out"):
+        apply_settings({}, ["local.epochs=50", "local.steps=10"])
+
+
+@pytest.mark.parametrize("settings", [["local.epochs=50", "local.steps=none"], ["local.steps=none", "local.epochs=50"]])
+def test_epochs_count_once_steps_are_removed(settings):
+    local = Experiment.model_validate(apply_settings(quickstart_table(), settings)).local
+    assert (local.epochs, local.steps) == (50, None)
+
+
+def test_a_runs_file_that_holds_both_epochs_and_steps_is_read_and_changed():
+    written = tomllib.loads(toml_io.dumps(Experiment.quickstart().resolved()))
+    assert {"epochs", "steps"} <= written["local"].keys()
+    assert Experiment.model_validate(apply_settings(written, ["local.lr=0.5", "local.epochs=none"])).local.steps == 10
+
+
+def test_an_unknown_scheme_is_told_before_its_number_of_clients():
+    table = {"partition": {"scheme": "natural2", "clients": 0}}
+    assert complaint(table).startswith("partition.scheme = 'natural2' is unknown: did you mean 'natural'?")
+
+
+def test_methods_are_split_outside_parentheses_and_lists():
+    assert split_methods("a, b(x=1,y=[1,2]) ,c") == ["a", "b(x=1,y=[1,2])", "c"]
+
+
+def test_a_method_takes_its_options_or_else_those_of_the_experiment():
+    experiment = Experiment(method={"name": "fedprox", "mu": 0.5})
+    assert parse_method("fedprox", experiment).options == {"mu": 0.5}
+    assert parse_method("fedprox(mu=0.1)", experiment).options == {"mu": 0.1}
+    assert parse_method("fedprox()", experiment).options == {}
+    assert parse_method("fedavg", experiment).options == {}

@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from run_helpers import toy_uploads
+from running import federate
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.tree import as_tree, flatten, select
+from fedstill.core.types import Training, Weights
+from fedstill.data import federation_from_tensors
+from fedstill.loop.guard import Guard, admit, admit_messages, find_faults
+from fedstill.loop.message import encode, template_of
+from fedstill.methods import build_algorithm
+from fedstill.models import build_model
+
+BAD = 2  # position of the bad client in the cohort; its id is 12
+
+
+def with_row(leaf: torch.Tensor, value) -> torch.Tensor:
+    leaf = leaf.clone()
+    leaf[BAD] = value
+    return leaf
+
+
+def poison_params(uploads, value):
+    params = {
+        **uploads.weights.params,
+        "bias": with_row(uploads.weights.params["bias"], torch.tensor([0.0, value, 0.0])),
+    }
+    return uploads._replace(weights=uploads.weights._replace(params=params))
+
+
+def poison_buffers(uploads, value):
+    buffers = {**uploads.weights.buffers, "scale": with_row(uploads.weights.buffers["scale"], value)}
+    return uploads._replace(weights=uploads.weights._replace(buffers=buffers))
+
+
+def poison_extra(uploads, value):
+    return uploads._replace(
+        extra={"control": {"weight": with_row(uploads.extra["control"]["weight"], value)}, "none": {}}
+    )
+
+
+FAULTS = {
+    "NaN params": (lambda u: poison_params(u, math.nan), "params hold NaN or Inf"),
+    "Inf params": (lambda u: poison_params(u, math.inf), "params hold NaN or Inf"),
+    "-Inf params": (lambda u: poison_params(u, -math.inf), "params hold NaN or Inf"),
+    "NaN buffers": (lambda u: poison_buffers(u, math.nan), "buffers hold NaN or Inf"),
+    "NaN extra": (lambda u: poison_extra(u, math.nan), "extra upload holds NaN or Inf"),
+    "size 0": (lambda u: u._replace(size=with_row(u.size, 0)), "size 0 is not in"),
+    "size -5": (lambda u: u._replace(size=with_row(u.size, -5)), "size -5 is not in"),
+    "size 1e12": (lambda u: u._replace(size=with_row(u.size, 1e12)), r"size 1e\+12 is not in \(0, 1e\+09\]"),
+    "size NaN": (lambda u: u._replace(size=with_row(u.size, math.nan)), "size nan is not in"),
+    "size Inf": (lambda u: u._replace(size=with_row(u.size, math.inf)), "size inf is not in"),
+    "NaN loss": (lambda u: u._replace(loss=with_row(u.loss, math.nan)), "loss is NaN or Inf"),
+    "negative count": (lambda u: u._replace(label_counts=with_row(u.label_counts, -1)), "label counts"),
+    "NaN count": (lambda u: u._replace(label_counts=with_row(u.label_counts, math.nan)), "label counts"),
+    "count 3e38": (
+        lambda u: u._replace(label_counts=with_row(u.label_counts, 3e38)),
+        r"label counts hold a number that is not in \[0, 1e\+09\]",
+    ),
+    "count Inf": (lambda u: u._replace(label_counts=with_row(u.label_counts, math.inf)), "label counts hold a number"),
+    "far away": (lambda u: poison_params(u, 10.0), "update norm 10.0.* exceeds the bound 1"),
+}
+GUARD = Guard(norm_bound=1.0)
+
+
+def through_stack(uploads, start, guard, **how):
+    return admit(uploads, start, guard, round=5, **how)
+
+
+def through_bytes(uploads, start, guard, **how):
+    messages = {int(c): encode(select(uploads, i), round=5) for i, c in enumerate(uploads.ids)}
+    return admit_messages(messages, template_of(uploads), start, guard, round=5, **how)
+
+
+def through_mappings(uploads, start, guard, **how):
+    messages = {int(c): as_tree(select(uploads, i)) for i, c in enumerate(uploads.ids)}
+    return admit_messages(messages, template_of(uploads), start, guard, round=5, **how)
+
+
+DOORS = pytest.mark.parametrize("door", [through_stack, through_bytes, through_mappings])
+
+
+@DOORS
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_bad_upload_is_quarantined_alone_with_its_name_and_reason(door, kind):
+    poison, reason = FAULTS[kind]
+    clean, start = toy_uploads(label_counts=True)
+    admitted = door(poison(clean), start, GUARD)
+    assert [(r["round"], r["client"]) for r in admitted.records] == [(5, 12)]
+    assert re.search(reason, admitted.records[0]["reason"])
+    assert admitted.kept.tolist() == [0, 1, 3]
+    assert admitted.uploads.ids.tolist() == [10, 11, 13]
+    expected, found = flatten(as_tree(select(clean, [0, 1, 3]))), flatten(as_tree(admitted.uploads))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@DOORS
+def test_a_clean_cohort_passes_untouched(door):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(uploads, start, GUARD)
+    assert admitted.records == []
+    assert admitted.kept.tolist() == [0, 1, 2, 3]
+    expected, found = flatten(as_tree(uploads)), flatten(as_tree(admitted.uploads))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@DOORS
+def test_exact_label_counts_sum_to_the_size_and_noisy_ones_need_not(door):
+    uploads, start = toy_uploads(label_counts=True)
+    counts = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [2.0, 2.0, 0.0], [4.0, 0.0, 0.0]])  # sizes 1, 2, 3, 4
+    uploads = uploads._replace(label_counts=counts)
+    records = door(uploads, start, GUARD, exact_counts=True).records
+    assert [(r["client"], r["reason"]) for r in records] == [(12, "label counts sum to 4, and size is 3")]
+    assert door(uploads, start, GUARD).records == []
+
+
+def test_exact_counts_of_a_huge_client_may_be_rounded():
+    """2^24 + 1 is no float32."""
+    uploads, start = toy_uploads(label_counts=True)
+    sizes = uploads._replace(size=torch.full((4,), 2.0**24 + 1, dtype=torch.float64))
+    counts = torch.zeros(4, 3).index_fill(1, torch.tensor([0]), 2.0**24 + 1)
+    assert float(counts[0, 0]) != float(sizes.size[0])
+    assert find_faults(sizes._replace(label_counts=counts), start, Guard(), exact_counts=True) is None
+
+
+def test_a_clean_cohort_costs_one_host_sync(monkeypatch):
+    uploads, start = toy_uploads(label_counts=True)
+    syncs = []
+    for name in ("__bool__", "item", "tolist", "cpu", "numpy", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, _name=name, _original=original, **kwargs):
+            syncs.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    assert find_faults(uploads, start, GUARD) is None
+    assert len(syncs) == 1
+
+
+def test_large_finite_numbers_are_not_mistaken_for_infinity():
+    uploads, start = toy_uploads()
+    params = {**uploads.weights.params, "weight": with_row(uploads.weights.params["weight"], 3e38)}
+    uploads = uploads._replace(weights=Weights(params, uploads.weights.buffers))
+    assert not params["weight"][BAD].sum().isfinite()
+    assert admit(uploads, start, Guard(), round=1).records == []
+
+
+def test_the_norm_is_that_of_the_whole_update_not_of_the_model():
+    uploads, start = toy_uploads()
+    start = Weights({**start.params, "bias": torch.full((3,), 1000.0)}, start.buffers)
+    weight = start.params["weight"].repeat(4, 1, 1)
+    bias = start.params["bias"].repeat(4, 1)
+    weight[BAD, 0, 0] += 3.0
+    bias[BAD, 0] += 4.0
+    uploads = uploads._replace(weights=Weights({"weight": weight, "bias": bias}, uploads.weights.buffers))
+    assert find_faults(uploads, start, Guard(norm_bound=5.001)) is None
+    faults = find_faults(uploads, start, Guard(norm_bound=4.999))
+    assert [fault is None for fault in faults] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "cohort", "needed"),
+    [(1, 10, 1), (0, 10, 1), (3, 10, 3), (0.5, 10, 5), (0.25, 10, 3), (1.0, 10, 10), (0.0, 4, 1)],
+)
+def test_quorum_is_a_count_or_a_share(quorum, cohort, needed):
+    assert Guard(quorum=quorum).needed(cohort) == needed
+
+
+@DOORS
+def test_a_missed_quorum_voids_the_round_and_says_so(door):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(poison_params(uploads, math.nan), start, Guard(quorum=1.0))
+    assert admitted.uploads is None
+    assert len(admitted.kept) == 0
+    assert [r["client"] for r in admitted.records] == [12, None]
+    assert "3 of 4 uploads left, 4 needed" in admitted.records[-1]["reason"]
+
+
+@DOORS
+def test_nobody_left_is_a_missed_quorum_whatever_it_is(door):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(uploads._replace(size=torch.zeros(4, dtype=torch.float64)), start, Guard(quorum=0))
+    assert admitted.uploads is None
+    assert [r["client"] for r in admitted.records] == [10, 11, 12, 13, None]
+
+
+def test_a_client_that_raised_is_one_bad_client():
+    uploads, start = toy_uploads()
+    messages = {int(c): encode(select(uploads, i), round=1) for i, c in enumerate(uploads.ids)}
+    messages[12] = RuntimeError("out of\nmemory")
+    admitted = admit_messages(messages, template_of(uploads), start, Guard(), round=1)
+    assert admitted.records == [{"round": 1, "client": 12, "reason": "client raised RuntimeError: out of memory"}]
+    assert admitted.kept.tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("spoil", ["names", "shape", "dtype"])
+def test_stacked_uploads_of_another_form_are_refused_for_all(spoil):
+    uploads, start = toy_uploads()
+    params = dict(uploads.weights.params)
+    if spoil == "names":
+        params["other"] = params.pop("bias")
+    else:
+        params["bias"] = params["bias"].double() if spoil == "dtype" else params["bias"][:, :2]
+    admitted = admit(uploads._replace(weights=Weights(params, uploads.weights.buffers)), start, Guard(), round=1)
+    assert admitted.uploads is None
+    assert all(f"wrong {spoil}" in r["reason"] for r in admitted.records[:-1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"norm_bound": 0.0}, {"norm_bound": math.nan}, {"size_cap": -1}, {"quorum": -1}, {"quorum": 1.5}]
+)
+def test_impossible_settings_are_named(settings):
+    with pytest.raises(FedstillError, match=f"guard.{next(iter(settings))} = "):
+        Guard(**settings)
+
+
+def test_without_a_cap_any_finite_size_is_believed():
+    uploads, start = toy_uploads()
+    big = uploads._replace(size=with_row(uploads.size, 1e300))
+    assert admit(big, start, Guard(size_cap=None), round=1).records == []
+    endless = uploads._replace(size=with_row(uploads.size, np.inf))
+    assert [r["client"] for r in admit(endless, start, Guard(size_cap=None), round=1).records] == [12]
+
+
+def test_without_a_cap_any_finite_label_count_is_believed():
+    uploads, start = toy_uploads(label_counts=True)
+    big = uploads._replace(label_counts=with_row(uploads.label_counts, 3e38))
+    assert admit(big, start, Guard(size_cap=None), round=1).records == []
+    endless = uploads._replace(label_counts=with_row(uploads.label_counts, np.inf))
+    assert [r["client"] for r in admit(endless, start, Guard(size_cap=None), round=1).records] == [12]
+
+
+# One finite but huge upload must not stop learning for the rounds to come.
+
+
+def blobs(clients: int = 4, size: int = 20):
+    """Two classes a straight line can part; every client has both."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = []
+    for _ in range(clients + 1):
+        y = torch.arange(size) % 2
+        pairs.append((torch.randn(size, 3, generator=generator) + 3.0 * y[:, None], y))
+    return federation_from_tensors(pairs[:-1], test=pairs[-1])
+
+
+def run(method: str, spoil, guard: Guard):
+    """Eight rounds; in the second one, client 0's upload passes through `spoil`."""
+    method = build_algorithm(method, {})
+    seen = []
+
+    def transmit(uploads, start, seed):
+        seen.append(None)
+        return spoil(uploads) if len(seen) == 2 else uploads
+
+    return federate(
+        method=dataclasses.replace(method, transmit=transmit),
+        model=build_model("mlp", input_shape=(3,), classes=2, hidden=(8,), init="torch"),
+        federation=blobs(),
+        training=Training(epochs=2, batch_size=10, lr=0.1),
+        rounds=8,
+        cohort=4,
+        guard=guard,
+    )
+
+
+def huge_control(uploads):
+    delta = {name: leaf.clone() for name, leaf in uploads.extra["control_delta"].items()}
+    for leaf in delta.values():
+        leaf[0] = 1e30
+    return uploads._replace(extra={"control_delta": delta})
+
+
+def huge_params(uploads):
+    for leaf in uploads.weights.params.values():
+        leaf[0] = 1e20
+    return uploads
+
+
+def test_a_bound_on_what_is_sent_beside_the_model_keeps_scaffold_learning():
+    result = run("scaffold", huge_control, Guard(extra_bound=1e3))
+    assert [record["client"] for record in result.history.audit] == [0]
+    assert "extra upload" in result.history.audit[0]["reason"]
+    assert result.history.last["accuracy"] > 0.9
+
+
+def test_a_server_state_that_overflows_is_not_kept():
+    result = run("fedadam", huge_params, Guard())
+    assert any(record["client"] is None for record in result.history.audit)
+    assert result.history.last["accuracy"] > result.history.rows[1]["accuracy"]
+
+
+def test_a_bound_must_be_positive():
+    with pytest.raises(FedstillError, match=r"guard\.extra_bound"):
+        Guard(extra_bound=0.0)

@@ -1,0 +1,382 @@
+"""Pictures of generated samples: pixels in their places, names beside them, and none where there is nothing to see."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from pictures import assert_no_label_is_clipped, saved_figures
+
+from fedstill.core.seeds import torch_generator
+from fedstill.core.types import Dataset, Federation, Samples, Weights
+from fedstill.loop.history import History, Result
+from fedstill.report import generated as module
+from fedstill.report.generated import (
+    SHOWS_NOT,
+    Copies,
+    Nearest,
+    as_stored,
+    closest_picture,
+    generated_picture,
+    inputs,
+    is_pictured,
+    look_for_copies,
+    nearest,
+    pixels,
+    show_generated,
+)
+
+
+def dataset(shape=(1, 6, 6), count: int = 30, seed: int = 0, **changes) -> Dataset:
+    x = torch.randint(0, 256, (count, *shape), generator=torch_generator(seed), dtype=torch.uint8)
+    made = Dataset("toys", x, torch.arange(count) % 3, ("cat", "dog", "owl"), (0.25,), (0.5,))
+    return dataclasses.replace(made, **changes)
+
+
+def federation(train: Dataset, test: Dataset | None = None) -> Federation:
+    return Federation(train, test or dataset(train.x.shape[1:], 40, 1), torch.arange(30), torch.tensor([0, 30]))
+
+
+def samples(count: int = 6, values: int = 36) -> Samples:
+    return Samples(torch.randn(count, values, generator=torch_generator(2)), torch.arange(count) % 2)
+
+
+def result(made: Samples | None) -> Result:
+    return Result(History([{"round": 1}]), Weights({}, {}), Weights({}, {}), "inventing", 1.0, samples=made)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Figure]:
+    """Draw a picture and return its figure."""
+    figures = saved_figures(monkeypatch)
+
+    def draw(picture: Callable, *what: object, **options: object) -> Figure:
+        path = picture(*what, tmp_path / "x.png", **{"title": "t", **options})
+        assert path.read_bytes().startswith(b"\x89PNG")
+        return figures[-1]
+
+    return draw
+
+
+def sheet(figure: Figure) -> np.ndarray:
+    return np.asarray(figure.axes[0].images[0].get_array())
+
+
+def test_pixels_are_put_back_and_cut_at_black_and_white():
+    x = torch.tensor([-0.5, 0.5, 1.5, 9.0, -9.0, 0.0]).reshape(1, 1, 2, 3)
+    shown = pixels(x, dataset())  # x 0.5 + 0.25
+    assert shown.shape == (1, 2, 3, 1)
+    assert shown.flatten().tolist() == [0.0, 0.5, 1.0, 1.0, 0.0, 0.25]
+
+
+def test_every_channel_has_its_own_constants_and_stored_images_come_back_as_they_were():
+    colours = dataset((3, 6, 6), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    shown = pixels(inputs(colours.x, colours), colours)
+    np.testing.assert_allclose(255 * shown.transpose(0, 3, 1, 2), colours.x.numpy(), atol=1e-4)
+
+
+def test_images_that_are_numbers_go_from_the_darkest_to_the_lightest_of_all():
+    x = torch.linspace(-100, 300, 30 * 36).reshape(30, 1, 6, 6)
+    numbers = dataset(x=x)
+    shown = pixels(inputs(x, numbers), numbers)
+    assert (float(shown.min()), float(shown.max())) == pytest.approx((0.0, 1.0))
+    assert float(shown[15, 0, 0, 0]) == pytest.approx((float(x[15, 0, 0, 0]) + 100) / 400, abs=1e-5)
+
+
+def test_flat_samples_of_a_set_of_images_are_images():
+    made = as_stored(samples(), dataset())
+    assert made is not None
+    assert made.x.shape == (6, 1, 6, 6)
+    assert torch.equal(made.x.flatten(1), samples().x)
+
+
+@pytest.mark.parametrize(
+    ("made", "stored"),
+    [
+        (None, dataset()),
+        (samples(values=35), dataset()),  # features
+        (samples(0), dataset()),
+        (samples(values=8), dataset(x=torch.ones(30, 8, dtype=torch.int64))),  # text
+    ],
+    ids=["none", "features", "nothing", "text"],
+)
+def test_what_is_no_sample_of_the_data_is_left_out(tmp_path, made, stored):
+    shown = show_generated(result(made), federation(stored), tmp_path, seed=0)
+    assert shown.generated is None
+    assert list(tmp_path.glob("generated*")) == []
+
+
+def test_rows_are_classes_and_columns_the_samples_that_were_asked_for(drawn):
+    made = as_stored(samples(23), dataset())  # 12 of class 0, 11 of class 1, none of class 2
+    figure = drawn(generated_picture, made, dataset())
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["cat", "dog", "owl"]
+    whole, lit = sheet(figure), pixels(made.x, dataset())
+    assert whole.shape == (3 * 7 - 1, 10 * 7 - 1, 3)
+    for column in range(10):  # of 12 and 11, no more
+        for row in range(2):
+            image = whole[7 * row : 7 * row + 6, 7 * column : 7 * column + 6]
+            np.testing.assert_array_equal(image, np.repeat(lit[2 * column + row], 3, axis=2))
+    assert (whole[14:] == 1.0).all()
+
+
+def test_pairs_stand_one_below_the_other_nearest_first(drawn):
+    train = dataset()
+    made = Samples(
+        torch.cat([samples(4).x, inputs(train.x[17:18], train).flatten(1)]), torch.zeros(5, dtype=torch.int64)
+    )
+    copies = look_for_copies(made, federation(train), seed=0)
+    figure = drawn(closest_picture, copies, train)
+    whole = sheet(figure)
+    np.testing.assert_allclose(255 * whole[:6, :6, 0], train.x[17, 0].numpy(), atol=1e-4)
+    np.testing.assert_array_equal(whole[:6, :6], whole[7:13, :6])
+    told = [float(label.get_text()) for label in figure.axes[0].get_xticklabels()]
+    assert len(told) == 5
+    assert told == sorted(told)
+    assert told[0] == 0.0
+    second = pixels(made.x[copies.closest[1]].reshape(1, 1, 6, 6), train)[0, ..., 0]
+    np.testing.assert_array_equal(whole[:6, 7:13, 0], second)
+    other = train.x[copies.to_training.row[copies.closest[1]], 0].numpy()
+    np.testing.assert_allclose(255 * whole[7:13, 7:13, 0], other, atol=1e-4)
+
+
+@pytest.mark.parametrize("classes", [2, 120])
+def test_no_label_is_clipped_and_more_than_a_hundred_classes_are_told(drawn, classes):
+    names = tuple(f"a class with a rather long name {one}" for one in range(classes))
+    many = dataset(classes=names)
+    figure = drawn(generated_picture, as_stored(samples(), many), many, title="a method with options " * 4)
+    assert_no_label_is_clipped(figure, at_least=3)
+    assert len(figure.axes[0].get_yticklabels()) == min(classes, 100)
+    assert ("first 100 of 120 classes" in " ".join(figure.get_suptitle().split())) == (classes == 120)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 6), (3, 28, 28)])
+def test_nothing_is_left_empty_beside_the_images(tmp_path, shape):
+    toys = dataset(shape, mean=(0.25,) * shape[0], std=(0.5,) * shape[0], classes=tuple("0123456789"))
+    made = Samples(torch.full((100, *shape), -0.5), torch.arange(100) % 10)  # black
+    picture = imread(generated_picture(made, toys, tmp_path / "x.png", title="t"))[..., :3]
+    ink = np.flatnonzero(picture[len(picture) // 10 :].min(axis=(0, 2)) < 0.5)  # below the title
+    assert ink[0] < 0.02 * picture.shape[1]
+    assert ink[-1] > 0.98 * picture.shape[1]
+
+
+def test_a_generator_of_features_is_told_in_the_log_and_other_methods_are_not(tmp_path, caplog):
+    caplog.set_level("INFO", logger="fedstill.run")
+    plain = result(None)
+    show_generated(plain, federation(dataset()), tmp_path, seed=0)
+    assert caplog.text == ""
+    rows = [{"round": 1, "server/feature_generator_loss": 0.5}]
+    show_generated(dataclasses.replace(plain, history=History(rows)), federation(dataset()), tmp_path, seed=0)
+    assert [one.message for one in caplog.records] == [
+        "the generator of inventing invents features, no samples: no generated.json"
+    ]
+
+
+def test_a_folder_gets_the_numbers_and_both_pictures(tmp_path):
+    shown = show_generated(result(samples()), federation(dataset()), tmp_path, seed=0)
+    assert sorted(path.name for path in tmp_path.glob("generated*")) == [
+        "generated.json", "generated.png", "generated_closest.png",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "generated.json").read_text()) == shown.generated
+    assert shown.summary()["generated"] == shown.generated["text"]
+    assert "generated" not in result(samples()).summary()
+
+
+def test_rows_of_a_table_are_compared_and_not_drawn(tmp_path):
+    table = dataset(x=torch.randn(30, 4, generator=torch_generator(5)))
+    other = dataset(x=torch.randn(30, 4, generator=torch_generator(6)))
+    shown = show_generated(result(samples(values=4)), federation(table, other), tmp_path, seed=0)
+    assert [path.name for path in tmp_path.glob("generated*")] == ["generated.json"]
+    assert shown.generated["samples"] == 6
+
+
+def test_images_of_other_channels_than_grey_and_rgb_are_not_drawn():
+    assert [is_pictured(dataset((channels, 6, 6))) for channels in (1, 2, 3, 4)] == [True, False, True, False]
+
+
+def test_without_matplotlib_the_numbers_are_there_and_a_line_says_what_is_missing(tmp_path, monkeypatch, caplog):
+    real = builtins.__import__
+
+    def without(name, *rest, **named):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    shown = show_generated(result(samples()), federation(dataset()), tmp_path, seed=0)
+    assert shown.generated is not None
+    assert [path.name for path in tmp_path.glob("generated*")] == ["generated.json"]
+    assert "pip install 'fedstill[plots]'" in caplog.text
+
+
+# Whether generated samples are copies of training samples: distances by hand, copies caught, noise not.
+
+CLASSES = ("cat", "dog", "owl")
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+
+
+def images(count: int, seed: int) -> torch.Tensor:
+    """Bright and dark patches, so that two images are apart by about what photographs are."""
+    coarse = torch.randint(0, 256, (count, 3, 4, 4), generator=torch_generator(seed), dtype=torch.uint8)
+    return coarse.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+
+
+def photographs(count: int, seed: int) -> Dataset:
+    return Dataset("photographs", images(count, seed), torch.arange(count) % 3, CLASSES, MEAN, STD)
+
+
+def federation_copies(train: Dataset, test: Dataset, held: torch.Tensor | None = None) -> Federation:
+    rows = torch.arange(len(train.y)) if held is None else held
+    return Federation(train, test, rows, torch.tensor([0, len(rows)]))
+
+
+WORLD = federation_copies(photographs(400, 1), photographs(300, 2))
+
+
+def noise(count: int, seed: int = 3) -> Samples:
+    return Samples(torch.randn(count, 3 * 8 * 8, generator=torch_generator(seed)), torch.arange(count) % 3)
+
+
+def copied(rows: list[int], jitter: float = 0.0) -> Samples:
+    x = inputs(WORLD.train.x[rows], WORLD.train)
+    return Samples(x + jitter * torch.randn(x.shape, generator=torch_generator(4)), WORLD.train.y[rows])
+
+
+def test_distances_are_those_of_a_slow_double_loop(monkeypatch):
+    """Pieces of a few rows, in NumPy and float64 from the formula: sqrt(mean((a - b)^2)) of (x / 255 - mean) / std."""
+    monkeypatch.setattr(module, "NUMBERS_AT_ONCE", 7 * 192)
+    rows = torch.arange(5, 400, 3)
+    found = nearest(noise(11).x, WORLD.train.x, rows, WORLD.train)
+    mean, std = (np.array(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    for i, sample in enumerate(noise(11).x.double().numpy().reshape(-1, 3, 8, 8)):
+        stored = (WORLD.train.x[rows].numpy() / 255 - mean) / std
+        apart = [np.sqrt(((sample - other) ** 2).mean()) for other in stored]
+        assert float(found.distance[i]) == pytest.approx(min(apart), rel=1e-5)
+        assert int(found.row[i]) == int(rows[int(np.argmin(apart))])
+
+
+def test_the_rows_that_are_compared_at_once_are_few(monkeypatch):
+    sizes, feed = [], module.Feed
+    monkeypatch.setattr(module, "NUMBERS_AT_ONCE", 20 * 192)
+    monkeypatch.setattr(module, "Feed", lambda x, *rest: (sizes.append(len(x)), feed(x, *rest))[1])
+    nearest(noise(6).x, WORLD.train.x, torch.arange(400), WORLD.train)
+    assert max(sizes) == 20
+    sizes.clear()
+    nearest(noise(384).x, WORLD.train.x, torch.arange(400), WORLD.train)  # the table of distances counts, too
+    assert max(sizes) == 10
+
+
+def test_a_copy_has_no_distance_at_all_though_images_are_far_from_the_origin():
+    bright = dataclasses.replace(WORLD.train, mean=(-50.0,), std=(0.01,))  # |a|^2 is 2.5e7 a pixel
+    found = nearest(inputs(bright.x[:9], bright).flatten(1), bright.x, torch.arange(400), bright)
+    assert found.distance.tolist() == [0.0] * 9
+
+
+def test_a_generator_that_copies_training_images_is_caught():
+    rows = list(range(7, 47))
+    found = look_for_copies(copied(rows), WORLD, seed=0)
+    assert found.near == 40
+    assert found.to_training.row.tolist() == rows
+    assert float(found.to_training.distance.max()) == 0.0
+
+
+def test_a_copy_with_a_little_noise_on_it_is_caught_as_well():
+    found = look_for_copies(copied(list(range(40)), jitter=0.2), WORLD, seed=0)
+    assert found.near == 40
+    assert float(found.to_training.distance.median()) == pytest.approx(0.2, rel=0.1)
+    assert float(found.to_held_out.distance.median()) > 3 * 0.2
+
+
+def test_a_few_copies_among_noise_are_counted_and_stand_first_among_the_pairs():
+    few, others = copied([30, 60, 90]), noise(37)
+    x = torch.cat([others.x[:20], few.x.flatten(1), others.x[20:]])
+    y = torch.cat([others.y[:20], few.y, others.y[20:]])
+    found = look_for_copies(Samples(x, y), WORLD, seed=0)
+    assert found.near == 3
+    assert found.closest[:3] == [20, 21, 22]
+    assert len(found.closest) == 10
+    told = found.as_dict(WORLD.train)
+    assert told["closest"][1] == {
+        "sample": 21, "class": "cat", "training_row": 60, "training_class": "cat", "distance": 0.0,
+    }  # fmt: skip
+    assert told["share_as_near"] == pytest.approx(3 / 40)
+
+
+def test_noise_is_not_taken_for_copies():
+    found = look_for_copies(noise(40), WORLD, seed=0)
+    assert found.near == 0
+    assert found.text().startswith("0 of 40 generated samples are as near to a training sample as the nearest 1 %")
+
+
+def test_a_short_line_says_whether_copies_were_found_how_near_they_came_and_what_counts_as_one():
+    some, none, one = (Nearest(torch.tensor(at), torch.zeros(4, dtype=torch.int64)) for at in
+                       ([0.125, 0.9, 0.25, 0.5], [0.9, 0.781, 2.0, 3.0], [0.0, 0.8, 0.9, 1.0]))  # fmt: skip
+    held_out = Nearest(torch.tensor([0.25, 0.5]), torch.zeros(2, dtype=torch.int64))  # the nearest 1 %: the first
+    told = [Copies(noise(4), found, found, held_out, {}).line() for found in (some, none, one)]
+    assert told == [
+        "2 of 4 generated samples may be copied: nearest training sample at 0.125 (a copy: 0.25 or less)",
+        "no copies found among 4 generated samples: nearest training sample at 0.781 (a copy: 0.25 or less)",
+        "1 of 4 generated samples may be copied: nearest training sample at 0 (a copy: 0.25 or less)",
+    ]
+
+
+def test_new_samples_of_the_same_kind_are_as_near_as_held_out_ones_are():
+    """About two of 200 are expected within the distance of the nearest 1 %."""
+    fresh = Samples(inputs(images(200, 9), WORLD.train), torch.zeros(200, dtype=torch.int64))
+    found = look_for_copies(fresh, WORLD, seed=0)
+    assert found.near <= 10
+    middle = float(found.held_out.distance.median())
+    assert float(found.to_training.distance.median()) == pytest.approx(middle, rel=0.05)
+
+
+def test_numbers_are_median_and_minimum_of_each_and_the_nearest_one_percent():
+    found = look_for_copies(noise(40), WORLD, seed=0)
+    told = found.as_dict(WORLD.train)
+    apart = np.sort(found.held_out.distance.numpy())
+    assert len(apart) == 300  # all there are: at least 500 are wanted
+    assert told["within"] == apart[2]  # 1 % of 300
+    assert told["held_out_to_training"] == {
+        "of": 300, "among": 400, "median": pytest.approx(np.median(apart)), "minimum": apart[0],
+    }  # fmt: skip
+    assert (told["generated_to_held_out"]["of"], told["generated_to_held_out"]["among"]) == (40, 300)
+    assert told["generated_to_training"]["minimum"] == float(found.to_training.distance.min())
+    assert SHOWS_NOT in told["about"]
+    assert "no guarantee of privacy" in SHOWS_NOT
+
+
+def test_rows_that_no_client_holds_are_no_training_images():
+    held = federation_copies(WORLD.train, WORLD.test, held=torch.arange(200, 400).repeat(2))
+    found = look_for_copies(copied([5, 205]), held, seed=0)
+    assert found.sizes["training"] == 200
+    assert found.near == 1
+    assert float(found.to_training.distance[1]) == 0.0
+    assert int(found.to_training.row[0]) >= 200
+
+
+def test_a_held_out_set_that_holds_training_images_itself_hides_no_copy():
+    """Some benchmark sets do: then the nearest 1 % are at distance 0, and a copy is as near as they are."""
+    twins = dataclasses.replace(WORLD.test, x=torch.cat([WORLD.train.x[:30], WORLD.test.x[30:]]))
+    found = look_for_copies(copied(list(range(100, 120))), federation_copies(WORLD.train, twins), seed=0)
+    assert found.bound == 0.0
+    assert found.near == 20
+
+
+def test_which_held_out_samples_are_taken_is_up_to_the_seed_alone():
+    many = federation_copies(WORLD.train, photographs(900, 5))
+    one, same, other = (look_for_copies(noise(8), many, seed=seed).held_out for seed in (1, 1, 2))
+    assert len(one.row) == 500
+    assert torch.equal(one.distance, same.distance)
+    assert not torch.equal(one.distance, other.distance)
+    assert len(look_for_copies(noise(700), many, seed=1).held_out.row) == 700  # as many as generated ones
