@@ -14,6 +14,7 @@ from fedstill.experiment.config import Experiment, checked_experiment
 from fedstill.experiment.prototypes import MIXED, describe_model
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
+    check_run_folder,
     check_same_experiment,
     keep_tokenizer,
     read_description,
@@ -62,7 +63,9 @@ def run_built(
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     watchers = [*callbacks, *build_trackers(experiment, folder)]
     if folder is not None:
-        if resume and (folder / CONFIG_FILE).exists():
+        if not (folder / CONFIG_FILE).exists():
+            check_run_folder(experiment, folder, asked="run_dir")
+        elif resume:
             check_same_experiment(experiment, folder)
         watchers = [_Describe(experiment, federation, folder), *watchers]
     with threads(experiment.engine.threads):

@@ -176,8 +176,13 @@ def log_to(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    except OSError as error:
+        raise FedstillError(
+            f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
+        ) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = _log.level
     _log.addHandler(handler)
