@@ -158,8 +158,9 @@ def test_an_eager_game_lets_go_of_what_it_was_given():
 
 def test_four_games_are_kept_and_the_oldest_goes_before_a_new_one_is_built(monkeypatch):
     trainer, built = engine(), []
-    make = trainer._new_turns
-    monkeypatch.setattr(trainer, "_new_turns", lambda *a: (built.append(len(trainer.turns)), make(*a))[1])
+    make = turns.Turns
+    count = "fedstill.engine.engine.Turns"
+    monkeypatch.setattr(count, lambda *a, **how: (built.append(len(trainer.turns)), make(*a, **how))[1])
     start, games = {"hunter": one(3.0), "hare": one(-1.0)}, [game() for _ in range(5)]
 
     def play(*numbers):
