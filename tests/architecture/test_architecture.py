@@ -17,8 +17,8 @@ MAY_IMPORT = {
     "partition": {"core", "storage"},
     "data": {"core", "storage"},
     **{room: {"core", "compose"} for room in ("local", "server", "privacy", "models", "engine")},
-    "methods": {"core", "compose", "local", "server", "privacy", "models", "partition", "storage", "experiment"},
-    "loop": {"core", "compose", "privacy", "engine", "storage", "experiment"},
+    "methods": {"core", "compose", "local", "server", "privacy", "models", "partition", "storage"},
+    "loop": {"core", "compose", "privacy", "engine", "storage"},
     "report": {"core", "loop", "engine", "privacy", "storage"},
 }
 PRIVATE_STREAMS = {"default_rng", "Generator", "PCG64", "RandomState", "SeedSequence"}  # of numpy.random, with a seed

@@ -11,9 +11,8 @@ from quick import EITHER_ENGINE
 from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation, without_clock
 from running import federate
 
-from fedstill.core.cohort import cohort_size
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import seed_for
+from fedstill.core.seeds import cohort_size, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Need, ServerStep, Training, Weights
 from fedstill.loop.callbacks import Callback, EarlyStop

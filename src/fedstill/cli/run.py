@@ -16,8 +16,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.compare import RESULTS_FILE, choose_methods, compare, table_notes
 from fedstill.experiment.config import Experiment, MethodSection
+from fedstill.experiment.model import describe_model
 from fedstill.experiment.overrides import describe_partition, parse_method, without_defaults
-from fedstill.experiment.prototypes import describe_model
 from fedstill.experiment.run import run
 from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, new_run_dir, read_description
 from fedstill.loop.callbacks import Callback

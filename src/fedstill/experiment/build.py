@@ -34,7 +34,7 @@ from fedstill.loop.federate import Built, Schedule
 from fedstill.methods.lookup import build_phases, label, own_function
 from fedstill.methods.options import find
 from fedstill.partition import SHARES_ROWS
-from fedstill.partition.cached import cached_parts
+from fedstill.partition.common import cached_parts
 from fedstill.storage.cache import Cache
 
 _log = logging.getLogger("fedstill.run")

@@ -23,14 +23,15 @@ from pydantic import (
     model_validator,
 )
 
-from fedstill.core.cohort import cohort_size
 from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import cohort_size
 from fedstill.core.types import Training
 from fedstill.engine import check_engine
-from fedstill.experiment import prototypes
 from fedstill.experiment.config_errors import one_line
+from fedstill.experiment.model import check_mixture
 from fedstill.loop.guard import Guard
 from fedstill.methods import lookup, options
+from fedstill.models.mixed import MIXED
 from fedstill.privacy.plan import Privacy
 from fedstill.storage import toml as toml_io
 
@@ -304,5 +305,5 @@ def _check_local(local: Training) -> None:
 def _check_own_keys(experiment: Experiment) -> None:
     options.check("partition", experiment.partition.scheme, experiment.partition.options)
     options.check("model", experiment.model.name, experiment.model.options)
-    if experiment.model.name == prototypes.MIXED:
-        prototypes.check_mixture(experiment.model.options)
+    if experiment.model.name == MIXED:
+        check_mixture(experiment.model.options)

@@ -11,7 +11,7 @@ from fedstill.core.threads import threads
 from fedstill.core.types import Federation
 from fedstill.experiment.build import build
 from fedstill.experiment.config import Experiment, checked_experiment
-from fedstill.experiment.prototypes import MIXED, describe_model
+from fedstill.experiment.model import describe_model
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
     check_run_folder,
@@ -25,6 +25,7 @@ from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.evaluate import label_counts
 from fedstill.loop.federate import Built, federate
 from fedstill.loop.history import Result
+from fedstill.models.mixed import MIXED
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
@@ -61,7 +62,7 @@ def run_built(
     """Run an experiment whose parts `build` has made already."""
     folder, federation = None if run_dir is None else Path(run_dir), built.federation
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
-    watchers = [*callbacks, *build_trackers(experiment, folder)]
+    watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
@@ -70,7 +71,8 @@ def run_built(
         watchers = [_Describe(experiment, federation, folder), *watchers]
     with threads(experiment.engine.threads):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
-    result = show_generated(result, federation, folder, seed=experiment.seed)
+    if result.samples is not None and folder is not None:
+        result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:
         draw_pictures(experiment, federation, {result.method: [result]}, folder)
     return result

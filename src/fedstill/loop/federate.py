@@ -18,10 +18,9 @@ import torch
 from fedstill.compose.combine import first_state, samples, targets
 from fedstill.compose.groups import check_fits, check_groups, reported_name, share_states_of
 from fedstill.compose.phases import phases_of
-from fedstill.core.cohort import Sampling, cohort_size
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases, needs_of
-from fedstill.core.seeds import seed_for
+from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Weights

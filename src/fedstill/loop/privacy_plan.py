@@ -18,10 +18,9 @@ from torch import Tensor
 
 from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.compose.head_only import head_names, head_of
-from fedstill.core.cohort import draw_cohort
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import private_normal, seed_for
+from fedstill.core.seeds import draw_cohort, private_normal, seed_for
 from fedstill.core.types import Local, Method, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
 from fedstill.loop.history import History
 from fedstill.loop.round import OPEN_QUESTIONS, Task

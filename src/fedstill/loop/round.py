@@ -23,10 +23,9 @@ from fedstill.compose.groups import (
 )
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import carry_over, method_at
-from fedstill.core.cohort import Sampling, draw_cohort
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import seed_for
+from fedstill.core.seeds import Sampling, draw_cohort, seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, LocalWork, Trained, Trainer
 from fedstill.core.tree import as_tree, byte_size, clone, leaves, rows, select, tree_map

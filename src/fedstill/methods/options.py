@@ -34,8 +34,8 @@ def registry(kind: str) -> Mapping[str, Callable[..., Any]]:
 
         return PARTITIONS
     if kind == "model":
-        from fedstill.experiment.prototypes import MIXED, mixed
         from fedstill.models import MODELS
+        from fedstill.models.mixed import MIXED, mixed
 
         return {**MODELS, MIXED: mixed}
     from fedstill.methods import METHODS

@@ -13,6 +13,18 @@ from fedstill.compose.groups import merge, part_of, together
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import ENSEMBLE, Groups, Model, Output, Params, Seed, Traits, Weights, check_report
 
+MIXED = "mixed"  # as model.name
+
+
+def mixed(*, prototypes: list[str], report: str = ENSEMBLE) -> None:
+    """Clients with different networks: client k runs prototype k mod P, and distillation teaches all of them.
+
+    Args:
+        prototypes: networks with their options, such as "cnn" or "mlp(hidden=[32])"; what has one name is numbered.
+        report: the model that is looked at and that predicts: "ensemble", the mean of the prototypes' logits, or the
+            name of one prototype.
+    """
+
 
 def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:
     """Clients with different models: each prototype by its name, any Model, from `from_module` too.

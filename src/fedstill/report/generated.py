@@ -49,17 +49,15 @@ WHO = "Who can do it: a simulation, which holds all data. In a real federation o
 _log = logging.getLogger("fedstill.run")
 
 
-def show_generated(result: Result, federation: Federation, folder: Path | None, *, seed: Seed) -> Result:
-    """Of a run whose server invents samples: generated.json, and pictures where samples are images.
+def show_generated(result: Result, federation: Federation, folder: Path, *, seed: Seed) -> Result:
+    """Write generated.json about the samples that a run's server invented, and pictures where samples are images.
 
     Features that a generator invents instead of samples are no images, and nothing is written for them.
     """
     with log_to(folder):
         train, rows = federation.train, result.history.rows
-        if result.samples is None and any(key.endswith(GENERATOR_LOSS) for row in rows[-1:] for key in row):
-            _log.info("the generator of %s invents features, no samples: no %s", result.method, COPIES_FILE)
         samples = as_stored(result.samples, train)
-        if folder is None or samples is None:
+        if samples is None:
             return result
         copies = look_for_copies(samples, federation, seed=seed)
         facts = copies.as_dict(train)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedstill.partition import cached as module
-from fedstill.partition.cached import cached_parts
+from fedstill.partition import common as module
+from fedstill.partition.common import cached_parts
 
 LABELS = np.array([0, 0, 1, 1, 2, 2])
 PARTS = [np.array([3, 0]), np.array([], np.int64), np.array([1, 2, 4, 5])]

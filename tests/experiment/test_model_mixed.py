@@ -7,8 +7,7 @@ import pytest
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build, build_federation
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.model import build_network
-from fedstill.experiment.prototypes import prototypes_of
+from fedstill.experiment.model import build_network, prototypes_of
 from fedstill.loop.federate import check_built
 
 
