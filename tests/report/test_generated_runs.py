@@ -24,7 +24,7 @@ from fedstill.methods import fedavg
 from fedstill.core.seeds import torch_generator
 from fedstill.core.types import Method, ServerStep
 from fedstill.data import load
-from fedstill.report.nearest import inputs
+from fedstill.report.generated import inputs
 
 def inventing(*, copies: int = 0):
     """Inventing: FedAvg and samples of noise, the first of them copied.
