@@ -20,6 +20,7 @@ from fedstill.experiment.overrides import parse_method, without_defaults
 from fedstill.experiment.run import draw_pictures, run_built
 from fedstill.experiment.run_folder import write_description
 from fedstill.loop.callbacks import Callback
+from fedstill.loop.evaluate import METRICS
 from fedstill.loop.federate import Built, check_built
 from fedstill.loop.history import Result
 from fedstill.methods.lookup import build_phases, label, split_methods
@@ -55,8 +56,21 @@ def summarize(method: str, results: Sequence[Result]) -> MethodSummary:
         seconds=statistics.fmean(row["seconds"] for row in summaries),
         bytes_up=round(statistics.fmean(row["bytes_up"] for row in summaries)),
         bytes_down=round(statistics.fmean(row["bytes_down"] for row in summaries)),
+        metrics=_metrics(results),
         epsilon=max((claim.epsilon for claim in map(_main_claim, results) if claim), default=None),
     )
+
+
+def _metrics(results: Sequence[Result]) -> dict[str, float]:
+    """The mean over seeds of each metric that asks for a column, in the last evaluated round."""
+    found: dict[str, float] = {}
+    for name, metric in METRICS.items():
+        values = [
+            result.history.last[name] for result in results if result.history.last and name in result.history.last
+        ]
+        if metric.column and values:
+            found[metric.column] = statistics.fmean(values) * (100 if metric.percent else 1)
+    return found
 
 
 def _main_claim(result: Result) -> Claim | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedstill.privacy.statement import shown
@@ -26,6 +26,7 @@ class MethodSummary:
     bytes_up: int
     bytes_down: int
     epsilon: float | None = None  # of one run, the largest over the seeds; None: nothing is claimed
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by heading, the mean over seeds: loop.evaluate.METRICS
 
     @property
     def mean(self) -> float:
@@ -48,6 +49,7 @@ class MethodSummary:
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             **({} if self.epsilon is None else {"epsilon": self.epsilon}),
+            **self.metrics,
         }
 
 
@@ -57,21 +59,25 @@ def best_first(summaries: Iterable[MethodSummary]) -> list[MethodSummary]:
 
 
 def columns(summaries: Sequence[MethodSummary]) -> tuple[str, ...]:
-    """What the table shows; privacy only where some method claims it."""
-    return (*COLUMNS, *(["epsilon"] if any(row.epsilon is not None for row in summaries) else []))
+    """The headings of the table; privacy only where some method claims it."""
+    private = ["epsilon"] if any(row.epsilon is not None for row in summaries) else []
+    return (*COLUMNS, *dict.fromkeys(name for row in summaries for name in row.metrics), *private)
 
 
-def cells(summary: MethodSummary) -> tuple[str, ...]:
+def cells(summary: MethodSummary, headings: Sequence[str]) -> tuple[str, ...]:
+    """One row of the table; a method without a value under a heading has "none" there."""
     spread = "" if summary.std is None else f" ± {100 * summary.std:.2f}"
-    return (
-        summary.method,
-        f"{100 * summary.mean:.2f}{spread}",
-        f"{100 * statistics.fmean(summary.best):.2f}",
-        f"{summary.seconds:.1f}",
-        human_bytes(summary.bytes_up),
-        human_bytes(summary.bytes_down),
-        "none" if summary.epsilon is None else shown(summary.epsilon),
-    )
+    texts = {
+        "method": summary.method,
+        "last %": f"{100 * summary.mean:.2f}{spread}",
+        "best %": f"{100 * statistics.fmean(summary.best):.2f}",
+        "seconds": f"{summary.seconds:.1f}",
+        "up": human_bytes(summary.bytes_up),
+        "down": human_bytes(summary.bytes_down),
+        **{heading: f"{value:.2f}" for heading, value in summary.metrics.items()},
+        **({} if summary.epsilon is None else {"epsilon": shown(summary.epsilon)}),
+    }
+    return tuple(texts.get(heading, "none") for heading in headings)
 
 
 def human_bytes(count: float) -> str:
@@ -98,7 +104,7 @@ def counted(number: int, thing: str) -> str:
 def plain_table(summaries: Sequence[MethodSummary]) -> str:
     """Columns by spaces: for logs, pipes and files."""
     names = columns(summaries)
-    return align([names, *(cells(row)[: len(names)] for row in best_first(summaries))])
+    return align([names, *(cells(row, names) for row in best_first(summaries))])
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -124,5 +130,5 @@ def rich_table(summaries: Sequence[MethodSummary]) -> Table:
     for name in names:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for place, row in enumerate(best_first(summaries)):
-        table.add_row(*(Text(cell) for cell in cells(row)[: len(names)]), style="bold green" if place == 0 else None)
+        table.add_row(*(Text(cell) for cell in cells(row, names)), style="bold green" if place == 0 else None)
     return table
