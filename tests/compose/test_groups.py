@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy import same_bits
 
 from fedstill.about.toy import trial_federation
 from fedstill.compose.groups import (
@@ -26,7 +27,7 @@ from fedstill.compose.groups import (
 )
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator
-from fedstill.core.tree import as_tree, flatten, select
+from fedstill.core.tree import as_tree, select
 from fedstill.core.types import Groups, Model, Output, Targets, Uploads, Weights
 from fedstill.models import build_model, mixed_model
 
@@ -46,11 +47,6 @@ def weights_of(width, seed):
 
 def union(names=NAMES):
     return merge({name: weights_of(place + 1, seed=place) for place, name in enumerate(names)})
-
-
-def same(found, wanted):
-    found, wanted = flatten(found), flatten(wanted)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
 
 
 def uploads_of(ids, groups, *, label_counts=False, extra=True):
@@ -85,8 +81,8 @@ def test_a_prototypes_tensors_are_named_after_it_and_come_back_under_their_own_n
     assert sorted(whole.params) == sorted(f"{name}/{leaf}" for name in NAMES for leaf in ("w", "body.b"))
     assert split(whole, groups_of(NAMES)).keys() == parts.keys()
     for name, part in parts.items():
-        assert same(split(whole, groups_of(NAMES))[name], part)
-        assert same(merge({name: part}), only(whole, name))
+        assert same_bits(split(whole, groups_of(NAMES))[name], part)
+        assert same_bits(merge({name: part}), only(whole, name))
 
 
 def test_a_prototype_that_is_not_there_is_empty():
@@ -104,12 +100,12 @@ def test_uploads_split_by_group_are_what_was_merged_and_nobody_moves_another_pro
     found = split_uploads(whole, groups)
     assert [name for name in groups.models if len(found[name].ids)] == list(parts)
     for name, part in parts.items():
-        assert same(as_tree(found[name]), as_tree(part))
+        assert same_bits(as_tree(found[name]), as_tree(part))
     for place, client in enumerate(ids):
         for name in groups.models:
             if name != member[client]:
                 row = part_of(select(whole, place).weights, name)
-                assert same(row, part_of(start, name)), "a client sent a prototype that is not its own"
+                assert same_bits(row, part_of(start, name)), "a client sent a prototype that is not its own"
 
 
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6), st.booleans())
@@ -120,7 +116,7 @@ def test_what_one_client_sends_alone_is_its_row_again(member, extra):
     for place in ids:
         own = own_upload(whole, place, groups)
         assert own.weights.params.keys() == {"w", "body.b"}
-        assert same(as_tree(whole_upload(own, member[place], start, whole)), as_tree(select(whole, place)))
+        assert same_bits(as_tree(whole_upload(own, member[place], start, whole)), as_tree(select(whole, place)))
 
 
 def test_a_client_is_charged_for_its_own_prototype_alone():

@@ -8,6 +8,7 @@ import torch
 from mixed_runs import LOCAL, MEMBER, NETS, federation, first, mixed, run, without
 from quick import first_quick
 from safetensors.torch import load as read_tensors
+from toy import same_bits
 
 from fedstill.compose.groups import grouped, merge, part_of, share_states_of, split
 from fedstill.compose.phases import phases_of
@@ -21,11 +22,6 @@ from fedstill.loop.guard import Guard
 from fedstill.loop.message import HEADER_LIMIT
 from fedstill.methods.lookup import build_method
 from fedstill.models import mixed_model
-
-
-def same(found, wanted):
-    found, wanted = flatten(found), flatten(wanted)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
 
 
 def numbers(result):
@@ -48,7 +44,7 @@ def numbers(result):
 def test_one_group_is_the_homogeneous_federation_bit_for_bit(method):
     alone = run(method, NETS["b"], cohort=4)
     one_group = run(method, mixed_model({"net": NETS["b"]}, 6), cohort=4)
-    assert same(part_of(one_group.weights, "net"), alone.weights)
+    assert same_bits(part_of(one_group.weights, "net"), alone.weights)
     for found, wanted in zip(numbers(one_group), numbers(alone), strict=True):
         assert found.pop("accuracy_net") == wanted["accuracy"]
         assert {key.replace("/net/", "/"): value for key, value in found.items()} == wanted
@@ -64,12 +60,12 @@ def test_one_group_is_the_homogeneous_federation_bit_for_bit(method):
 def test_the_first_group_is_the_federation_of_its_clients_bit_for_bit(method):
     alone = run(method, NETS["a"], federation=first(3), cohort=3)
     together = run(method)
-    assert same(part_of(together.weights, "a"), alone.weights)
+    assert same_bits(part_of(together.weights, "a"), alone.weights)
 
 
 def test_the_other_group_is_the_federation_of_its_clients_bit_for_bit():
     alone = run("fedavg", NETS["b"], federation=without(federation(), range(3)), cohort=3)
-    assert same(part_of(run("fedavg").weights, "b"), alone.weights)
+    assert same_bits(part_of(run("fedavg").weights, "b"), alone.weights)
 
 
 def one_round(method="feddf(steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=None):
@@ -151,7 +147,7 @@ def test_teachers_answer_once_for_the_students_of_all_groups(monkeypatch):
 def test_a_prototype_without_a_client_this_round_is_stale_under_fedavg_and_taught_under_feddf():
     for method, moves in (("fedavg", False), ("feddf(steps=4)", True)):
         look, _, (candidate, _) = one_round(method=method, ids=[0, 2])
-        assert same(part_of(candidate, "b"), part_of(look.start, "b")) is not moves
+        assert same_bits(part_of(candidate, "b"), part_of(look.start, "b")) is not moves
         assert all(bool(leaf.isfinite().all()) for leaf in flatten(candidate).values() if leaf.is_floating_point())
 
 
@@ -168,7 +164,7 @@ def test_distillation_leaves_the_teachers_as_they_were():
     (phase,) = _grouped("feddf(steps=5)", mixed())
     server = phase.method.aggregate
     server.apply(look.start, server.init(look.start), look)
-    assert same(look.uploads.weights, before)
+    assert same_bits(look.uploads.weights, before)
     assert engine.name == "batched and looped"
 
 
@@ -189,7 +185,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(method, tmp_path):
     whole = run(method, rounds=4, **how)
     run(method, rounds=2, run_dir=tmp_path, **how)
     resumed = run(method, rounds=4, run_dir=tmp_path, resume=True, **how)
-    assert same(resumed.weights, whole.weights)
+    assert same_bits(resumed.weights, whole.weights)
     assert numbers(resumed) == numbers(whole)
 
 
@@ -212,7 +208,7 @@ def test_a_broken_client_of_one_group_is_turned_away_and_the_rest_go_on():
     assert record["client"] == 4
     assert result.history.rows[0]["accepted"] == 5
     healthy = run("scaffold", federation=without(federation(), range(4, 5)), cohort=5, rounds=1)
-    assert same(result.weights, healthy.weights)
+    assert same_bits(result.weights, healthy.weights)
     own = {name: byte_size(net.init(0)) for name, net in NETS.items()}
     for client, data in sent.items():
         names = {name for name in read_tensors(data) if name.startswith("params/")}
@@ -233,7 +229,7 @@ def test_a_client_that_fails_is_turned_away_and_so_is_one_that_moved_too_far():
 
 
 def test_through_the_wire_nothing_changes():
-    assert same(run("scaffold", tamper=lambda number, client, data: data).weights, run("scaffold").weights)
+    assert same_bits(run("scaffold", tamper=lambda number, client, data: data).weights, run("scaffold").weights)
 
 
 def test_rows_name_the_prototypes_and_the_summary_the_reported_model():
@@ -244,7 +240,7 @@ def test_rows_name_the_prototypes_and_the_summary_the_reported_model():
     alone = run("fedavg", mixed(report="b"))
     assert alone.summary()["reported"] == "b"
     assert alone.history.rows[-1]["accuracy"] == alone.history.rows[-1]["accuracy_b"] == last["accuracy_b"]
-    assert same(alone.weights, result.weights)
+    assert same_bits(alone.weights, result.weights)
     assert "reported" not in run("fedavg", NETS["a"], rounds=1).summary()
 
 
@@ -259,7 +255,7 @@ def test_a_method_that_reports_another_model_reports_it_of_all_prototypes():
     result = run("feddf(steps=3, feedback=false)")
     assert result.weights.params.keys() == mixed().init(0).params.keys()
     sent = run('fedavg(weighting="uniform")')
-    assert not same(result.weights, sent.weights)
+    assert not same_bits(result.weights, sent.weights)
 
 
 def test_only_heads_are_trained_in_every_group():
@@ -268,7 +264,7 @@ def test_only_heads_are_trained_in_every_group():
     for name, part in split(result.weights, mixed().groups).items():
         moved = {key for key, leaf in part.params.items() if not torch.equal(leaf, start[name].params[key])}
         assert moved == set(NETS[name].head_names)
-        assert same(part.buffers, start[name].buffers)
+        assert same_bits(part.buffers, start[name].buffers)
 
 
 @pytest.mark.parametrize("report", first_quick(["a", "b", "ensemble"]))

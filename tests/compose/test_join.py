@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model, local_view
+from toy import same_bits
 
 from fedstill.compose.combine import combine
 from fedstill.compose.join import join
@@ -31,10 +32,6 @@ def uploads_of(ends, start):
     size = torch.ones(len(ends), dtype=torch.float64)
     uploads = Uploads(stack(ends), size, size, size, size, {}, None, torch.arange(len(ends)))
     return Round(1, start, uploads, linear_model(), len(ends), None, 0, None)
-
-
-def same_bits(one, other):
-    return all(torch.equal(one.params[name], other.params[name]) for name in other.params)
 
 
 def mixture(text):

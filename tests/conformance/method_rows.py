@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import toy
 from running import federate
-from torch import nn
 from whole_server import as_one, whole
 
 from fedstill.core.needs import needs_of
@@ -17,7 +17,7 @@ from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Method, Model, Need, Output, Tokenizer, Training
 from fedstill.methods import build_algorithm
-from fedstill.models import build_model, from_module
+from fedstill.models import build_model
 
 
 @dataclass(frozen=True)
@@ -162,19 +162,9 @@ TRAINING = Training(batch_size=4, epochs=2, lr=0.15, momentum=0.5, weight_decay=
 ROUNDS, COHORT = 3, 4
 
 
-class NormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU())
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
 def network(net: str = "mlp") -> Model:
     if net == "mlp":
-        return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
+        return toy.network()
     if net == "pictures":
         return build_model("mlp", input_shape=IMAGE, classes=CLASSES, hidden=(8,), init="torch")
     if net == "text":
@@ -182,7 +172,7 @@ def network(net: str = "mlp") -> Model:
         return build_model("bert", input_shape=(TOKENS,), classes=CLASSES, vocabulary=IDS, **small)
     if net == "cnn":
         return build_model("cnn", input_shape=IMAGE, classes=CLASSES)
-    return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
+    return toy.network("norm")
 
 
 def samples(count: int, *, images: bool, use: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,8 +181,7 @@ def samples(count: int, *, images: bool, use: str) -> tuple[torch.Tensor, torch.
     if images:
         x = generator.integers(0, 200, (count, *IMAGE)) + 12 * y[:, None, None, None]
         return torch.from_numpy(x.astype(np.uint8)), torch.from_numpy(y)
-    x = generator.normal(size=(count, FEATURES)) + 1.5 * np.eye(CLASSES, FEATURES)[y]
-    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+    return toy.points(0, "conformance", use, count=count, apart=1.5)
 
 
 def texts(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,11 +267,6 @@ def distance(found: Any, wanted: Any) -> float:
         assert bool(gap.isfinite().all()), name
         gaps.append(float((gap / (1.0 + leaf.double().cpu().abs().max())).max()) if leaf.numel() else 0.0)
     return max(gaps)
-
-
-def same_bits(found: Any, wanted: Any) -> bool:
-    found, wanted = flatten(found), flatten(wanted)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def form_of(tree: Any) -> dict[str, tuple]:

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from mixed_runs import LOCAL, NETS, federation, mixed
+from toy import same_bits
 
 from fedstill.compose.groups import only, part_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import LocalWork
-from fedstill.core.tree import flatten
 from fedstill.engine import Engine, MixedEngine, build_engine
 from fedstill.local.terms import control_variates, cross_entropy
 
@@ -25,11 +25,6 @@ def train(engine, ids, objective=None, **changes):
 
 
 RISK = cross_entropy()
-
-
-def same(found, wanted):
-    found, wanted = flatten(found), flatten(wanted)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
 
 
 def test_each_prototype_is_run_as_it_suits_it():
@@ -52,7 +47,9 @@ def test_every_client_trains_as_in_the_engine_of_its_prototype_alone():
         ids = np.array([4, 0, 3])[places]
         wanted = alone.train(LocalWork(RISK, LOCAL, part_of(start, name), round=2, seed=5), ids, {}).uploads
         own = part_of(trained.uploads.weights, name)
-        assert same(type(own)(*({key: leaf[places] for key, leaf in part.items()} for part in own)), wanted.weights)
+        assert same_bits(
+            type(own)(*({key: leaf[places] for key, leaf in part.items()} for part in own)), wanted.weights
+        )
         assert torch.equal(trained.uploads.loss[places], wanted.loss)
         assert torch.equal(trained.uploads.size[places], wanted.size)
     assert trained.uploads.ids.tolist() == [4, 0, 3]
@@ -115,7 +112,7 @@ def test_batch_statistics_are_taken_for_every_prototype():
     weights = engine.model.init(1)
     found = engine.batch_statistics(weights, x, 10)
     wanted = engine.engines["b"].batch_statistics(part_of(weights, "b"), x, 10)
-    assert same({name.removeprefix("b/"): leaf for name, leaf in found.items()}, wanted)
+    assert same_bits({name.removeprefix("b/"): leaf for name, leaf in found.items()}, wanted)
 
 
 def test_the_union_is_not_trained_as_one_model():

@@ -10,10 +10,10 @@ import torch
 from quick import EITHER_ENGINE
 from run_helpers import LoopEngine, average, counting_objective, fedavg, linear_model, toy_federation, without_clock
 from running import federate
+from toy import same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import cohort_size, seed_for
-from fedstill.core.tree import flatten
 from fedstill.core.types import Need, ServerStep, Training, Weights
 from fedstill.loop.callbacks import Callback, EarlyStop
 from fedstill.loop.checkpoint import load_weights
@@ -29,11 +29,6 @@ def run(method=None, *, federation=None, engine=None, **settings):
     engine = engine or LoopEngine(model, federation)
     settings = {"training": TRAINING, "rounds": 3, "cohort": 5, **settings}
     return federate(method=method or fedavg(), model=model, federation=federation, engine=engine, **settings)
-
-
-def same_bits(a: Weights, b: Weights) -> bool:
-    a, b = flatten(a), flatten(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def lines(path) -> list[dict]:

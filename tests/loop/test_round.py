@@ -10,9 +10,10 @@ import torch
 from run_helpers import LoopEngine, cross_entropy, linear_model, toy_federation, without_clock
 from run_helpers import average as apply_average
 from running import federate
+from toy import same_bits
 
 from fedstill.compose.wrappers import report_only, send_only
-from fedstill.core.tree import flatten, tree_map
+from fedstill.core.tree import tree_map
 from fedstill.core.types import Method, Need, Objective, ServerStep, Targets, Training
 from fedstill.loop.checkpoint import load_weights
 from fedstill.loop.resume import TARGETS_FILE
@@ -40,11 +41,6 @@ def run(*server: ServerStep, federation=None, **settings):
     settings = {"training": Training(batch_size=6, lr=0.2), "rounds": 4, "cohort": 5, **settings}
     engine = LoopEngine(model, federation)
     return federate(method=method, model=model, federation=federation, engine=engine, **settings)
-
-
-def same_bits(a, b) -> bool:
-    a, b = flatten(a), flatten(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_model_that_is_only_reported_is_evaluated_but_never_sent():

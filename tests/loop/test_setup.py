@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from running import federate
+from toy import same_bits
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.wrappers import after, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
-from fedstill.core.tree import leaves, tree_map
-from fedstill.core.types import Method, Phase, ServerStep, Training, Weights
+from fedstill.core.tree import tree_map
+from fedstill.core.types import Method, Phase, ServerStep, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.setup import Asked
@@ -41,10 +42,6 @@ def run(method, **options):
     return federate(method=method, model=trial_model(), federation=trial_federation(), **settings)
 
 
-def same(first: Weights, second: Weights) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(second), strict=True))
-
-
 def test_every_client_that_holds_data_is_asked_once_and_what_it_costs_is_noted_in_the_first_round():
     result = run(method(SIZES))
     first, second = result.history.rows
@@ -55,13 +52,13 @@ def test_every_client_that_holds_data_is_asked_once_and_what_it_costs_is_noted_i
 
 
 def test_a_step_that_prepares_nothing_changes_no_bit_of_a_run():
-    assert same(run(method()).weights, run(method(SIZES)).weights)
+    assert same_bits(run(method()).weights, run(method(SIZES)).weights)
 
 
 def test_the_first_cohort_starts_from_the_prepared_model():
     result = run(method(FROM_ZERO), rounds=1)
     fresh = run(method(), rounds=1)
-    assert not same(result.weights, fresh.weights)
+    assert not same_bits(result.weights, fresh.weights)
     # all-zero weights of a ReLU net: only the last bias has a gradient
     moved = [name for name, leaf in result.weights.params.items() if bool(leaf.any())]
     assert moved == ["head.bias"]
@@ -85,7 +82,7 @@ def test_a_resumed_run_is_not_prepared_again_and_ends_with_the_same_bits(tmp_pat
     whole = run(method(FROM_ZERO), rounds=3)
     run(method(FROM_ZERO), rounds=1, run_dir=tmp_path, checkpoint_every=1)
     resumed = run(method(FROM_ZERO), rounds=3, run_dir=tmp_path, checkpoint_every=1, resume=True)
-    assert same(whole.weights, resumed.weights)
+    assert same_bits(whole.weights, resumed.weights)
 
 
 def test_a_watcher_hears_how_far_it_is():

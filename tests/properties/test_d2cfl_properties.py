@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
+import toy
 from quick import EITHER_ENGINE, first_quick
 from running import federate
-from torch import nn
+from toy import network, same_bits
 from whole_server import watched
 
 from fedstill.compose.combine import targets
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.tree import flatten
-from fedstill.core.types import Dataset, Federation, Phase, Training, Weights
+from fedstill.core.types import Federation, Phase, Training, Weights
 from fedstill.engine import engine as engine_module
 from fedstill.methods import d2cfl, fedavg
 from fedstill.methods.lookup import build_method
-from fedstill.models import build_model, from_module
 
 CLASSES, FEATURES = 4, 6
 TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
@@ -30,36 +27,16 @@ either_engine = pytest.mark.parametrize("engine", EITHER_ENGINE)
 either_rule = pytest.mark.parametrize("rule", first_quick(["max", "mean"]))
 
 
-class NormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU())
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def network(net: str):
-    if net == "norm":
-        return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
-    return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
-
-
-def samples(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = numpy_generator(seed_for(0, "d2cfl", use))
-    y = generator.integers(0, CLASSES, count)
-    x = generator.normal(size=(count, FEATURES)) + 2.0 * np.eye(CLASSES, FEATURES)[y]
-    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+def samples(count: int, use: str) -> toy.Points:
+    return toy.points(0, "d2cfl", use, count=count)
 
 
 def federation(clients: int = 6, size: int = 20) -> Federation:
     """Neighbouring clients hold neighbouring classes."""
-    names = tuple("abcd")
-    train, test = (Dataset("toy", *samples(n, use), names) for n, use in ((clients * size, "train"), (40, "test")))
     unlabeled, truth = samples(60, "unlabeled")
-    offsets = torch.arange(0, clients * size + 1, size)
-    return Federation(train, test, torch.argsort(train.y, stable=True), offsets, unlabeled, truth)
+    sizes = [size] * clients
+    train, test = samples(sum(sizes), "train"), samples(40, "test")
+    return toy.federation_of(train, test, sizes, unlabeled=unlabeled, unlabeled_truth=truth)
 
 
 class Seen(NamedTuple):
@@ -90,11 +67,6 @@ def run(method, *, net: str = "mlp", rounds: int = 5, engine: str = "batched", *
         engine=engine, device="cpu", **how,
     )  # fmt: skip
     return seen._replace(result=result)
-
-
-def same_bits(found: Any, wanted: Any) -> bool:
-    found, wanted = flatten(found), flatten(wanted)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], leaf) for name, leaf in wanted.items())
 
 
 def distance(found: Weights, wanted: Weights) -> float:

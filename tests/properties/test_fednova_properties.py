@@ -1,5 +1,7 @@
 """Quadratics of equal curvature with centres 0 and 4 and p = (0.75, 0.25): the joint optimum is 1."""
 
+import dataclasses
+
 import pytest
 from by_hand import (
     federate_by_hand,
@@ -13,7 +15,7 @@ from by_hand import (
 )
 
 from fedstill.compose.combine import combine
-from fedstill.core.types import Batch, Method, Objective
+from fedstill.core.types import Batch, Objective
 from fedstill.local import against_own_past
 from fedstill.methods import fedavg, fednova
 
@@ -69,7 +71,7 @@ def slope() -> Objective:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_under_constant_gradients_the_step_is_the_mean_gradient_times_the_mean_travel(momentum):
     clients = [Batch(number([0.0]), number([g]), number([n])) for g, n in ((2.0, 3.0), (-4.0, 1.0))]
-    method = Method(slope(), fednova().server)
+    method = dataclasses.replace(fednova(), objective=slope())
     history = federate_by_hand(
         method, scalar_model(), clients, scalar(1.0), rounds=1, steps=[2, 7], lr=0.1, momentum=momentum
     )
@@ -91,7 +93,7 @@ def released(clients, *, objective=None, **how):
     method = (
         with_quadratic(recipe, against_own_past())
         if objective is None
-        else Method(combine(objective, against_own_past()), recipe.server)
+        else dataclasses.replace(recipe, objective=combine(objective, against_own_past()))
     )
     history = federate_by_hand(method, scalar_model(), clients, scalar(1.0), **how)
     return [weights.params["w"].item() for weights in history.weights]

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toy
 from quick import EITHER_ENGINE, first_quick
 from running import federate
 from torch import nn
+from toy import furthest, same_bits
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import numpy_generator, seed_for
-from fedstill.core.tree import flatten
-from fedstill.core.types import Dataset, Federation, Training
+from fedstill.core.types import Federation, Training
 from fedstill.data import Unlabeled, load, make_federation
 from fedstill.methods import build_algorithm, fedavg, mrtf
 from fedstill.models import build_model, from_module
@@ -29,38 +29,20 @@ WRITTEN = ", ".join(f"{key}={value}" for key, value in QUICK.items())
 either_engine = pytest.mark.parametrize("engine", EITHER_ENGINE)
 
 
-def samples(count: int, use: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = numpy_generator(seed_for(0, "mrtf", use))
-    y = generator.integers(0, CLASSES, count)
-    x = generator.normal(size=(count, FEATURES)) + 2.0 * np.eye(CLASSES, FEATURES)[y]
-    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
-
-
 def federation() -> Federation:
     """Neighbouring clients hold neighbouring classes; the server wants the test inputs labelled."""
-    sizes, names = (20, 5, 30, 12, 8, 25), tuple("abcd")
-    train, test = (Dataset("toy", *samples(n, use), names) for n, use in ((sum(sizes), "train"), (50, "test")))
-    offsets = torch.tensor([0, *np.cumsum(sizes)])
-    return Federation(train, test, torch.argsort(train.y, stable=True), offsets, test.x, test.y)
+    sizes = (20, 5, 30, 12, 8, 25)
+    train, test = (toy.points(0, "mrtf", use, count=n) for n, use in ((sum(sizes), "train"), (50, "test")))
+    return toy.federation_of(train, test, sizes, unlabeled=test[0], unlabeled_truth=test[1])
 
 
 def run(method, **how):
     settings = {
-        "model": build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
+        "model": toy.network(),
         "federation": federation(), "training": TRAINING, "rounds": 4, "cohort": 3, "seed": 2, "engine": "batched",
         "device": "cpu",
     }  # fmt: skip
     return federate(method=method, **{**settings, **how})
-
-
-def same_bits(ours, other) -> bool:
-    ours, other = flatten(ours), flatten(other)
-    return ours.keys() == other.keys() and all(torch.equal(ours[name], leaf) for name, leaf in other.items())
-
-
-def furthest(ours, other) -> float:
-    ours, other = flatten(ours), flatten(other)
-    return max(float((ours[name] - leaf).abs().max()) for name, leaf in other.items())
 
 
 def told(result, key: str) -> list:
@@ -76,7 +58,7 @@ def test_without_feedback_clients_get_the_average_and_the_refined_model_is_repor
     assert told(fed, "train_loss")[1:] != told(plain, "train_loss")[1:]
     assert furthest(ours.weights, plain.weights) > 1e-3
     data = federation()
-    model = build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch")
+    model = toy.network()
     answer = model.apply(ours.weights, data.test.x)[0].logits.argmax(1)
     assert float((answer == data.test.y).double().mean()) == told(ours, "accuracy")[-1]
 

@@ -8,11 +8,11 @@ import torch
 from pretraining_cases import net, picture_federation
 from running import federate
 from torch import nn
+from toy import same_bits
 
 from fedstill import Experiment, mixed_model
 from fedstill import run as run_experiment
 from fedstill.core.errors import FedstillError
-from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, ServerStep, Training
 from fedstill.methods import METHODS, build_algorithm, fedavg
 from fedstill.methods.lookup import build_method
@@ -73,15 +73,10 @@ def pictures(text, **how):
     return federate(**{**settings, **how})
 
 
-def same(first, second):
-    first, second = flatten(first), flatten(second)
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.parametrize("method", ["fedavg", "fedprox(mu=0.1)", 'scaffold(weighting="size")'])
 def test_without_an_epoch_it_is_the_other_method_bit_for_bit(method):
-    assert same(pictures(f"{method}+simclr(epochs=0)").weights, pictures(method).weights)
-    assert not same(pictures(f"{method}+simclr(epochs=1, {SMALL})").weights, pictures(method).weights)
+    assert same_bits(pictures(f"{method}+simclr(epochs=0)").weights, pictures(method).weights)
+    assert not same_bits(pictures(f"{method}+simclr(epochs=1, {SMALL})").weights, pictures(method).weights)
 
 
 def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
@@ -101,7 +96,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
     for text in (f"watched+{simclr}", f"{simclr}+watched", f"watched+fedprox+{simclr}", f"watched+{feddf}+{simclr}"):
         pictures(text, cache=cache, rounds=1)
     assert [epochs for _, epochs in seen] == [2.0, 0.0, 0.0, 0.0]
-    assert all(same(weights, seen[0][0]) for weights, _ in seen[1:])
+    assert all(same_bits(weights, seen[0][0]) for weights, _ in seen[1:])
 
 
 def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cache(tmp_path, monkeypatch):
@@ -119,7 +114,7 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
     row, later = first.history.rows[0], second.history.rows[0]
     assert (row["prepare/simclr_epochs"], later["prepare/simclr_epochs"]) == (2.0, 0.0)
     assert row["prepare/knn_accuracy"] == later["prepare/knn_accuracy"] > 0.3
-    assert same(first.weights, second.weights)
+    assert same_bits(first.weights, second.weights)
     assert (tmp_path / "cache" / "prepared").is_dir()
 
 
@@ -165,4 +160,4 @@ def test_of_several_architectures_each_is_pretrained_and_kept_on_its_own(tmp_pat
     rows += [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
     for prototype in prototypes:
         assert [row[f"prepare/{prototype}/simclr_epochs"] for row in rows] == [2.0, 0.0]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list((tmp_path / "prepared").iterdir())) == 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import toy
 from torch import Tensor, nn
+from toy import NormNet
 
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.trainer import LocalWork
@@ -29,8 +31,7 @@ def dataset(count: int, *, images: bool, seed: int = 0) -> Dataset:
     if images:
         x = generator.integers(0, 200, (count, *IMAGE)) + 12 * y[:, None, None, None]
         return Dataset("images", torch.from_numpy(x.astype(np.uint8)), torch.from_numpy(y), names, MEAN, STD)
-    x = generator.normal(size=(count, FEATURES)) + 1.5 * np.eye(CLASSES, FEATURES)[y]
-    return Dataset("points", torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y), names)
+    return Dataset("points", *toy.points(seed, "samples", count, count=count, apart=1.5), names)
 
 
 def federation(sizes=UNEVEN, *, images: bool = False, seed: int = 0) -> Federation:
@@ -48,18 +49,6 @@ class ConvNet(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
         self.head = nn.Linear(6 * 16, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class NormNet(nn.Module):
-    """BatchNorm on features. No bias before it: its gradient would be rounding, which Adam scales up to a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU())
-        self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))

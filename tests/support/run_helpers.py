@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+import toy
 
 from fedstill.compose.combine import weighted_mean
 from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
@@ -12,7 +13,6 @@ from fedstill.core.trainer import Trained
 from fedstill.core.tree import rows, stack
 from fedstill.core.types import (
     Batch,
-    Dataset,
     Federation,
     Local,
     Method,
@@ -27,24 +27,14 @@ from fedstill.core.types import (
 CLASSES, FEATURES = 3, 4
 
 
-def gaussian_classes(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = numpy_generator(seed_for(seed, "points"))
-    y = generator.integers(0, CLASSES, count)
-    centres = 2.0 * np.eye(CLASSES, FEATURES)
-    x = centres[y] + generator.normal(size=(count, FEATURES))
-    return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
+def gaussian_classes(count: int, seed: int) -> toy.Points:
+    return toy.points(seed, "points", count=count, classes=CLASSES, features=FEATURES)
 
 
 def toy_federation(sizes: list[int] | None = None, *, unlabeled: bool = False) -> Federation:
     sizes = [12] * 10 if sizes is None else sizes
-    x, y = gaussian_classes(sum(sizes), 0)
-    order = torch.argsort(y, stable=True)  # label skew: neighbours hold the same class
-    names = tuple("abc")
-    test = Dataset("toy", *gaussian_classes(200, 1), names)
-    offsets = torch.tensor([0, *np.cumsum(sizes)])
-    return Federation(
-        Dataset("toy", x, y, names), test, order, offsets, gaussian_classes(9, 2)[0] if unlabeled else None
-    )
+    beside = gaussian_classes(9, 2)[0] if unlabeled else None
+    return toy.federation_of(gaussian_classes(sum(sizes), 0), gaussian_classes(200, 1), sizes, unlabeled=beside)
 
 
 def linear_model() -> Model:

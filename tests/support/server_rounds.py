@@ -6,55 +6,37 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
+import toy
 from by_hand import uploads_of
 from running import federate
-from torch import Tensor, nn
+from torch import Tensor
 from whole_server import whole
 
-from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.setup import Preparation
-from fedstill.core.tree import flatten, stack
+from fedstill.core.tree import stack
 from fedstill.core.types import Answers, ClientData, Dataset, Federation, Method, Model, Round, Training, Weights
 from fedstill.engine import build_engine
-from fedstill.models import build_model, from_module
 
 CLASSES, FEATURES, CLIENTS, EACH = 3, 4, 5, 12
 LOCAL = Training(batch_size=6, epochs=2, lr=0.2, momentum=0.5)
 
 
-class NormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU())
-        self.head = nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+SMALL = {"features": FEATURES, "classes": CLASSES}
 
 
 def network(net: str = "mlp") -> Model:
-    if net == "mlp":
-        return build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(6,), init="torch")
-    return from_module(NormNet, input_shape=(FEATURES,), classes=CLASSES, check=False)
+    return toy.network(net, hidden=6, **SMALL)
 
 
-def points(count: int, use: str) -> tuple[Tensor, Tensor]:
-    generator = numpy_generator(seed_for(0, "server rounds", use))
-    y = generator.integers(0, CLASSES, count)
-    x = generator.normal(size=(count, FEATURES)) + 2.0 * np.eye(CLASSES, FEATURES)[y]
-    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y)
+def points(count: int, use: str) -> toy.Points:
+    return toy.points(0, "server rounds", use, count=count, **SMALL)
 
 
 def federation() -> Federation:
     """Five clients of twelve, sorted by class: the first knows nothing of the last class."""
-    names = tuple("abc")
-    x, y = points(CLIENTS * EACH, "train")
-    return Federation(
-        Dataset("toy", x, y, names), Dataset("toy", *points(40, "test"), names), torch.argsort(y, stable=True),
-        torch.arange(0, CLIENTS * EACH + 1, EACH), points(20, "unlabeled")[0], validation=points(15, "validation"),
-    )  # fmt: skip
+    train, test, (unlabeled, _) = points(CLIENTS * EACH, "train"), points(40, "test"), points(20, "unlabeled")
+    return toy.federation_of(train, test, [EACH] * CLIENTS, unlabeled=unlabeled, validation=points(15, "validation"))
 
 
 def run(method: Method, *, net: str = "mlp", rounds: int = 3, **how: Any):
@@ -63,17 +45,6 @@ def run(method: Method, *, net: str = "mlp", rounds: int = 3, **how: Any):
         "rounds": rounds, "cohort": 4, "seed": 3, "engine": "batched", "device": "cpu",
     }  # fmt: skip
     return federate(**{**settings, **how})
-
-
-def same_bits(found: Any, wanted: Any) -> bool:
-    found, wanted = flatten(found), flatten(wanted)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def furthest(found: Any, wanted: Any) -> float:
-    found, wanted = flatten(found), flatten(wanted)
-    assert found.keys() == wanted.keys()
-    return max(float((found[name].double() - leaf.double()).abs().max()) for name, leaf in wanted.items())
 
 
 @dataclass
