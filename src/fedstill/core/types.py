@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from fedstill.core.data import Dataset as Dataset
@@ -258,12 +259,11 @@ class Uploads(NamedTuple):
     ids: Tensor  # (C,) int64
 
 
-def known_augmentations(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The same words, if each of them is one that a file may name."""
-    for word in words:
-        if word not in ("crop", "flip", "cutout"):
-            raise FedstillError(f"augment = '{word}' is unknown: {suggest(word, ('crop', 'flip', 'cutout'))}")
-    return words
+def _augmentation(word: str) -> str:
+    """The word itself, if a file may name it; pre-training has others of its own."""
+    if word not in ("crop", "flip", "cutout"):
+        raise PydanticCustomError("literal_error", "unknown", {"expected": "'crop', 'flip' or 'cutout'"})
+    return word
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Training:
     lr_schedule: Literal["constant", "cosine", "cyclic"] = "constant"  # cosine: to zero, over the local steps
     lr_cycle: Count = 25  # cyclic: steps in which the rate falls along a line to lr_low, then it starts again
     lr_low: NotNegative = 0.0
-    augment: Annotated[tuple[str, ...], AfterValidator(known_augmentations), Example(["crop", "flip"])] = ()
+    augment: Annotated[tuple[Annotated[str, AfterValidator(_augmentation)], ...], Example(["crop", "flip"])] = ()
     part: Literal["all", "head"] = "all"  # head: linear evaluation, the extractor stays as it is, in eval mode
     keep_optimizer: Flag = False  # the optimiser's moments go on from round to round instead of starting at zero
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.limits import SECTION, Example, NotNegative, Positive, Whole, check_limits
+from fedstill.core.limits import SECTION, CountOrNone, Example, NotNegative, Positive, check_limits
 from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
 from fedstill.core.types import Params, Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
@@ -40,7 +40,7 @@ class Guard:
     __pydantic_config__ = SECTION
     norm_bound: Annotated[Positive | None, Example(10.0)] = None
     size_cap: Positive | None = 1e9
-    quorum: Whole | NotNegative = 1
+    quorum: CountOrNone | NotNegative = 1
     extra_bound: Annotated[Positive | None, Example(100.0)] = None
 
     def __post_init__(self) -> None:
