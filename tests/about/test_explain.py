@@ -119,3 +119,12 @@ def test_noise_by_each_client_keeps_sizes_and_losses_at_home_and_a_trusted_party
     assert told in trusting["leaves_a_client"]
     assert any("a trusted party clips the moves" in item for item in trusting["leaves_a_client"])
     assert not any("trusted" in item for item in alone["leaves_a_client"])
+
+
+def test_an_aggregate_is_explained_alone_and_as_a_part_of_a_method():
+    facts = explain("trimmed_mean(share=0.2)")
+    assert facts["summary"].startswith("w = the mean over the cohort without the largest")
+    assert [option["name"] for option in facts["options"]] == ["share"]
+    assert [part["part"] for part in explain("fedlmd+median")["parts"]][-1] == "median"
+    parts = explain("scaffold+krum")["parts"]
+    assert [part["part"] for part in parts if part["where"] == "server"] == ["krum", "update_control"]

@@ -37,7 +37,8 @@ from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
 from fedstill.loop.federate import check_built
 from fedstill.methods import METHODS
-from fedstill.methods.lookup import build_method, parse, write
+from fedstill.methods.lookup import Part, build_method, parse, write
+from fedstill.server import AGGREGATES
 
 NAMED = (
     "fedlmd+fedprox(mu=0.01)+fedavgm",
@@ -49,6 +50,13 @@ NAMED = (
     "fedbe(samples=2, steps=5, batch_size=8)+moon+update_noise(sigma=0.01)",
     f"scaffold+fedlmd+{write('fedftg', HARD_SAMPLES)}",
     f"{write('fedgen', FEATURES_INVENTED)}+fedprox(mu=0.1)+scaffold(weighting='size')",
+)
+ROBUST = (
+    "fedlmd+median",
+    "feddf(steps=5, batch_size=8)+krum(f=1, m=2)",
+    "scaffold+trimmed_mean(share=0.25)",
+    "mrtf(steps=5, batch_size=8)+geometric_median",
+    "fedavgm+norm_bound(bound=0.5)",
 )
 DRAWN = 10
 
@@ -74,7 +82,7 @@ def drawn() -> list[str]:
     return found
 
 
-MIXTURES = [*NAMED, *drawn()]
+MIXTURES = [*NAMED, *ROBUST, *drawn()]
 every_mixture = pytest.mark.parametrize("text", first_quick(MIXTURES, 2))
 every_engine = pytest.mark.parametrize("engine", EITHER_ENGINE)
 
@@ -91,10 +99,10 @@ def plain(text: str, engine: str = "batched"):
 
 
 def test_the_draw_covers_client_and_server_parts():
-    assert len(set(MIXTURES)) == len(NAMED) + DRAWN
+    assert len(set(MIXTURES)) == len(NAMED) + len(ROBUST) + DRAWN
     used = {part.name for text in MIXTURES for part in parse(text)[0].parts}
     assert len(used) >= 12
-    assert used <= set(METHODS)
+    assert used <= METHODS.keys() | AGGREGATES.keys()
     stages = {step.stage for text in MIXTURES for step in built(text).steps}
     assert stages == set(Stage)
 
@@ -110,9 +118,12 @@ def test_every_part_matters(text):
     """Take one part away and the model is another one."""
     parts = parse(text)[0].parts
     for gone in parts:
-        left = "+".join(write(part.name, part.options) for part in parts if part is not gone)
+        left = [part for part in parts if part is not gone]
+        if all(part.name in AGGREGATES for part in left):
+            left = [Part("fedavg"), *left]
         if gone.name != "fedavg":
-            assert not same_bits(plain(left), plain(text)), gone.name
+            rest = "+".join(write(part.name, part.options) for part in left)
+            assert not same_bits(plain(rest), plain(text)), gone.name
 
 
 @every_mixture
@@ -155,7 +166,7 @@ def test_what_is_not_declared_may_be_nan(text, engine):
 @every_mixture
 def test_as_many_bytes_travel_as_the_parts_declare(text):
     declared = {row.name: row for row in ROWS}  # options do not change what travels
-    parts = [declared[part.name] for part in parse(text)[0].parts]
+    parts = [declared[part.name] for part in parse(text)[0].parts if part.name not in AGGREGATES]
     start = network().init(0)
     sends, receives = sum(part.sends for part in parts), sum(part.receives for part in parts)
     numbers, beside = 8 + 3 * 4 + bytes_of_counts(built(text)), sum(part.receives_bytes for part in parts)

@@ -36,6 +36,7 @@ from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method, find_method, parse, write
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import statement
+from fedstill.server.aggregate import AGGREGATES
 
 _SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
@@ -44,17 +45,18 @@ Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
 
 def explain(name: str) -> dict[str, Any]:
     """Return everything that `fedstill explain` prints, as plain data; a mixture is explained part by part."""
-    named = {part.name: part for stretch in parse(name) for part in stretch.parts}
+    every = {part.name: part for stretch in parse(name) for part in stretch.parts}
+    named = {key: part for key, part in every.items() if key not in AGGREGATES}
     if len(named) > 1:
         return _explain_several(name, {part.name: write(part.name, part.options) for part in named.values()})
-    factory = find_method(next(iter(named)))
-    method = build_method(name)[0].method
+    factory = find_method(next(iter(named))) if named else AGGREGATES[next(iter(every))]
+    method = build_method(name if named else f"fedavg+{name}")[0].method
     sections = read_docstring(factory)
     return {
         "method": name,
         "summary": sections["summary"],
         "equation": sections["body"],
-        "options": _options(factory, sections["Args"], next(iter(named.values())).options.get("preset")),
+        "options": _options(factory, sections["Args"], next(iter(every.values())).options.get("preset")),
         "parts": parts_of(method),
         "needs": sorted(need.value for need in needs_of(method)),
         **traffic(method),

@@ -211,7 +211,7 @@ def bench(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="methods, datasets, partitions or models.")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="methods, aggregates, datasets, partitions or models.")],
     format_: AsFormat = Format.text,
 ) -> None:
     """List what can be named in an experiment file."""

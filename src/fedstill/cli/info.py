@@ -12,7 +12,7 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
 from fedstill.methods.options import defaults, find, parameters, registry
 
-KINDS = {"methods": "method", "partitions": "partition", "models": "model"}
+KINDS = {"methods": "method", "aggregates": "aggregate", "partitions": "partition", "models": "model"}
 
 
 def listing(what: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from fedstill.core.author_mistakes import model_and_state, one_number
 from fedstill.core.errors import FedstillError
 from fedstill.core.setup import Preparation
 from fedstill.core.types import (
+    Aggregate,
     Batch,
     Local,
     Method,
@@ -103,10 +104,15 @@ def first_state(method: Method, weights: Weights) -> Tree:
 
 def run_steps(method: Method, candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
     """Run the method's server steps in order; states of steps that the method does not have stay as they are."""
-    after = dict(state)
+    after, round = dict(state), replace(round, weighting=weighting_of(method))
     for step in method.steps:
         candidate, after[step.name] = run_step(step, candidate, state.get(step.name, {}), round)
     return candidate, after
+
+
+def weighting_of(method: Method) -> Literal["size", "uniform"]:
+    """How much an upload counts for the method's server steps: as in its aggregate, else uniformly."""
+    return method.aggregate.weighting if isinstance(method.aggregate, Aggregate) else "uniform"
 
 
 def prepare_steps(method: Method, candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import broadcast_of, first_state, reported, run_step, samples, targets
+from fedstill.compose.combine import broadcast_of, first_state, reported, run_step, samples, targets, weighting_of
 from fedstill.compose.phases import NETWORKS, share_states
 from fedstill.core.errors import FedstillError
 from fedstill.core.setup import Preparation, no_preparation
@@ -301,6 +301,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
         return {"each": {name: first_state(methods[name], part) for name, part in split(weights, groups).items()}}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        round = replace(round, weighting=weighting_of(next(iter(methods.values()))))
         parts, rounds = split(candidate, groups), rounds_of(round, groups)
         each = {prototype: dict(own) for prototype, own in state["each"].items()}
         for prototype, step in in_step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -29,8 +30,10 @@ Named = Mapping[str, Method]
 PLAIN_RISK = "cross_entropy"
 
 
-def join(methods: Named) -> Method:
+def join(methods: Named, aggregate: ServerStep | None = None) -> Method:
     """One method from several, by the names that mistakes should mention.
+
+    aggregate: the one that a run names; without it the method decides whose aggregate is not FedAvg's plain average.
 
         client:  one risk (cross-entropy, unless one method replaces it) + the terms of all
         server:  one aggregate -> at most one move -> whatever is kept -> refinements, in the order given -> one whose
@@ -42,7 +45,8 @@ def join(methods: Named) -> Method:
     if not methods:
         raise FedstillError("no method is named: give at least one")
     if len(methods) == 1:
-        return next(iter(methods.values()))
+        (only,) = methods.values()
+        return only if aggregate is None else replace(only, aggregate=aggregate)
     _check_slots(methods)
     risk = _risk(methods)
     terms = [term for one in methods.values() for term in _terms(one.objective) if not term.risk]
@@ -53,7 +57,15 @@ def join(methods: Named) -> Method:
     _check_names(server, methods)
     releases = tuple(release for one in methods.values() for release in one.releases)
     transmit = _in_turn([one.transmit for one in methods.values()])
-    return Method(objective, _aggregate(methods), server, transmit, releases, _seal(methods), _without_counts(methods))
+    return Method(
+        objective,
+        aggregate or _aggregate(methods),
+        server,
+        transmit,
+        releases,
+        _seal(methods),
+        _without_counts(methods),
+    )
 
 
 def _terms(objective: Objective) -> tuple[Objective, ...]:
@@ -104,8 +116,8 @@ def _aggregate(methods: Named) -> ServerStep:
     if len(left) > 1:
         told = " and ".join(f"{method} ({step.name})" for step, method in left.items())
         raise FedstillError(
-            f"{told} aggregate differently: give both the same weighting and buffers, or use one (a function of your "
-            "own takes them as options and writes average(weighting, buffers=buffers))"
+            f"{told} aggregate differently: say how, e.g. {'+'.join(methods)}+average(weighting='uniform') "
+            "or [server] aggregate = 'median'"
         )
     return next(iter(left))
 

@@ -307,6 +307,7 @@ class Round:
     validation: tuple[Tensor, Tensor] | None = None  # labeled (x, y); None unless Need.VALIDATION is declared
     groups: Mapping[str, Round] = field(default_factory=dict)  # several architectures: the round of each, by name
     shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all, this round
+    weighting: Literal["size", "uniform"] = "uniform"  # how much an upload counts: as in the method's aggregate
 
 
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
@@ -334,6 +335,14 @@ class ServerStep:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise FedstillError(f"ServerStep({self.name!r}, ...): a step's name comes first, e.g. ServerStep('median')")
+
+
+@dataclass(frozen=True)
+class Aggregate(ServerStep):
+    """The step that makes one model from the cohort's."""
+
+    stage: Stage = Stage.AGGREGATE
+    weighting: Literal["size", "uniform"] = "uniform"  # how much an upload counts, also for steps that follow it
 
 
 Transmit = Callable[[Uploads, Weights, Seed], Uploads]

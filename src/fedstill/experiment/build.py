@@ -31,7 +31,7 @@ from fedstill.experiment.model import build_network
 from fedstill.experiment.overrides import describe_partition
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
-from fedstill.methods.lookup import build_phases, label, own_function
+from fedstill.methods.lookup import aggregate_part, build_phases, label, own_function
 from fedstill.methods.options import find
 from fedstill.partition import SHARES_ROWS
 from fedstill.partition.common import cached_parts
@@ -113,7 +113,9 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
 
     federation: an already built one (by default it is built from the experiment).
     """
-    method = build_phases(experiment.method.phases)  # first: two parts that clash are told before the data are read
+    server = experiment.server  # the method first: two parts that clash are told before the data are read
+    aggregate = aggregate_part(server.aggregate)
+    method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
     federation = build_federation(experiment) if federation is None else federation
     engine = experiment.engine
     return Built(

@@ -51,6 +51,11 @@ def _section(key: str) -> BeforeValidator:
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
+def _checked_aggregate(text: str) -> str:
+    lookup.aggregate_part(text)
+    return text
+
+
 class DataSection(BaseModel, **_RULES, extra="forbid"):
     """What is learnt from, and what unlabeled data the server has."""
 
@@ -160,6 +165,13 @@ class MethodSection(BaseModel, **_RULES, extra="allow"):
         return len(self.phases) == 1 and len(self.phases[0].parts) == 1
 
 
+class ServerSection(BaseModel, **_RULES, extra="forbid"):
+    """How the server makes one model from the cohort's, whichever method runs."""
+
+    aggregate: Annotated[str, AfterValidator(_checked_aggregate)] = Field(default="", examples=["median"])
+    buffers: Literal["average", "pooled", "reset", "local"] = "average"  # BatchNorm statistics
+
+
 class EngineSection(BaseModel, **_RULES, extra="forbid"):
     """Who computes, and where."""
 
@@ -199,6 +211,7 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
     model: Annotated[ModelSection, _section("name")] = ModelSection()
     local: Training = Training()
     method: Annotated[MethodSection, _section("name")] = MethodSection()
+    server: Annotated[ServerSection, _section("aggregate")] = ServerSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
     guard: Guard = Guard()
     privacy: Privacy = Privacy()

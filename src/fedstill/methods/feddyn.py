@@ -28,4 +28,4 @@ def feddyn(*, alpha: float = 0.01, weighting: Weighting = "uniform", buffers: Bu
     """
     positive("alpha", alpha)
     objective = combine(cross_entropy(), dynamic_regularization(alpha))
-    return Method(objective, average(weighting, buffers=buffers), (dynamic_correction(alpha, weighting),))
+    return Method(objective, average(weighting, buffers=buffers), (dynamic_correction(alpha),))

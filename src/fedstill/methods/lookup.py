@@ -9,15 +9,16 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.types import Method, Phase
+from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.methods import METHODS
+from fedstill.server.aggregate import AGGREGATES, BufferPolicy, with_buffers
 from fedstill.storage import toml as toml_io
 
 Factory = Callable[..., Method]
@@ -43,13 +44,18 @@ def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[P
     return build_phases(check_phase_texts(parse(text), options or {}))
 
 
-def build_phases(texts: Sequence[PhaseText]) -> tuple[Phase, ...]:
-    """Methods from texts that `check_phase_texts` has passed. Each phase carries the text of all of them."""
+def build_phases(
+    texts: Sequence[PhaseText], *, aggregate: Part | None = None, buffers: BufferPolicy = "average"
+) -> tuple[Phase, ...]:
+    """Methods from texts that `check_phase_texts` has passed. Each phase carries the text of all of them.
+
+    aggregate, buffers: how every phase makes one model from the cohort's, where the run says so ([server]).
+    """
     try:
         whole = " then ".join(_write_phase(text) for text in texts)
     except FedstillError:  # an option, given in Python, that no text can hold
         whole = ""
-    return tuple(Phase(_build(text.parts), text.until, whole) for text in texts)
+    return tuple(Phase(_build(text.parts, aggregate, buffers), text.until, whole) for text in texts)
 
 
 def _write_phase(text: PhaseText) -> str:
@@ -71,11 +77,41 @@ def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) ->
             raise FedstillError(f"method: options of '{names}' stand inside it, e.g. fedlmd(beta=1.0)+fedprox(mu=0.01)")
         texts = (PhaseText((Part(parts[0].name, {**parts[0].options, **options}),), texts[0].until),)
     for part in (part for text in texts for part in text.parts):
-        check("method", part.name, part.options)
+        check("aggregate" if part.name in AGGREGATES else "method", part.name, part.options)
     return tuple(texts)
 
 
-def _build(parts: Sequence[Part]) -> Method:
+def aggregate_part(text: str) -> Part | None:
+    """The aggregate that [server] aggregate names, with its options checked; None where it names none."""
+    from fedstill.methods.options import check
+
+    if not text:
+        return None
+    part = single(text)
+    if part is None or part.name not in AGGREGATES:
+        name = text if part is None else part.name
+        raise FedstillError(f"server.aggregate = '{text}' is unknown: {suggest(name, AGGREGATES)}")
+    check("aggregate", part.name, part.options)
+    return part
+
+
+def _build(parts: Sequence[Part], aggregate: Part | None, buffers: BufferPolicy) -> Method:
+    named = [part for part in parts if part.name in AGGREGATES]
+    parts = [part for part in parts if part.name not in AGGREGATES]
+    if len(named) > 1 or (named and aggregate is not None):
+        first, second = [*named, *([] if aggregate is None else [aggregate])][:2]
+        where = f"{second.name} of [server] aggregate" if aggregate is not None else second.name
+        raise FedstillError(f"{first.name} and {where} both make one model from the cohort's: take one of them away")
+    if not parts:
+        alone = named[0].name
+        raise FedstillError(f"{alone} makes one model from the cohort's: write a method beside it, e.g. fedavg+{alone}")
+    chosen = named[0] if named else aggregate
+    step = None if chosen is None else AGGREGATES[chosen.name](**chosen.options)
+    method = _joined(parts, step)
+    return replace(method, aggregate=with_buffers(method.aggregate, buffers))
+
+
+def _joined(parts: Sequence[Part], aggregate: ServerStep | None) -> Method:
     factories = {part.name: find_method(part.name) for part in parts}
     shared = _shared_options(parts, factories)
     built: dict[str, Method] = {}
@@ -84,7 +120,7 @@ def _build(parts: Sequence[Part]) -> Method:
         takes = inspect.signature(factory).parameters
         agreed = {key: value for key, value in shared.items() if key in takes}
         built[part.name] = _call(part.name, factory, {**agreed, **part.options})
-    return join(built)
+    return join(built, aggregate)
 
 
 def _shared_options(parts: Sequence[Part], factories: Mapping[str, Factory]) -> dict[str, Any]:

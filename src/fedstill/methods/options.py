@@ -18,12 +18,18 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Method
 from fedstill.storage.toml import toml_value
 
-_NAME_KEY = {"partition": "partition.scheme", "model": "model.name", "method": "method.name"}
+_NAME_KEY = {
+    "partition": "partition.scheme",
+    "model": "model.name",
+    "method": "method.name",
+    "aggregate": "server.aggregate",
+}
 _COLUMNS = {("natural", "keys"): str | list[str]}  # a file names the columns, the function takes their values
 _FILLED_IN = {
     "partition": frozenset({"labels", "clients", "seed"}),
     "model": frozenset({"input_shape", "classes", "vocabulary"}),  # the data decide
     "method": frozenset[str](),
+    "aggregate": frozenset[str](),
 }
 
 
@@ -38,6 +44,10 @@ def registry(kind: str) -> Mapping[str, Callable[..., Any]]:
         from fedstill.models.mixed import MIXED, mixed
 
         return {**MODELS, MIXED: mixed}
+    if kind == "aggregate":
+        from fedstill.server.aggregate import AGGREGATES
+
+        return AGGREGATES
     from fedstill.methods import METHODS
 
     return METHODS

@@ -42,5 +42,5 @@ def scaffold(
     """
     positive("global_lr", global_lr)
     step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
-    server = (*step, update_control(weighting))
+    server = (*step, update_control())
     return Method(combine(cross_entropy(), control_variates(option)), average(weighting, buffers=buffers), server)

@@ -1,7 +1,12 @@
-"""From a cohort of models to one: weighted averages, and what happens to BatchNorm statistics."""
+"""From a cohort of models to one: averages, robust aggregates, and what happens to BatchNorm statistics.
+
+`AGGREGATES` names them for a text (fedlmd+median) and for [server] aggregate. Each is one tensor operation over the
+cohort; uploads of weight 0 do not count. Broken uploads (NaN, Inf) never come here, because the guard holds them back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -9,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.tree import clone, rows
-from fedstill.core.types import Need, Params, Round, ServerStep, Stage, Tree, Uploads, Weights
+from fedstill.core.tree import clone, rows, select
+from fedstill.core.types import Aggregate, Need, Params, Round, ServerStep, Tree, Uploads, Weights
 
 Weighting = Literal["size", "uniform"]
 BufferPolicy = Literal["average", "pooled", "reset", "local", "last"]
@@ -92,7 +97,7 @@ def average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average")
         return Weights(params, merge_buffers(round, share, buffers)), state
 
     needs = frozenset({Need.INDIVIDUAL_UPLOADS} if buffers == "last" else ())
-    step = ServerStep("average", apply, needs=needs, stage=Stage.AGGREGATE)
+    step = Aggregate("average", apply, needs=needs, weighting=weighting)
     return _MADE.setdefault((weighting, buffers), step)
 
 
@@ -122,3 +127,202 @@ def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy =
         return candidate._replace(params={n: p + correction[n] for n, p in candidate.params.items()}), state
 
     return replace(plain, name="normalized_average", apply=apply, needs=plain.needs | {Need.PLAIN_SGD})
+
+
+_ALONE = frozenset({Need.INDIVIDUAL_UPLOADS})
+
+
+def median() -> ServerStep:
+    """w = the median over the cohort, coordinate by coordinate; of an even number the mean of the middle two.
+
+    Fewer than half of the clients cannot move it beyond the others' values.
+
+    Reference: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """
+
+    def middle(stacked: Params) -> Params:
+        def of(leaf: Tensor) -> Tensor:
+            low, high = (len(leaf) - 1) // 2, len(leaf) // 2
+            ordered = leaf.sort(dim=0).values
+            return ordered[low] if low == high or not leaf.is_floating_point() else ordered[low : high + 1].mean(0)
+
+        return {name: of(leaf) for name, leaf in stacked.items()}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        params, buffers = map(middle, _counted(round.uploads).weights)
+        return Weights(params, buffers), state
+
+    return Aggregate("median", apply, needs=_ALONE)
+
+
+def trimmed_mean(share: float = 0.1) -> ServerStep:
+    """w = the mean over the cohort without the largest and the smallest values, coordinate by coordinate.
+
+    Args:
+        share: of the cohort that is left out at either end, rounded down; 0 is the uniform average.
+
+    Reference: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
+    """
+    if not 0 <= share < 0.5:
+        raise FedstillError(f"trimmed_mean(share={share!r}): use a number from 0 to below 0.5")
+
+    def trimmed(stacked: Params) -> Params:
+        def of(leaf: Tensor) -> Tensor:
+            cut = int(share * len(leaf) + 1e-9)  # 0.29 of 100 are 29, whatever 0.29 is in binary
+            left = leaf.sort(dim=0).values[cut : len(leaf) - cut] if cut else leaf
+            return left.mean(0) if leaf.is_floating_point() else left.amax(0)
+
+        return {name: of(leaf) for name, leaf in stacked.items()}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        params, buffers = map(trimmed, _counted(round.uploads).weights)
+        return Weights(params, buffers), state
+
+    return Aggregate("trimmed_mean", apply, needs=_ALONE)
+
+
+def geometric_median(iterations: int = 20, smoothing: float = 1e-6) -> ServerStep:
+    """w = the point with the smallest sum of distances to the uploads (RFA).
+
+    Weiszfeld's algorithm: w is a mean of the uploads with weights 1 / max(smoothing, distance to w), repeated.
+    BatchNorm statistics get the same weights.
+
+    Args:
+        iterations: of Weiszfeld's algorithm.
+        smoothing: the smallest distance that counts.
+
+    Reference: Pillutla et al., Robust Aggregation for Federated Learning, IEEE TSP 2022.
+    """
+    if iterations < 1 or not smoothing > 0:
+        raise FedstillError(
+            f"geometric_median({iterations!r}, {smoothing!r}): use at least 1 iteration and a positive number"
+        )
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        uploads = _counted(round.uploads)
+        squares = squared_distances(uploads.weights.params, round.start.params)
+        share = torch.full_like(squares[0], 1.0 / len(squares))
+        for _ in range(iterations):
+            apart = squares @ share - 0.5 * (share @ squares @ share)  # ||w_k - sum_j share_j w_j||^2
+            inverse = 1.0 / apart.clamp_min(0.0).sqrt().clamp_min(smoothing)
+            share = inverse / inverse.sum()
+        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
+
+    return Aggregate("geometric_median", apply, needs=_ALONE)
+
+
+def krum(f: int = 1, m: int = 1) -> ServerStep:
+    """w = the mean of the m uploads that are nearest to their neighbours (Multi-Krum).
+
+    An upload's score is the sum of its squared distances to the |S| - f - 2 nearest others; a small one is good.
+
+    Args:
+        f: clients that may be hostile; at least one neighbour counts, however small the cohort is.
+        m: uploads that are kept; the cohort's size or more is the uniform average.
+
+    Reference: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
+    """
+    if f < 0 or m < 1:
+        raise FedstillError(f"krum(f={f!r}, m={m!r}): use f of at least 0 and m of at least 1")
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        uploads = _counted(round.uploads)
+        count = len(uploads.ids)
+        squares = squared_distances(uploads.weights.params, round.start.params)
+        near = squares.sort(dim=1).values[:, 1 : 1 + max(1, count - f - 2)].sum(1)  # the first is the upload itself
+        by_id = uploads.ids.to(near.device).argsort()  # among equals the smallest id, whatever the cohort's order
+        best = by_id[near[by_id].argsort(stable=True)[: min(m, count)]]
+        share = torch.zeros_like(near).index_fill(0, best, 1.0 / len(best))
+        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
+
+    return Aggregate("krum", apply, needs=_ALONE)
+
+
+def norm_bound(bound: float = 1.0) -> ServerStep:
+    """w = start + the uniform mean of the clients' moves, none longer than `bound`. BatchNorm statistics are averaged.
+
+    Args:
+        bound: of the norm of a client's move over all parameters together.
+
+    Reference: Sun et al., Can You Really Backdoor Federated Learning?, 2019.
+    """
+    if not bound > 0:
+        raise FedstillError(f"norm_bound(bound={bound!r}): use a positive number")
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        uploads = _counted(round.uploads)
+        start, share = round.start.params, shares(uploads, "uniform")
+        moves = {name: leaf - start[name] for name, leaf in uploads.weights.params.items()}
+        squares = [move.reshape(len(move), -1).double().square().sum(1) for move in moves.values()]
+        norm = torch.stack(squares).sum(0).sqrt()  # (C,)
+        mean = weighted_sum(moves, share * (bound / norm.clamp_min(bound)))
+        params = {name: leaf + mean[name] for name, leaf in start.items()}
+        return Weights(params, weighted_sum(uploads.weights.buffers, share)), state
+
+    return Aggregate("norm_bound", apply, needs=_ALONE)
+
+
+def squared_distances(params: Params, start: Params) -> Tensor:
+    """(C, C) squared distances between the uploads over all parameters together, in float64."""
+    moves = ((leaf.double() - start[name].double()).flatten(1) for name, leaf in params.items())
+    products = torch.stack([move @ move.T for move in moves]).sum(0)
+    own = products.diagonal()
+    apart = (own.unsqueeze(0) + own.unsqueeze(1) - 2.0 * products).clamp_min(0.0)
+    return apart.fill_diagonal_(0.0)
+
+
+def _counted(uploads: Uploads) -> Uploads:
+    """The uploads of clients that hold samples."""
+    counts = shares(uploads, "uniform") > 0
+    return uploads if bool(counts.all()) else select(uploads, counts.nonzero().flatten().cpu())
+
+
+def with_buffers(step: ServerStep, policy: BufferPolicy) -> ServerStep:
+    """The same aggregate with another policy for BatchNorm statistics.
+
+    average: as the aggregate makes the parameters, so means and variances alike.
+    pooled:  var = (var_k + mean_k^2 made one) - mean^2, the variance of the union of the clients' data.
+    reset:   the initial statistics (mean 0, variance 1, count 0).
+    local:   the server keeps the ones it sent; clients' statistics are not used.
+    """
+    if policy == "average":
+        return step
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        sent = round.uploads.weights
+        if policy == "pooled":
+            raw = {name: _raw_variance(name, sent.buffers) for name in sent.buffers}
+            round = replace(round, uploads=round.uploads._replace(weights=sent._replace(buffers=raw)))
+        made, state = step.apply(candidate, state, round)
+        return made._replace(buffers=_by_policy(policy, made.buffers, round)), state
+
+    return replace(step, apply=apply)
+
+
+def _raw_variance(name: str, buffers: Params) -> Tensor:
+    if not name.endswith("running_var"):
+        return buffers[name]
+    return buffers[name] + buffers[name.removesuffix("var") + "mean"].square()
+
+
+def _by_policy(policy: BufferPolicy, made: Params, round: Round) -> Params:
+    if policy == "local":
+        return clone(round.start.buffers)
+    buffers = dict(made)
+    for name, leaf in made.items():
+        if policy == "reset" and name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            buffers[name] = torch.full_like(leaf, 1 if name.endswith("running_var") else 0)
+        if policy == "pooled" and name.endswith("running_var"):
+            buffers[name] = (leaf - made[name.removesuffix("var") + "mean"].square()).clamp_min(0.0)
+    return buffers
+
+
+AGGREGATES: dict[str, Callable[..., ServerStep]] = {
+    "average": average,
+    "normalized_average": normalized_average,
+    "median": median,
+    "trimmed_mean": trimmed_mean,
+    "geometric_median": geometric_median,
+    "krum": krum,
+    "norm_bound": norm_bound,
+}

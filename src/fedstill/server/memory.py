@@ -7,11 +7,11 @@ from fedstill.core.types import Round, ServerStep, Stage, Tree, Weights
 from fedstill.server.aggregate import Weighting, participation, shares, weighted_sum
 
 
-def update_control(weighting: Weighting = "uniform") -> ServerStep:
+def update_control(weighting: Weighting | None = None) -> ServerStep:
     """c <- c + (|S| / N) sum_k p_k (c_k+ - c_k); the model passes through (SCAFFOLD, Alg. 1).
 
-    Under full participation c stays sum_k p_k c_k. Use the weighting of the model average: otherwise the
-    corrections c - c_k no longer cancel over the cohort.
+    Under full participation c stays sum_k p_k c_k. p_k is that of the method's aggregate unless `weighting` says
+    otherwise, because with other weights the corrections c - c_k no longer cancel over the cohort.
 
     Slots: reads the upload "control_delta", broadcasts "control".
     """
@@ -20,7 +20,7 @@ def update_control(weighting: Weighting = "uniform") -> ServerStep:
         return {"control": zeros_like(weights.params)}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        share = shares(round.uploads, weighting)
+        share = shares(round.uploads, weighting or round.weighting)
         delta = weighted_sum(round.uploads.extra["control_delta"], share)
         return candidate, {"control": add(state["control"], delta, participation(round))}
 
@@ -30,10 +30,11 @@ def update_control(weighting: Weighting = "uniform") -> ServerStep:
     return ServerStep("control", apply, init, broadcast, stage=Stage.KEEP)
 
 
-def dynamic_correction(alpha: float, weighting: Weighting = "uniform") -> ServerStep:
+def dynamic_correction(alpha: float) -> ServerStep:
     """h <- h - alpha (|S| / N) sum_k p_k (w_k - w), then w = candidate - h / alpha (FedDyn).
 
-    h stays the mean of all clients' g_k, whatever the candidate was made by; buffers are the candidate's.
+    h stays the mean of all clients' g_k, whatever the candidate was made by; buffers are the candidate's. p_k is that
+    of the method's aggregate.
     """
 
     def init(weights: Weights) -> Tree:
@@ -41,7 +42,7 @@ def dynamic_correction(alpha: float, weighting: Weighting = "uniform") -> Server
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         moves = {name: now - round.start.params[name] for name, now in round.uploads.weights.params.items()}
-        move = weighted_sum(moves, shares(round.uploads, weighting))
+        move = weighted_sum(moves, shares(round.uploads, round.weighting))
         mean = add(state["dyn_mean"], move, -alpha * participation(round))
         return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
 
