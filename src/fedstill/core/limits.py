@@ -6,6 +6,7 @@ pydantic reads them where a file or a text is checked. A whole number is taken f
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -36,10 +37,16 @@ class Example:
         self.value = value
 
 
+@cache
+def _validators(section: type) -> dict[str, TypeAdapter[Any]]:
+    """A validator for each field of a dataclass, built once, because a recipe builds a thousand experiments."""
+    return {name: TypeAdapter(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
+
+
 def check_limits(section: str, given: Any) -> None:
     """Refuse a dataclass that Python code built with a value outside the limits that its fields state."""
     for name, value in asdict(given).items():
         try:
-            TypeAdapter(get_type_hints(type(given), include_extras=True)[name]).validate_python(value)
+            _validators(type(given))[name].validate_python(value)
         except ValidationError as error:
             raise FedstillError(f"{section}.{name} = {value}: {error.errors()[0]['msg'].lower()}") from None
