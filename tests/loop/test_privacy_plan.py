@@ -168,7 +168,7 @@ LOUD, HUSHED = dp_fedavg(noise_multiplier=0.1), dp_fedavg(noise_multiplier=20.0)
 )
 def test_a_run_cannot_be_resumed_with_other_noise(tmp_path, first, then, how, told):
     """Five rounds at epsilon = 969.6 were resumed with 200 times the noise, and the whole was stated as 0.7255."""
-    where = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "cohort": 2, "method": "dp_fedavg"}
+    where = {"run_dir": tmp_path / "run", "checkpoint_every": 1, "cohort": 2}
     run(first, rounds=5, **where)
     with pytest.raises(FedstillError, match=told):
         run(then, resume=True, **where, **how)

@@ -185,7 +185,7 @@ def test_a_method_that_needs_more_than_the_noisy_mean_is_refused_in_words(method
 
 def test_another_sealed_method_is_not_told_to_use_this_one():
     """A release names its own way to do without trust, or none."""
-    ((joined, _),) = phases_of(build_method("dp_fedavg+scaffold"))
+    joined = phases_of(build_method("dp_fedavg+scaffold"))[0].method
     (release,) = joined.releases
     for way, told in (("", "use another method beside it"), ("mine(local=true)", r"\(mine\(local=true\) would run")):
         other = dataclasses.replace(joined, releases=(dataclasses.replace(release, without_trust=way),))

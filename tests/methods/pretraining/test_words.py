@@ -235,8 +235,8 @@ def federation() -> Federation:
 
 
 def method_of(text: str):
-    ((method, _),) = phases_of(build_method(text))
-    return method
+    (phase,) = phases_of(build_method(text))
+    return phase.method
 
 
 def prepared(method: str, *, cache=None, number: int = 1):
