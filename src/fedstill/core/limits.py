@@ -38,15 +38,16 @@ class Example:
 
 
 @cache
-def _validators(section: type) -> dict[str, TypeAdapter[Any]]:
+def _validators(section: object) -> dict[str, TypeAdapter[Any]]:
     """A validator for each field of a dataclass, built once, because a recipe builds a thousand experiments."""
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
 
 
 def check_limits(section: str, given: Any) -> None:
     """Refuse a dataclass that Python code built with a value outside the limits that its fields state."""
+    kind: object = type(given)
     for name, value in asdict(given).items():
         try:
-            _validators(type(given))[name].validate_python(value)
+            _validators(kind)[name].validate_python(value)
         except ValidationError as error:
             raise FedstillError(f"{section}.{name} = {value}: {error.errors()[0]['msg'].lower()}") from None
