@@ -35,7 +35,8 @@ from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import Engine, build_engine
-from fedstill.methods import METHODS, build_algorithm
+from fedstill.methods import METHODS
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 
 CLASSES, IMAGE, BATCH = 10, (3, 32, 32), 50
@@ -111,7 +112,7 @@ def make_federation(clients: int, samples: int) -> Federation:
 
 def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> Callable[[], float]:
     """A function that plays a round of local training and returns its seconds; states go on from round to round."""
-    method = build_algorithm(method, {})
+    method = build_method(method, {})[0].method
     weights = to_device(engine.model.init(0), engine.device)
     received = broadcast_of(method, first_state(method, weights))
     first = method.objective.init(weights)

@@ -37,9 +37,9 @@ from fedstill.core.types import Dataset, Federation, Round, Training, Tree, Uplo
 from fedstill.engine import Engine, build_engine, build_engines, choose_device
 from fedstill.engine.step import precision_mode
 from fedstill.loop.federate import Built, Schedule, federate
-from fedstill.methods import build_algorithm
 from fedstill.methods.data_free.generators import GENERATORS, Wanted
 from fedstill.methods.data_free.inventing import asked_for, class_shares, diversity
+from fedstill.methods.lookup import build_method
 from fedstill.models import MODELS
 from fedstill.models import build_model as build_network
 
@@ -88,7 +88,7 @@ def how(options: argparse.Namespace, way: str) -> dict[str, Any]:
 def server_phase(way: str, engine: Engine, options: argparse.Namespace) -> Callable[[], Weights]:
     """The fine-tuning step of `fedftg`, ready to be applied."""
     candidate, round = make_round(engine, options.clients)
-    step = build_algorithm("fedftg", how(options, way)).steps[-1]
+    step = build_method("fedftg", how(options, way))[0].method.steps[-1]
     state: Tree = step.init(candidate)
     preparation = Preparation(1, engine.model, options.clients, None, 3, engine, no_asking)
     state = step.prepare(candidate, state, preparation)[1]
@@ -182,7 +182,7 @@ def measure_round(options: argparse.Namespace, device: torch.device) -> list[Lin
     def seconds(method: str, chosen: dict[str, Any]) -> float:
         result = federate(
             Built(
-                method=build_algorithm(method, chosen),
+                method=build_method(method, chosen)[0].method,
                 model=engine.model,
                 federation=federation,
                 training=training,

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedstill import Built, Callback, Dataset, Federation, Schedule, Training, build_algorithm, build_model, federate
+from fedstill import Built, Callback, Dataset, Federation, Schedule, Training, build_method, build_model, federate
 
 FEATURES, CLASSES = 16, 4
 MEGABYTE = 2**20
@@ -80,7 +80,7 @@ def measure(method: str, federation: Federation, *, cohort: int, rounds: int, on
     meter = Meter()
     federate(
         Built(
-            method=build_algorithm(method),
+            method=build_method(method)[0].method,
             model=build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(8,), init="torch"),
             federation=federation,
             training=Training(epochs=1, batch_size=8, lr=0.05),

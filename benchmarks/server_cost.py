@@ -43,7 +43,7 @@ from fedstill.engine import Engine, build_engine, build_engines, choose_device
 from fedstill.engine.forward import ROWS_AT_ONCE, forward_many
 from fedstill.engine.step import precision_mode
 from fedstill.loop.federate import Built, Schedule, federate
-from fedstill.methods import build_algorithm
+from fedstill.methods.lookup import build_method
 from fedstill.models import MODELS, build_model
 from fedstill.server.distill.student import soft_target_loss
 
@@ -144,7 +144,7 @@ def round_seconds(method: str, chosen: dict[str, Any], engine: Engine, federatio
     """The shortest round after the first; the last one, which is evaluated, is left out."""
     result = federate(
         Built(
-            method=build_algorithm(method, chosen),
+            method=build_method(method, chosen)[0].method,
             model=engine.model,
             federation=federation,
             **how,
@@ -160,7 +160,8 @@ def measure_round(name: str, options: argparse.Namespace, device: torch.device) 
     engine = make_engine(name, federation, device)
     how = {"training": Training(epochs=options.epochs, batch_size=64, lr=0.01, momentum=0.9)}
     student = Training(steps=options.steps, optimizer="adam", lr=3e-4, batch_size=64)
-    chosen = {"warm_up": 0, "steps": options.steps, "server_lr": student.lr, "batch_size": student.batch_size}
+    learning = {"steps": options.steps, "lr": student.lr, "batch_size": student.batch_size}
+    chosen = {"warm_up": 0, "student": learning}
     whole = round_seconds("mrtf", chosen, engine, federation, how, options.repeats)
     fedavg = round_seconds("fedavg", {"weighting": "uniform"}, engine, federation, how, options.repeats)
     assert federation.unlabeled is not None

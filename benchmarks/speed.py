@@ -26,7 +26,7 @@ from torch import nn
 from fedstill.core.trainer import LocalWork
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import build_engine
-from fedstill.methods import build_algorithm
+from fedstill.methods.lookup import build_method
 from fedstill.models import MODELS, build_model
 
 
@@ -131,7 +131,7 @@ def ours(case: Case, federation: Federation, device: torch.device, engine_name: 
     """A round of FedAvg through the library: plan, training, average."""
     model = build_model(case.model, input_shape=case.shape, classes=10, **case.options)
     engine = build_engine(engine_name, str(device), model=model, federation=federation)
-    method = build_algorithm("fedavg", {})
+    method = build_method("fedavg", {})[0].method
     training = Training(epochs=case.epochs, batch_size=case.batch, lr=0.01, momentum=0.9, weight_decay=1e-5)
     weights = model.init(0)
     weights = type(weights)(*({k: v.to(device) for k, v in part.items()} for part in weights))

@@ -51,7 +51,7 @@ def main() -> None:
     for name, options in (("fedavg", {}), ("feddf", {"steps": 50})):
         result = fedstill.federate(
             fedstill.Built(
-                method=fedstill.build_algorithm(name, options),
+                method=fedstill.build_method(name, options)[0].method,
                 model=model,
                 federation=federation,
                 training=Training(epochs=10, batch_size=10, lr=0.05),

@@ -52,7 +52,7 @@ def main() -> None:
     model = fedstill.build_model("mlp", input_shape=(1, 8, 8), classes=10, hidden=(64,), init="torch")
     anchored = fedstill.combine(cross_entropy(), feature_anchor(0.01))
     methods = {
-        "fedavg": fedstill.build_algorithm("fedavg"),
+        "fedavg": fedstill.build_method("fedavg")[0].method,
         "anchor": Method(anchored, average()),
         "anchor, median, momentum": Method(anchored, median(), (sgd(1.0, momentum=0.3),)),
     }

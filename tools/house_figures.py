@@ -41,7 +41,7 @@ cohort = 3
 data = {{source = "digits", unlabeled = 100}}
 partition = {{scheme = "lda", clients = 5, alpha = 0.5}}
 model = {{name = "mlp", hidden = [8]}}
-{section} = {{name = "feddf", steps = 2}}
+{section} = {{name = "feddf", student.steps = 2}}
 """
 
 

@@ -21,7 +21,8 @@ from fedstill.compose.combine import first_state
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Tree
-from fedstill.methods import METHODS, build_algorithm
+from fedstill.methods import METHODS
+from fedstill.methods.lookup import build_method
 from fedstill.storage.toml import toml_value
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -75,7 +76,7 @@ def empty_slots(state: Tree) -> set[str]:
 @cache
 def cost(method: str) -> dict[str, str]:
     """Traffic and memory measured in one tiny round, work read off the objective."""
-    method = build_algorithm(method)
+    method = build_method(method)[0].method
     row = trial_run(method).history.rows[0]
     weights = trial_model(text=Need.TOKENS in needs_of(method)).init(0)
     one = byte_size(weights)
@@ -104,8 +105,11 @@ def head(method: str) -> str:
     name, summary = title_and_summary(method)
     lines = [BEGIN, "", f"# {name}", "", summary, ""]
     lines += ["```toml", "[method]", f'name = "{method}"', "```", ""]
-    lines += ["| option | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{o['name']}` | `{default(o['default'])}` | {cell(o['meaning'])} |" for o in facts["options"]]
+    lines += ["| option | default | limits | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{o['name']}` | {default(o['default'])} | {cell(o['limits'])} | {cell(o['meaning'])} |"
+        for o in facts["options"]
+    ]
     lines += ["", "| part | runs on | does |", "|---|---|---|"]
     lines += [f"| `{part['part']}` | {part['where']} | {cell(part['does'])} |" for part in facts["parts"]]
     for name, key in (
@@ -122,7 +126,8 @@ def head(method: str) -> str:
 
 
 def default(value: Any) -> str:
-    return "none" if value is None else toml_value(value)
+    """A default as code; a table has none of its own, its fields follow."""
+    return "" if value == {} else "`none`" if value is None else f"`{toml_value(value)}`"
 
 
 def cell(text: str) -> str:
@@ -163,7 +168,7 @@ def privacy_tables() -> str:
     lines += ["|---|---|---|---|---|"]
     for method in METHODS:
         facts = facts_of(method)
-        alone = "yes" if Need.INDIVIDUAL_UPLOADS in needs_of(build_algorithm(method)) else "no"
+        alone = "yes" if Need.INDIVIDUAL_UPLOADS in needs_of(build_method(method)[0].method) else "no"
         lines.append(
             f"| [{title(method)}](methods/{method}.md) | {cell('; '.join(facts['leaves_a_client']))} | "
             f"{cell('; '.join(facts['leaves_a_client_once'])) or 'nothing'} | "

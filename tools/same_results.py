@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -97,10 +98,38 @@ NEWS: Table = {
 }
 FASHION: Table = {"source": "fashion-mini", "test_limit": 40}
 STUDENT = "steps=5, batch_size=16"
-HARD = 'labels="hard", threshold=0.3, epochs=2, steps=5, batch_size=16'
+HARD = 'labels="hard", threshold=0.3, epochs=2, batch_size=16'
+DISTILLING = "avglogit|avgprob|feddf|fedaux|fedbe|mrtf|d2cfl"  # methods whose student's options became dotted
+DOTTED = {
+    **{key: f"student.{key}" for key in ("steps", "epochs", "batch_size", "optimizer", "clip", "temperature", "part")},
+    **{key: f"student.{key}" for key in ("lr_schedule", "lr_epoch_decay", "keep_optimizer", "patience", "look_every")},
+    "server_lr": "student.lr",
+    "cycle": "student.lr_cycle",
+    "swa_after": "student.average_after",
+}
+AS_MRTF = 'student.lr=3e-4, student.lr_schedule="constant", student.batch_size=64, student.clip=none'
+AS_FEDAUX = 'student.epochs=1, student.lr=5e-5, student.lr_schedule="constant", student.clip=none'
+AS_D2CFL = (
+    'labels="hard", warm_up=0, threshold=0.3, student.epochs=5, student.lr_schedule="constant", '
+    "student.lr_epoch_decay=0.95, student.clip=none"
+)
 HARD_SAMPLES = "iterations=2, student_steps=2, batch_size=8, noise=6"
 FEATURES = "gen_batch=5, steps=4, batch_size=8, noise=6"
 INVENTED = "generator_steps=3, student_steps=3, batch_size=8, noise=6"
+
+
+def dotted(text: str) -> str:
+    """Return a method's text with the options of its student in the new words."""
+
+    def inside(call: re.Match[str]) -> str:
+        return re.sub(r"\b(\w+)=", lambda key: f"{DOTTED.get(key[1], key[1])}=", call[0])
+
+    return re.sub(rf"\b({DISTILLING})\([^()]*\)", inside, text)
+
+
+def released(paper: str, method: str) -> Table:
+    """Return the new words of a form that only a paper's public code has."""
+    return {"method": f"{BENCHMARKS / paper / 'released.py'}:{dotted(method)}"}
 
 
 def cnn(*, network: str = "convnet", **sections: Any) -> Table:
@@ -123,10 +152,15 @@ CASES = (
     Case(
         "scaffold_control_weighting",
         'scaffold(weighting="size", control_weighting="uniform")',
-        new={"method": f"{BENCHMARKS}/fedlmd/released.py:scaffold"},
+        new=released("fedlmd", "scaffold"),
     ),
     Case("fednova", "fednova", {"local": {"steps": None, "epochs": 2}}),
-    Case("fednova_released", 'fednova(correction="released")', {"local": {"momentum": 0.9}}),
+    Case(
+        "fednova_released",
+        'fednova(correction="released")',
+        {"local": {"momentum": 0.9}},
+        new=released("fedlmd", "fednova"),
+    ),
     Case("feddyn", "feddyn(alpha=0.1)"),
     Case("fedcurv", "fedcurv(lam=0.1)"),
     Case("fedcurv_per_sample", 'fedcurv(lam=0.1, fisher="per_sample")'),
@@ -163,9 +197,25 @@ CASES = (
     Case("feddf_gen_classes", f'feddf_gen({INVENTED}, ensemble="class", pool="logits", labels="uniform")'),
     Case("fedaux", f"fedaux({STUDENT})", POOL),
     Case("fedaux_odds", f'fedaux({STUDENT}, score="odds", intercept=true, gamma="both", feedback=false)', POOL),
-    Case("fedaux_one_class_svm", f'fedaux({STUDENT}, scorer="one_class_svm", teacher_mode="train")', POOL),
+    Case(
+        "fedaux_one_class_svm",
+        f'fedaux({STUDENT}, scorer="one_class_svm", teacher_mode="train")',
+        POOL,
+        new=released(
+            "fedaux",
+            f'fedaux({STUDENT}, scorer="one_class_svm", weighting="size", buffers="average", server_lr=1e-3, '
+            'lr_schedule="cosine", clip=5.0, keep_optimizer=false)',
+        ),
+    ),
     Case("fedbe", "fedbe(epochs=4, batch_size=32, server_lr=0.05, cycle=2)", POOL),
-    Case("fedbe_dirichlet", 'fedbe(sampling="dirichlet", epochs=2, batch_size=32, swa_after=1, per_class=true)', POOL),
+    Case(
+        "fedbe_dirichlet",
+        'fedbe(sampling="dirichlet", epochs=2, batch_size=32, swa_after=1, per_class=true)',
+        POOL,
+        new=released(
+            "fedbe", 'fedbe(sampling="dirichlet", epochs=2, batch_size=32, swa_after=1, lr_schedule="cyclic")'
+        ),
+    ),
     Case("mrtf", f"mrtf({STUDENT}, warm_up=1)", POOL),
     Case("mrtf_feedback", f'mrtf({STUDENT}, warm_up=0, feedback=true, bounded=false, lr_schedule="cosine")', POOL),
     Case("d2cfl", "d2cfl(warm_up=1, threshold=0.2, epochs=2, batch_size=16)", POOL),
@@ -179,25 +229,84 @@ CASES = (
     Case("masked_lm", "masked_lm(epochs=2, share=0.3, batch_size=8)", NEWS),
     Case("next_token", "next_token(epochs=2, batch_size=8, pretrain_seed=3)", NEWS),
     # The forms that a paper, or its released code, has
-    *(
-        Case(f"preset_feddf_{preset}", f'feddf(preset="{preset}", steps=5{more})', table)
-        for preset, more, table in (
-            ("paper", ", patience=2, look_every=2", VALIDATED),
-            ("mrtf", "", POOL),
-            ("mrtf_released", "", POOL),
-            ("fedaux", "", POOL),
-            ("fedaux_released", "", POOL),
-            ("d2cfl", ", warm_up=0, threshold=0.3", POOL),
-        )
+    Case(
+        "preset_feddf_paper",
+        'feddf(preset="paper", steps=5, patience=2, look_every=2)',
+        VALIDATED,
+        new={"method": "feddf(student.steps=5, student.patience=2, student.look_every=2)"},
     ),
-    Case("preset_feddf_released", 'feddf(preset="released", steps=5, patience=2, look_every=2)', cnn(**VALIDATED)),
-    Case("preset_fedaux_paper", 'fedaux(preset="paper", epsilon=0.9)', POOL),
-    Case("preset_fedaux_released", 'fedaux(preset="released", form="mean", intercept=false, epsilon=0.9)', POOL),
-    Case("preset_fedbe_paper", 'fedbe(preset="paper", epochs=2)', POOL),
-    Case("preset_fedbe_released", 'fedbe(preset="released", epochs=2)', POOL),
-    Case("preset_fedbe_d2cfl", 'fedbe(preset="d2cfl", warm_up=0, threshold=0.3)', POOL),
-    Case("preset_mrtf_paper", f'mrtf(preset="paper", {STUDENT})', POOL),
-    Case("preset_mrtf_released", f'mrtf(preset="released", {STUDENT})', POOL),
+    Case(
+        "preset_feddf_mrtf",
+        'feddf(preset="mrtf", steps=5)',
+        POOL,
+        new={"method": f"feddf({AS_MRTF}, student.steps=5)"},
+    ),
+    Case(
+        "preset_feddf_mrtf_released",
+        'feddf(preset="mrtf_released", steps=5)',
+        POOL,
+        new=released("mrtf", "feddf(steps=5)"),
+    ),
+    Case(
+        "preset_feddf_fedaux",
+        'feddf(preset="fedaux", steps=5)',
+        POOL,
+        new={"method": f'feddf({AS_FEDAUX}, weighting="size", distill_share=0.8)'},
+    ),
+    Case(
+        "preset_feddf_fedaux_released",
+        'feddf(preset="fedaux_released", steps=5)',
+        POOL,
+        new=released("fedaux", "feddf"),
+    ),
+    Case(
+        "preset_feddf_d2cfl",
+        'feddf(preset="d2cfl", steps=5, warm_up=0, threshold=0.3)',
+        POOL,
+        new={"method": f'feddf({AS_D2CFL}, weighting="size")'},
+    ),
+    Case(
+        "preset_feddf_released",
+        'feddf(preset="released", steps=5, patience=2, look_every=2)',
+        cnn(**VALIDATED),
+        new=released("feddf", "feddf(steps=5, patience=2, look_every=2)"),
+    ),
+    Case(
+        "preset_fedaux_paper",
+        'fedaux(preset="paper", epsilon=0.9)',
+        POOL,
+        new={"method": f'fedaux({AS_FEDAUX}, epsilon=0.9, mechanism="classic", form="mean", lam=0.1, gamma="both")'},
+    ),
+    Case(
+        "preset_fedaux_released",
+        'fedaux(preset="released", form="mean", intercept=false, epsilon=0.9)',
+        POOL,
+        new=released("fedaux", 'fedaux(form="mean", intercept=false, epsilon=0.9)'),
+    ),
+    Case("preset_fedbe_paper", 'fedbe(preset="paper", epochs=2)', POOL, new={"method": "fedbe(student.epochs=2)"}),
+    Case("preset_fedbe_released", 'fedbe(preset="released", epochs=2)', POOL, new=released("fedbe", "fedbe(epochs=2)")),
+    Case(
+        "preset_fedbe_d2cfl",
+        'fedbe(preset="d2cfl", warm_up=0, threshold=0.3)',
+        POOL,
+        new={
+            "method": f'fedbe({AS_D2CFL}, sampling="dirichlet", with_average=false, with_clients=false, '
+            'student.optimizer="adam", student.weight_decay=0.0, student.average_after=none, '
+            "student.reestimate=false)"
+        },
+    ),
+    Case(
+        "preset_mrtf_paper",
+        f'mrtf(preset="paper", {STUDENT})',
+        POOL,
+        new={"method": dotted(f"mrtf({STUDENT}, bounded=false, feedback=true)")},
+    ),
+    Case(
+        "preset_mrtf_released",
+        f'mrtf(preset="released", {STUDENT})',
+        POOL,
+        new=released("mrtf", f"mrtf({STUDENT})"),
+    ),
     Case("preset_fedftg_paper", f'fedftg(preset="paper", {HARD_SAMPLES})'),
     Case("preset_fedftg_released", f'fedftg(preset="released", {HARD_SAMPLES})'),
     Case("preset_fedgen_paper", f'fedgen(preset="paper", {FEATURES})'),
@@ -265,6 +374,11 @@ CASES = (
         "batch_norm_feddf",
         'feddf(steps=2, batch_size=8, teacher_mode="train")',
         {**BATCH_NORM, "data": {"unlabeled": 16, "test_limit": 40}},
+        new=released(
+            "fedaux",
+            'feddf(distill_share=1.0, buffers="average", steps=2, batch_size=8, server_lr=1e-3, lr_schedule="cosine", '
+            "clip=5.0, keep_optimizer=false)",
+        ),
     ),
     Case("batch_norm_fedftg", "fedftg(iterations=1, student_steps=1, batch_size=4, noise=6)", BATCH_NORM),
     Case("weighting_uniform", 'fedprox(weighting="uniform")'),
@@ -379,7 +493,7 @@ def has_method_key() -> bool:
 def table_of(case: Case, sources: Path) -> Table:
     """Return the experiment's whole table, in the words of the fedstill that is imported."""
     renamed = has_method_key()
-    table: Table = {"method": case.method}
+    table: Table = {"method": dotted(case.method) if renamed else case.method}
     for layer in (STANDARD, case.table, case.new if renamed else case.old):
         table = laid_over(table, layer)
     place = table["data"]["source"]

@@ -35,7 +35,7 @@ EPSILONS = (0.1, 1.0, 8.0)
 ROWS = {"sum": "sum, no claim", "mean": "mean, no noise"} | {
     f"mean-epsilon-{epsilon:g}": f"mean, epsilon {epsilon:g}" for epsilon in reversed(EPSILONS)
 }
-STUDENT = {"steps": 100, "server_lr": 1e-3}
+STUDENT = {"student": {"steps": 100, "lr": 1e-3}}
 SETTING = Experiment(
     name="privacy-cost",
     cohort=10,
@@ -51,7 +51,7 @@ BASELINE = ("feddf", math.nan)  # has no lambda
 
 
 def method(row: str, lam: float, score: str) -> str:
-    """`mean-epsilon-8` as `fedaux(steps=100, ..., lam=0.01, form="mean", epsilon=8.0)`."""
+    """`mean-epsilon-8` as `fedaux(student.steps=100, ..., lam=0.01, form="mean", epsilon=8.0)`."""
     form, _, epsilon = row.partition("-epsilon-")
     claim = {"epsilon": float(epsilon)} if epsilon else {}
     return write("fedaux", {**STUDENT, "score": score, "lam": lam, "form": form, **claim})

@@ -35,26 +35,21 @@ NETWORKS: dict[str, dict[str, Any]] = {
 LOCAL = {"optimizer": "adam", "lr": 1e-3, "batch_size": 32, "epochs": 1}
 TRAIN_MODE = f"{Path(__file__).parent}/train_mode.py:in_train_mode"  # as the released code measures
 SETTING = Experiment(name="fedaux", rounds=100, checkpoint_every=25, local=LOCAL)
-NO_CLIP = 1e9
-STUDENT = {"server_lr": 5e-5, "lr_schedule": "constant", "clip": NO_CLIP}
+STUDENT: dict[str, Any] = {"lr": 5e-5, "lr_schedule": "constant", "clip": None}
 STEPS_LIKE_STL10 = {"tiny": 5}  # epochs: 16,000 rows five times are the 625 steps that 80,000 of STL-10 are
 # One extractor for all seeds and methods of a network and an auxiliary set: these words must be the same everywhere.
 SIMCLR = {"epochs": 100, "pretrain_seed": 0}
 RELEASED = {"weighting": "uniform", "buffers": "local"}
+RELEASED_FORMS = Path(__file__).with_name("released.py")  # FedDF and FedAUX of the public code
 
 SCORES: dict[str, dict[str, Any]] = {
     "correct": {"form": "sum", "lam": 0.01},
     "paper": {"form": "mean", "lam": 0.1, "gamma": "both"},
-    "released": {"form": "sum", "lam": 0.01, "intercept": True, "gamma": "both"},
 }
-NOISE = {"epsilon": 0.1, "delta": 1e-5, "mechanism": "classic"}
 FEDBE: dict[str, Any] = {
     "samples": 10,
-    "optimizer": "adam",
-    "server_lr": 5e-5,
-    "lr_schedule": "constant",
-    "weight_decay": 0.0,
     "distill_share": 0.8,  # as FedDF and FedAUX
+    "student": {"optimizer": "adam", "lr": 5e-5, "lr_schedule": "constant", "weight_decay": 0.0},
 }
 
 PLAIN = ("fedavg", "fedprox", "feddf", "fedbe")
@@ -91,14 +86,23 @@ TEXTS: dict[str, dict[str, Any]] = {
     "held-out": {"unlabeled": 3000},
 }
 NEXT_TOKEN = {"bookcorpus": 3, "shakespeare": 10, "held-out": 30}  # epochs: about 9,000, 10,000 and 2,800 steps
-TEXT_LOCAL, TEXT_STUDENT, TEXT_EPOCHS = {"lr": 5e-4}, {"server_lr": 5e-4}, 5
+TEXT_LOCAL, TEXT_STUDENT, TEXT_EPOCHS = {"lr": 5e-4}, {"lr": 5e-4}, 5
 
 
 def method_of(row: str, preset: str, auxiliary: str, **changes: Any) -> str:
-    """`feddf+p` as `feddf(preset="fedaux")+simclr(epochs=100, pretrain_seed=0)`; FedAUX is always pre-trained."""
+    """`feddf+p` as `feddf(...)+simclr(epochs=100, pretrain_seed=0)`; FedAUX is always pre-trained."""
     name, _, pretrained = row.partition("+")
-    text = write(name, {**options(name, preset, passes(preset, auxiliary)), **changes})
+    text = written(name, preset, options(name, preset, passes(preset, auxiliary)), changes)
     return f"{text}+{write('simclr', SIMCLR)}" if pretrained or name == "fedaux" else text
+
+
+def written(name: str, preset: str, own: dict[str, Any], changes: dict[str, Any]) -> str:
+    """The text of one method. FedDF and FedAUX of the public code stand in released.py."""
+    full = {**own, **changes}
+    if "student" in changes:
+        full["student"] = {**own.get("student", {}), **changes["student"]}
+    released = preset == "released" and name in ("feddf", "fedaux")
+    return write(f"{RELEASED_FORMS}:{name}" if released else name, full)
 
 
 def passes(preset: str, auxiliary: str) -> int:
@@ -110,18 +114,28 @@ def options(name: str, preset: str, epochs: int) -> dict[str, Any]:
     """Of a method in a preset; epochs of the distillation."""
     released = preset == "released"
     if name == "fedaux":
-        return {**bare(preset, epochs), **({} if preset == "correct" else NOISE)}
+        return {**bare(preset, epochs), **({} if preset == "correct" else noise(preset, 0.1, 1e-5))}
     if name == "feddf":
-        own: dict[str, Any] = {"preset": "fedaux_released" if released else "fedaux"}
-        return own if epochs == 1 else {**own, "epochs": epochs}
-    own = {"fedavg": {}, "fedprox": {"mu": 0.1}, "fedbe": {**FEDBE, "epochs": epochs}}[name]
+        if released:
+            return {} if epochs == 1 else {"student": {"epochs": epochs}}
+        return {"weighting": "size", "distill_share": 0.8, "student": {"epochs": epochs, **STUDENT}}
+    if name == "fedbe":
+        own = {**FEDBE, "student": {"epochs": epochs, **FEDBE["student"]}}
+    else:
+        own = {"fedavg": {}, "fedprox": {"mu": 0.1}}[name]
     return {**own, **RELEASED} if released else own
+
+
+def noise(preset: str, epsilon: float, delta: float) -> dict[str, Any]:
+    """The noise that the paper prints; the public code has no other."""
+    return {"epsilon": epsilon, "delta": delta, **({} if preset == "released" else {"mechanism": "classic"})}
 
 
 def bare(preset: str, epochs: int) -> dict[str, Any]:
     """FedAUX without noise."""
-    found = {"epochs": epochs, **STUDENT, **SCORES[preset]}
-    return {**found, **RELEASED, "teacher_mode": "train", "keep_optimizer": True} if preset == "released" else found
+    if preset == "released":
+        return {} if epochs == 1 else {"student": {"epochs": epochs}}
+    return {**SCORES[preset], "student": {"epochs": epochs, **STUDENT}}
 
 
 def setting(preset: str, data: dict[str, Any], *, clients: int, alpha: float, **changes: Any) -> Experiment:
@@ -184,7 +198,7 @@ def figure_4(preset: str) -> Iterator[Cell]:
 
 def scored(row: str, column: str, scene: Experiment, preset: str, auxiliary: str, **changes: Any) -> Cell:
     """FedAUX with scores of another kind, and noise only where `changes` say so."""
-    text = write("fedaux", {**bare(preset, passes(preset, auxiliary)), **changes})
+    text = written("fedaux", preset, bare(preset, passes(preset, auxiliary)), changes)
     return Cell(row, column, scene.replace(method=f"{text}+{write('simclr', SIMCLR)}"))
 
 
@@ -217,8 +231,9 @@ def reader(preset: str) -> dict[str, Any]:
 
 def on_text(row: str, preset: str, epochs: int) -> str:
     name = row.partition("+")[0]
-    own = options(name, preset, TEXT_EPOCHS) | ({} if name == "fedavg" else TEXT_STUDENT)
-    return f"{write(name, own)}+{write('next_token', {'epochs': epochs, 'pretrain_seed': 0})}"
+    changes = {} if name == "fedavg" else {"student": TEXT_STUDENT}
+    text = written(name, preset, options(name, preset, TEXT_EPOCHS), changes)
+    return f"{text}+{write('next_token', {'epochs': epochs, 'pretrain_seed': 0})}"
 
 
 def figure_8(preset: str) -> Iterator[Cell]:
@@ -229,8 +244,7 @@ def figure_8(preset: str) -> Iterator[Cell]:
             column = f"{auxiliary}-lambda-{lam:g}"
             yield scored("no-noise", column, scene, preset, auxiliary, lam=lam)
             for row, (epsilon, delta) in BUDGETS.items():
-                noise = {"epsilon": epsilon, "delta": delta, "mechanism": "classic"}
-                yield scored(row, column, scene, preset, auxiliary, lam=lam, **noise)
+                yield scored(row, column, scene, preset, auxiliary, lam=lam, **noise(preset, epsilon, delta))
 
 
 def figure_9(preset: str) -> Iterator[Cell]:
@@ -238,7 +252,7 @@ def figure_9(preset: str) -> Iterator[Cell]:
         for alpha in ALPHAS:
             scene = pictures(preset, auxiliary, clients=80, alpha=alpha, cohort=0.4, local={"part": "head"})
             column = f"{auxiliary}-alpha-{alpha:g}"
-            yield from cells(LINEAR, column, scene, preset, auxiliary, part="head")
+            yield from cells(LINEAR, column, scene, preset, auxiliary, student={"part": "head"})
 
 
 def privacy(preset: str) -> Iterator[Cell]:

@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "fedcurv": {"lam": 1.0, "fisher": "per_batch"},  # the released strength goes with the released Fisher
     "fedprox": {"mu": 1.0},
-    "fednova": {"correction": "none"},
+    "fednova": {},
     "scaffold": {"option": "II", "weighting": "uniform"},
     "moon": {"mu": 0.1, "temperature": 0.5},
     "fedrs": {"alpha": 0.5, "rule": "binary"},
@@ -65,12 +65,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedavgm": {"beta": 0.7},
 }
 RELEASED: dict[str, dict[str, Any]] = {
-    "fednova": {"correction": "released"},
+    "fednova": {},
     "scaffold": {},
     "moon": {"mu": 0.1, "temperature": 0.5},
 }
 RELEASED_FILE = Path(__file__).with_name("released.py")
-NAMES = {"released": {name: f"{RELEASED_FILE}:{name}" for name in ("scaffold", "moon")}}
+NAMES = {"released": {name: f"{RELEASED_FILE}:{name}" for name in ("fednova", "scaffold", "moon")}}
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
     "paper": {name: {**options, "weighting": "uniform"} for name, options in OPTIONS.items()},

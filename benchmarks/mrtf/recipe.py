@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
@@ -64,14 +65,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedmmd": {"lam": 0.01, **EVENLY},
     "fedopt": {"optimizer": "sgd", "server_lr": 0.1, "momentum": 0.9, **EVENLY},
     "scaffold": {"option": "II", **EVENLY},
-    "feddf": {"preset": "mrtf"},
+    "feddf": {"student": {"lr": 3e-4, "lr_schedule": "constant", "batch_size": 64, "clip": None}},
     "mrtf": {"feedback": True},
 }
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
-    "paper": {**OPTIONS, "mrtf": {"preset": "paper"}},
-    "released": {**OPTIONS, "feddf": {"preset": "mrtf_released"}, "mrtf": {"preset": "released"}},
+    "paper": {**OPTIONS, "mrtf": {"bounded": False, "feedback": True}},
+    "released": {**OPTIONS, "feddf": {}, "mrtf": {}},
 }
+RELEASED_FORMS = Path(__file__).with_name("released.py")  # FedDF and MrTF of the public code
 ALL = ("fedavg", "fedprox", "fedmmd", "fedopt", "scaffold", "feddf", "mrtf")
 SHORT = ("fedavg", "feddf", "mrtf")  # Part IV, Tables 2 and 3
 SIGMAS = (0.0, 0.001, 0.01, 0.1)
@@ -85,7 +87,7 @@ MODULES: dict[str, dict[str, bool]] = {  # Section 5.3; without any of the three
 SENT: dict[str, dict[str, Any]] = {
     "sent": {},
     "reported": {"feedback": False},
-    "gentle": {"server_lr": 3e-5},
+    "gentle": {"student": {"lr": 3e-5}},
 }
 # Figure 10: clients and epochs are the paper's, rounds those of the released script for FedAvg.
 SCALES = {(100, 2): 200, (100, 10): 100, (100, 50): 50, (1000, 5): 1000, (1000, 50): 500, (1000, 100): 200}
@@ -97,11 +99,14 @@ def period(rounds: int) -> int:
 
 
 def method_of(row: str, preset: str, scene: Experiment, *, sigma: float = 0.0, **changes: Any) -> str:
-    """`mrtf` as `mrtf(preset="paper")`; with noise on the updates also `+update_noise(sigma=0.01)`."""
+    """`mrtf` as `mrtf(feedback=true)`; with noise on the updates also `+update_noise(sigma=0.01)`."""
     options = {**OF_PRESET[preset][row], **changes}
+    if "student" in changes:
+        options["student"] = {**OF_PRESET[preset][row].get("student", {}), **changes["student"]}
+    name = row
     if preset == "released" and row in ("feddf", "mrtf"):
-        options |= released_loops(row, scene)
-    text = write(row, options)
+        name, options = f"{RELEASED_FORMS}:{row}", {**options, **released_loops(row, scene)}
+    text = write(name, options)
     return f"{text}+{write('update_noise', {'sigma': sigma})}" if sigma else text
 
 
@@ -112,10 +117,7 @@ def released_loops(row: str, scene: Experiment) -> dict[str, Any]:
     """
     often, batch = period(scene.rounds), 10 * scene.local.batch_size
     found = {} if batch == 640 else {"teacher_batch": batch}
-    if row == "mrtf":
-        found |= {"std_batch": batch} if found else {}
-        found |= {"every": often} if often > 1 else {}
-    return found
+    return found | ({"every": often} if row == "mrtf" and often > 1 else {})
 
 
 def local(data: str, preset: str, **changes: Any) -> dict[str, Any]:

@@ -59,14 +59,12 @@ if TYPE_CHECKING:
     from fedstill.loop.federate import Built, Schedule, federate
     from fedstill.loop.guard import Guard
     from fedstill.loop.history import History, Result
-    from fedstill.methods import build_algorithm
     from fedstill.methods.lookup import build_method
     from fedstill.models import build_model, from_module, mixed_model
     from fedstill.prediction import Predictions, predict
 
 # Imported when first used: torch takes a second, and `fedstill --help` should not.
 _HOMES = {
-    "fedstill.methods": "build_algorithm",
     "fedstill.loop.callbacks": "Callback EarlyStop",
     "fedstill.experiment.compare": "Comparison compare",
     "fedstill.experiment.config": "Experiment",
@@ -123,7 +121,6 @@ __all__ = [
     "Weights",
     "after",
     "build",
-    "build_algorithm",
     "build_engine",
     "build_engines",
     "build_federation",

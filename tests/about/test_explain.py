@@ -10,7 +10,8 @@ from fedstill.cli.info import explain_text
 from fedstill.compose.combine import combine
 from fedstill.core.types import Need, Objective
 from fedstill.local.terms import cross_entropy
-from fedstill.methods import METHODS, build_algorithm
+from fedstill.methods import METHODS
+from fedstill.methods.lookup import build_method
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -47,7 +48,7 @@ def test_feddf_needs_unlabeled_data_and_single_models():
 
 
 def test_what_a_new_term_uploads_is_seen_without_being_declared():
-    base = build_algorithm("fedavg", {})
+    base = build_method("fedavg", {})[0].method
     spy = Objective(
         loss=lambda output, batch, local: output.logits.sum() * 0.0,
         finish=lambda local, measured: ({}, {"secret": torch.zeros(7)}),

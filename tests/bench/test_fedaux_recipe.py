@@ -14,9 +14,8 @@ from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
 from fedstill.engine import Engine
-from fedstill.methods import build_algorithm
 from fedstill.methods import fedaux as fedaux_factory
-from fedstill.methods.lookup import parse
+from fedstill.methods.lookup import build_method, parse
 
 FEDAUX = PaperCase("fedaux")
 PRESETS = ("correct", "paper", "released")
@@ -221,7 +220,7 @@ def releases(experiment):
 @cache
 def build_releases(text):
     parts = parts_of(text)
-    return build_algorithm("fedaux", parts["fedaux"]).releases
+    return build_method("fedaux", parts["fedaux"])[0].method.releases
 
 
 def test_the_cost_of_privacy_is_asked_for_where_the_promise_holds():

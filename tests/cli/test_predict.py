@@ -28,7 +28,11 @@ IMAGES = {  # a file and the row of the test set that is drawn into it
 
 
 def experiment(source, **changes):
-    sections = {"data": {"source": source, "unlabeled": "test"}, "method": {"name": "feddf", "steps": 10}, **changes}
+    sections = {
+        "data": {"source": source, "unlabeled": "test"},
+        "method": {"name": "feddf", "student": {"steps": 10}},
+        **changes,
+    }
     return fedstill.Experiment(
         rounds=4,
         cohort=4,
@@ -126,7 +130,7 @@ def test_the_runs_own_unlabeled_set_keeps_its_names_and_goes_to_the_run_folder(r
 @pytest.mark.parametrize("method", ["feddf", "mrtf"])
 def test_targets_label_the_unlabeled_set_too(method, tmp_path):
     folder = tmp_path / "run"
-    small = {"name": method, "steps": 10} if method == "feddf" else {"name": method}
+    small = {"name": method, "student": {"steps": 10}} if method == "feddf" else {"name": method}
     fedstill.run(experiment("digits", method=small), run_dir=folder, pictures=False)
     call(folder, "--from", "targets")
     rows = check_files(folder, [str(digit) for digit in range(10)])

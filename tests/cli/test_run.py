@@ -170,9 +170,9 @@ def test_compare_loads_the_data_once_and_splits_once_a_seed(folder, monkeypatch)
 
 
 def test_compare_without_methods_takes_those_of_the_file(folder):
-    (folder / "own.toml").write_text(SMALL + '[compare]\nmethods = ["fedavg", "feddf(steps=2)"]\nseeds = 1\n')
+    (folder / "own.toml").write_text(SMALL + '[compare]\nmethods = ["fedavg", "feddf(student.steps=2)"]\nseeds = 1\n')
     rows = answer("compare", "own.toml", "--set", "rounds=1")
-    assert {row["method"] for row in rows} == {"fedavg", "feddf(steps=2)"}
+    assert {row["method"] for row in rows} == {"fedavg", "feddf(student.steps=2)"}
     assert rows[0]["seeds"] == 1
 
 
@@ -344,10 +344,10 @@ def test_after_changes_the_proposed_command_is_about_the_changed_experiment(fold
 
 def test_after_resuming_the_proposed_method_is_written_without_its_defaults(folder):
     """The run's folder spells out all of them: twenty-seven of FedAUX."""
-    fedaux = "method.name=fedaux(steps=2, preset='released')"
+    fedaux = "method.name=fedaux(student.steps=2, form='mean')"
     call("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
     proposed = hint(call("resume", "aux"))
-    assert proposed[3:5] == ["--methods", 'fedaux(preset="released", steps=2),fedavg']
+    assert proposed[3:5] == ["--methods", 'fedaux(student.steps=2, form="mean"),fedavg']
 
 
 def test_the_proposed_command_finds_a_method_in_another_folder(folder):
@@ -365,7 +365,7 @@ def test_what_is_proposed_after_resuming_is_about_the_resumed_experiment_and_wor
     proposed = hint(call("resume", "my run"))
     assert proposed[:3] == ["fedstill", "compare", "my run/config.toml"]
     assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {2}
-    methods = "fedprox(mu=1),feddf(steps=2)"
+    methods = "fedprox(mu=1),feddf(student.steps=2)"
     call("compare", "small.toml", "--methods", methods, "--seeds", "1", "--set", "rounds=1", "--out", "several")
     other = hint(call("resume", "several"), place=1)
     assert other == ["fedstill", "compare", "several/config.toml", "--set", "partition.alpha=5"]
@@ -392,7 +392,7 @@ def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
 
 
 def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
-    words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "method.name=mrtf(steps=1)")
+    words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "method.name=mrtf(student.steps=1)")
     told = call("run", *words, "--out", "labels here").stdout
     assert "fedstill predict 'labels here'" in told
     assert "fedstill predict" not in call("run", "small.toml", "--out", "none").stdout

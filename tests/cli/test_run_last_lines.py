@@ -49,7 +49,7 @@ def rows(tmp_path) -> list[dict]:
 
 def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
     """FedAUX's scores in their mean form: 64 pixels into 8 features, 4 bytes each, from each of 6 clients."""
-    done = fedstill("run", "method.name=fedaux", "method.form=mean", "method.steps=1", "rounds=1")
+    done = fedstill("run", "method.name=fedaux", "method.form=mean", "method.student.steps=1", "rounds=1")
     (first,) = rows(tmp_path)
     assert first["bytes_prepared"] == 6 * 8 * 4
     up, down = (first[f"bytes_{way}"] + first[f"bytes_prepared{end}"] for way, end in (("up", ""), ("down", "_down")))
@@ -59,7 +59,7 @@ def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
 
 
 def test_what_a_later_method_asks_is_told_with_its_own_first_round(fedstill):
-    done = fedstill("run", "method.name=fedavg until 2 then fedaux(steps=1)", "rounds=3")
+    done = fedstill("run", "method.name=fedavg until 2 then fedaux(student.steps=1)", "rounds=3")
     assert "(before round 3: 192 B up, " in line(done, "sent")
 
 

@@ -33,10 +33,10 @@ def numbers(result):
     "method",
     first_quick(
         [
-            "feddf(steps=5)",
-            "feddf(steps=3, patience=2, look_every=1)",
-            "feddf(steps=2)+scaffold",
-            "fedaux(steps=2)",
+            "feddf(student.steps=5)",
+            "feddf(student.steps=3, student.patience=2, student.look_every=1)",
+            "feddf(student.steps=2)+scaffold",
+            "fedaux(student.steps=2)",
             "update_noise",
         ]
     ),
@@ -68,7 +68,7 @@ def test_the_other_group_is_the_federation_of_its_clients_bit_for_bit():
     assert same_bits(part_of(run("fedavg").weights, "b"), alone.weights)
 
 
-def one_round(method="feddf(steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=None):
+def one_round(method="feddf(student.steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=None):
     """The server's step of one round, on what a cohort has really sent."""
     model, data = mixed(), federation()
     engine = build_engine("auto", "cpu", model=model, federation=data)
@@ -110,7 +110,7 @@ def test_two_architectures_are_taught_the_same_targets_the_mean_of_all_clients_l
 
 
 def test_teachers_of_all_groups_count_by_their_sizes():
-    method = 'feddf(steps=1, teacher_weighting="size")'
+    method = 'feddf(student.steps=1, teacher_weighting="size")'
     look, engine, (_, state) = one_round(method, ids=[5, 0, 3], sizes=[1.0, 2.0, 7.0])
     share = torch.tensor([2.0, 1.0, 7.0]) / 10  # client 0 of a, then 5 and 3 of b, as they stand in the cohort
     wanted = torch.softmax((teacher_logits(look, engine) * share.reshape(-1, 1, 1)).sum(0), dim=1)
@@ -118,7 +118,7 @@ def test_teachers_of_all_groups_count_by_their_sizes():
 
 
 def test_teachers_of_all_groups_count_by_their_accuracy_on_the_validation_set():
-    look, engine, (_, state) = one_round(method='feddf(steps=1, teacher_weighting="validation")')
+    look, engine, (_, state) = one_round(method='feddf(student.steps=1, teacher_weighting="validation")')
     x, y = look.validation
     accuracy = (teacher_logits(look, engine, x).argmax(-1) == y).double().mean(1)
     useful = torch.where(accuracy >= 1.2 / 3, accuracy, 0.0)
@@ -139,29 +139,29 @@ def test_teachers_answer_once_for_the_students_of_all_groups(monkeypatch):
             return outputs(weights, x, stacked, **how)
 
         monkeypatch.setattr(one, "outputs", noted)
-    run("feddf(steps=2)", model, engine=engine, rounds=2)
+    run("feddf(student.steps=2)", model, engine=engine, rounds=2)
     assert asked == ["a", "b"] * 2
 
 
 # T4.7
 def test_a_prototype_without_a_client_this_round_is_stale_under_fedavg_and_taught_under_feddf():
-    for method, moves in (("fedavg", False), ("feddf(steps=4)", True)):
+    for method, moves in (("fedavg", False), ("feddf(student.steps=4)", True)):
         look, _, (candidate, _) = one_round(method=method, ids=[0, 2])
         assert same_bits(part_of(candidate, "b"), part_of(look.start, "b")) is not moves
         assert all(bool(leaf.isfinite().all()) for leaf in flatten(candidate).values() if leaf.is_floating_point())
 
 
 def test_one_client_a_round_leaves_a_run_of_two_architectures_finite():
-    result = run("feddf(steps=2)+scaffold", cohort=1, rounds=4)
+    result = run("feddf(student.steps=2)+scaffold", cohort=1, rounds=4)
     assert [row["accepted"] for row in result.history.rows] == [1] * 4
     assert all(bool(leaf.isfinite().all()) for leaf in flatten(result.weights).values() if leaf.is_floating_point())
 
 
 # T4.8
 def test_distillation_leaves_the_teachers_as_they_were():
-    look, engine, _ = one_round(method="feddf(steps=0)")
+    look, engine, _ = one_round(method="feddf(student.steps=0)")
     before = clone(look.uploads.weights)
-    (phase,) = _grouped("feddf(steps=5)", mixed())
+    (phase,) = _grouped("feddf(student.steps=5)", mixed())
     server = phase.method.aggregate
     server.apply(look.start, server.init(look.start), look)
     assert same_bits(look.uploads.weights, before)
@@ -179,7 +179,9 @@ def test_server_constants_are_those_of_the_groups_own_population():
     torch.testing.assert_close(state["each"]["b"]["control"]["control"]["head.bias"], (delta[1] + delta[2]) / 2 * 2 / 3)
 
 
-@pytest.mark.parametrize("method", first_quick(["feddf(steps=3)+scaffold", "fedavg until 1 then feddf(steps=2)"]))
+@pytest.mark.parametrize(
+    "method", first_quick(["feddf(student.steps=3)+scaffold", "fedavg until 1 then feddf(student.steps=2)"])
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(method, tmp_path):
     how = {"cohort": 3, "checkpoint_every": 1}
     whole = run(method, rounds=4, **how)
@@ -191,7 +193,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(method, tmp_path):
 
 def test_batched_equals_looped():
     member = ("a", "c", "a", "c", "a", "c")
-    first, second = (run("feddf(steps=3)+scaffold", mixed(member), engine=name) for name in ("batched", "looped"))
+    first, second = (
+        run("feddf(student.steps=3)+scaffold", mixed(member), engine=name) for name in ("batched", "looped")
+    )
     for name, leaf in flatten(first.weights).items():
         torch.testing.assert_close(leaf, flatten(second.weights)[name], atol=1e-5, rtol=1e-4)
 
@@ -252,7 +256,7 @@ def test_a_client_receives_and_sends_its_own_prototype():
 
 
 def test_a_method_that_reports_another_model_reports_it_of_all_prototypes():
-    result = run("feddf(steps=3, feedback=false)")
+    result = run("feddf(student.steps=3, feedback=false)")
     assert result.weights.params.keys() == mixed().init(0).params.keys()
     sent = run('fedavg(weighting="uniform")')
     assert not same_bits(result.weights, sent.weights)
@@ -268,7 +272,7 @@ def test_only_heads_are_trained_in_every_group():
 
 
 @pytest.mark.parametrize("report", first_quick(["a", "b", "ensemble"]))
-@pytest.mark.parametrize("method", ["fedaux(steps=3)", "feddf(steps=3, distill_share=0.8)"])
+@pytest.mark.parametrize("method", ["fedaux(student.steps=3)", "feddf(student.steps=3, distill_share=0.8)"])
 def test_rows_that_are_not_taught_are_labelled_by_the_reported_model_in_whatever_order_prototypes_stand(method, report):
     whole, found = federation(), {}
     for order in ("ab", "ba"):

@@ -15,7 +15,7 @@ from fedstill.core.tree import stack
 from fedstill.core.types import Method, Objective, Round, Stage, Uploads, Weights
 from fedstill.local.labels import smoothed_cross_entropy
 from fedstill.local.terms import cross_entropy, proximal
-from fedstill.methods import build_algorithm, fedavg, fedavgm, fednova, fedprox, scaffold
+from fedstill.methods import fedavg, fedavgm, fednova, fedprox, scaffold
 from fedstill.methods.lookup import build_method
 from fedstill.server import average, sgd
 
@@ -201,5 +201,5 @@ def test_every_pair_of_registered_methods_joins_or_says_why_not():
                     assert one in told
                     assert two in told
                 else:
-                    alone = build_algorithm(one).objective.needs | build_algorithm(two).objective.needs
+                    alone = build_method(one)[0].method.objective.needs | build_method(two)[0].method.objective.needs
                     assert both.objective.needs == alone

@@ -21,6 +21,7 @@ from server_rounds import (
     same_bits,
     server_round,
 )
+from students import form
 from torch import nn
 from whole_server import whole
 
@@ -34,7 +35,8 @@ from fedstill.engine.plan import make_plan
 from fedstill.engine.stack import first_memory
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.round import draw_cohort
-from fedstill.methods import build_algorithm, fedavg
+from fedstill.methods import fedavg
+from fedstill.methods.lookup import build_method
 
 ADAM = Training(batch_size=5, epochs=1, lr=0.01, optimizer="adam", keep_optimizer=True)
 MOMENTUM = Training(batch_size=5, epochs=1, lr=0.05, momentum=0.9, keep_optimizer=True)
@@ -100,17 +102,17 @@ def test_an_optimiser_that_remembers_nothing_is_the_same_either_way():
 @pytest.mark.parametrize("method", ["fedavg", "feddyn", "moon"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, method):
     how = {"training": MOMENTUM, "checkpoint_every": 1, "net": "norm"}
-    whole = run(build_algorithm(method), rounds=4, run_dir=tmp_path / "whole", **how)
-    run(build_algorithm(method), rounds=2, run_dir=tmp_path / "cut", **how)
-    resumed = run(build_algorithm(method), rounds=4, run_dir=tmp_path / "cut", resume=True, **how)
+    whole = run(build_method(method)[0].method, rounds=4, run_dir=tmp_path / "whole", **how)
+    run(build_method(method)[0].method, rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(build_method(method)[0].method, rounds=4, run_dir=tmp_path / "cut", resume=True, **how)
     assert same_bits(resumed.weights, whole.weights)
 
 
 def test_it_goes_on_through_phases():
     """Two phases of one method are that method."""
-    phases = (Phase(build_algorithm("feddyn"), until=2), Phase(build_algorithm("feddyn")))
+    phases = (Phase(build_method("feddyn")[0].method, until=2), Phase(build_method("feddyn")[0].method))
     found = run(phases, rounds=4, training=MOMENTUM).weights
-    assert same_bits(found, run(build_algorithm("feddyn"), rounds=4, training=MOMENTUM).weights)
+    assert same_bits(found, run(build_method("feddyn")[0].method, rounds=4, training=MOMENTUM).weights)
 
 
 def test_where_only_the_head_is_trained_its_moments_go_on():
@@ -134,17 +136,17 @@ def test_every_client_counts_its_own_steps():
 @pytest.mark.parametrize("method", ["scaffold", "fednova"])
 def test_methods_that_read_the_gradient_off_the_move_refuse_a_momentum_that_they_cannot_see(method):
     with pytest.raises(FedstillError, match=r"local\.keep_optimizer = false"):
-        run(build_algorithm(method), training=MOMENTUM)
-    run(build_algorithm(method), rounds=1, training=dataclasses.replace(MOMENTUM, momentum=0.0))
+        run(build_method(method)[0].method, training=MOMENTUM)
+    run(build_method(method)[0].method, rounds=1, training=dataclasses.replace(MOMENTUM, momentum=0.0))
 
 
-STUDENT = {"steps": 5, "batch_size": 8, "server_lr": 1e-2, "lr_schedule": "constant", "clip": None}
+STUDENT = {"steps": 5, "batch_size": 8, "lr": 1e-2, "lr_schedule": "constant", "clip": None}
 
 
 @pytest.mark.parametrize("rows", [1.0, 0.5])
 def test_a_students_optimiser_goes_on(rows):
     def step_of(keep):
-        return build_algorithm("feddf", {**STUDENT, "keep_optimizer": keep, "distill_share": rows})
+        return build_method("feddf", {"student": {**STUDENT, "keep_optimizer": keep}, "distill_share": rows})[0].method
 
     kept, fresh = (run(step_of(keep), rounds=3).weights for keep in (True, False))
     assert furthest(kept, fresh) > 1e-4
@@ -155,7 +157,7 @@ def test_a_students_optimiser_goes_on(rows):
 def test_a_student_remembers_its_steps_and_moments():
     model = network()
     this = server_round(clients_models(model, 3), model, precision="float64")
-    step = whole(build_algorithm("feddf", {**STUDENT, "keep_optimizer": True}))
+    step = whole(build_method("feddf", {"student": {**STUDENT, "keep_optimizer": True}})[0].method)
     state = step.init(this.start)
     for rounds in (1, 2):
         _, state = step.apply(this.start, state, this)
@@ -166,11 +168,11 @@ def test_a_student_remembers_its_steps_and_moments():
 
 
 def test_the_released_preset_keeps_it():
-    (step,) = build_algorithm("feddf", {"preset": "fedaux_released"}).server
+    (step,) = form("feddf", "fedaux_released").server
     assert "optimizer" in step.init(network().init(0))
-    assert "optimizer" not in build_algorithm("feddf", {"preset": "fedaux"}).server[0].init(network().init(0))
+    assert "optimizer" not in form("feddf", "fedaux").server[0].init(network().init(0))
 
 
 def test_it_is_refused_where_the_result_is_not_the_last_model():
     with pytest.raises(FedstillError, match=r"method\.keep_optimizer has no use with patience"):
-        build_algorithm("feddf", {"keep_optimizer": True, "patience": 5})
+        build_method("feddf", {"keep_optimizer": True, "patience": 5})

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import toy
+from papers import BENCHMARKS
 from running import federate
 from whole_server import as_one, whole
 
@@ -16,7 +17,7 @@ from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Method, Model, Need, Output, Tokenizer, Training
-from fedstill.methods import build_algorithm
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 
 
@@ -39,18 +40,28 @@ class Row:
         return "-".join([self.name, *(str(value) for value in self.options.values())])
 
     def build(self, **changes: Any) -> Method:
-        return build_algorithm(self.name, {**self.options, **changes})
+        student = {**self.options.get("student", {}), **changes.get("student", {})}
+        options = {**self.options, **changes, **({"student": student} if student else {})}
+        return build_method(self.name, options)[0].method
 
 
-REFINED = {"steps": 5, "batch_size": 8, "server_lr": 3e-3}  # a short refinement, as a server does it
+SHORT = {"student": {"steps": 5, "batch_size": 8}}
 
-HARD = {"epochs": 2, "batch_size": 8, "threshold": 0.4, "warm_up": 0}  # FedDF and FedBE as D2C-FL ran them
+REFINED = {"student": {"steps": 5, "batch_size": 8, "lr": 3e-3}}  # a short refinement, as a server does it
+
+IDLE = {"student": {"steps": 0}}
+
+HARD = {"labels": "hard", "threshold": 0.4}  # FedDF and FedBE as D2C-FL ran them
+
+HARD_STUDENT = {"epochs": 2, "batch_size": 8, "optimizer": "adam", "lr_schedule": "constant", "lr_epoch_decay": 0.95}
+
+CODE = BENCHMARKS  # <paper>/released.py
 
 PLAIN = {"weighting": "size", "buffers": "average"}
 
-VALIDATED = {"patience": 2, "look_every": 2, "teacher_weighting": "validation"}
+VALIDATED = {"steps": 6, "batch_size": 8, "patience": 2, "look_every": 2}
 
-LABELS = {"threshold": 0.4, "epochs": 2, "batch_size": 4, "server_lr": 0.05}  # D2C-FL: some are kept in three rounds
+LABELS = {"threshold": 0.4, "student": {"epochs": 2, "batch_size": 4, "lr": 0.05}}  # D2C-FL: keeps some
 
 VIEWS = {"batch_size": 8, "projection": 4, "hidden": 8}  # SimCLR, small
 
@@ -76,7 +87,7 @@ ROWS = (
     Row("scaffold", sends=1, receives=1),
     Row("scaffold", {"option": "I"}, sends=1, receives=1),
     Row("fednova", {}, {}, equal_steps=True),
-    Row("fednova", {"correction": "released"}),
+    Row(f"{CODE}/fedlmd/released.py:fednova"),
     Row("feddyn"),
     Row("fedcurv", {}, {"lam": 0.0}, sends=2, receives=2),
     Row("fedcurv", {"fisher": "per_sample", "lam": 0.1}, {"lam": 0.0}, sends=2, receives=2),
@@ -106,15 +117,15 @@ ROWS = (
     Row("simclr", {"epochs": 1, "pretrain_seed": 3, **VIEWS}, {"epochs": 0}, net="pictures"),
     Row("masked_lm", {"epochs": 2, "share": 0.3, "batch_size": 8}, {"epochs": 0}, net="text"),
     Row("next_token", {"epochs": 2, "batch_size": 8, "pretrain_seed": 3}, {"epochs": 0}, net="text"),
-    Row("avglogit", {"steps": 5, "batch_size": 8}, {"steps": 0}),
-    Row("avgprob", {"steps": 5, "batch_size": 8}, {"steps": 0}),
-    Row("feddf", {"steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
-    Row("feddf", {**VALIDATED, "steps": 6, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
-    Row("feddf", {"preset": "mrtf_released", "steps": 5, "batch_size": 8}, {"steps": 0, "weighting": "size"}),
-    Row("feddf", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
-    Row("feddf", {"steps": 5, "batch_size": 8, "distill_share": 0.8}, {"steps": 0, "weighting": "size"}),
-    Row("feddf", {**REFINED, "preset": "fedaux_released", "epochs": None}, {"steps": 0, **PLAIN}),
-    Row("feddf", {"steps": 5, "batch_size": 8, "part": "head", "weighting": "size"}, {"steps": 0}),
+    Row("avglogit", SHORT, IDLE),
+    Row("avgprob", SHORT, IDLE),
+    Row("feddf", SHORT, {**IDLE, "weighting": "size"}),
+    Row("feddf", {"student": VALIDATED, "teacher_weighting": "validation"}, {**IDLE, "weighting": "size"}),
+    Row(f"{CODE}/mrtf/released.py:feddf", SHORT, {**IDLE, "weighting": "size"}),
+    Row("feddf", {**HARD, "student": HARD_STUDENT, "weighting": "size"}, {"student": {"epochs": 0}}),
+    Row("feddf", {**SHORT, "distill_share": 0.8}, {**IDLE, "weighting": "size"}),
+    Row(f"{CODE}/fedaux/released.py:feddf", REFINED, {**IDLE, **PLAIN}),
+    Row("feddf", {"student": {"steps": 5, "batch_size": 8, "part": "head"}, "weighting": "size"}, IDLE),
     Row("feddf_gen", INVENTED, {"student_steps": 0}, noise_by_place=True),
     Row("feddf_gen", {**INVENTED, "ensemble": "class", "pool": "logits"}, {"student_steps": 0}, noise_by_place=True),
     Row("feddf_gen", {**INVENTED, "labels": "uniform", "batch_norm": "train"}, noise_by_place=True),
@@ -127,17 +138,22 @@ ROWS = (
         noise_by_place=True,
         shows_in_round=2,
     ),
-    Row("fedaux", {"steps": 5, "batch_size": 8}, {"steps": 0}),
-    Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, {"steps": 0}, noise_by_place=True),
-    Row("fedaux", {**REFINED, "score": "odds", "intercept": True, "gamma": "both", "feedback": False}, {"steps": 0}),
-    Row("fedaux", {**REFINED, "scorer": "one_class_svm", "teacher_mode": "train"}, {"steps": 0}),
-    Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "cycle": 2}, {"epochs": 0}, noise_by_place=True),
-    Row("fedbe", {"preset": "released", "epochs": 4, "batch_size": 8, "server_lr": 0.3}, noise_by_place=True),
-    Row("fedbe", {"epochs": 4, "batch_size": 8, "server_lr": 0.3, "distill_share": 0.8}, noise_by_place=True),
-    Row("fedbe", {"preset": "d2cfl", **HARD}, {"epochs": 0}),
-    Row("mrtf", {**REFINED, "warm_up": 1}, {"steps": 0, "weighting": "size"}),
-    Row("mrtf", {**REFINED, "preset": "released"}, {"steps": 0, "weighting": "size"}),
-    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": True}, {"steps": 0, "weighting": "size"}),
+    Row("fedaux", SHORT, IDLE),
+    Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, IDLE, noise_by_place=True),
+    Row("fedaux", {**REFINED, "score": "odds", "intercept": True, "gamma": "both", "feedback": False}, IDLE),
+    Row(f"{CODE}/fedaux/released.py:fedaux", {**REFINED, "scorer": "one_class_svm"}, {**IDLE, **PLAIN}),
+    Row(
+        "fedbe",
+        {"student": {"epochs": 4, "batch_size": 8, "lr": 0.3, "lr_cycle": 2}},
+        {"student": {"epochs": 0}},
+        noise_by_place=True,
+    ),
+    Row(f"{CODE}/fedbe/released.py:fedbe", {"student": {"epochs": 4, "batch_size": 8, "lr": 0.3}}, noise_by_place=True),
+    Row("fedbe", {"student": {"epochs": 4, "batch_size": 8, "lr": 0.3}, "distill_share": 0.8}, noise_by_place=True),
+    Row("fedbe", {**HARD, "sampling": "dirichlet", "student": HARD_STUDENT}, {"student": {"epochs": 0}}),
+    Row("mrtf", {**REFINED, "warm_up": 1}, {**IDLE, "weighting": "size"}),
+    Row(f"{CODE}/mrtf/released.py:mrtf", REFINED, {**IDLE, "weighting": "size"}),
+    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": True}, {**IDLE, "weighting": "size"}),
     Row("mrtf", {**REFINED, "refine": False}),
     Row("mrtf", {**REFINED, "rectify": False, "refine": False}),
     Row("mrtf", {**REFINED, "stabilise": False, "rectify": False, "refine": False}),
@@ -145,7 +161,11 @@ ROWS = (
     Row("d2cfl", {"past": 2, "rule": "mean", **LABELS}, {"mix_alpha": 1.0}),
     Row("d2cfl", {"past": 2, "student_start": "average", "rollback": "fixed", **LABELS}, {"threshold": 1.5}),
     Row("d2cfl", {"past": 3, "warm_up": 1, "least": 2, **LABELS}, {"least": 14}),
-    Row("d2cfl", {"past": 1, "optimizer": "sgd", "feedback": False, **LABELS}, {"mix_alpha": 1.0}),
+    Row(
+        "d2cfl",
+        {"past": 1, "feedback": False, **LABELS, "student": {**LABELS["student"], "optimizer": "sgd"}},
+        {"mix_alpha": 1.0},
+    ),
 )
 
 

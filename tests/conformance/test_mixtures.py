@@ -45,9 +45,9 @@ NAMED = (
     "fedlmd+scaffold",
     "moon+kd",
     "fedcurv+fedlmd_tf+fednova",
-    "mrtf(steps=5, batch_size=8)+fedlmd",
-    'd2cfl(past=1, threshold=0.3, epochs=2, batch_size=4, mix_alpha=0.5)+scaffold(weighting="size")',
-    "fedbe(samples=2, steps=5, batch_size=8)+moon+update_noise(sigma=0.01)",
+    "mrtf(student.steps=5, student.batch_size=8)+fedlmd",
+    'd2cfl(past=1, threshold=0.3, student.epochs=2, student.batch_size=4, mix_alpha=0.5)+scaffold(weighting="size")',
+    "fedbe(samples=2, student.steps=5, student.batch_size=8)+moon+update_noise(sigma=0.01)",
     f"scaffold+fedlmd+{write('fedftg', HARD_SAMPLES)}",
     f"{write('fedgen', FEATURES_INVENTED)}+fedprox(mu=0.1)+scaffold(weighting='size')",
 )

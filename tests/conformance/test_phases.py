@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from method_rows import network, run, same_bits
 from quick import EITHER_ENGINE, first_quick
+from students import student_of
 from whole_server import watched
 
 from fedstill.compose.phases import method_at, phases_of, share_states
@@ -17,8 +18,8 @@ from fedstill.core.types import Phase
 from fedstill.methods import fedavg, fedavgm, feddf, fedprox, scaffold
 from fedstill.methods.lookup import build_method
 
-REFINED = "steps=5, batch_size=8, server_lr=3e-3"
-LABELS = "past=2, threshold=0.4, epochs=2, batch_size=4, server_lr=0.05"
+REFINED = "student.steps=5, student.batch_size=8, student.lr=3e-3"
+LABELS = "past=2, threshold=0.4, student.epochs=2, student.batch_size=4, student.lr=0.05"
 
 
 def without_clock(result):
@@ -225,5 +226,12 @@ def test_unlabeled_data_are_passed_only_in_the_phase_that_declares_them():
     def spying(method):
         return watched(method, lambda _, __, round: seen.append((round.number, round.unlabeled is not None)))
 
-    run((Phase(spying(fedavg()), 1), Phase(spying(feddf(steps=1)), 2), Phase(spying(fedavgm()))), rounds=3)
+    run(
+        (
+            Phase(spying(fedavg()), 1),
+            Phase(spying(feddf(student=student_of(feddf, steps=1))), 2),
+            Phase(spying(fedavgm())),
+        ),
+        rounds=3,
+    )
     assert seen == [(1, False), (2, True), (3, False)]

@@ -9,13 +9,13 @@ from whole_server import whole
 from fedstill.compose.combine import combine
 from fedstill.core.tree import flatten, rows, stack, tree_map
 from fedstill.core.types import Method, Weights
-from fedstill.methods import METHODS, fedcurv, fednova, scaffold
+from fedstill.methods import METHODS, fedcurv, scaffold
 
 BUILT = {name: factory() for name, factory in METHODS.items()}
 # fedgen's term must be bound to a model with a head: tests/methods/data_free/test_feature_generator.py
 OBJECTIVES = {name: method for name, method in BUILT.items() if method.objective.bind is None} | {
     "scaffold-I": scaffold(option="I"),
-    "fednova-released": fednova(correction="released"),
+    "fednova-released": released("fedlmd", "fednova")(),
     "fedcurv-per-sample": fedcurv(fisher="per_sample"),
     "moon-init": released("fedlmd", "moon")(),
 }

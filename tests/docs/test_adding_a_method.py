@@ -19,7 +19,7 @@ import fedstill
 from fedstill.cli import app
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Local, Need, Output
-from fedstill.methods import METHODS, build_algorithm
+from fedstill.methods import METHODS
 from fedstill.methods.lookup import build_method
 from fedstill.partition import PARTITIONS
 
@@ -142,7 +142,7 @@ def trained(method, engine: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine", EITHER_ENGINE)
 def test_with_its_knob_at_zero_it_is_fedavg_bit_for_bit(example, engine):
-    plain = trained(build_algorithm("fedavg"), engine)
+    plain = trained(build_method("fedavg")[0].method, engine)
     assert torch.equal(trained(example["my_method"](strength=0.0), engine), plain)
     assert float((trained(example["my_method"](), engine) - plain).abs().max()) > 1e-4
 

@@ -10,7 +10,7 @@ from doc_pages import ROOT
 
 import fedstill
 from fedstill import Training
-from fedstill.methods import build_algorithm
+from fedstill.methods.lookup import build_method
 
 FILES = sorted((ROOT / "examples").glob("*.py"))
 EXAMPLES = [path for path in FILES if "__main__" in path.read_text()]  # my_method.py: see test_adding_a_method
@@ -64,7 +64,7 @@ def test_the_library_trains_as_the_one_file_reference(engine):
     )
     result = fedstill.federate(
         fedstill.Built(
-            method=build_algorithm("fedavg"),
+            method=build_method("fedavg")[0].method,
             model=fedstill.from_module(module(), input_shape=(64,), classes=10),
             federation=federation,
             training=Training(epochs=plain["epochs"], batch_size=10000, lr=plain["lr"]),

@@ -185,7 +185,7 @@ def test_settings_on_the_quick_start_can_choose_every_name(name):
 
 
 def test_none_removes_a_key_so_that_its_default_counts():
-    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "feddf", "steps": 20}}
+    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "feddf", "student": {"steps": 20}}}
     changed = apply_settings(table, ["local.steps=none", "rounds=none", "method.steps=none", "target=none"])
     assert changed == {"local": {"lr": 0.1}, "method": {"name": "feddf"}}
 

@@ -58,7 +58,7 @@ def experiment(model, **changes):
         "partition": {"scheme": "iid", "clients": 4},
         "model": model,
         "local": {"steps": 2},
-        "method": "feddf(steps=2)",
+        "method": "feddf(student.steps=2)",
     }
     return fedstill.Experiment(**{**given, **changes})
 
@@ -85,8 +85,8 @@ def test_a_run_is_resumed_from_anywhere_and_predicts(folder, monkeypatch):
 
 
 def test_methods_are_compared_with_it():
-    found = fedstill.compare(experiment("net.py:Net"), ["fedavg", "feddf(steps=2)"])
-    assert {summary.method for summary in found.summaries} == {"fedavg", "feddf(steps=2)"}
+    found = fedstill.compare(experiment("net.py:Net"), ["fedavg", "feddf(student.steps=2)"])
+    assert {summary.method for summary in found.summaries} == {"fedavg", "feddf(student.steps=2)"}
 
 
 def test_it_can_be_one_of_several_prototypes(folder):

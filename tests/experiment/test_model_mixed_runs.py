@@ -23,7 +23,7 @@ PROTOTYPES = ['mlp(hidden=[16], init="torch")', "cnn", 'resnet8(norm="group")']
 def experiment(**changes):
     sections = {
         "data": {"source": "digits", "unlabeled": 60},
-        "method": {"name": "feddf", "steps": 10},
+        "method": {"name": "feddf", "student": {"steps": 10}},
         "partition": {"scheme": "lda", "clients": 7, "alpha": 1.0},
         "model": {"name": "mixed", "prototypes": PROTOTYPES[:2]},
         "rounds": 2,
@@ -108,7 +108,7 @@ def test_forty_clients_of_three_architectures_take_seconds():
         partition={"scheme": "lda", "clients": 40, "alpha": 1.0},
         model={"name": "mixed", "prototypes": PROTOTYPES},
         local={"batch_size": 10, "lr": 0.003, "optimizer": "adam", "epochs": 3},
-        method={"name": "feddf", "steps": 20, "batch_size": 64},
+        method={"name": "feddf", "student": {"steps": 20, "batch_size": 64}},
         engine={"threads": 1},
         cohort=0.4,
         rounds=3,

@@ -16,7 +16,7 @@ from fedstill.core.types import Training, Weights
 from fedstill.data import federation_from_tensors
 from fedstill.loop.guard import Guard, admit, admit_messages, find_faults
 from fedstill.loop.message import encode, template_of
-from fedstill.methods import build_algorithm
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 
 BAD = 2  # position of the bad client in the cohort; its id is 12
@@ -254,7 +254,7 @@ def blobs(clients: int = 4, size: int = 20):
 
 def run(method: str, spoil, guard: Guard):
     """Eight rounds; in the second one, client 0's upload passes through `spoil`."""
-    method = build_algorithm(method, {})
+    method = build_method(method, {})[0].method
     seen = []
 
     def transmit(uploads, start, seed):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from running import federate
+from students import student_of
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.core.seeds import seed_for
@@ -70,7 +71,7 @@ def test_what_a_client_keeps_is_not_spoilt_by_a_round_that_broke(tmp_path):
 
 def test_one_sample_does_not_decide_whether_a_client_sends_its_scores():
     """One of four clients fell out, which anybody could see at a stated epsilon of 1."""
-    result = run(fedaux(form="mean", epsilon=1.0, steps=2), spoilt(1, samples=1))
+    result = run(fedaux(student=student_of(fedaux, steps=2), form="mean", epsilon=1.0), spoilt(1, samples=1))
     assert result.history.rows[0]["prepare/scored_clients"] == 4
     assert not any("preparation" in record["reason"] for record in result.audit)
 

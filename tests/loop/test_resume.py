@@ -84,7 +84,7 @@ def run_convolutions(text, **how):
         f"moon+fedftg(iterations=2, {SHORT})",
         f"moon+feddf_gen(generator_steps=2, {SHORT})",
         f"fedntd+fedftg(iterations=2, {SHORT})",
-        "moon+feddf(steps=2, batch_size=4)",
+        "moon+feddf(student.steps=2, student.batch_size=4)",
     ],
 )
 def test_it_equals_the_uninterrupted_one_bit_for_bit(text, tmp_path):

@@ -17,7 +17,7 @@ from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import select, stack
 from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
-from fedstill.methods import build_algorithm, dp_fedavg, fedavg
+from fedstill.methods import dp_fedavg, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 from fedstill.privacy import noisy_mean, noisy_moves
@@ -170,7 +170,10 @@ def test_batchnorm_statistics_are_never_taken_from_clients():
 @pytest.mark.parametrize(
     ("method", "told"),
     [
-        ("dp_fedavg+feddf(steps=2)", "each client's model: use dp_fedavg(trust='nobody'), or another method beside it"),
+        (
+            "dp_fedavg+feddf(student.steps=2)",
+            "each client's model: use dp_fedavg(trust='nobody'), or another method beside it",
+        ),
         (
             "dp_fedavg+scaffold",
             "control_delta: use another method beside it (dp_fedavg(trust='nobody') would run, and claim nothing: it "
@@ -200,7 +203,7 @@ def test_another_sealed_method_is_not_told_to_use_this_one():
         "dp_fedavg+fedprox(mu=0.1)",
         "dp_fedavg+fedadam",
         "dp_fedavg+feddyn",
-        'dp_fedavg(trust="nobody")+feddf(steps=2)',
+        'dp_fedavg(trust="nobody")+feddf(student.steps=2)',
         'dp_fedavg(trust="nobody")+feddyn',
     ],
 )
@@ -230,18 +233,18 @@ def test_two_of_them_cannot_stand_between_clients_and_server():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"clip": 0.0}, "method.clip = 0.0 is impossible"),
-        ({"noise_multiplier": -1.0}, "method.noise_multiplier = -1.0 is impossible"),
+        ({"clip": 0.0}, "method.clip = 0.0 must be a number above 0"),
+        ({"noise_multiplier": -1.0}, "method.noise_multiplier = -1.0 must be a number, at least 0"),
         (
             {"noise_multiplier": 1e-6},
             "method.noise_multiplier = 1e-06 is impossible: it must be from 0.0001 to 1e+06",
         ),
         ({"noise_multiplier": 1e160}, "method.noise_multiplier = 1e+160 is impossible"),
-        ({"trust": "everybody"}, "method.trust = 'everybody' is unknown"),
-        ({"weighting": "size"}, "method.weighting = 'size' is unknown"),
+        ({"trust": "everybody"}, 'method.trust = "everybody" is unknown'),
+        ({"weighting": "size"}, 'method.weighting = "size" is unknown'),
     ],
 )
 def test_impossible_options_are_one_line(options, told):
     with pytest.raises(FedstillError) as refused:
-        build_algorithm("dp_fedavg", options)
+        build_method("dp_fedavg", options)
     assert str(refused.value).startswith(told)

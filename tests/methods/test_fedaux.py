@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from papers import released
 from server_rounds import CLASSES, FEATURES, federation, furthest, network, points, run, same_bits
+from students import form
 from whole_server import as_one, watched, whole
 
 from fedstill.about.explain import explain
@@ -14,20 +16,15 @@ from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size, flatten
 from fedstill.core.types import Federation, Need, Phase, Release, Training
 from fedstill.engine import build_engine
-from fedstill.methods import METHODS, build_algorithm, fedaux, feddf
+from fedstill.methods import fedaux
 from fedstill.methods.fedaux.certainty import normalised, sensitivity
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, mixed_model
 from fedstill.privacy.accountant import analytic_gaussian_multiplier, classic_multiplier, epsilon_of
-from fedstill.server import average
 from fedstill.server.distill.targets import targets_of
 
 SHORT = {"steps": 5, "batch_size": 8}
 SCORERS = ("kde", "isolation_forest", "one_class_svm", "two_class_svm")
-
-
-def expected(preset, name):
-    return METHODS["fedaux"].presets[preset][name]
 
 
 def release_of(**options) -> Release:
@@ -62,7 +59,7 @@ def test_without_epsilon_there_is_no_noise_and_no_claim_and_it_says_so():
         release = release_of(**options)
         assert release.multiplier is None
         assert "epsilon" in release.why
-    quiet, again = (run(fedaux(**SHORT, form="mean"), seed=4, rounds=1).weights for _ in range(2))
+    quiet, again = (run(form("fedaux", **SHORT, form="mean"), seed=4, rounds=1).weights for _ in range(2))
     assert same_bits(quiet, again)
 
 
@@ -95,13 +92,13 @@ def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and
     ("options", "told"),
     [
         ({"lam": 0.0}, "lam = 0.0"),
-        ({"distill_share": 1.0}, "distill_share = 1.0 leaves no rows"),
-        ({"distill_share": 0.0}, "distill_share = 0.0 leaves no rows"),
+        ({"distill_share": 1.0}, "distill_share = 1.0 must be a number above 0 and below 1"),
+        ({"distill_share": 0.0}, "distill_share = 0.0 must be"),
         ({"distill_share": 1.2}, "distill_share = 1.2"),
         ({"form": "mean", "epsilon": 0.0}, "epsilon = 0.0"),
         (
             {"form": "mean", "epsilon": 1.0, "delta": 1.0},
-            "method.delta = 1.0 is impossible: .* below 1",
+            "method.delta = 1.0 must be a number above 0 and below 1",
         ),
         ({"mechanism": "classic", "epsilon": 5.0}, "epsilon = 5.0: .*: set method.mechanism = 'analytic'"),
         ({"scorer": "kde", "epsilon": 1.0}, "epsilon = 1.0 has no use with scorer = 'kde'"),
@@ -111,7 +108,7 @@ def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and
 )
 def test_a_mistake_is_one_line_that_names_the_option(options, told):
     with pytest.raises(FedstillError, match=told.replace(".", r"\.").replace(r"\.*", ".*")) as error:
-        build_algorithm("fedaux", options)
+        build_method("fedaux", options)
     assert "\n" not in str(error.value)
 
 
@@ -121,19 +118,14 @@ def test_noise_beside_an_intercept_claims_nothing_for_that_reason():
     assert "the intercept has no penalty" in release.why
 
 
-def test_the_papers_and_the_released_form_are_built_and_claim_nothing():
+def test_the_papers_and_the_released_form_claim_nothing():
     """Both add the paper's noise: one publishes a private norm bound, the other solves another problem."""
-    paper, released = (release_of(preset=preset) for preset in ("paper", "released"))
-    assert (paper.multiplier, released.multiplier) == (None, None)
+    noise = {"epsilon": 0.1, "delta": 1e-5}
+    paper = release_of(form="mean", lam=0.1, gamma="both", mechanism="classic", **noise)
+    (code,) = released("fedaux", "fedaux")(**noise).releases
+    assert (paper.multiplier, code.multiplier) == (None, None)
     assert "gamma" in paper.why
-    assert "n times too small" in released.why
-    for preset, form, lam, weighting in (("paper", "mean", 0.1, "size"), ("released", "sum", 0.01, "uniform")):
-        assert (expected(preset, "form"), expected(preset, "lam")) == (form, lam)
-        assert [expected(preset, name) for name in ("epsilon", "delta")] == [0.1, 1e-5]
-        assert [expected(preset, name) for name in ("epochs", "server_lr", "clip")] == [1, 5e-5, None]
-        assert fedaux(preset=preset).aggregate in {average(weighting, buffers=one) for one in ("average", "local")}
-        shown = {option["name"]: option["default"] for option in explain(f"fedaux(preset={preset})")["options"]}
-        assert shown["lam"] == lam
+    assert "n times too small" in code.why
 
 
 def test_its_page_names_the_epsilon_that_the_released_noise_certifies():
@@ -151,13 +143,13 @@ def test_its_page_names_the_epsilon_that_the_released_noise_certifies():
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_other_scorers_run_and_make_no_claim(scorer):
-    method = fedaux(**SHORT, scorer=scorer)
+    method = form("fedaux", **SHORT, scorer=scorer)
     assert scorer in method.releases[0].why
     assert method.releases[0].multiplier is None
     found = run(method, rounds=1)
     assert found.history.rows[0]["bytes_prepared"] == 5 * 16 * 4  # a number for each of 16 rows from 5 clients
     assert found.history.rows[0]["bytes_prepared_down"] == 5 * (byte_size(network().init(0)) + 20 * 6 * 4)  # all rows
-    assert not same_bits(found.weights, run(fedaux(**SHORT, scorer="uniform"), rounds=1).weights)
+    assert not same_bits(found.weights, run(form("fedaux", **SHORT, scorer="uniform"), rounds=1).weights)
 
 
 def test_features_are_needed_only_where_scores_are_made_of_them():
@@ -174,27 +166,29 @@ def test_its_page_says_what_leaves_a_client_before_the_first_round():
 
 
 def test_what_leaves_a_client_before_the_first_round_are_as_many_numbers_as_features():
-    row = run(fedaux(**SHORT), rounds=1).history.rows[0]
+    row = run(form("fedaux", **SHORT), rounds=1).history.rows[0]
     assert row["bytes_prepared"] == 5 * 6 * 4  # 5 clients, 6 features
     assert row["bytes_prepared_down"] == 5 * (byte_size(network().init(0)) + 4 * 6 * 4)  # the model, 4 negatives
     assert row["prepare/scored_clients"] == 5
     assert 1 / 5 < row["prepare/largest_share"] < 1
 
 
-@pytest.mark.parametrize("options", [{}, {"pool": "probabilities", "temperature": 2.0}, {"teacher_mode": "train"}])
+@pytest.mark.parametrize("options", [{}, {"pool": "probabilities", "temperature": 2.0}, {"warm_up": 1}])
 def test_with_equal_scores_it_is_feddf_on_the_same_rows_bit_for_bit(options):
     """T6.4, through three rounds."""
-    found = run(fedaux(**SHORT, scorer="uniform", **options))
-    wanted = run(feddf(**SHORT, distill_share=0.8, weighting="size", **options))
+    found = run(form("fedaux", **SHORT, scorer="uniform", **options))
+    wanted = run(form("feddf", **SHORT, distill_share=0.8, weighting="size", **options))
     assert same_bits(found.weights, wanted.weights)
     assert same_bits(found.targets._asdict(), wanted.targets._asdict())
     assert int(found.targets.kept.sum()) == 16  # of 20
-    assert not same_bits(run(fedaux(**SHORT, **options)).weights, wanted.weights)
+    assert not same_bits(run(form("fedaux", **SHORT, **options)).weights, wanted.weights)
 
 
 def test_an_endless_penalty_is_feddf_too():
     """T6.4: s = .5 + xi for every client and sample."""
-    found, wanted = (run(fedaux(**SHORT, **how)) for how in ({"form": "mean", "lam": 1e12}, {"scorer": "uniform"}))
+    found, wanted = (
+        run(form("fedaux", **SHORT, **how)) for how in ({"form": "mean", "lam": 1e12}, {"scorer": "uniform"})
+    )
     assert furthest(found.targets._asdict(), wanted.targets._asdict()) < 1e-6
     assert furthest(found.weights, wanted.weights) < 1e-5
 
@@ -211,7 +205,7 @@ def states_of(method, **how):
 
 def test_scores_are_made_once_and_stay():
     """T6.8."""
-    seen, _ = states_of(fedaux(**SHORT), rounds=3)
+    seen, _ = states_of(form("fedaux", **SHORT), rounds=3)
     for later in seen[1:]:
         assert torch.equal(later["scores"], seen[0]["scores"])
         assert torch.equal(later["distilled"], seen[0]["distilled"])
@@ -223,17 +217,21 @@ def test_every_method_of_a_run_distils_on_the_same_rows():
     """A function of the run's seed; and rows that are not distilled on are not kept."""
     first, other, another = (
         states_of(method, rounds=1, seed=seed)[0][0]["distilled"]
-        for method, seed in ((fedaux(**SHORT), 3), (feddf(**SHORT, distill_share=0.8), 3), (fedaux(**SHORT), 4))
+        for method, seed in (
+            (form("fedaux", **SHORT), 3),
+            (form("feddf", **SHORT, distill_share=0.8), 3),
+            (form("fedaux", **SHORT), 4),
+        )
     )
     assert torch.equal(first, other)
     assert not torch.equal(first, another)
-    _, result = states_of(fedaux(**SHORT), rounds=1)
+    _, result = states_of(form("fedaux", **SHORT), rounds=1)
     assert torch.equal(result.targets.kept, first)
 
 
 def test_a_phase_that_follows_has_the_same_negatives_as_the_one_before():
     """T6.9: no row is distilled on in one phase and a negative in the next."""
-    first, second = fedaux(**SHORT), fedaux(**SHORT, score="odds")
+    first, second = form("fedaux", **SHORT), form("fedaux", **SHORT, score="odds")
     seen = []
 
     def watched(method):
@@ -253,7 +251,7 @@ def test_asking_clients_leaves_the_kept_sets_of_the_engine_in_their_places():
     data = federation()
     engine = build_engine("looped", "cpu", model=network(), federation=data)
     kept = [engine._feed_of(x) for x in (data.unlabeled, data.test.x)]
-    run(fedaux(**SHORT), rounds=1, federation=data, engine=engine)
+    run(form("fedaux", **SHORT), rounds=1, federation=data, engine=engine)
     assert [engine._feed_of(x) for x in (data.unlabeled, data.test.x)] == kept
     assert len(engine.feeds) == 2  # none of the five clients'
 
@@ -269,7 +267,7 @@ def one_class_each() -> tuple[Federation, torch.Tensor]:
 def test_the_client_that_knows_a_class_counts_most_for_its_samples():
     data, truth = one_class_each()
     model = build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(), init="torch")
-    seen, _ = states_of(fedaux(**SHORT), federation=data, model=model, cohort=3, rounds=1)
+    seen, _ = states_of(form("fedaux", **SHORT), federation=data, model=model, cohort=3, rounds=1)
     share, kind = normalised(seen[0]["scores"]), truth[seen[0]["distilled"]]
     assert (share.argmax(0) == kind).double().mean() > 0.7
     assert share.gather(0, kind.unsqueeze(0)).mean() > 0.45  # alike: a third
@@ -288,17 +286,17 @@ def test_more_of_its_targets_are_right_than_of_feddfs_where_clients_know_one_cla
             total += float((targets.probabilities.argmax(1) == truth)[targets.kept].double().mean()) / 4
         return total
 
-    alike, weighted = right(fedaux(**SHORT, scorer="uniform")), right(fedaux(**SHORT, score="odds"))
+    alike, weighted = right(form("fedaux", **SHORT, scorer="uniform")), right(form("fedaux", **SHORT, score="odds"))
     assert weighted > alike + 0.01
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "fedaux(steps=5, batch_size=8)+fedprox(mu=0.5)",
-        "fedaux(steps=5, batch_size=8, weighting=uniform)+scaffold",
-        "fedaux(steps=5, batch_size=8)+fedavgm",
-        "fedaux(steps=5, batch_size=8)+update_noise(sigma=0.01)",
+        "fedaux(student.steps=5, student.batch_size=8)+fedprox(mu=0.5)",
+        "fedaux(student.steps=5, student.batch_size=8, weighting=uniform)+scaffold",
+        "fedaux(student.steps=5, student.batch_size=8)+fedavgm",
+        "fedaux(student.steps=5, student.batch_size=8)+update_noise(sigma=0.01)",
     ],
 )
 def test_it_joins_methods_that_change_the_clients_or_the_servers_step(text):
@@ -324,7 +322,7 @@ def test_what_its_page_says_to_join_for_the_rounds_makes_a_claim_about_all_that_
 
 
 def test_a_later_phase_asks_when_its_turn_comes_and_forms_targets_then():
-    phases = build_method("fedavg until 2 then fedaux(steps=5, batch_size=8)")
+    phases = build_method("fedavg until 2 then fedaux(student.steps=5, student.batch_size=8)")
     rows = run(phases, rounds=3).history.rows
     assert ["prepare/scored_clients" in row for row in rows] == [False, False, True]
     assert [row.get("pseudo_labels") for row in rows] == [None, None, 16]
@@ -332,27 +330,27 @@ def test_a_later_phase_asks_when_its_turn_comes_and_forms_targets_then():
 
 @pytest.mark.parametrize("idle", [{"steps": 0}, {"epochs": 0}])
 def test_without_distillation_nobody_is_asked_and_nothing_is_released(idle):
-    method = fedaux(**idle)
+    method = form("fedaux", **idle)
     assert method.releases == ()
     assert "prepare/scored_clients" not in run(method, rounds=1).history.rows[0]
 
 
 def test_a_refined_model_that_is_only_reported_is_prepared_too():
-    found = run(fedaux(**SHORT, feedback=False, warm_up=1), rounds=2)
+    found = run(form("fedaux", **SHORT, feedback=False, warm_up=1), rounds=2)
     assert found.history.rows[0]["prepare/scored_clients"] == 5
     assert [row.get("pseudo_labels") for row in found.history.rows] == [None, 16]
 
 
 def test_one_prototype_is_the_same_as_no_prototypes():
     """T6.7."""
-    alone = run(fedaux(**SHORT), rounds=2)
-    found = run(fedaux(**SHORT), rounds=2, model=mixed_model({"only": network()}, 5))
+    alone = run(form("fedaux", **SHORT), rounds=2)
+    found = run(form("fedaux", **SHORT), rounds=2, model=mixed_model({"only": network()}, 5))
     assert furthest({n.removeprefix("only/"): p for n, p in found.weights.params.items()}, alone.weights.params) < 1e-6
 
 
 def test_clients_of_two_architectures_teach_both_by_their_scores():
     nets = {"small": network(), "large": build_model("mlp", input_shape=(FEATURES,), classes=CLASSES, hidden=(9,))}
-    method, seen = fedaux(**SHORT), []
+    method, seen = form("fedaux", **SHORT), []
     (refine,) = method.server
 
     def apply(candidate, state, round):

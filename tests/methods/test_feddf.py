@@ -5,6 +5,7 @@ Numbers are those of the method cards (server.md): section 0.2, cards 3-5 and 8,
 import dataclasses
 
 import pytest
+import students
 import torch
 from server_rounds import (
     CLASSES,
@@ -18,21 +19,22 @@ from server_rounds import (
     served,
     server_round,
 )
+from students import form, student_of
 from whole_server import watched, whole
 
-from fedstill.about.explain import explain
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import clone, rows, stack
 from fedstill.core.types import Dataset, Need, Training
 from fedstill.engine.plan import make_plan
-from fedstill.methods import METHODS, build_algorithm, fedavg, fedbe, feddf
+from fedstill.methods import fedavg, fedbe, feddf
+from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 from fedstill.server import average
 from fedstill.server.distill.student import Snapshots
 from fedstill.server.distill.targets import targets_of
 
-FORMS = [(name, preset) for name in ("feddf", "fedbe") for preset in ("correct", *METHODS[name].presets)]
+FORMS = [place for place in students.FORMS if place[0] in ("feddf", "fedbe")]
 MANY = 10_000  # unlabeled samples, as in FedBE's experiments
 
 
@@ -87,7 +89,7 @@ PUBLISHED = {
         **ADAM, "lr": 1e-3, "lr_schedule": "constant", "lr_epoch_decay": 0.95, "steps": None, "epochs": 5,
         "batch_size": 128,
     },
-    ("fedbe", "paper"): {
+    ("fedbe", "correct"): {
         "optimizer": "sgd", "lr": 1e-3, "lr_schedule": "cyclic", "lr_low": 4e-4, "lr_cycle": 25, "momentum": 0.9,
     },
     ("fedbe", "released"): {
@@ -104,7 +106,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("name", "preset"), PUBLISHED)
 def test_the_student_is_trained_as_published(name, preset):
     certain = {"threshold": 0.0} if preset == "d2cfl" else {}  # untrained clients are sure of nothing
-    training = dataclasses.asdict(asked_at_once(METHODS[name](preset=preset, **certain)))
+    training = dataclasses.asdict(asked_at_once(form(name, preset, **certain)))
     wanted = PUBLISHED[name, preset]
     assert {key: training[key] for key in wanted} == wanted
     assert training["keep_optimizer"] == (preset == "fedaux_released")  # section 0.2: only FedAUX's code
@@ -123,23 +125,14 @@ def test_the_student_is_trained_as_published(name, preset):
     ],
 )
 def test_feddf_averages_as_each_of_them_does(preset, weighting, buffers):
-    assert feddf(preset=preset).aggregate == average(weighting, buffers=buffers)
-
-
-@pytest.mark.parametrize(("name", "preset"), FORMS)
-def test_every_form_builds_by_name_and_is_explained(name, preset):
-    build_algorithm(name, {"preset": preset})
-    facts = explain(f"{name}(preset={preset}, epochs=1)")
-    shown = {option["name"]: option["default"] for option in facts["options"]}
-    assert METHODS[name].presets.get(preset, {}).items() <= shown.items()
-    assert {"average", "distill", "soft_belief", "hard_belief"} <= {part["part"] for part in facts["parts"]}
+    assert form("feddf", preset).aggregate == average(weighting, buffers=buffers)
 
 
 @pytest.mark.parametrize(("name", "preset"), FORMS)
 def test_only_forms_that_look_at_a_validation_set_need_one(name, preset):
     looks = {Need.VALIDATION} if preset in ("paper", "released") else set()
     own = {Need.ONE_ARCHITECTURE} if name == "fedbe" else looks
-    assert needs_of(METHODS[name](preset=preset)) == {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | own
+    assert needs_of(form(name, preset)) == {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS} | own
 
 
 @pytest.mark.parametrize(
@@ -148,8 +141,8 @@ def test_only_forms_that_look_at_a_validation_set_need_one(name, preset):
 def test_a_run_without_the_validation_set_it_needs_is_refused_in_one_line(options):
     bare = dataclasses.replace(federation(), validation=None)
     with pytest.raises(FedstillError, match=r"needs a few labeled samples on the server .*data\.validation"):
-        run(feddf(steps=1, **options), federation=bare)
-    assert Need.VALIDATION not in needs_of(feddf(look_every=7))
+        run(form("feddf", steps=1, **options), federation=bare)
+    assert Need.VALIDATION not in needs_of(feddf(student=student_of(feddf, look_every=7)))
 
 
 def rates(training: Training, samples: int) -> list[float]:
@@ -159,13 +152,13 @@ def rates(training: Training, samples: int) -> list[float]:
 
 
 def test_feddfs_rate_has_hardly_fallen_after_a_thousand_of_its_ten_thousand_steps():
-    training = dataclasses.replace(asked_at_once(feddf(preset="paper")), batch_size=1)
+    training = dataclasses.replace(asked_at_once(form("feddf", "paper")), batch_size=1)
     assert rates(training, 20)[1000] == pytest.approx(9.755283e-4, abs=1e-10)
 
 
 def test_d2c_fls_rate_falls_by_a_twentieth_each_epoch_and_starts_anew_each_round():
     for number_of_round in (11, 12):
-        method = feddf(preset="d2cfl", threshold=0.0)
+        method = form("feddf", "d2cfl", threshold=0.0)
         training = asked(method, number=number_of_round)
         assert rates(training, 20) == pytest.approx([1e-3, 9.5e-4, 9.025e-4, 8.57375e-4, 8.1450625e-4])
 
@@ -189,7 +182,7 @@ def test_fedbes_released_schedule_averages_43_snapshots(monkeypatch):
     monkeypatch.setattr(Snapshots, "result", counting)
     model = build_model("mlp", input_shape=(4,), classes=CLASSES, hidden=(), init="torch")
     this = server_round(clients_models(model, 2), model, unlabeled=points(MANY, "many")[0])
-    served(fedbe(preset="released", samples=1), this)
+    served(form("fedbe", "released"), this)
     assert counted == [43]
 
 
@@ -201,18 +194,18 @@ def test_mrtfs_code_teaches_softened_targets_and_fedbe_sharpened_ones():
         _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
         return targets_of(state["distill"]).probabilities
 
-    plain = taught(feddf(steps=1))
+    plain = taught(feddf(student=student_of(feddf, steps=1)))
     soft = plain**0.75 / (plain**0.75).sum(1, keepdim=True)
-    assert furthest({"p": taught(feddf(preset="mrtf_released", steps=1))}, {"p": soft}) < 1e-12
-    mean = taught(fedbe(steps=1, sharpen=1.0, samples=0))
+    assert furthest({"p": taught(form("feddf", "mrtf_released", steps=1))}, {"p": soft}) < 1e-12
+    mean = taught(fedbe(student=student_of(fedbe, steps=1), sharpen=1.0, samples=0))
     sharp = mean**2 / (mean**2).sum(1, keepdim=True)
-    assert furthest({"p": taught(fedbe(steps=1, samples=0))}, {"p": sharp}) < 1e-12
+    assert furthest({"p": taught(fedbe(student=student_of(fedbe, steps=1), samples=0))}, {"p": sharp}) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["feddf", "fedbe"])
 def test_a_student_of_hard_labels_is_measured_by_the_cross_entropy_with_them(name):
     this = server_round(clients_models(network(), 3), network(), number=11)
-    method = METHODS[name](preset="d2cfl", threshold=0.0)
+    method = form(name, "d2cfl", threshold=0.0)
     _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
     labels = targets_of(state["distill"]).probabilities.argmax(1)
     logits = this.trainer.outputs(served(fedavg(), this), this.unlabeled).logits
@@ -223,37 +216,36 @@ def test_a_student_of_hard_labels_is_measured_by_the_cross_entropy_with_them(nam
 
 @pytest.mark.parametrize(("name", "first"), [("feddf", 10), ("fedbe", 10)])
 def test_d2c_fls_baselines_are_fedavg_for_ten_rounds(name, first):
-    method = METHODS[name](preset="d2cfl", threshold=0.5, server_lr=0.02)
+    method = form(name, "d2cfl", threshold=0.5, lr=0.02)
     for rounds, equal in ((first, True), (first + 1, False)):
         assert same_bits(run(method, rounds=rounds).weights, run(fedavg(), rounds=rounds).weights) == equal
 
 
 def test_without_feedback_clients_get_the_average_and_the_student_is_reported():
-    short = {"steps": 5, "batch_size": 8, "server_lr": 0.05}
-    method, sent = feddf(feedback=False, **short), []
+    short = student_of(feddf, steps=5, batch_size=8, lr=0.05)
+    method, sent = feddf(feedback=False, student=short), []
     result = run(watched(method, lambda candidate, state, round: sent.append(clone(candidate))))
     plain = [run(fedavg(weighting="uniform"), rounds=rounds).weights for rounds in (1, 2, 3)]
     assert all(same_bits(found, wanted) for found, wanted in zip(sent, plain, strict=True))
     assert furthest(result.weights, plain[-1]) > 1e-2
-    assert same_bits(run(method, rounds=1).weights, run(feddf(**short), rounds=1).weights)
+    assert same_bits(run(method, rounds=1).weights, run(feddf(student=short), rounds=1).weights)
 
 
 def test_teachers_in_train_mode_normalise_by_the_batch():
     models = clients_models(network("norm"), 3)
 
-    def taught(**options):
+    def taught(method):
         this = server_round(models, network("norm"))
-        method = feddf(steps=1, **options)
         _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
         return targets_of(state["distill"]).probabilities
 
     unlabeled = federation().unlabeled
-    plain = taught(teacher_mode="train", teacher_batch=10)
+    plain = taught(form("feddf", "mrtf_released", steps=1, teacher_batch=10))
     for at in (0, 10):
         batch = unlabeled[at : at + 10].double()
         said = torch.stack([network("norm").apply(one, batch, training=True)[0].logits for one in models])
-        torch.testing.assert_close(plain[at : at + 10], torch.softmax(said.mean(0), 1))
-    assert (plain - taught()).abs().max() > 1e-2
+        torch.testing.assert_close(plain[at : at + 10], torch.softmax(0.75 * said.mean(0), 1))
+    assert (plain - taught(feddf(exponent=0.75, student=student_of(feddf, steps=1)))).abs().max() > 1e-2
 
 
 def images(count: int) -> torch.Tensor:
@@ -267,10 +259,12 @@ def on_images(method):
 
 
 def test_augmentation_changes_the_students_batches_and_needs_images():
-    plain, flipped = (on_images(feddf(steps=4, augment=augment)) for augment in ("none", "flip"))
+    plain, flipped = (
+        on_images(feddf(student=student_of(feddf, steps=4, augment=augment))) for augment in ((), ("flip",))
+    )
     assert furthest(plain, flipped) > 1e-5
     with pytest.raises(FedstillError, match=r"method\.augment: crop, flip need images, but samples have shape"):
-        asked(feddf(preset="released", steps=4, patience=None))
+        asked(form("feddf", "released", steps=4, patience=None))
 
 
 def teachers_of(method, models, seed=7):
@@ -289,10 +283,15 @@ def teachers_of(method, models, seed=7):
     return found, this
 
 
-@pytest.mark.parametrize("sampling", ["gaussian", "dirichlet", "direction"])
+def drawing(sampling):
+    how = {"preset": "released"} if sampling == "released" else {"sampling": sampling}
+    return form("fedbe", steps=1, **how)
+
+
+@pytest.mark.parametrize("sampling", ["gaussian", "dirichlet", "released"])
 def test_the_average_ten_drawn_models_and_the_clients_teach_in_fedbe(sampling):
     models = clients_models(network(), 4)
-    found, this = teachers_of(fedbe(steps=1, sampling=sampling), models)
+    found, this = teachers_of(drawing(sampling), models)
     assert len(found.params["head.bias"]) == 1 + 10 + 4
     assert same_bits(rows(found, 0), served(fedavg(), this))
     assert same_bits(rows(found, slice(11, 15)), stack(models))
@@ -302,7 +301,7 @@ def test_the_average_ten_drawn_models_and_the_clients_teach_in_fedbe(sampling):
 
 def test_in_d2c_fls_fedbe_the_linear_combinations_alone_teach():
     models = clients_models(network(), 4)
-    found, _ = teachers_of(fedbe(preset="d2cfl", threshold=0.0), models)
+    found, _ = teachers_of(form("fedbe", "d2cfl", threshold=0.0), models)
     assert len(found.params["head.bias"]) == 10
     span = torch.cat([leaf.flatten(1) for leaf in stack(models).params.values()], 1)
     drawn = torch.cat([leaf.flatten(1) for leaf in found.params.values()], 1)
@@ -312,31 +311,17 @@ def test_in_d2c_fls_fedbe_the_linear_combinations_alone_teach():
     assert bool((shares >= -1e-9).all())
 
 
-def test_the_authors_code_draws_around_the_mean_direction_of_the_clients_moves():
-    """Not around the average: w + mean of ||w_k - w|| times mean of (w_k - w) / ||w_k - w||, tensor by tensor."""
-    models = clients_models(network(), 3)
-    found, this = teachers_of(fedbe(preset="released", steps=1, spread=1e-12), models)
-    sent = this.start.params  # the first client's too: it did not move
-    for name, drawn in rows(found, 1).params.items():
-        moves = [model.params[name] - sent[name] for model in models[1:]]
-        norms = [move.norm() for move in moves]
-        direction = sum(move / norm for move, norm in zip(moves, norms, strict=True)) / 3
-        centre = sent[name] + sum(norms) / 3 * direction
-        torch.testing.assert_close(drawn, centre)
-        assert (drawn - served(fedavg(), this).params[name]).abs().max() > 1e-3
-
-
 def test_a_dirichlet_of_large_alpha_draws_the_average():
-    method = fedbe(steps=1, sampling="dirichlet", alpha=1e12, with_clients=False)
+    method = fedbe(student=student_of(fedbe, steps=1), sampling="dirichlet", alpha=1e12, with_clients=False)
     found, this = teachers_of(method, clients_models(network(), 4))
     average = served(fedavg(), this)
     assert all(furthest(rows(found, one), average) < 1e-5 for one in range(11))
 
 
-@pytest.mark.parametrize("sampling", ["gaussian", "dirichlet", "direction"])
+@pytest.mark.parametrize("sampling", ["gaussian", "dirichlet", "released"])
 def test_every_round_draws_other_models(sampling):
     models = clients_models(network(), 3)
-    first, again, later = (teachers_of(fedbe(steps=1, sampling=sampling), models, seed)[0] for seed in (7, 7, 8))
+    first, again, later = (teachers_of(drawing(sampling), models, seed)[0] for seed in (7, 7, 8))
     assert same_bits(first, again)
     assert not same_bits(rows(later, 1), rows(first, 1))
 
@@ -344,51 +329,61 @@ def test_every_round_draws_other_models(sampling):
 def test_fedbe_takes_batchnorm_statistics_of_the_unlabeled_data():
     models = clients_models(network("norm"), 3)
     this = server_round(models, network("norm"))
-    student = served(fedbe(steps=3, batch_size=8), this)
+    student = served(fedbe(student=student_of(fedbe, steps=3, batch_size=8)), this)
     before = this.unlabeled.double() @ student.params["body.0.weight"].T
     torch.testing.assert_close(student.buffers["body.1.running_mean"], before.mean(0))
     torch.testing.assert_close(student.buffers["body.1.running_var"], before.var(0))
-    other = served(fedbe(steps=3, batch_size=8, reestimate=False), this)
+    other = served(fedbe(student=student_of(fedbe, steps=3, batch_size=8, reestimate=False)), this)
     assert same_bits(other.params, student.params)
     assert furthest(other.buffers, student.buffers) > 1e-3
 
 
 def test_the_released_scale_of_the_loss_divides_a_step_by_the_number_of_classes():
     models = clients_models(network(), 3)
-    plain = {"steps": 1, "weight_decay": 0.0, "swa_after": None, "samples": 0}
+    plain = {"steps": 1, "weight_decay": 0.0, "average_after": None, "lr_schedule": "constant"}
     this = server_round(models, network())
     start = served(fedavg(), this)
-    whole, part = (served(fedbe(per_class=per_class, **plain), this) for per_class in (False, True))
+    part, whole = (
+        served(form("fedbe", preset, sampling="dirichlet", **plain), this) for preset in ("released", "correct")
+    )
     for name, leaf in start.params.items():
         torch.testing.assert_close(CLASSES * (part.params[name] - leaf), whole.params[name] - leaf)
 
 
 MISTAKES = [
-    ("feddf", {"preset": "mrtf_code"}, r"method\.preset = 'mrtf_code' is unknown: did you mean 'mrtf"),
-    ("feddf", {"epochs": -1}, r"method\.epochs = -1 is impossible"),
-    ("feddf", {"exponent": 0.0}, r"method\.exponent = 0\.0 is impossible"),
-    ("feddf", {"patience": 0}, r"method\.patience = 0 is impossible"),
-    ("feddf", {"look_every": 0}, r"method\.look_every = 0 is impossible"),
-    ("feddf", {"warm_up": -1}, r"method\.warm_up = -1 is impossible"),
-    ("feddf", {"threshold": -0.1}, r"method\.threshold = -0\.1 is impossible"),
-    ("feddf", {"teacher_batch": 0}, r"method\.teacher_batch = 0 is impossible"),
+    ("feddf", {"student": {"epochs": -1}}, r"method\.student\.epochs = -1 must be a whole number, at least 0"),
+    ("feddf", {"exponent": 0.0}, r"method\.exponent = 0\.0 must be a number from 0\.001 to 1000"),
+    ("feddf", {"student": {"patience": 0}}, r"method\.student\.patience = 0 must be a whole number, at least 1"),
+    ("feddf", {"student": {"look_every": 0}}, r"method\.student\.look_every = 0 must be"),
+    ("feddf", {"student": {"stepz": 1}}, r"unknown key 'method\.student\.stepz' for feddf: did you mean 'steps'\?"),
+    ("feddf", {"student": 20}, r"method\.student = 20 must be a section with its keys"),
+    ("feddf", {"steps": 20}, r"unknown key 'method\.steps' for feddf: did you mean 'student\.steps'\?"),
+    ("feddf", {"warm_up": -1}, r"method\.warm_up = -1 must be"),
+    ("feddf", {"threshold": -0.1}, r"method\.threshold = -0\.1 must be a number, at least 0"),
     ("feddf", {"labels": "hard", "teacher_weighting": "size"}, r"method\.teacher_weighting = 'size' has no use"),
-    ("feddf", {"augment": "crop"}, r"method\.augment = 'crop' is unknown: did you mean 'crop_flip'"),
-    ("avglogit", {"temperature": 0.0}, r"method\.temperature = 0\.0 is impossible"),
-    ("avgprob", {"server_lr": 0.0}, r"method\.server_lr = 0\.0 is impossible"),
-    ("fedbe", {"samples": -1}, r"method\.samples = -1 is impossible"),
+    (
+        "feddf",
+        {"student": {"keep_optimizer": True, "patience": 5}},
+        r"method\.student\.keep_optimizer has no use with patience or average_after: set one of them back",
+    ),
+    (
+        "avglogit",
+        {"student": {"temperature": 0.0}},
+        r"method\.student\.temperature = 0\.0 must be a number from 0\.001",
+    ),
+    ("avgprob", {"student": {"lr": 0.0}}, r"method\.student\.lr = 0\.0 must be a number above 0"),
+    ("fedbe", {"samples": -1}, r"method\.samples = -1 must be"),
     ("fedbe", {"samples": 0, "with_average": False, "with_clients": False}, r"method\.samples = 0 leaves nobody"),
-    ("fedbe", {"sampling": "normal"}, r"method\.sampling = 'normal' is unknown"),
-    ("fedbe", {"alpha": 0.0}, r"method\.alpha = 0\.0 is impossible"),
-    ("fedbe", {"sharpen": 0.0}, r"method\.sharpen = 0\.0 is impossible"),
-    ("fedbe", {"server_lr": 1e-4}, r"method\.lr_low = 0\.0004 is impossible: it must be at most server_lr"),
-    ("fedbe", {"cycle": 0}, r"method\.cycle = 0 is impossible"),
-    ("fedbe", {"swa_after": -1}, r"method\.swa_after = -1 is impossible"),
-]  # fmt: skip
+    ("fedbe", {"sampling": "normal"}, r'method\.sampling = "normal" is unknown'),
+    ("fedbe", {"alpha": 0.0}, r"method\.alpha = 0\.0 must be a number above 0"),
+    ("fedbe", {"student": {"lr": 1e-4}}, r"method\.student\.lr_low = 0\.0004 is above method\.student\.lr = 0\.0001"),
+    ("fedbe", {"student": {"average_after": -1}}, r"method\.student\.average_after = -1 must be"),
+    ("mrtf", {"student": {"keep_optimizer": True}}, r"method\.student\.keep_optimizer = true has no use here"),
+]
 
 
 @pytest.mark.parametrize(("name", "options", "message"), MISTAKES)
 def test_a_mistake_is_one_line_that_names_the_key(name, options, message):
     with pytest.raises(FedstillError, match=message) as told:
-        build_algorithm(name, options)
+        build_method(name, options)
     assert "\n" not in str(told.value)

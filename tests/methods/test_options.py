@@ -9,7 +9,7 @@ import pytest
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Method
 from fedstill.experiment.config import Experiment
-from fedstill.methods import METHODS, build_algorithm, fedavg, options
+from fedstill.methods import METHODS, fedavg, options
 from fedstill.methods.lookup import build_method
 from fedstill.methods.options import presets
 
@@ -82,7 +82,7 @@ def test_a_method_shows_preset_beside_its_own_options_and_keeps_its_name_and_doc
 )
 def test_a_mistake_is_one_line_that_names_the_key(calls, options, message):
     with pytest.raises(FedstillError, match=message) as told:
-        build_algorithm("refinery", options)
+        build_method("refinery", options)
     assert "\n" not in str(told.value)
     assert calls == []
 

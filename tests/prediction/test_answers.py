@@ -12,8 +12,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
 
-FEDDF = {"name": "feddf", "steps": 10}
-MRTF = {"name": "mrtf", "steps": 10, "warm_up": 0}
+FEDDF = {"name": "feddf", "student": {"steps": 10}}
+MRTF = {"name": "mrtf", "student": {"steps": 10}, "warm_up": 0}
 
 
 def experiment(method, unlabeled="test", rounds=3):

@@ -23,7 +23,7 @@ ROUNDS = 3
 def experiment(**changes):
     sections = {
         "data": {"source": "digits", "unlabeled": "test"},
-        "method": {"name": "feddf", "steps": 10},
+        "method": {"name": "feddf", "student": {"steps": 10}},
         **changes,
     }
     return fedstill.Experiment(

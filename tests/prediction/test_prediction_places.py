@@ -23,7 +23,7 @@ def experiment(**data):
         partition={"scheme": "lda", "clients": 6, "alpha": 0.5},
         model={"name": "mlp", "hidden": [8], "init": "torch"},
         local={"batch_size": 20, "lr": 0.1},
-        method={"name": "feddf", "steps": 5} if "unlabeled" in data else "fedavg",
+        method={"name": "feddf", "student": {"steps": 5}} if "unlabeled" in data else "fedavg",
     )
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from running import federate
+from students import student_of
 
 import fedstill
 from fedstill.about.toy import trial_federation, trial_model
@@ -92,7 +93,7 @@ def test_runs_that_differ_in_anything_share_no_noise(change, trust):
     assert torch.equal(one, vector(run(plain)))
 
 
-@pytest.mark.parametrize(("method", "same"), [("dp_fedavg", True), ("feddf(steps=1)+dp_fedavg", False)])
+@pytest.mark.parametrize(("method", "same"), [("dp_fedavg", True), ("feddf(student.steps=1)+dp_fedavg", False)])
 def test_the_server_s_own_data_count_where_it_learns_from_them(method, same):
     """From the second round on clients start from what it has learnt, and two runs would tell how they moved."""
     seeds = []
@@ -114,7 +115,7 @@ def test_the_scores_of_two_epsilons_do_not_give_away_those_without_noise():
     sent = {}
 
     def scores(epsilon):
-        method = fedaux(form="mean", lam=0.01, epsilon=epsilon, steps=1)
+        method = fedaux(student=student_of(fedaux, steps=1), form="mean", lam=0.01, epsilon=epsilon)
         (step,) = method.server
 
         def watched(candidate, state, look):
@@ -156,7 +157,10 @@ def test_a_private_run_is_not_resumed_with_another_split_or_other_options(tmp_pa
 
 def test_without_noise_that_protects_a_run_draws_as_it_always_did():
     """Nor is it held against its data when it is resumed: FedAUX's sum of losses makes no claim."""
-    plain, told = (run(fedaux(form="sum", steps=1), settings=settings) for settings in ("", "other words"))
+    plain, told = (
+        run(fedaux(student=student_of(fedaux, steps=1), form="sum"), settings=settings)
+        for settings in ("", "other words")
+    )
     assert torch.equal(vector(plain), vector(told))
 
 
@@ -205,7 +209,9 @@ def test_what_is_stated_is_about_the_models_that_are_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method", [FOUR, fedaux(form="mean", lam=0.01, epsilon=1.0, steps=1)], ids=["updates", "scores"]
+    "method",
+    [FOUR, fedaux(student=student_of(fedaux, steps=1), form="mean", lam=0.01, epsilon=1.0)],
+    ids=["updates", "scores"],
 )
 def test_nothing_is_claimed_where_everybody_knows_statistics_of_the_clients_rows(method):
     """One row of one client moved the inputs of all, and with them every client's move."""

@@ -175,7 +175,7 @@ def after_ten_rounds(options: str):
     return statement(stretches_of(phases, weights, Privacy())(10), DELTA)
 
 
-@pytest.mark.parametrize("options", ["", ', scorer="kde"', ', preset="released"'])
+@pytest.mark.parametrize("options", ["", ', scorer="kde"', ", intercept=true"])
 def test_scores_without_a_claim_void_the_rounds_that_they_steer(options):
     """It said epsilon = 3.341 for all that one client holds, against the server: false, the shares are open."""
     made = after_ten_rounds(options)
@@ -292,7 +292,7 @@ def test_plain_data_say_against_whom_a_claim_is_complete_and_what_is_open_to_who
 
 HEADS, WHOLE = Training(batch_size=8, lr=0.05, part="head"), Training(batch_size=8, lr=0.05)
 
-SCORES_HEAD = 'fedaux(steps=2, form="mean", epsilon=1.0, part="{}")'
+SCORES_HEAD = 'fedaux(student.steps=2, form="mean", epsilon=1.0, student.part="{}")'
 
 NUMBERS = "numbers of samples and steps, training losses"
 

@@ -9,6 +9,7 @@ import torch
 import toy
 from quick import EITHER_ENGINE, first_quick
 from running import federate
+from students import form, student_of
 from toy import network, same_bits
 from whole_server import watched
 
@@ -21,8 +22,8 @@ from fedstill.methods.lookup import build_method
 
 CLASSES, FEATURES = 4, 6
 TRAINING = Training(batch_size=8, epochs=2, lr=0.1)
-QUICK: dict[str, Any] = {"past": 2, "threshold": 0.5, "epochs": 2, "batch_size": 8, "server_lr": 0.02}
-WRITTEN = ", ".join(f"{key}={value}" for key, value in QUICK.items())
+QUICK: dict[str, Any] = {"past": 2, "threshold": 0.5, "epochs": 2, "batch_size": 8, "lr": 0.02}
+WRITTEN = "past=2, threshold=0.5, student.epochs=2, student.batch_size=8, student.lr=0.02"
 either_engine = pytest.mark.parametrize("engine", EITHER_ENGINE)
 either_rule = pytest.mark.parametrize("rule", first_quick(["max", "mean"]))
 
@@ -81,30 +82,30 @@ def rounds_like_fedavg(seen: Seen, net: str = "mlp", engine: str = "batched", **
 @either_engine
 @pytest.mark.parametrize("past", [1, 3])
 def test_while_teachers_are_collected_it_is_fedavg_and_no_longer(past, engine):
-    ours = run(d2cfl(**{**QUICK, "past": past}), engine=engine)
+    ours = run(form("d2cfl", **{**QUICK, "past": past}), engine=engine)
     assert rounds_like_fedavg(ours, engine=engine) == [r <= past for r in range(1, 6)]
 
 
 @either_engine
 def test_labels_begin_when_the_warm_up_is_over_and_there_is_a_teacher(engine):
     for warm_up, first in ((0, 2), (1, 2), (2, 3), (4, 5)):
-        ours = run(d2cfl(**{**QUICK, "past": 3, "warm_up": warm_up}), engine=engine)
+        ours = run(form("d2cfl", **{**QUICK, "past": 3, "warm_up": warm_up}), engine=engine)
         assert [bool(kept.any()) for kept in ours.kept] == [r >= first for r in range(1, 6)]
         assert rounds_like_fedavg(ours, engine=engine) == [r < first for r in range(1, 6)]
         assert [len(state["migrate"]["past_labels"]["sure"]) for state in ours.states] == [1, 2, 3, 3, 3]
 
 
 def test_a_warm_up_as_long_as_there_are_teachers_is_the_default():
-    ours, default = run(d2cfl(**QUICK, warm_up=2)), run(d2cfl(**QUICK))
+    ours, default = run(form("d2cfl", **QUICK, warm_up=2)), run(form("d2cfl", **QUICK))
     assert all(same_bits(a, b) for a, b in zip(ours.sent, default.sent, strict=True))
 
 
 def test_with_fewer_labels_than_the_least_number_a_round_is_fedavgs_and_learns_none():
     """At alpha = 1 the labels do not depend on what is learnt from them."""
-    counts = [int(kept.sum()) for kept in run(d2cfl(**QUICK, mix_alpha=1.0)).kept]
+    counts = [int(kept.sum()) for kept in run(form("d2cfl", **QUICK, mix_alpha=1.0)).kept]
     least = sorted(set(counts))[-2] + 1
     assert 0 < least <= max(counts)
-    held = run(d2cfl(**QUICK, mix_alpha=1.0, least=least))
+    held = run(form("d2cfl", **QUICK, mix_alpha=1.0, least=least))
     assert [int(kept.sum()) for kept in held.kept] == [count if count >= least else 0 for count in counts]
     learnt = ["server/student_loss" in row for row in held.result.history.rows]
     assert learnt == [count >= least for count in counts]
@@ -113,20 +114,22 @@ def test_with_fewer_labels_than_the_least_number_a_round_is_fedavgs_and_learns_n
 
 
 def test_no_round_is_fedavgs_for_having_just_enough_labels():
-    first = int(run(d2cfl(**QUICK)).kept[2].sum())
-    assert rounds_like_fedavg(run(d2cfl(**QUICK, least=first), rounds=3)) == [True, True, False]
-    assert rounds_like_fedavg(run(d2cfl(**QUICK, least=first + 1), rounds=3)) == [True, True, True]
+    first = int(run(form("d2cfl", **QUICK)).kept[2].sum())
+    assert rounds_like_fedavg(run(form("d2cfl", **QUICK, least=first), rounds=3)) == [True, True, False]
+    assert rounds_like_fedavg(run(form("d2cfl", **QUICK, least=first + 1), rounds=3)) == [True, True, True]
 
 
 @pytest.mark.parametrize(("option", "value"), [("least", 0), ("least", -1), ("warm_up", -1)])
 def test_impossible_warm_ups_and_numbers_of_labels_are_refused(option, value):
     with pytest.raises(FedstillError, match=f"method.{option} = {value}"):
-        d2cfl(**{option: value})
+        form("d2cfl", **{option: value})
 
 
 def test_what_the_mean_keeps_the_maximum_keeps_in_every_round():
     """At alpha = 1 both rules have the same teachers."""
-    by_max, by_mean = (run(d2cfl(**{**QUICK, "rule": rule, "mix_alpha": 1.0}), rounds=8) for rule in ("max", "mean"))
+    by_max, by_mean = (
+        run(form("d2cfl", **{**QUICK, "rule": rule, "mix_alpha": 1.0}), rounds=8) for rule in ("max", "mean")
+    )
     pairs = list(zip(by_max.kept, by_mean.kept, strict=True))
     assert not any(bool((mean & ~most).any()) for most, mean in pairs)
     assert any(int(most.sum()) > int(mean.sum()) > 0 for most, mean in pairs)
@@ -143,7 +146,7 @@ def test_the_students_learning_rate_starts_anew_every_round_and_falls_from_epoch
 
     make_plan = engine_module.make_plan
     monkeypatch.setattr(engine_module, "make_plan", watched)
-    run(d2cfl(past=2, threshold=0.35, batch_size=8), rounds=5)
+    run(d2cfl(student=student_of(d2cfl, batch_size=8), past=2, threshold=0.35), rounds=5)
     assert len(rates) == 3
     for one in rates:
         assert one == pytest.approx([1e-3, 9.5e-4, 9.025e-4, 8.57375e-4, 8.1450625e-4], rel=1e-12)
@@ -158,7 +161,7 @@ def test_the_optimiser_is_the_one_asked_for(monkeypatch):
 
     make_plan = engine_module.make_plan
     monkeypatch.setattr(engine_module, "make_plan", watched)
-    run(d2cfl(**{**QUICK, "optimizer": "sgd", "lr_epoch_decay": 1.0, "epochs": 3}), rounds=3)
+    run(form("d2cfl", **{**QUICK, "optimizer": "sgd", "lr_epoch_decay": 1.0, "epochs": 3}), rounds=3)
     student = asked[-1]
     assert (student.optimizer, student.lr, student.lr_epoch_decay, student.epochs) == ("sgd", 0.02, 1.0, 3)
     assert (student.momentum, student.batch_size) == (0.0, 8)
@@ -168,7 +171,7 @@ def test_the_optimiser_is_the_one_asked_for(monkeypatch):
 @pytest.mark.parametrize("net", first_quick(["mlp", "norm"]))
 @pytest.mark.parametrize("cut", first_quick([1, 2, 3, 4], 2), ids=lambda cut: f"stopped after round {cut}")
 def test_a_run_resumed_while_teachers_are_collected_or_later_equals_an_uninterrupted_one(tmp_path, rule, net, cut):
-    method = d2cfl(**{**QUICK, "past": 3, "rule": rule, "rollback": "fixed" if cut % 2 else "fresh"})
+    method = form("d2cfl", **{**QUICK, "past": 3, "rule": rule, "rollback": "fixed" if cut % 2 else "fresh"})
     how = {"net": net, "checkpoint_every": 1}
     whole = run(method, rounds=6, run_dir=tmp_path / "whole", **how)
     run(method, rounds=cut, run_dir=tmp_path / "cut", **how)
@@ -193,7 +196,7 @@ def test_after_a_switch_it_collects_its_own_teachers_before_it_labels(engine):
 
 
 def test_without_feedback_the_average_is_sent_and_the_teacher_reported():
-    ours, fed_back = run(d2cfl(**QUICK, feedback=False)), run(d2cfl(**QUICK))
+    ours, fed_back = run(form("d2cfl", **QUICK, feedback=False)), run(form("d2cfl", **QUICK))
     assert all(rounds_like_fedavg(ours))
     assert not same_bits(ours.result.weights, ours.sent[-1])
     assert same_bits(fed_back.result.weights, fed_back.sent[-1])
@@ -201,7 +204,7 @@ def test_without_feedback_the_average_is_sent_and_the_teacher_reported():
 
 @either_rule
 def test_the_log_tells_how_many_labels_there_are_of_which_class_and_how_many_are_right(rule):
-    ours = run(d2cfl(**{**QUICK, "rule": rule}))
+    ours = run(form("d2cfl", **{**QUICK, "rule": rule}))
     for row, kept, state in zip(ours.result.history.rows, ours.kept, ours.states, strict=True):
         answer = state["migrate"]["targets"]["probabilities"].argmax(1)[kept]
         assert row["pseudo_labels"] == int(kept.sum())
@@ -218,7 +221,7 @@ def test_the_log_tells_how_many_labels_there_are_of_which_class_and_how_many_are
 
 
 def test_what_a_warming_server_believes_is_what_its_model_says():
-    ours = run(d2cfl(**QUICK), rounds=1)
+    ours = run(form("d2cfl", **QUICK), rounds=1)
     weights, model = ours.sent[0], network("mlp")
     belief = torch.softmax(model.apply(weights, federation().unlabeled)[0].logits, 1)
     torch.testing.assert_close(ours.result.targets.probabilities, belief)

@@ -12,6 +12,7 @@ from by_hand import (
     uploads_of,
     with_quadratic,
 )
+from students import student_of
 from torch.nn.functional import cross_entropy
 from whole_server import whole
 
@@ -77,21 +78,21 @@ def test_fedntd_starts_like_fedavg_and_then_forgets_less():
 def test_feddf_with_one_client_returns_that_client():
     unlabeled = blobs(9, 15).x
     plain = after(fedavg(), data=DATA[:1], rounds=1).weights[0].params
-    distilled = after(feddf(steps=5, server_lr=0.1), data=DATA[:1], rounds=1, unlabeled=unlabeled)
+    distilled = after(feddf(student=student_of(feddf, steps=5, lr=0.1)), data=DATA[:1], rounds=1, unlabeled=unlabeled)
     torch.testing.assert_close(distilled.weights[0].params, plain, rtol=1e-9, atol=1e-12)
     assert distilled.metrics[0]["distill_loss_before"] < 1e-10
 
 
 def test_feddf_moves_the_average_towards_the_clients_joint_opinion():
     unlabeled = blobs(9, 40).x
-    method = feddf(steps=80, server_lr=0.5, pool="probabilities")
+    method = feddf(student=student_of(feddf, steps=80, lr=0.5), pool="probabilities")
     metrics = after(method, rounds=1, steps=40, lr=1.0, unlabeled=unlabeled).metrics[0]
     assert metrics["distill_loss_after"] < 0.5 * metrics["distill_loss_before"]
 
 
 def test_feddf_asks_for_the_papers_student_training():
     this = round_of(START, uploads_of([START], [1]), model=linear_model(), unlabeled=blobs(9, 5).x)
-    whole(feddf(steps=1)).apply(START, {}, this)
+    whole(feddf(student=student_of(feddf, steps=1))).apply(START, {}, this)
     ((training, _),) = this.trainer.asked
     assert (training.optimizer, training.lr, training.lr_schedule) == ("adam", 1e-3, "cosine")
     assert (training.clip, training.batch_size, training.steps) == (5.0, 128, 1)

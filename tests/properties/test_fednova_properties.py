@@ -13,10 +13,10 @@ from by_hand import (
     travel_of,
     with_quadratic,
 )
+from papers import released
 
 from fedstill.compose.combine import combine
 from fedstill.core.types import Batch, Objective
-from fedstill.local import against_own_past
 from fedstill.methods import fedavg, fednova
 
 CLIENTS = [
@@ -88,12 +88,12 @@ def test_a_move_divided_by_its_travel_is_the_gradient():
     assert (1.0 - weights.params["w"].item()) / travel == pytest.approx(5.0)
 
 
-def released(clients, *, objective=None, **how):
-    recipe = fednova(correction="released")
+def corrected(clients, *, objective=None, **how):
+    recipe = released("fedlmd", "fednova")()
     method = (
-        with_quadratic(recipe, against_own_past())
+        with_quadratic(recipe, released("fedlmd", "against_own_past")())
         if objective is None
-        else dataclasses.replace(recipe, objective=combine(objective, against_own_past()))
+        else dataclasses.replace(recipe, objective=combine(objective, released("fedlmd", "against_own_past")()))
     )
     history = federate_by_hand(method, scalar_model(), clients, scalar(1.0), **how)
     return [weights.params["w"].item() for weights in history.weights]
@@ -101,14 +101,14 @@ def released(clients, *, objective=None, **how):
 
 def test_the_released_correction_takes_the_path_worked_by_hand():
     """w^2 / 2, one step of 0.1: slopes 1, then 0.9 - 1 = -0.1, then 0.91 + 0.1 = 1.01, then 0.809 - 1.01 = -0.201."""
-    path = released([quadratic_data(1.0, 0.0)], rounds=4, steps=1, lr=0.1)
+    path = corrected([quadratic_data(1.0, 0.0)], rounds=4, steps=1, lr=0.1)
     assert path == pytest.approx([0.9, 0.91, 0.809, 0.8291], abs=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_under_the_released_correction_a_constant_gradient_counts_every_second_visit(momentum):
     batch = Batch(number([0.0]), number([2.0]), number([1.0]))
-    path = released([batch], objective=slope(), rounds=4, steps=3, lr=0.1, momentum=momentum)
+    path = corrected([batch], objective=slope(), rounds=4, steps=3, lr=0.1, momentum=momentum)
     move = 2.0 * travel_of(3, 0.1, momentum)
     assert path == pytest.approx([1.0 - move, 1.0 - move, 1.0 - 2 * move, 1.0 - 2 * move], abs=1e-12)
 
@@ -116,12 +116,12 @@ def test_under_the_released_correction_a_constant_gradient_counts_every_second_v
 def test_the_released_correction_spares_first_visits():
     cohorts = [[0], [1], [1]]
     how = {"rounds": 3, "steps": 2, "lr": 0.1, "cohorts": cohorts}
-    ours = released(CLIENTS, **how)
+    ours = corrected(CLIENTS, **how)
     plain = federate_by_hand(with_quadratic(fednova()), scalar_model(), CLIENTS, scalar(1.0), **how).weights
     assert ours[:2] == [weights.params["w"].item() for weights in plain[:2]]
     assert ours[2] != plain[2].params["w"].item()
 
 
 def test_the_recipe_with_the_released_correction_has_the_term_and_without_it_has_not():
-    assert set(fednova(correction="released").objective.init(scalar(1.0))) == {"own_direction"}
+    assert set(released("fedlmd", "fednova")().objective.init(scalar(1.0))) == {"own_direction"}
     assert fednova().objective.init(scalar(1.0)) == {}

@@ -30,21 +30,22 @@ from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Training, Weights
-from fedstill.methods import METHODS, build_algorithm, fedavg
+from fedstill.methods import METHODS, fedavg
+from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
 from fedstill.models.mixed import mixed_model
 
 THREE = {"net": "norm", "cohort": 3}  # thirds: a sum of three is not what it was
 HEAD_ONLY = dataclasses.replace(LOCAL, part="head", weight_decay=0.01)
 SHORT = {"steps": 6, "batch_size": 8}
-STUDENTS = {name for name, method in METHODS.items() if "part" in inspect.signature(method).parameters}
+STUDENTS = {name for name, method in METHODS.items() if "student" in inspect.signature(method).parameters} - {"d2cfl"}
 # the server of these trains or mixes whole models, and has no option for a part
-WHOLE = {name for name in METHODS if name not in STUDENTS and Need.UNLABELED in needs_of(build_algorithm(name))}
+WHOLE = {name for name in METHODS if name not in STUDENTS and Need.UNLABELED in needs_of(build_method(name)[0].method)}
 WHOLE.add("feddf_gen")  # which is refused
 
 
 def options_of(name: str) -> dict:
-    found = {"part": "head"} if name in STUDENTS else {}
+    found = {"student": {**SHORT, "part": "head"}} if name in STUDENTS else {}
     known = inspect.signature(METHODS[name]).parameters
     found |= {"input": "feature"} if "input" in known else {}
     return {**found, **{key: value for key, value in SHORT.items() if key in known}}
@@ -66,7 +67,7 @@ def test_the_methods_that_refine_a_model_have_the_option():
 @pytest.mark.parametrize("name", first_quick(sorted(set(METHODS) - WHOLE), 9))
 def test_every_bit_of_the_extractor_survives_a_run(name):
     """T6.10, in the model that is sent and in the one that is reported."""
-    found = run(build_algorithm(name, options_of(name)), training=HEAD_ONLY, **THREE).weights
+    found = run(build_method(name, options_of(name))[0].method, training=HEAD_ONLY, **THREE).weights
     start = first_weights("norm")
     assert same_bits(extractor_of(found, "norm"), extractor_of(start, "norm"))
     assert not torch.equal(found.params["head.weight"], start.params["head.weight"])
@@ -82,8 +83,10 @@ def test_so_it_does_with_other_optimisers(engine, local):
 
 
 def test_so_it_does_in_a_mixture_with_momentum_and_noise():
-    parts = {name: build_algorithm(name) for name in ("fedprox", "fedavgm", "update_noise")}
-    mixture = join({**parts, "feddf": build_algorithm("feddf", {**SHORT, "part": "head", "weighting": "size"})})
+    parts = {name: build_method(name)[0].method for name in ("fedprox", "fedavgm", "update_noise")}
+    mixture = join(
+        {**parts, "feddf": build_method("feddf", {"student": {**SHORT, "part": "head"}, "weighting": "size"})[0].method}
+    )
     found = run(mixture, training=HEAD_ONLY, **THREE).weights
     assert same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))
 
@@ -91,8 +94,8 @@ def test_so_it_does_in_a_mixture_with_momentum_and_noise():
 @pytest.mark.parametrize("name", sorted(STUDENTS))
 def test_a_student_that_trains_everything_moves_the_extractor(name):
     """So the tests above can fail."""
-    options = {**options_of(name), "part": "all"}
-    found = run(build_algorithm(name, options), net="norm", training=HEAD_ONLY).weights
+    options = {**options_of(name), "student": SHORT}
+    found = run(build_method(name, options)[0].method, net="norm", training=HEAD_ONLY).weights
     assert not same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))
 
 
@@ -100,20 +103,21 @@ def test_a_student_that_trains_everything_moves_the_extractor(name):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_head_only_feddf_is_head_only_fedavg(net, optimizer):
     """T3.8: the average of heads on one extractor has the averaged logits, so there is nothing left to learn."""
-    options = {"steps": 20, "batch_size": 8, "server_lr": 1e-3, "optimizer": optimizer, "part": "head"}
+    student = {"steps": 20, "batch_size": 8, "lr": 1e-3, "optimizer": optimizer, "part": "head"}
+    options = {"student": student}
     how = {"net": net, "training": HEAD_ONLY, "engine_options": {"precision": "float64"}}
-    feddf = run(build_algorithm("feddf", options), **how)
+    feddf = run(build_method("feddf", options)[0].method, **how)
     average = run(fedavg(weighting="uniform"), **how)
     assert all(abs(row["server/distill_loss_before"]) < 1e-14 for row in feddf.history.rows)
     assert all(row["server/teacher_agreement"] < 1.0 for row in feddf.history.rows), "the clients differ"
     if optimizer == "sgd":  # Adam makes steps of a gradient that is rounding
         assert furthest(feddf.weights, average.weights) < 1e-12
-    other = run(build_algorithm("feddf", {**options, "weighting": "size"}), **how)
+    other = run(build_method("feddf", {**options, "weighting": "size"})[0].method, **how)
     assert same_bits(extractor_of(other.weights, net), extractor_of(feddf.weights, net))
 
 
 def test_with_whole_models_there_is_something_to_learn():
-    found = run(build_algorithm("feddf", SHORT), training=LOCAL)
+    found = run(build_method("feddf", SHORT)[0].method, training=LOCAL)
     assert all(row["server/distill_loss_before"] > 1e-4 for row in found.history.rows)
 
 
@@ -129,11 +133,11 @@ def test_a_client_sends_its_head():
 def test_noise_is_added_to_what_is_sent():
     model, start = network("norm"), in_float64(network("norm").init(0))
     uploads = server_round(clients_models(model, 3, only="head."), model).uploads
-    noisy = heads_only(build_algorithm("update_noise", {"sigma": 0.5}), model)
+    noisy = heads_only(build_method("update_noise", {"sigma": 0.5})[0].method, model)
     sent = noisy.transmit(uploads, start, 1)
     assert same_bits(extractor_of(sent.weights, "norm"), extractor_of(uploads.weights, "norm"))
     assert not torch.equal(sent.weights.params["head.bias"], uploads.weights.params["head.bias"])
-    plain = build_algorithm("update_noise", {"sigma": 0.5}).transmit(uploads, start, 1)
+    plain = build_method("update_noise", {"sigma": 0.5})[0].method.transmit(uploads, start, 1)
     assert same_bits(head_of(sent.weights, head_names(model)), head_of(plain.weights, head_names(model)))
 
 
@@ -141,7 +145,9 @@ def test_the_move_that_is_clipped_is_the_heads():
     model = network()
     models = clients_models(model, 2, only="head.")
     start, uploads = models[0], server_round(models, model).uploads
-    sent = heads_only(build_algorithm("update_noise", {"sigma": 0.0, "clip": 0.1}), model).transmit(uploads, start, 1)
+    sent = heads_only(build_method("update_noise", {"sigma": 0.0, "clip": 0.1})[0].method, model).transmit(
+        uploads, start, 1
+    )
     moved = torch.cat([(sent.weights.params[n][1] - start.params[n]).flatten() for n in model.head_names])
     assert float(moved.norm()) == pytest.approx(0.1)
 
@@ -162,7 +168,7 @@ def test_what_a_client_says_about_the_extractor_does_not_count(broken):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    method = build_algorithm("feddf", {**SHORT, "part": "head"})
+    method = build_method("feddf", {"student": {**SHORT, "part": "head"}})[0].method
     how = {"net": "norm", "training": HEAD_ONLY, "checkpoint_every": 1}
     whole = run(method, rounds=4, run_dir=tmp_path / "whole", **how)
     run(method, rounds=2, run_dir=tmp_path / "cut", **how)
@@ -195,13 +201,13 @@ class Headless(nn.Module):
 def test_a_model_without_a_head_is_told_before_the_first_round(name, training, told):
     model = from_module(Headless, input_shape=(FEATURES,), classes=CLASSES)
     with pytest.raises(FedstillError, match=told):
-        run(build_algorithm(name, options_of(name)), model=model, training=training, method=name)
+        run(build_method(name, options_of(name))[0].method, model=model, training=training, method=name)
 
 
 def test_the_student_declares_that_it_needs_a_head():
     for name in STUDENTS:
-        assert Need.HEAD in needs_of(build_algorithm(name, {"part": "head"}))
-        assert Need.HEAD not in needs_of(build_algorithm(name))
+        assert Need.HEAD in needs_of(build_method(name, {"student": {"part": "head"}})[0].method)
+        assert Need.HEAD not in needs_of(build_method(name)[0].method)
 
 
 def test_the_head_is_trained_to_the_optimum_of_a_linear_model():
@@ -225,7 +231,7 @@ def test_clients_with_different_architectures_keep_every_extractor(name):
     """Five clients: a dense net and one with BatchNorm in turn; each head is trained, and only that."""
     model = mixed_model({"mlp": network(), "norm": network("norm")}, 5)
     training = dataclasses.replace(HEAD_ONLY, keep_optimizer=True)
-    found = run(build_algorithm(name, options_of(name)), model=model, cohort=5, training=training)
+    found = run(build_method(name, options_of(name))[0].method, model=model, cohort=5, training=training)
     start = model.init(seed_for(3, "model"))
     heads = set(head_names(model))
     assert heads == {f"mlp/{name}" for name in network().head_names} | {"norm/head.weight", "norm/head.bias"}

@@ -3,34 +3,44 @@
 import math
 
 import pytest
+import students
 import torch
 from server_rounds import CLASSES, clients_models, federation, furthest, network, run, same_bits, served, server_round
+from students import form, student_of
 from torch import nn
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
 from fedstill.core.types import Dataset, Training, Weights
 from fedstill.local.terms import cross_entropy
-from fedstill.methods import METHODS, avglogit, avgprob, fedavg, fedbe, feddf, fedlmd, scaffold
+from fedstill.methods import avglogit, avgprob, fedavg, fedbe, feddf, fedlmd, scaffold
 from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
-from fedstill.server import average
 
 PLAIN = {"momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "reestimate": False, "sharpen": 1.0}
-FORMS = [(name, preset) for name in ("feddf", "fedbe") for preset in ("correct", *METHODS[name].presets)]
+FORMS = [place for place in students.FORMS if place[0] in ("feddf", "fedbe")]
 every_form = pytest.mark.parametrize(("name", "preset"), FORMS)
 
 EXACT, ADAM = 1e-12, 3e-3  # Adam makes steps of up to its rate, 1e-3, out of rounding: it swings, it does not walk
 AT_REST = {
-    "avglogit": (avglogit(steps=20), ADAM),
-    "avgprob": (avgprob(steps=20, temperature=3.0), ADAM),
-    "feddf": (feddf(steps=20), ADAM),
-    "feddf, sgd": (feddf(steps=20, optimizer="sgd", server_lr=0.5), EXACT),
-    "feddf by epochs": (feddf(epochs=3, temperature=2.0, batch_size=8, optimizer="sgd", server_lr=0.5), EXACT),
-    "feddf by validation": (feddf(steps=20, optimizer="sgd", teacher_weighting="validation"), EXACT),
-    "fedbe": (fedbe(steps=20, server_lr=0.5, **PLAIN), EXACT),
-    "fedbe, dirichlet": (fedbe(steps=20, server_lr=0.5, sampling="dirichlet", **PLAIN), EXACT),
-    "fedbe, averaged": (fedbe(steps=20, server_lr=0.5, swa_after=5, cycle=5, **PLAIN), EXACT),
+    "avglogit": (avglogit(student=student_of(avglogit, steps=20)), ADAM),
+    "avgprob": (avgprob(student=student_of(avgprob, steps=20, temperature=3.0)), ADAM),
+    "feddf": (feddf(student=student_of(feddf, steps=20)), ADAM),
+    "feddf, sgd": (feddf(student=student_of(feddf, steps=20, optimizer="sgd", lr=0.5)), EXACT),
+    "feddf by epochs": (
+        feddf(student=student_of(feddf, epochs=3, temperature=2.0, batch_size=8, optimizer="sgd", lr=0.5)),
+        EXACT,
+    ),
+    "feddf by validation": (
+        feddf(student=student_of(feddf, steps=20, optimizer="sgd"), teacher_weighting="validation"),
+        EXACT,
+    ),
+    "fedbe": (form("fedbe", steps=20, lr=0.5, **PLAIN), EXACT),
+    "fedbe, dirichlet": (form("fedbe", steps=20, lr=0.5, sampling="dirichlet", **PLAIN), EXACT),
+    "fedbe, averaged": (
+        form("fedbe", steps=20, lr=0.5, average_after=5, lr_cycle=5, **PLAIN),
+        EXACT,
+    ),
 }
 every_form_at_rest = pytest.mark.parametrize("form", AT_REST)
 
@@ -66,19 +76,23 @@ def test_unlike_teachers_move_the_student(form):
 
 def test_one_client_with_batchnorm_moves_since_the_student_normalises_by_the_batch():
     (model,) = clients_models(network("norm"), 1)
-    moved = served(feddf(steps=20, optimizer="sgd", server_lr=0.5), round_of_models([model], "norm"))
+    moved = served(
+        feddf(student=student_of(feddf, steps=20, optimizer="sgd", lr=0.5)), round_of_models([model], "norm")
+    )
     assert furthest(moved.params, model.params) > 1e-3
 
 
 def test_sharpened_targets_move_even_a_student_of_identical_teachers():
     (model,) = clients_models(network(), 1)
-    assert furthest(served(fedbe(steps=20, server_lr=0.1), round_of_models([model] * 3)), model) > 1e-3
+    assert (
+        furthest(served(fedbe(student=student_of(fedbe, steps=20, lr=0.1)), round_of_models([model] * 3)), model) > 1e-3
+    )
 
 
 HEADS = {
-    "avglogit": (avglogit(steps=30), ADAM),
-    "feddf": (feddf(steps=30), ADAM),
-    "feddf, sgd": (feddf(steps=30, optimizer="sgd", server_lr=0.5), EXACT),
+    "avglogit": (avglogit(student=student_of(avglogit, steps=30)), ADAM),
+    "feddf": (feddf(student=student_of(feddf, steps=30)), ADAM),
+    "feddf, sgd": (feddf(student=student_of(feddf, steps=30, optimizer="sgd", lr=0.5)), EXACT),
 }
 
 
@@ -94,13 +108,13 @@ def test_heads_on_one_body_average_to_what_they_say_together(form):
 
 def test_heads_on_one_body_do_not_average_to_the_mean_of_their_probabilities():
     this = round_of_models(clients_models(network(), 4, only="head."))
-    served(avgprob(steps=1), this)
+    served(avgprob(student=student_of(avgprob, steps=1)), this)
     assert this.metrics["distill_loss_before"] > 1e-4
 
 
 def test_bodies_that_differ_do_not_average_to_the_mean_of_their_logits():
     this = round_of_models(clients_models(network(), 4))
-    served(avglogit(steps=1), this)
+    served(avglogit(student=student_of(avglogit, steps=1)), this)
     assert this.metrics["distill_loss_before"] > 1e-4
 
 
@@ -109,8 +123,8 @@ def test_bodies_that_differ_do_not_average_to_the_mean_of_their_logits():
 def test_teachers_are_the_same_after_they_have_taught(name, preset, net):
     this = round_of_models(clients_models(network(net), 3), net, number=11)
     uploads, sent = clone(this.uploads.weights), clone(this.start)
-    short = {"steps": 9} | ({"augment": "none"} if name == "feddf" else {})  # these are no images
-    student = served(METHODS[name](preset=preset, batch_size=8, **short), this)
+    short = {"steps": 9} | ({"augment": []} if name == "feddf" else {})  # these are no images
+    student = served(form(name, preset, batch_size=8, **short), this)
     assert same_bits(this.uploads.weights, uploads)
     assert same_bits(this.start, sent)
     assert all(bool(leaf.isfinite().all()) for leaf in student.params.values())
@@ -161,8 +175,8 @@ def early_stopping(**options):
         validation=(x, y),
         train=Dataset("toy", x, y, ("a", "b")),
     )
-    plain = {"optimizer": "sgd", "server_lr": RATE, "lr_schedule": "constant", "clip": None, "pool": "probabilities"}
-    bias = served(feddf(**plain, **options), this).params["head.bias"]
+    plain = {"optimizer": "sgd", "lr": RATE, "lr_schedule": "constant", "clip": None, "pool": "probabilities"}
+    bias = served(form("feddf", **plain, **options), this).params["head.bias"]
     return float(bias[1] - bias[0]), this
 
 
@@ -188,20 +202,20 @@ def test_without_patience_nobody_looks_and_the_last_model_counts():
 
 def test_fedbe_without_its_own_ideas_is_avgprob_bit_for_bit():
     """No samples, no average among the teachers, no snapshots, no sharpening, the usual scale of the loss."""
-    bare = {**PLAIN, "samples": 0, "with_average": False, "swa_after": None, "optimizer": "adam"}
-    how = {"steps": 7, "batch_size": 8, "server_lr": 0.01}
-    wanted = run(avgprob(**how)).weights
-    assert same_bits(run(fedbe(**how, **bare)).weights, wanted)
-    own = {"samples": 2}, {"with_average": True}, {"swa_after": 0, "cycle": 2}, {"sharpen": 0.5}
+    bare = {**PLAIN, "samples": 0, "with_average": False, "average_after": None, "optimizer": "adam"}
+    how = {"steps": 7, "batch_size": 8, "lr": 0.01}
+    wanted = run(form("avgprob", **how)).weights
+    assert same_bits(run(form("fedbe", **how, **bare)).weights, wanted)
+    own = {"samples": 2}, {"with_average": True}, {"average_after": 0, "lr_cycle": 2}, {"sharpen": 0.5}
     for idea in own:
-        assert not same_bits(run(fedbe(**{**how, **bare, **idea})).weights, wanted), idea
+        assert not same_bits(run(form("fedbe", **{**how, **bare, **idea})).weights, wanted), idea
 
 
 def test_avglogit_and_avgprob_are_feddf_without_its_schedule_and_clipping_bit_for_bit():
-    how = {"steps": 7, "batch_size": 8, "server_lr": 0.01, "temperature": 2.0}
-    for method, pool in ((avglogit, "logits"), (avgprob, "probabilities")):
+    how = {"steps": 7, "batch_size": 8, "lr": 0.01, "temperature": 2.0}
+    for method, pool in (("avglogit", "logits"), ("avgprob", "probabilities")):
         same = {"pool": pool, "lr_schedule": "constant", "clip": None, "weighting": "size"}
-        assert same_bits(run(method(**how)).weights, run(feddf(**how, **same)).weights)
+        assert same_bits(run(form(method, **how)).weights, run(form("feddf", **how, **same)).weights)
 
 
 @pytest.mark.parametrize(("rule", "threshold"), [("max", 0.45), ("mean", 0.37)])
@@ -209,8 +223,8 @@ def test_hard_label_feddf_is_d2c_fls_student_that_starts_at_the_average_and_is_n
     """alpha = 0, student from w_g, no rollback, teachers = clients; labels and training written out here."""
     models = clients_models(network(), 3)
     this = round_of_models(models, sizes=[3.0, 1.0, 2.0], number=11)
-    how = {"rule": rule, "threshold": threshold, "batch_size": 8, "server_lr": 0.01}
-    found = served(feddf(preset="d2cfl", **how), this)
+    how = {"rule": rule, "threshold": threshold, "batch_size": 8, "lr": 0.01}
+    found = served(form("feddf", "d2cfl", **how), this)
 
     said = torch.stack([torch.softmax(this.trainer.outputs(model, this.unlabeled).logits, 1) for model in models])
     pairs = said.permute(1, 0, 2).flatten(1)  # (M, T K): teacher and class, the surest pair wins
@@ -224,11 +238,18 @@ def test_hard_label_feddf_is_d2c_fls_student_that_starts_at_the_average_and_is_n
     assert furthest(found, average) > 1e-2
 
 
+def test_no_label_that_is_sure_enough_leaves_fedavg_bit_for_bit():
+    for name in ("feddf", "fedbe"):
+        result = run(form(name, "d2cfl", warm_up=0, threshold=1.01))
+        assert same_bits(result.weights, run(fedavg()).weights)
+        assert [row["pseudo_labels"] for row in result.history.rows] == [0, 0, 0]
+
+
 JOINED = [
-    ("feddf(steps=5, batch_size=8)", fedlmd),
-    ("feddf(preset=d2cfl, warm_up=0, threshold=0.5)", fedlmd),
-    ("avgprob(steps=5, batch_size=8)", fedlmd),
-    ("fedbe(epochs=3, batch_size=8, server_lr=0.1, weighting='uniform')", scaffold),
+    ("feddf(student.steps=5, student.batch_size=8)", fedlmd),
+    ('feddf(labels="hard", threshold=0.5, student.epochs=5, weighting="size")', fedlmd),
+    ("avgprob(student.steps=5, student.batch_size=8)", fedlmd),
+    ("fedbe(student.epochs=3, student.batch_size=8, student.lr=0.1, weighting='uniform')", scaffold),
 ]
 
 
@@ -239,10 +260,3 @@ def test_a_server_distils_whatever_the_clients_minimise(server, clients):
     assert not same_bits(both.weights, run(clients()).weights)
     assert both.history.rows[0]["server/teacher_agreement"] > 0
     assert all(bool(leaf.isfinite().all()) for leaf in both.weights.params.values())
-
-
-def test_a_mixture_is_averaged_as_the_preset_says():
-    """D2C-FL's FedDF weighs by n_k, as FedLMD does, so the mixture does; plain FedDF brings even weights."""
-    for text, wanted in (("feddf(preset=d2cfl)+fedlmd", "size"), ("feddf+fedlmd", "uniform")):
-        (phase,) = build_method(text)
-        assert phase.method.aggregate == average(wanted)

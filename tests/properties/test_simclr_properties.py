@@ -14,7 +14,7 @@ from fedstill import Experiment, mixed_model
 from fedstill import run as run_experiment
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset, Federation, ServerStep, Training
-from fedstill.methods import METHODS, build_algorithm, fedavg
+from fedstill.methods import METHODS, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
 from fedstill.storage.cache import Cache
@@ -56,7 +56,7 @@ def test_features_tell_what_no_label_said():
     data = Federation(train, test, torch.arange(40), torch.tensor([0, 40]), x, unlabeled_truth=truth)
     options = {"epochs": 10, "batch_size": 100, "pretrain_lr": 3e-3, "hidden": 64, "projection": 32, "neighbours": 20}
     result = federate(
-        method=build_algorithm("simclr", options), model=from_module(Textures, input_shape=(3, SIDE, SIDE)),
+        method=build_method("simclr", options)[0].method, model=from_module(Textures, input_shape=(3, SIDE, SIDE)),
         federation=data, training=Training(lr=0.1), rounds=1, cohort=1, device="cpu",
     )  # fmt: skip
     row = result.history.rows[0]
@@ -92,7 +92,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
         return type(method)(method.objective, method.aggregate, (ServerStep("look", prepare=look),))
 
     monkeypatch.setitem(METHODS, "watched", watched)
-    simclr, feddf = f"simclr(epochs=2, {SMALL})", 'feddf(weighting="size", steps=2)'
+    simclr, feddf = f"simclr(epochs=2, {SMALL})", 'feddf(weighting="size", student.steps=2)'
     for text in (f"watched+{simclr}", f"{simclr}+watched", f"watched+fedprox+{simclr}", f"watched+{feddf}+{simclr}"):
         pictures(text, cache=cache, rounds=1)
     assert [epochs for _, epochs in seen] == [2.0, 0.0, 0.0, 0.0]
@@ -134,7 +134,7 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
 )
 def test_an_impossible_option_is_refused_by_name(options, message):
     with pytest.raises(FedstillError, match=message):
-        build_algorithm("simclr", options)
+        build_method("simclr", options)
 
 
 def test_options_are_the_reference_codes_by_default():

@@ -14,7 +14,7 @@ from test_label_skew_against_numpy import CASES as LABEL_SKEW_CASES
 
 from fedstill.core.types import Model, Output, Weights
 from fedstill.methods import METHODS
-from fedstill.methods.lookup import find_method
+from fedstill.methods.lookup import build_method
 
 SIZES, STEPS = [6, 13, 9, 20], [2, 5, 3, 7]
 COHORTS = [[0, 1, 2], [3, 1], [2, 3, 0], [1, 0], [0, 1, 2, 3]]
@@ -45,7 +45,7 @@ def distillation(pool, temperature):
 
 
 def distillation_options(pool, temperature):
-    return {"steps": 6, "server_lr": 0.3, "pool": pool, "temperature": temperature}
+    return {"student": {"steps": 6, "lr": 0.3, "temperature": temperature}, "pool": pool}
 
 
 RELEASED = BENCHMARKS / "fedlmd" / "released.py"
@@ -116,22 +116,22 @@ CASES = [
     *(
         (
             "feddf",
-            {"steps": 6, "server_lr": 0.3, "labels": "hard", "weighting": "size", **rule},
+            {"student": {"steps": 6, "lr": 0.3}, "labels": "hard", "weighting": "size", **rule},
             reference.fedavg,
             {"server": lambda rule=rule: reference.server_hard_labels(UNLABELED.numpy(), 6, 0.3, **rule)},
         )
         for rule in ({"rule": "max", "threshold": 0.9}, {"rule": "mean", "threshold": 0.6})
     ),
-    ("avglogit", {"steps": 6, "server_lr": 0.3}, reference.fedavg, distillation("logits", 1.0)),
+    ("avglogit", {"student": {"steps": 6, "lr": 0.3}}, reference.fedavg, distillation("logits", 1.0)),
     (
         "avgprob",
-        {"steps": 6, "server_lr": 0.3, "temperature": 2.0},
+        {"student": {"steps": 6, "lr": 0.3, "temperature": 2.0}},
         reference.fedavg,
         distillation("probabilities", 2.0),
     ),
     (
         "fedbe",
-        {"samples": 0, "steps": 7, "server_lr": 0.3, "swa_after": 2, "cycle": 2, "reestimate": False},
+        {"samples": 0, "student": {"steps": 7, "lr": 0.3, "average_after": 2, "lr_cycle": 2, "reestimate": False}},
         reference.fedavg,
         {"server": lambda: reference.server_ensemble(UNLABELED.numpy(), 7, 0.3, sharpen=0.5, after=2, every=2)},
     ),
@@ -161,7 +161,7 @@ def test_the_method_equals_its_equations_in_numpy(name, options, slow, slow_opti
         slow_options = {**slow_options, "server": slow_options["server"]()}
     expected = slow(START, CLIENTS, COHORTS, lr=0.1, momentum=momentum, **slow_options)
     history = federate_by_hand(
-        find_method(name)(**options),
+        build_method(name, options)[0].method,
         without_bias(),
         DATA,
         Weights({"W": torch.from_numpy(START)}, {}),

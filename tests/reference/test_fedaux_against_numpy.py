@@ -6,11 +6,11 @@ import pytest
 import torch
 from by_hand import blobs, federation_of, number
 from running import federate
+from students import form
 from whole_server import as_one, whole
 
 from fedstill.core.tree import flatten
 from fedstill.core.types import Model, Output, Training, Weights
-from fedstill.methods import fedaux
 from fedstill.methods.fedaux import certainty
 
 SIZES, ROWS, HIDDEN, EPOCHS, RATE = [6, 13, 9, 20, 4], 31, 5, 3, 0.4
@@ -74,7 +74,8 @@ class Handed:
 def test_two_rounds_of_fedaux_equal_its_equations_in_numpy(options, monkeypatch):
     handed, seen = Handed(), []
     monkeypatch.setattr(certainty, "private_normal", handed)
-    method = fedaux(batch_size=64, distill_share=0.8, mechanism="classic", **options)
+    words = {"lr" if key == "server_lr" else key: value for key, value in options.items()}
+    method = form("fedaux", batch_size=64, distill_share=0.8, mechanism="classic", **words)
     result = federate(
         method=watched(method, seen), model=hidden_layer(), federation=federation_of(DATA, UNLABELED),
         training=Training(batch_size=64, epochs=EPOCHS, lr=RATE), rounds=2, cohort=3, seed=2, engine="looped",

@@ -10,6 +10,7 @@ from by_hand import number, round_of, uploads_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from papers import released
 
 from fedstill.core.types import Weights
 from fedstill.methods.mrtf.refinery import rectified, trust_in_clients
@@ -23,7 +24,7 @@ from fedstill.server.distill.targets import (
     sharpen,
     standardised,
 )
-from fedstill.server.distill.teachers import direction_samples, dirichlet_samples, gaussian_samples
+from fedstill.server.distill.teachers import dirichlet_samples, gaussian_samples
 
 MANY = 40_000
 
@@ -139,7 +140,9 @@ def test_gaussian_samples_have_the_moments_of_their_equation():
 
 @pytest.mark.parametrize("scale", [0.1, 0.7])
 def test_direction_samples_have_the_moments_of_their_equation(scale):
-    check_moments(drawn(direction_samples, scale=scale), *reference.direction_moments(MODELS, START, scale))
+    check_moments(
+        drawn(released("fedbe", "direction_samples"), scale=scale), *reference.direction_moments(MODELS, START, scale)
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 5.0])

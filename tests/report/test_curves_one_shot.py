@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from fedstill import Experiment
 from fedstill import run as run_experiment
 from fedstill.cli import app
-from fedstill.methods import build_algorithm, fedavg
+from fedstill.methods import fedavg
+from fedstill.methods.lookup import build_method
 from fedstill.report import curves as curves_module
 from fedstill.report.curves import learning_curves
 
@@ -24,8 +25,11 @@ ONE = {"rounds": 1, "cohort": CLIENTS, "training": dataclasses.replace(LOCAL, ep
 
 def test_the_reported_model_is_the_one_that_was_evaluated():
     """Also of a method that does not send it on, and of one whose first rounds only warm up."""
-    for name, options in (("feddf", {"feedback": False, "steps": 5}), ("feddf", {"warm_up": 5, "steps": 5})):
-        result = run(build_algorithm(name, options), **ONE)
+    for name, options in (
+        ("feddf", {"feedback": False, "student": {"steps": 5}}),
+        ("feddf", {"warm_up": 5, "student": {"steps": 5}}),
+    ):
+        result = run(build_method(name, options)[0].method, **ONE)
         data = federation()
         answer = network().apply(result.weights, data.test.x)[0].logits.argmax(1)
         assert float((answer == data.test.y).double().mean()) == pytest.approx(result.history.rows[0]["accuracy"])
@@ -51,7 +55,7 @@ ONE_SHOT = {
     "partition": {"scheme": "iid", "clients": 4},
     "model": {"name": "mlp", "hidden": [8]},
     "local": {"epochs": 2, "lr": 0.1},
-    "method": {"name": "feddf", "steps": 5},
+    "method": {"name": "feddf", "student": {"steps": 5}},
 }
 
 
@@ -113,7 +117,7 @@ def test_one_round_is_drawn_as_a_bar_a_method(monkeypatch, tmp_path, seeds, meth
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_long_names_and_titles_are_broken_into_lines_and_nothing_is_cut_off(monkeypatch, tmp_path, rounds):
     kept, numbers = Kept(monkeypatch), list(range(1, rounds + 1))
-    long = 'fedaux(form="mean", epsilon=0.5, steps=2000)+simclr(epochs=100, temperature=0.1)'
+    long = 'fedaux(form="mean", epsilon=0.5, student.steps=2000)+simclr(epochs=100, temperature=0.1)'
     curves = {name: [(numbers, [0.7] * rounds)] * 2 for name in ("fedavg", long, "feddf")}
     title = "CIFAR-10: lda(alpha=0.1) over 100 clients; mixed(cnn, mlp, resnet8; reported: ensemble)"
     learning_curves(curves, tmp_path / "curves.png", title=title)

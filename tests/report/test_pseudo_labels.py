@@ -127,7 +127,7 @@ def test_lines_beyond_the_colours_are_dashed_as_in_the_learning_curves(drawn):
     assert (kept[0].get_linestyle(), kept[-1].get_linestyle()) == ("-", "--")
 
 
-LONG = "fedaux(steps=20)+simclr(epochs=2,batch_size=64)+fedprox(mu=0.01)"
+LONG = "fedaux(student.steps=20)+simclr(epochs=2,batch_size=64)+fedprox(mu=0.01)"
 
 
 @pytest.mark.parametrize("methods", first_quick([1, 2, 8]))
@@ -196,7 +196,9 @@ def test_rows_without_pseudo_labels_are_refused_in_one_line(tmp_path):
         pseudo_label_picture({"fedavg": [[row(1, accuracy=0.5)]]}, tmp_path / "x.png", title="t")
 
 
-@pytest.mark.parametrize(("method", "there"), [({"name": "feddf", "steps": 2}, True), ({"name": "fedavg"}, False)])
+@pytest.mark.parametrize(
+    ("method", "there"), [({"name": "feddf", "student": {"steps": 2}}, True), ({"name": "fedavg"}, False)]
+)
 def test_a_run_folder_gets_the_picture_where_the_method_makes_pseudo_labels(tmp_path, method, there):
     experiment = fedstill.Experiment(
         rounds=2, cohort=2, method=method, data={"unlabeled": 40}, model={"name": "mlp", "hidden": [8]},

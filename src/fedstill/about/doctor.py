@@ -13,7 +13,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import leaves
 from fedstill.engine import check_compiler, choose_device
 from fedstill.experiment.run_folder import CORE_PACKAGES, EXTRAS, describe_device, version_of
-from fedstill.methods import build_algorithm
+from fedstill.methods.lookup import build_method
 
 TOLERANCE = 1e-4  # float32 sums in another order, over a few rounds
 ROUNDS = 20
@@ -69,7 +69,7 @@ def _extras() -> Iterator[Check]:
 
 def _engines() -> Iterator[Check]:
     """Play the same tiny run in both engines: equal weights but for rounding, and how fast."""
-    device, method, weights = str(choose_device("auto")), build_algorithm("fedavg", {}), []
+    device, method, weights = str(choose_device("auto")), build_method("fedavg", {})[0].method, []
     for engine in ("looped", "batched"):
         try:
             trial_run(method, rounds=1, engine=engine, device=device)  # warms up objects that are made once

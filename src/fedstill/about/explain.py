@@ -34,6 +34,7 @@ from fedstill.core.types import (
 )
 from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method, find_method, parse, write
+from fedstill.methods.options import listed
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import statement
 from fedstill.server.aggregate import AGGREGATES
@@ -56,7 +57,7 @@ def explain(name: str) -> dict[str, Any]:
         "method": name,
         "summary": sections["summary"],
         "equation": sections["body"],
-        "options": _options(factory, sections["Args"], next(iter(every.values())).options.get("preset")),
+        "options": _options(factory),
         "parts": parts_of(method),
         "needs": sorted(need.value for need in needs_of(method)),
         **traffic(method),
@@ -134,13 +135,15 @@ def _maker_of_step(step: ServerStep) -> Callable[..., Any]:
     return _maker(hook) if wrapped is None else _maker_of_step(wrapped)
 
 
-def _options(factory: Callable[..., Any], text: str, preset: str | None = None) -> list[dict[str, Any]]:
-    meanings = dict(re.findall(r"^\s+(\w+): (.*(?:\n(?!\s+\w+: ).*)*)", text, re.MULTILINE))
-    form = getattr(factory, "presets", {}).get(preset, {})
-    return [
-        {"name": key, "default": form.get(key, parameter.default), "meaning": " ".join(meanings.get(key, "").split())}
-        for key, parameter in inspect.signature(factory).parameters.items()
-    ]
+def _options(factory: Callable[..., Any]) -> list[dict[str, Any]]:
+    """List the options of a method with default, limits and meaning; the fields of a table follow its option."""
+    rows = []
+    for name, default, limits, owner in listed(factory):
+        args = read_docstring(owner)["Args"]
+        meanings = dict(re.findall(r"^\s+(\w+): (.*(?:\n(?!\s+\w+: ).*)*)", args, re.MULTILINE))
+        meaning = " ".join(meanings.get(name.rpartition(".")[2], "").split())
+        rows.append({"name": name, "default": default, "limits": limits, "meaning": meaning})
+    return rows
 
 
 def traffic(method: Method) -> dict[str, list[str]]:

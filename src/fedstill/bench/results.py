@@ -145,7 +145,7 @@ def name_of_data(place: str) -> str:
 
 def method_text(experiment: Experiment) -> str:
     """The method as one writes it: fedprox(mu=0.1)."""
-    return expression.write(experiment.method.name, experiment.method.options)
+    return expression.label(expression.write(experiment.method.name, experiment.method.options))
 
 
 def curve_of(run: Mapping[str, Any]) -> Curve:

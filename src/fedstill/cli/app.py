@@ -224,7 +224,7 @@ def list_(
 @app.command()
 def explain(
     method: Annotated[
-        str, typer.Argument(metavar="METHOD", help="As compare takes it: fedaux, 'feddf(steps=20)+moon'.")
+        str, typer.Argument(metavar="METHOD", help="As compare takes it: fedaux, 'feddf(student.steps=20)+moon'.")
     ],
     format_: AsFormat = Format.text,
 ) -> None:

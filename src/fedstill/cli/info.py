@@ -47,13 +47,25 @@ def list_text(entries: list[dict[str, Any]]) -> str:
 
 def _details(entry: dict[str, Any]) -> str:
     if "options" in entry:
-        pairs = [key if value is None else f"{key}={_toml(value)}" for key, value in entry["options"].items()]
+        pairs = [key if value is None else f"{key}={_toml(value)}" for key, value in _flat(entry["options"]).items()]
         return "own keys: " + " ".join(pairs) if pairs else ""
     if entry["rows"] is None:
         return ""
     train, test = entry["rows"]
     shape = "x".join(str(side) for side in entry["shape"])
     return f"{train} train, {test} test, {entry['classes']} classes, {shape}"
+
+
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options with dotted names; of a table only the fields that are set."""
+    flat: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, dict):
+            fields = {field: chosen for field, chosen in value.items() if chosen not in ("none", (), False)}
+            flat |= _flat(fields, f"{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def _toml(value: Any) -> str:
@@ -70,7 +82,7 @@ def explain_text(facts: dict[str, Any]) -> str:
     """Write one screen on a method."""
     lines = [*textwrap.wrap(facts["summary"], _width()), "", textwrap.indent(facts["equation"], "    "), "", "Options"]
     for option in facts["options"]:
-        lines += _hang(f"{option['name']} = {option['default']}", option["meaning"])
+        lines += _hang(_option(option), option["meaning"])
     lines.append("Parts")
     for part in facts["parts"]:
         lines += _hang(f"{part['part']} ({part['where']})", part["does"])
@@ -89,6 +101,12 @@ def explain_text(facts: dict[str, Any]) -> str:
         for item in items:
             lines += textwrap.wrap(item, _width(), initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)
+
+
+def _option(option: dict[str, Any]) -> str:
+    """Name, default and limits of an option; a table has no default of its own."""
+    default = "" if option["default"] == {} else f" = {option['default']}"
+    return f"{option['name']}{default}" + (f" ({option['limits']})" if option["limits"] else "")
 
 
 def _hang(head: str, text: str) -> list[str]:

@@ -246,12 +246,12 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
 
     def resolved(self) -> dict[str, Any]:
         """The experiment as a table in which the own keys of partition, model and method show their defaults too."""
-        preset = self.method.options.get("preset")
-        method = options.defaults("method", self.method.name, preset=preset) if self.method.is_single else {}
+        single = self.method.is_single
+        method = options.resolved("method", self.method.name, self.method.options) if single else {}
         full = {
             "partition": options.defaults("partition", self.partition.scheme) | self.partition.model_dump(),
             "model": options.defaults("model", self.model.name) | self.model.model_dump(),
-            "method": method | self.method.model_dump(),
+            "method": self.method.model_dump() | method,
         }
         return self.model_dump() | full
 

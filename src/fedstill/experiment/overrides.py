@@ -123,8 +123,13 @@ def _check_epochs_count(table: dict[str, Any], given: Mapping[str, str]) -> None
 def without_defaults(section: MethodSection) -> str:
     """The text of a method with the options that differ from their defaults; a run's folder spells out all."""
     name, given = section.name, section.options
-    known = options.defaults("method", name, preset=given.get("preset")) if given and section.is_single else {}
-    return write(name, {key: value for key, value in given.items() if key not in known or known[key] != value})
+    return write(name, _beyond(given, options.defaults("method", name) if given and section.is_single else {}))
+
+
+def _beyond(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given settings that `known` does not hold; tables are compared key by key."""
+    pairs = ((key, value, known.get(key)) for key, value in given.items() if key not in known or known[key] != value)
+    return {key: _beyond(value, old) if isinstance(old, dict) else value for key, value, old in pairs}
 
 
 def parse_method(entry: str, experiment: Experiment) -> MethodSection:

@@ -13,11 +13,9 @@ from fedstill.local.distillation import (
     target_mask,
 )
 from fedstill.local.labels import class_scales, majority, restricted_softmax, smoothed_cross_entropy
-from fedstill.local.released import against_own_past
 from fedstill.local.terms import control_variates, cross_entropy, dynamic_regularization, proximal
 
 __all__ = [
-    "against_own_past",
     "class_scales",
     "contrast_loss",
     "control_variates",

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from collections.abc import Callable
 
-from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Method
-from fedstill.methods.avglogit import avglogit, avgprob
 from fedstill.methods.d2cfl import d2cfl
 from fedstill.methods.data_free.feddf_gen import feddf_gen
 from fedstill.methods.data_free.fedftg import fedftg
@@ -18,7 +14,7 @@ from fedstill.methods.fedaux import fedaux
 from fedstill.methods.fedavg import fedavg
 from fedstill.methods.fedbe import fedbe
 from fedstill.methods.fedcurv import fedcurv
-from fedstill.methods.feddf import feddf
+from fedstill.methods.feddf import avglogit, avgprob, feddf
 from fedstill.methods.feddyn import feddyn
 from fedstill.methods.fedlmd import fedlmd, fedlmd_tf
 from fedstill.methods.fedmmd import fedmmd
@@ -31,7 +27,6 @@ from fedstill.methods.kd import kd
 from fedstill.methods.label_smoothing import label_smoothing
 from fedstill.methods.moon import moon
 from fedstill.methods.mrtf import mrtf
-from fedstill.methods.options import check_type
 from fedstill.methods.pretraining.language import masked_lm, next_token
 from fedstill.methods.pretraining.simclr import simclr
 from fedstill.methods.scaffold import scaffold
@@ -76,28 +71,10 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-def build_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method `name` with its options; a mistake is one line that names the key and the nearest right word.
-
-    >>> build_algorithm("fedavgm", {"beta": 0.1}).server[0].name
-    'optimizer'
-    """
-    if name not in METHODS:
-        raise FedstillError(f"method.name '{name}' is not a method: {suggest(name, METHODS)}")
-    factory, chosen = METHODS[name], dict(options or {})
-    known, hints = inspect.signature(factory).parameters, get_type_hints(factory)
-    for key, value in chosen.items():
-        if key not in known:
-            raise FedstillError(f"method.{key} is not an option of {name}: {suggest(key, known)}")
-        check_type(key, value, hints[key])
-    return factory(**chosen)
-
-
 __all__ = [
     "METHODS",
     "avglogit",
     "avgprob",
-    "build_algorithm",
     "d2cfl",
     "dp_fedavg",
     "fedadagrad",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import NotNegative, Positive
 from fedstill.core.types import Method, Release
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, positive
 from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
 from fedstill.server.aggregate import average
 
@@ -16,8 +16,8 @@ LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
 
 def dp_fedavg(
     *,
-    clip: float = 1.0,
-    noise_multiplier: float = 1.0,
+    clip: Positive = 1.0,
+    noise_multiplier: NotNegative = 1.0,
     trust: Literal["server", "nobody"] = "server",
     weighting: Literal["uniform"] = "uniform",
     buffers: Literal["local"] = "local",
@@ -50,8 +50,6 @@ def dp_fedavg(
         Without Poisson sampling no amplification is claimed. trust = "nobody" is not in the paper.
     Reference: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, Algorithm 1.
     """
-    positive("clip", clip)
-    not_negative("noise_multiplier", noise_multiplier)
     if noise_multiplier and not LEAST <= noise_multiplier <= MOST:
         raise FedstillError(
             f"method.noise_multiplier = {noise_multiplier!r} is impossible: it must be from {LEAST:g} to {MOST:g} "

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative
 from fedstill.core.types import Method
 from fedstill.local.curvature import Fisher, curvature
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 from fedstill.server.memory import sum_curvature
 
 
 def fedcurv(
     *,
-    lam: float = 1.0,
+    lam: NotNegative = 1.0,
     fisher: Fisher = "per_batch",
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
@@ -42,6 +42,5 @@ def fedcurv(
     Reference: Shoham et al., Overcoming Forgetting in Federated Learning on Non-IID Data, NeurIPS 2019 workshop on
         Federated Learning for Data Privacy and Confidentiality.
     """
-    not_negative("lam", lam)
     objective = combine(cross_entropy(), curvature(lam, fisher=fisher))
     return Method(objective, average(weighting, buffers=buffers), (sum_curvature(),))

@@ -1,68 +1,43 @@
-"""FedDF."""
+"""FedDF, and its plain forms AvgLogit and AvgProb."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from fedstill.core.types import Method, Training
+from fedstill.compose.wrappers import after, report_only
+from fedstill.core.errors import FedstillError
+from fedstill.core.limits import CountOrNone, NotNegative, PositiveShare, Temperature
+from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.mrtf.refinery import TeacherMode
-from fedstill.methods.options import positive, positive_share, presets
-from fedstill.methods.server_student import AUGMENTATIONS, Augment, Part, belief_of, check_student, check_voters, placed
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
-from fedstill.server.distill.targets import Labels, Pool, Rule, TeacherWeighting, teacher_shares
-
-PAPER = {"steps": 10_000, "patience": 1000}
-RELEASED = {**PAPER, "batch_size": 64, "augment": "crop_flip", "buffers": "last"}
-MRTF = {"server_lr": 3e-4, "lr_schedule": "constant", "batch_size": 64, "clip": None}
-MRTF_RELEASED = {
-    "batch_size": 64,
-    "weight_decay": 1e-6,
-    "clip": 100.0,
-    "exponent": 0.75,
-    "teacher_mode": "train",
-    "teacher_batch": 640,
-    "feedback": False,
-}
-FEDAUX: dict[str, Any] = {"epochs": 1, "server_lr": 5e-5, "lr_schedule": "constant", "clip": None}
-FEDAUX |= {"weighting": "size", "distill_share": 0.8}
-FEDAUX_RELEASED = {**FEDAUX, "teacher_mode": "train", "weighting": "uniform", "buffers": "local"}
-FEDAUX_RELEASED |= {"keep_optimizer": True}
-D2CFL = {
-    "epochs": 5,
-    "lr_schedule": "constant",
-    "lr_epoch_decay": 0.95,
-    "clip": None,
-    "labels": "hard",
-    "warm_up": 10,
-    "weighting": "size",
-}
-
-
-@presets(
-    paper=PAPER,
-    released=RELEASED,
-    mrtf=MRTF,
-    mrtf_released=MRTF_RELEASED,
-    fedaux=FEDAUX,
-    fedaux_released=FEDAUX_RELEASED,
-    d2cfl=D2CFL,
+from fedstill.server.distill.targets import (
+    Labels,
+    Pool,
+    Rule,
+    TeacherWeighting,
+    hard_belief,
+    soft_belief,
+    teacher_shares,
 )
+
+
 def feddf(
     *,
-    steps: int = 500, epochs: int | None = None, batch_size: int = 128, augment: Augment = "none",
-    optimizer: Literal["adam", "sgd"] = "adam", server_lr: float = 1e-3,
-    lr_schedule: Literal["cosine", "constant"] = "cosine", lr_epoch_decay: float = 1.0,
-    weight_decay: float = 0.0, clip: float | None = 5.0,
-    pool: Pool = "logits", temperature: float = 1.0, exponent: float = 1.0,
-    labels: Labels = "soft", rule: Rule = "max", threshold: float = 0.75,
-    teacher_weighting: TeacherWeighting = "uniform", teacher_mode: TeacherMode = "eval", teacher_batch: int = 128,
-    distill_share: float = 1.0, keep_optimizer: bool = False,
-    patience: int | None = None, look_every: int = 100, part: Part = "all", warm_up: int = 0, feedback: bool = True,
-    weighting: Weighting = "uniform", buffers: BufferPolicy = "average",
-) -> Method:  # fmt: skip
+    student: Student = Student(),
+    pool: Pool = "logits",
+    exponent: Temperature = 1.0,
+    labels: Labels = "soft",
+    rule: Rule = "max",
+    threshold: NotNegative = 0.75,
+    teacher_weighting: TeacherWeighting = "uniform",
+    distill_share: PositiveShare = 1.0,
+    warm_up: CountOrNone = 0,
+    feedback: bool = True,
+    weighting: Weighting = "uniform",
+    buffers: BufferPolicy = "average",
+) -> Method:
     """FedDF: the averaged model learns, on unlabeled data, what the clients' models say together.
 
         w_0 = sum_{k in S} p_k w_k,    w <- Adam on mean_x KL(softmax(mean_k z_k(x)) || softmax(z(x; w))) from w_0
@@ -71,37 +46,16 @@ def feddf(
     or stays where it was when none of them came; the models of all clients teach every prototype the same.
 
     Args:
-        preset: "correct" (the defaults below), "paper" and "released" (the authors' text and code: up to 10,000 steps
-            with early stopping), or FedDF as other papers ran it: "mrtf", "mrtf_released", "fedaux",
-            "fedaux_released", "d2cfl" (hard labels).
-        steps: distillation steps on the server each round; 0 is FedAvg (of the same weighting) bit for bit.
-        epochs: passes over the unlabeled set (hard labels: over the kept rows) instead; set, steps do not count.
-        batch_size: unlabeled samples in a step.
-        augment: of the student's batches: "none", "flip" or "crop_flip"; the targets are those of the plain images.
-        optimizer: of the student: "adam" or "sgd" (without momentum).
-        server_lr: its learning rate.
-        lr_schedule: "cosine" (to 0, over the steps of a round) or "constant".
-        lr_epoch_decay: factor of the rate from one pass over the unlabeled set to the next.
-        weight_decay: of the student.
-        clip: bound of the gradient norm; None switches it off (in TOML: a large number).
+        student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
         pool: "logits" averages the teachers' logits, "probabilities" their softmax outputs.
-        temperature: divides the logits of teachers and student.
         exponent: power of the pooled probabilities, which are then normalised again; below 1 they get softer.
         labels: "soft", the pooled probabilities; "hard", one class a sample, where teachers are sure enough of it.
         rule: of hard labels: "max", the surest teacher decides; "mean", the mean of the teachers' probabilities does.
         threshold: probability from which a hard label is kept (tau).
         teacher_weighting: teachers count alike ("uniform"), by n_k ("size"), by their accuracy on the validation set
             ("validation"), or alike without the worst on it ("drop_worst").
-        teacher_mode: "eval", or "train": teachers answer with BatchNorm by the batch and live dropout.
-        teacher_batch: rows at a time in train mode.
         distill_share: part of the unlabeled rows that is distilled on, the same for all methods of a run; below 1 the
             others are left to FedAUX's clients, and here to nobody.
-        patience: stop when the best model on the validation set is so many steps old, and take that one; None: all
-            steps, the last model, no validation set.
-        look_every: steps between two looks at the validation set.
-        keep_optimizer: what the student's optimiser remembers goes on from round to round (FedAUX's code); false: a
-            fresh one every round. A client's is local.keep_optimizer.
-        part: what the student trains: "all", or "head", the last layer (linear evaluation, with local.part = "head").
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
         weighting: of the average: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size").
@@ -110,27 +64,92 @@ def feddf(
 
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
-    Differs from the paper: by default no labelled validation set on the server, hence no early stopping and 500 steps
-        where the paper allows 10,000 (preset "paper" has both).
+    Differs from the paper: by default no labelled validation set on the server, hence no early stopping, and 500 steps
+        where the paper allows 10,000 (student.steps = 10000 with student.patience = 1000 are the paper's).
         Targets are computed once a round, before augmentation; validation images are never augmented.
     Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020,
         Algorithm 1.
     """
-    training = Training(
-        steps=steps if epochs is None else None, epochs=epochs or 0, batch_size=batch_size, optimizer=optimizer,
-        lr=server_lr, lr_schedule=lr_schedule, lr_epoch_decay=lr_epoch_decay, weight_decay=weight_decay, clip=clip,
-        augment=AUGMENTATIONS[augment], part=part, keep_optimizer=keep_optimizer,
-    )  # fmt: skip
-    student = Student(training, temperature, hard=labels == "hard", patience=patience, look_every=look_every)
-    check_student(student)
-    check_voters(labels, teacher_weighting)
-    positive("teacher_batch", teacher_batch)
-    positive_share("distill_share", distill_share)
-    believe = belief_of(
-        labels, pool=pool, temperature=temperature, exponent=exponent, rule=rule, threshold=threshold
-    )  # fmt: skip
-    batch = teacher_batch if teacher_mode == "train" else None
-    shares = teacher_shares(teacher_weighting)
-    step = distill(student, pool=believe, shares=shares, teacher_batch=batch, distill_share=distill_share)
-    refine = placed(step, warm_up=warm_up, feedback=feedback)
+    hard = labels == "hard"
+    if hard and teacher_weighting != "uniform":
+        told = f"method.teacher_weighting = '{teacher_weighting}' has no use with labels = 'hard'"
+        raise FedstillError(f"{told}: set one of them back")
+    believe = soft_belief(pool, temperature=student.temperature, exponent=exponent)
+    step = distill(
+        student,
+        pool=hard_belief(rule, threshold=threshold) if hard else believe,
+        shares=teacher_shares(teacher_weighting),
+        distill_share=distill_share,
+        hard=hard,
+    )
+    step = after(warm_up, step) if warm_up else step
+    refine = step if feedback else report_only(step)
     return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,))
+
+
+PLAIN: dict[str, Any] = {"lr_schedule": "constant", "clip": None}
+
+
+def avglogit(
+    *,
+    student: Student = Student(**PLAIN),
+    teacher_weighting: TeacherWeighting = "uniform",
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """AvgLogit: plain distillation on the server, from the mean of the clients' logits.
+
+        w_0 = sum_{k in S} p_k w_k,    p(x) = softmax(sum_k s_k z_k(x)),    s_k = 1 / |S|
+        w <- Adam on mean_x KL(p(x) || softmax(z(x; w))) from w_0
+
+    Args:
+        student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
+        teacher_weighting: s_k: "uniform", "size" (n_k / sum_j n_j), "validation" or "drop_worst" (see feddf).
+        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
+        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
+        secure aggregation is impossible.
+    Differs from the paper: no paper of its own: FedDF without its schedule, clipping and early stopping, and the
+        baseline of MrTF ("AvgLogi", AL) and FedAUX ("mean logits"). Models are weighted by n_k.
+    Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
+    """
+    step = distill(
+        student,
+        pool=soft_belief("logits", temperature=student.temperature),
+        shares=teacher_shares(teacher_weighting),
+    )
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+
+
+def avgprob(
+    *,
+    student: Student = Student(**PLAIN),
+    teacher_weighting: TeacherWeighting = "uniform",
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
+    """AvgProb: plain distillation on the server, from the mean of the clients' probabilities.
+
+        w_0 = sum_{k in S} p_k w_k,    p(x) = sum_k s_k softmax(z_k(x)),    s_k = 1 / |S|
+        w <- Adam on mean_x KL(p(x) || softmax(z(x; w))) from w_0
+
+    Args:
+        student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
+        teacher_weighting: s_k: "uniform", "size" (n_k / sum_j n_j), "validation" or "drop_worst" (see feddf).
+        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
+        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
+
+    Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
+        secure aggregation is impossible.
+    Differs from the paper: no paper of its own: MrTF's "AvgProb" and FedBE's "vanilla distillation", and, since the
+        gradients are the same, the mean of losses that FedDF's code takes by default. FedDF's own branch for
+        probabilities divides only the student's logits by the temperature; here every teacher's too.
+    Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
+    """
+    step = distill(
+        student,
+        pool=soft_belief("probabilities", temperature=student.temperature),
+        shares=teacher_shares(teacher_weighting),
+    )
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))

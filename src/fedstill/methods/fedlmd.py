@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.distillation import label_masked_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, temperature_of
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def fedlmd(
     *,
-    beta: float = 1.0,
-    tau: float = 1.0,
+    beta: NotNegative = 1.0,
+    tau: Temperature = 1.0,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -41,8 +41,8 @@ def fedlmd(
 
 def fedlmd_tf(
     *,
-    beta: float = 1.0,
-    tau: float = 1.0,
+    beta: NotNegative = 1.0,
+    tau: Temperature = 1.0,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -67,7 +67,5 @@ def fedlmd_tf(
 
 
 def _masked(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Method:
-    not_negative("beta", beta)
-    temperature_of("tau", tau)
     objective = combine(cross_entropy(), label_masked_distillation(beta, tau=tau, teacher=teacher))
     return Method(objective, average(weighting, buffers=buffers))

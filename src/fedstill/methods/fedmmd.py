@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative
 from fedstill.core.types import Method
 from fedstill.local.discrepancy import mean_discrepancy
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
-def fedmmd(*, lam: float = 0.01, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
+def fedmmd(*, lam: NotNegative = 0.01, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
     """FedMMD: a client's features keep the distribution that the received model gives them.
 
         F_k + lam MMD^2(h, h_global),    w <- sum_{k in S} p_k w_k
@@ -27,5 +27,4 @@ def fedmmd(*, lam: float = 0.01, weighting: Weighting = "size", buffers: BufferP
         features are what the network's head reads. A batch of one sample has no such term.
     Reference: Yao et al., Two-Stream Federated Learning: Reduce the Communication Costs, VCIP 2018.
     """
-    not_negative("lam", lam)
     return Method(combine(cross_entropy(), mean_discrepancy(lam)), average(weighting, buffers=buffers))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from fedstill.compose.combine import combine
 from fedstill.core.types import Method
-from fedstill.local.released import against_own_past
 from fedstill.local.terms import cross_entropy
 from fedstill.server.aggregate import BufferPolicy, Weighting, normalized_average
 
 
 def fednova(
     *,
-    correction: Literal["none", "released"] = "none",
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -25,18 +20,14 @@ def fednova(
     With equal steps it is FedAvg bit for bit.
 
     Args:
-        correction: "released" repeats a defect of FedNTD's and FedLMD's code, in which a client's gradient lacks the
-            mean gradient of its last visit; it is there for their tables only.
         weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
         buffers: BatchNorm statistics of the new model, never divided by a_k: "average", "pooled", "reset", "local" or
             "last" (see fedavg).
 
-    Reveals: the trained model, the number of samples n_k and a_k (which n_k and the batch size already tell). With
-        correction = "released" each client keeps its mean gradient between rounds.
+    Reveals: the trained model, the number of samples n_k and a_k (which n_k and the batch size already tell).
     Differs from the paper: clients send w_k and a_k, the server divides. No server momentum of its own, no proximal
         solver. Learning rates that change within a round weigh their steps in a_k.
     Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization,
         NeurIPS 2020.
     """
-    objective = cross_entropy() if correction == "none" else combine(cross_entropy(), against_own_past())
-    return Method(objective, normalized_average(weighting, buffers=buffers))
+    return Method(cross_entropy(), normalized_average(weighting, buffers=buffers))

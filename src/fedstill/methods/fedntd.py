@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, temperature_of
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def fedntd(
     *,
-    beta: float = 1.0,
-    tau: float = 1.0,
+    beta: NotNegative = 1.0,
+    tau: Temperature = 1.0,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -39,8 +39,8 @@ def fedntd(
 
 def fedntd_tf(
     *,
-    beta: float = 1.0,
-    tau: float = 1.0,
+    beta: NotNegative = 1.0,
+    tau: Temperature = 1.0,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -65,7 +65,5 @@ def fedntd_tf(
 
 
 def _not_true(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Method:
-    not_negative("beta", beta)
-    temperature_of("tau", tau)
     objective = combine(cross_entropy(), not_true_distillation(beta, tau=tau, teacher=teacher))
     return Method(objective, average(weighting, buffers=buffers))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fedstill.core.limits import Decay, Positive
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import decay_rate, positive
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 from fedstill.server.optimizers import AdaptiveRule, adam, adaptive, sgd
 
 
 def fedavgm(
     *,
-    beta: float = 0.9,
-    server_lr: float = 1.0,
+    beta: Decay = 0.9,
+    server_lr: Positive = 1.0,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -33,8 +33,6 @@ def fedavgm(
     Reference: Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
         Classification, 2019.
     """
-    decay_rate("beta", beta)
-    positive("server_lr", server_lr)
     return Method(cross_entropy(), average(weighting, buffers=buffers), (sgd(server_lr, momentum=beta),))
 
 
@@ -48,20 +46,16 @@ def _adaptive(
     weighting: Weighting,
     buffers: BufferPolicy,
 ) -> Method:
-    positive("server_lr", server_lr)
-    decay_rate("beta1", beta1)
-    decay_rate("beta2", beta2)
-    positive("tau", tau)
     step = adaptive(rule, lr=server_lr, beta1=beta1, beta2=beta2, tau=tau)
     return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
 
 
 def fedadam(
     *,
-    server_lr: float = 0.1,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    tau: float = 1e-3,
+    server_lr: Positive = 0.1,
+    beta1: Decay = 0.9,
+    beta2: Decay = 0.99,
+    tau: Positive = 1e-3,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -87,10 +81,10 @@ def fedadam(
 
 def fedyogi(
     *,
-    server_lr: float = 0.01,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    tau: float = 1e-3,
+    server_lr: Positive = 0.01,
+    beta1: Decay = 0.9,
+    beta2: Decay = 0.99,
+    tau: Positive = 1e-3,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -116,9 +110,9 @@ def fedyogi(
 
 def fedadagrad(
     *,
-    server_lr: float = 0.1,
-    beta1: float = 0.0,
-    tau: float = 1e-3,
+    server_lr: Positive = 0.1,
+    beta1: Decay = 0.0,
+    tau: Positive = 1e-3,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -144,9 +138,9 @@ def fedadagrad(
 def fedopt(
     *,
     optimizer: Literal["sgd", "adam"] = "sgd",
-    server_lr: float = 0.1,
-    momentum: float = 0.9,
-    beta2: float = 0.999,
+    server_lr: Positive = 0.1,
+    momentum: Decay = 0.9,
+    beta2: Decay = 0.999,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -166,8 +160,5 @@ def fedopt(
     Differs from the paper: "adam" is the library optimiser that other papers run under this name, not FedAdam.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 1.
     """
-    positive("server_lr", server_lr)
-    decay_rate("momentum", momentum)
-    decay_rate("beta2", beta2)
     step = adam(server_lr, beta1=momentum, beta2=beta2) if optimizer == "adam" else sgd(server_lr, momentum=momentum)
     return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))

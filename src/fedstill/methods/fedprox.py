@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy, proximal
-from fedstill.methods.options import not_negative
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
-def fedprox(*, mu: float = 0.01, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
+def fedprox(*, mu: NotNegative = 0.01, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
     """FedProx: FedAvg whose clients are held near the model they received.
 
         w_k ~ argmin_v F_k(v) + (mu / 2) ||v - w||^2,    w <- sum_{k in S} p_k w_k
@@ -25,5 +25,4 @@ def fedprox(*, mu: float = 0.01, weighting: Weighting = "size", buffers: BufferP
         mean smooth-L1 by this name; this is the quadratic term.
     Reference: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2.
     """
-    not_negative("mu", mu)
     return Method(combine(cross_entropy(), proximal(mu)), average(weighting, buffers=buffers))

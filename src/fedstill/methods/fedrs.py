@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.limits import Share
 from fedstill.core.types import Method
 from fedstill.local.labels import restricted_softmax
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
@@ -14,7 +14,7 @@ ScaleRule = Literal["binary", "proportional"]
 
 def fedrs(
     *,
-    alpha: float = 0.5,
+    alpha: Share = 0.5,
     rule: ScaleRule = "binary",
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
@@ -37,7 +37,5 @@ def fedrs(
     Reference: Li and Zhan, FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data,
         KDD 2021.
     """
-    if not 0 <= alpha <= 1:
-        raise FedstillError(f"method.alpha = {alpha!r} is impossible: it must be from 0 to 1")
     objective = restricted_softmax(alpha, proportional=rule == "proportional")
     return Method(objective, average(weighting, buffers=buffers))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.distillation import plain_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, temperature_of
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def kd(
     *,
-    beta: float = 1.0,
-    tau: float = 1.0,
+    beta: NotNegative = 1.0,
+    tau: Temperature = 1.0,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -33,6 +33,4 @@ def kd(
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 2; the loss is that of
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
     """
-    not_negative("beta", beta)
-    temperature_of("tau", tau)
     return Method(combine(cross_entropy(), plain_distillation(beta, tau=tau)), average(weighting, buffers=buffers))

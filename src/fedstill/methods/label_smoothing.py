@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from fedstill.core.limits import Decay
 from fedstill.core.types import Method
 from fedstill.local.labels import smoothed_cross_entropy
-from fedstill.methods.options import decay_rate
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def label_smoothing(
-    *, epsilon: float = 0.1, weighting: Weighting = "size", buffers: BufferPolicy = "average"
+    *, epsilon: Decay = 0.1, weighting: Weighting = "size", buffers: BufferPolicy = "average"
 ) -> Method:
     """LS: FedAvg whose clients leave a share of every label to all classes.
 
@@ -27,5 +27,4 @@ def label_smoothing(
     Reference: Szegedy et al., Rethinking the Inception Architecture for Computer Vision, CVPR 2016, Section 7; as a
         federated baseline Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Table 2.
     """
-    decay_rate("epsilon", epsilon)
     return Method(smoothed_cross_entropy(epsilon), average(weighting, buffers=buffers))

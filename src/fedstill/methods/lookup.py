@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.methods import METHODS
+from fedstill.methods.options import NONE, check, find
 from fedstill.server.aggregate import AGGREGATES, BufferPolicy, with_buffers
 from fedstill.storage import toml as toml_io
 
@@ -27,12 +28,8 @@ SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all
 
 def find_method(name: str) -> Factory:
     """A registered method, or the function that FILE.py:function or package.module:function names."""
-    if ":" in name:
-        found: Factory = own_function(name, "method.name")
-        return found
-    if name not in METHODS:
-        raise FedstillError(f"method.name = '{name}' is unknown: {suggest(name, METHODS)} (your own: FILE.py:function)")
-    return METHODS[name]
+    found: Factory = find("method", name)
+    return found
 
 
 def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
@@ -68,8 +65,6 @@ def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) ->
 
     options: of a single method, written beside its name.
     """
-    from fedstill.methods.options import check
-
     parts = [part for text in texts for part in text.parts]
     if options:
         if len(parts) > 1:
@@ -83,8 +78,6 @@ def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) ->
 
 def aggregate_part(text: str) -> Part | None:
     """The aggregate that [server] aggregate names, with its options checked; None where it names none."""
-    from fedstill.methods.options import check
-
     if not text:
         return None
     part = single(text)
@@ -147,7 +140,7 @@ def _default(factory: Factory, part: Part, key: str) -> Any:
 
 
 def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Method:
-    built = factory(**options)
+    built = factory(**check("method", name, options))
     if not isinstance(built, Method):
         raise FedstillError(f"{name} returned a {type(built).__name__}: a method is a function that returns a Method")
     return built
@@ -203,20 +196,28 @@ def single(text: str) -> Part | None:
 def split_methods(text: str) -> list[str]:
     """Split at commas outside parentheses: 'fedavg,fedprox(mu=0.1)' -> ['fedavg', 'fedprox(mu=0.1)'].
 
-    >>> split_methods("fedavg, feddf(steps=5, lr=0.1)")
-    ['fedavg', 'feddf(steps=5, lr=0.1)']
+    >>> split_methods("fedavg, fedopt(server_lr=1.0, momentum=0.5)")
+    ['fedavg', 'fedopt(server_lr=1.0, momentum=0.5)']
     """
     return [piece.strip() for piece in _split(text, ",") if piece.strip()]
 
 
 def write(name: str, options: Mapping[str, Any]) -> str:
-    """The text of one method.
+    """Return the text of one method; a table's options have dotted names.
 
-    >>> write("fedprox", {"mu": 0.1})
-    'fedprox(mu=0.1)'
+    >>> write("feddf", {"pool": "logits", "student": {"steps": 20, "clip": None}})
+    'feddf(pool="logits", student.steps=20, student.clip=none)'
     """
-    inside = ", ".join(f"{key}={toml_io.toml_value(value)}" for key, value in options.items())
+    inside = ", ".join(f"{key}={value}" for key, value in _settings(options))
     return f"{name}({inside})" if inside else name
+
+
+def _settings(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, NONE if value in (None, NONE) else toml_io.toml_value(value)
 
 
 def label(text: str) -> str:
@@ -279,9 +280,15 @@ def _part(text: str, whole: str) -> Part:
         key, equals, value = setting.partition("=")
         if not equals:
             raise FedstillError(f"'{setting}' in '{whole}' is no option: write {name}(key=value)")
-        if key.strip() in options:
+        *tables, last = key.strip().split(".")
+        inner = options
+        for table in tables:
+            inner = inner.setdefault(table, {})
+            if not isinstance(inner, dict):
+                raise FedstillError(f"'{whole}' sets {table} twice")
+        if last in inner:
             raise FedstillError(f"'{whole}' sets {key.strip()} twice")
-        options[key.strip()] = toml_io.parse_value(value.strip())
+        inner[last] = toml_io.parse_value(value.strip())
     return Part(name, options)
 
 

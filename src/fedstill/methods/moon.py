@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.contrast import model_contrast
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, temperature_of
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def moon(
     *,
-    mu: float = 0.1,
-    temperature: float = 0.5,
+    mu: NotNegative = 0.1,
+    temperature: Temperature = 0.5,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -38,7 +38,5 @@ def moon(
         with nothing in round 1.
     Reference: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
     """
-    not_negative("mu", mu)
-    temperature_of("temperature", temperature)
     contrast = model_contrast(mu, temperature=temperature)
     return Method(combine(cross_entropy(), contrast), average(weighting, buffers=buffers))

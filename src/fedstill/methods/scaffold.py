@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.core.limits import Positive
 from fedstill.core.types import Method
 from fedstill.local.terms import ControlOption, control_variates, cross_entropy
-from fedstill.methods.options import positive
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 from fedstill.server.memory import update_control
 from fedstill.server.optimizers import sgd
@@ -14,7 +14,7 @@ from fedstill.server.optimizers import sgd
 def scaffold(
     *,
     option: ControlOption = "II",
-    global_lr: float = 1.0,
+    global_lr: Positive = 1.0,
     weighting: Weighting = "uniform",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -40,7 +40,6 @@ def scaffold(
     Reference: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020,
         Algorithm 1.
     """
-    positive("global_lr", global_lr)
     step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
     server = (*step, update_control())
     return Method(combine(cross_entropy(), control_variates(option)), average(weighting, buffers=buffers), server)

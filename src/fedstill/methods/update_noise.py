@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from fedstill.core.limits import NotNegative, Positive
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, positive
 from fedstill.privacy.mechanisms import clip_and_noise
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
 
 def update_noise(
     *,
-    sigma: float = 0.01,
-    clip: float | None = None,
+    sigma: NotNegative = 0.01,
+    clip: Positive | None = None,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -41,7 +41,4 @@ def update_noise(
     Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, Data Mining and Knowledge
         Discovery 2023, Table 3.
     """
-    not_negative("sigma", sigma)
-    if clip is not None:
-        positive("clip", clip)
     return Method(cross_entropy(), average(weighting, buffers=buffers), transmit=clip_and_noise(sigma, clip))

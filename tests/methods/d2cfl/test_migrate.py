@@ -25,7 +25,7 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.tree import stack
 from fedstill.core.types import Need, Output, Training, Weights
 from fedstill.local import cross_entropy
-from fedstill.methods.d2cfl.migrate import answer_of, append_answer, blend, migrate, pseudo_labels
+from fedstill.methods.d2cfl.migrate import Migration, answer_of, append_answer, blend, migrate, pseudo_labels
 from fedstill.server import average, distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import hard_targets, maximum_rule, mean_rule
@@ -142,7 +142,7 @@ def test_the_oldest_answer_leaves_first(rule):
         assert all(torch.equal(kept[name], leaf) for name, leaf in wanted.items())
 
 
-STUDENT = Student(Training(epochs=3, lr=0.5), hard=True)
+STUDENT = Student(**vars(Training(epochs=3, lr=0.5)))
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Scripted:
 
 def scripted_rounds(averages, **options):
     """(teachers sent, students, trainer, rounds) when the average of each round is given and w_new is 0.5."""
-    step, trainer = migrate(STUDENT, past=1, **options), Scripted()
+    step, trainer = migrate(STUDENT, Migration(past=1, **options)), Scripted()
     model = replace(scalar_model(), init=lambda seed: scalar(0.5))
     state, sent, students, seen = step.init(scalar(9.0)), [], [], []
     for r, w_g in enumerate(averages, 1):
@@ -212,7 +212,7 @@ def test_a_round_without_labels_is_fedavgs_and_the_student_starts_over_from_its_
 def test_a_teacher_answers_once():
     """One pass for each round's teacher and one for the loss of each student, whatever the number of teachers."""
     for past in (1, 3):
-        step = migrate(STUDENT, past=past)
+        step = migrate(STUDENT, Migration(past=past))
         trainer, state = Scripted(), step.init(scalar(0.0))
         for r in range(1, 8):
             this = round_of(scalar(0.0), uploads_of([scalar(1.0)], [1]), unlabeled=torch.zeros(4, 1), number=r)
@@ -235,7 +235,7 @@ def test_statistics_are_mixed_like_weights_and_counts_are_those_of_the_average()
 
 
 def test_only_unlabeled_data_are_needed_so_secure_aggregation_is_possible():
-    assert migrate(STUDENT).needs == {Need.UNLABELED, Need.ONE_ARCHITECTURE}
+    assert migrate(STUDENT, Migration()).needs == {Need.UNLABELED, Need.ONE_ARCHITECTURE}
 
 
 class EpochDescent(DescentTrainer):
@@ -261,7 +261,7 @@ def local_round(weights):
 
 
 def our_rounds(rounds, **options):
-    step, model = migrate(STUDENT, **options), random_model()
+    step, model = migrate(STUDENT, Migration(**options)), random_model()
     weights = linear(CLASSES, FEATURES, seed=3)
     state, history = step.init(weights), []
     for r in range(1, rounds + 1):
@@ -365,6 +365,7 @@ def test_without_rollbacks_it_is_hard_label_distillation_of_those_teachers():
             STUDENT,
             teachers=lambda candidate, round, teachers=teachers: teachers,
             pool=lambda logits: maximum_rule(torch.softmax(logits, -1), 0.6),
+            hard=True,
         )
         found, _ = plain.apply(this.models["aggregated"], {}, this)
         assert all(torch.equal(found.params[name], leaf) for name, leaf in weights.params.items())

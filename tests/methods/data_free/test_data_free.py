@@ -56,7 +56,13 @@ def test_of_two_generators_the_last_shows_what_it_invents():
     assert not torch.equal(both.x, alone.x)
 
 
-REFINERS = (HARD, TAUGHT, "feddf(steps=2)", "mrtf(steps=2)", "d2cfl(threshold=0.0, warm_up=0, epochs=1)")
+REFINERS = (
+    HARD,
+    TAUGHT,
+    "feddf(student.steps=2)",
+    "mrtf(student.steps=2)",
+    "d2cfl(threshold=0.0, warm_up=0, student.epochs=1)",
+)
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(REFINERS, 2)))
@@ -119,7 +125,7 @@ def test_a_generator_that_does_not_fit_is_told_before_the_phases_in_front_of_it_
     assert seen == []
 
 
-MRTF = "mrtf(steps=2, batch_size=8)"
+MRTF = "mrtf(student.steps=2, student.batch_size=8)"
 
 
 def test_a_model_that_is_only_reported_is_refined_last_wherever_it_is_written():
@@ -137,7 +143,7 @@ AVERAGE = HARD.replace(")", ', report="average")')
     [
         (f"{AVERAGE}+{MRTF}", "fedftg", "mrtf"),
         (f"{MRTF}+{AVERAGE}", "mrtf", "fedftg"),
-        (f"{MRTF}+feddf(steps=2, feedback=false)", "mrtf", "feddf"),
+        (f"{MRTF}+feddf(student.steps=2, feedback=false)", "mrtf", "feddf"),
     ],
 )
 def test_of_two_models_to_report_none_is_lost_without_a_word(text, first, second):
@@ -146,6 +152,6 @@ def test_of_two_models_to_report_none_is_lost_without_a_word(text, first, second
 
 
 def test_the_model_before_fine_tuning_may_be_another_ones_student():
-    student = run(build_method("feddf(steps=2)+fedavg")[0].method, rounds=1)
-    for text in (f"feddf(steps=2)+{AVERAGE}", f"{AVERAGE}+feddf(steps=2)"):
+    student = run(build_method("feddf(student.steps=2)+fedavg")[0].method, rounds=1)
+    for text in (f"feddf(student.steps=2)+{AVERAGE}", f"{AVERAGE}+feddf(student.steps=2)"):
         assert same_bits(run(build_method(text)[0].method, rounds=1).weights, student.weights)

@@ -12,7 +12,7 @@ from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need
-from fedstill.methods import build_algorithm, fedavg, feddf_gen, scaffold
+from fedstill.methods import fedavg, feddf_gen, scaffold
 from fedstill.methods.lookup import build_method, write
 from fedstill.privacy.plan import Privacy
 
@@ -45,14 +45,14 @@ def test_the_defaults_are_those_of_fedftgs_code_but_for_batch_norm():
         ({"lr_decay": 0.0}, r"method\.lr_decay"),
         ({"lam_dis": -0.5}, r"method\.lam_dis"),
         ({"weight_decay": -1.0}, r"method\.weight_decay"),
-        ({"pool": "mean"}, r"method\.pool = 'mean' is unknown"),
+        ({"pool": "mean"}, r'method\.pool = "mean" is unknown'),
         ({"labels": "quotas"}, "quota"),
         ({"batch_norm": "eval"}, "frozen"),
     ],
 )
 def test_an_impossible_option_is_one_line_with_its_name(options, told):
     with pytest.raises(FedstillError, match=told):
-        build_algorithm("feddf_gen", options)
+        build_method("feddf_gen", options)
 
 
 def test_an_unknown_generator_is_told_with_the_nearest_name():

@@ -18,7 +18,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Need, Phase
-from fedstill.methods import METHODS, build_algorithm, fedavg, fedftg
+from fedstill.methods import METHODS, fedavg, fedftg
 from fedstill.methods.lookup import build_method
 from fedstill.server.aggregate import average
 
@@ -193,7 +193,7 @@ def test_presets_are_the_papers_text_and_its_code():
         },
         "released": {"clients": "each", "cls_weights": "client", "batch_norm": "train"},
     }  # fmt: skip
-    found = [run(build_algorithm("fedftg", {"preset": preset, **SHORT}), rounds=1).weights for preset in
+    found = [run(build_method("fedftg", {"preset": preset, **SHORT})[0].method, rounds=1).weights for preset in
              ("correct", "paper", "released")]  # fmt: skip
     assert all(furthest(one, other) > 1e-7 for one, other in itertools.combinations(found, 2))
 
@@ -309,14 +309,14 @@ def test_it_runs_where_a_class_and_all_but_one_client_are_missing():
         ({"server_lr": 0.0}, "server_lr = 0.0 is impossible"),
         ({"lr_decay": 0.0}, "lr_decay = 0.0 is impossible"),
         ({"discrepancy": "none", "lam_cls": 0.0, "lam_dis": 0.0}, "leaves the generator nothing to learn"),
-        ({"discrepancy": "l2"}, "discrepancy = 'l2' is unknown"),
+        ({"discrepancy": "l2"}, 'discrepancy = "l2" is unknown'),
         ({"batch_norm": "froze"}, "did you mean 'frozen'"),
         ({"input": "features"}, "did you mean 'feature'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_option(options, told):
     with pytest.raises(FedstillError, match=told) as error:
-        build_algorithm("fedftg", options)
+        build_method("fedftg", options)
     assert "\n" not in str(error.value)
 
 

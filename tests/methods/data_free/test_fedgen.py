@@ -14,7 +14,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Phase
-from fedstill.methods import METHODS, build_algorithm, fedavg, fedgen
+from fedstill.methods import METHODS, fedavg, fedgen
 from fedstill.methods.lookup import build_method, write
 from fedstill.privacy.plan import Privacy
 
@@ -146,4 +146,4 @@ def test_it_runs_in_other_precisions(precision):
 )
 def test_an_impossible_option_is_refused_by_its_name(options, told):
     with pytest.raises(FedstillError, match=told):
-        build_algorithm("fedgen", options)
+        build_method("fedgen", options)

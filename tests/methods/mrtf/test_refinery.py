@@ -2,18 +2,19 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from by_hand import F64, DescentTrainer, blobs, number, round_of, uploads_of
+from papers import released
 
 from fedstill.core.tree import clone
 from fedstill.core.types import Model, Need, Output, Round, Targets, Training, Weights
 from fedstill.methods.mrtf.refinery import (
     Refinery,
-    prior_mixture,
     rectified,
     rectified_distillation,
     stable,
@@ -23,10 +24,9 @@ from fedstill.server import average, distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import mix, standardised, targets_of
 
-STUDENT = Student(Training(steps=3, lr=0.5))
-RELEASED = Refinery(
-    sharpness=1.0, refine_sharpness=8.0, warm_up=0, mixture="prior", std_batch=8, loss_window=5, smooth=True
-)  # fmt: skip
+STUDENT = Student(**vars(Training(steps=3, lr=0.5)))
+prior_mixture, released_step = released("mrtf", "prior_mixture"), released("mrtf", "refinement")
+RELEASED = partial(released_step, stabilise=True, rectify=True, refine=True, batch=8)
 CLASSES, FEATURES, WIDTH = 3, 4, 5
 UNLABELED = blobs(9, 20).x
 
@@ -81,7 +81,7 @@ def refined(form, this=None, *, state=None, student=STUDENT) -> Refined:
     """One step after the plain mean of the uploads."""
     this = this or a_round()
     middle, _ = average("uniform").apply(this.start, {}, this)
-    step = rectified_distillation(student, form)
+    step = rectified_distillation(student, form) if isinstance(form, Refinery) else form(student)
     learnt, state = step.apply(middle, step.init(middle) if state is None else state, this)
     return Refined(middle, learnt, targets_of(state), this, state)
 
@@ -159,11 +159,11 @@ def test_half_the_loss_of_a_guess_is_half_way_and_a_broken_loss_stays_in_bounds(
 
 def test_the_spread_of_a_teacher_is_taken_over_all_rows_or_batch_by_batch():
     logits = torch.randn(2, 20, CLASSES, generator=torch.Generator().manual_seed(1), dtype=F64)
-    whole, pieces = stable(logits, Refinery()), stable(logits, Refinery(std_batch=8))
+    whole, pieces = stable(logits, Refinery(sharpness=1.0)), released("mrtf", "stable")(logits, stabilise=True, batch=8)
     for first, last in ((0, 8), (8, 16), (16, 20)):
         piece = logits[:, first:last]
         spread = piece.flatten(1).std(dim=1, correction=1).reshape(-1, 1, 1)
-        torch.testing.assert_close(pieces[:, first:last], torch.softmax(4 * piece / spread, -1))
+        torch.testing.assert_close(pieces[:, first:last], torch.softmax(piece / spread, -1))
     assert not torch.allclose(whole, pieces, atol=1e-3)
     torch.testing.assert_close(stable(logits, Refinery(stabilise=False)), torch.softmax(logits, -1))
 
@@ -273,11 +273,11 @@ def test_every_module_that_is_taken_away_changes_the_targets():
 
 
 def test_the_released_mixture_without_the_refinery_is_a_probability_too():
-    form = replace(RELEASED, refine=False)
+    form = partial(RELEASED, refine=False)
     found = refined(form, state=refined(form).state)
     torch.testing.assert_close(found.targets.probabilities.sum(1), torch.ones(20, dtype=F64))
-    new = refined(replace(form, smooth=False), state=refined(form).state).targets.probabilities
-    assert float((found.targets.probabilities - new).abs().max()) > 1e-3
+    forgetful = refined(form).targets.probabilities  # nothing to remember
+    assert float((found.targets.probabilities - forgetful).abs().max()) > 1e-3
 
 
 def test_how_loud_a_client_is_does_not_count_unless_teachers_are_taken_as_they_are():
@@ -293,7 +293,7 @@ def test_how_loud_a_client_is_does_not_count_unless_teachers_are_taken_as_they_a
 
 
 def test_zero_steps_return_the_average_without_asking_anybody():
-    found = refined(Refinery(), student=Student(Training(steps=0)))
+    found = refined(Refinery(), student=Student(**vars(Training(steps=0))))
     assert found.learnt is found.average
     assert found.targets is None
     assert found.round.trainer.looks == found.round.trainer.asked == []
@@ -309,12 +309,12 @@ def test_only_the_averages_features_are_asked_for_and_only_when_they_are_used():
 
 
 def test_in_train_mode_only_the_clients_models_answer_so():
-    looks = refined(Refinery(teacher_mode="train", teacher_batch=7)).round.trainer.looks
+    looks = refined(partial(RELEASED, batch=7)).round.trainer.looks
     assert [batch for _, _, batch in looks] == [7, None, None, None]
 
 
 def test_it_reports_what_it_did_and_leaves_the_average_to_be_looked_at():
-    found = refined(Refinery(), student=Student(Training(steps=40, lr=1.0)))
+    found = refined(Refinery(), student=Student(**vars(Training(steps=40, lr=1.0))))
     metrics, target = found.round.metrics, found.targets.probabilities.numpy()
     assert found.round.models == {"aggregated": found.average}
     assert metrics["u"] == pytest.approx(0.25 + 0.75 * 0.3 / math.log(3))

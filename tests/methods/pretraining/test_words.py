@@ -17,7 +17,7 @@ from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.types import Batch, Dataset, Federation, Outlook, Stage, Tokenizer, Training, Weights
 from fedstill.engine import build_engine
 from fedstill.loop.setup import Asked
-from fedstill.methods import build_algorithm, fedavg
+from fedstill.methods import fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.methods.pretraining.words import (
     Words,
@@ -344,7 +344,7 @@ def test_an_id_that_the_network_does_not_know_is_refused():
 
 
 def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
-    steps = method_of("feddf(steps=2)+next_token(epochs=1)").steps
+    steps = method_of("feddf(student.steps=2)+next_token(epochs=1)").steps
     assert [step.stage for step in steps] == [Stage.AGGREGATE, Stage.KEEP, Stage.REFINE]
     assert [step.prepare is not no_preparation for step in steps] == [False, True, False]
 
@@ -363,8 +363,8 @@ def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
 )
 def test_impossible_options_are_refused(options, told):
     with pytest.raises(FedstillError, match=told):
-        build_algorithm("masked_lm", options)
+        build_method("masked_lm", options)
 
 
 def test_without_epochs_it_asks_for_nothing():
-    assert needs_of(build_algorithm("next_token", {"epochs": 0})) == needs_of(fedavg())
+    assert needs_of(build_method("next_token", {"epochs": 0})[0].method) == needs_of(fedavg())

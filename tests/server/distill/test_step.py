@@ -6,6 +6,7 @@ import pytest
 import torch
 from by_hand import blobs, linear, linear_model, number, round_of, uploads_of
 from server_rounds import clients_models, furthest, network, preparation_of, run, same_bits, server_round
+from students import student_of
 
 from fedstill.compose.combine import first_state, run_steps, targets
 from fedstill.core.errors import FedstillError
@@ -40,7 +41,7 @@ def distilled(models, sizes=None, training=TRAINING, **options):
     this = round_of(models[0], uploads, model=linear_model(), unlabeled=blobs(9, 20).x)
     candidate, _ = average("uniform").apply(models[0], {}, this)
     student, state = distill(
-        Student(training, options.get("temperature", 1.0)), pool=partial(pool_targets, **options)
+        Student(**vars(training), temperature=options.get("temperature", 1.0)), pool=partial(pool_targets, **options)
     ).apply(candidate, {}, this)
     assert set(state) <= {"targets"}
     return candidate, student, this
@@ -81,7 +82,7 @@ def test_teachers_are_unchanged_after_distillation():
     uploads = uploads_of(models, [1, 1])
     before = clone(uploads.weights)
     this = round_of(models[0], uploads, model=linear_model(), unlabeled=blobs(9, 20).x)
-    distill(Student(TRAINING), pool=partial(pool_targets, pool="probabilities")).apply(models[0], {}, this)
+    distill(Student(**vars(TRAINING)), pool=partial(pool_targets, pool="probabilities")).apply(models[0], {}, this)
     torch.testing.assert_close(uploads.weights, before, rtol=0, atol=0)
 
 
@@ -93,15 +94,15 @@ def test_the_student_is_trained_as_asked_from_the_rounds_own_seed():
 def test_missing_unlabeled_data_is_one_line_with_its_cure():
     model = linear(3, 4)
     with pytest.raises(FedstillError, match=r"needs unlabeled data.*data\.unlabeled"):
-        distill(Student(TRAINING)).apply(model, {}, round_of(model, uploads_of([model], [1])))
+        distill(Student(**vars(TRAINING))).apply(model, {}, round_of(model, uploads_of([model], [1])))
 
 
 def test_distillation_declares_what_it_looks_at():
     plain = {Need.UNLABELED, Need.INDIVIDUAL_UPLOADS}
-    assert distill(Student(TRAINING)).needs == plain
-    assert distill(Student(TRAINING, patience=100)).needs == plain | {Need.VALIDATION}
+    assert distill(Student(**vars(TRAINING))).needs == plain
+    assert distill(Student(**vars(TRAINING), patience=100)).needs == plain | {Need.VALIDATION}
     shares = TeacherShares(lambda round, state: torch.ones(1), frozenset({Need.LABEL_COUNTS_UPLOADED}))
-    assert distill(Student(TRAINING), shares=shares).needs == plain | {Need.LABEL_COUNTS_UPLOADED}
+    assert distill(Student(**vars(TRAINING)), shares=shares).needs == plain | {Need.LABEL_COUNTS_UPLOADED}
 
 
 def three_linear_models():
@@ -112,7 +113,7 @@ def three_linear_models():
 
 def test_what_was_taught_is_kept_and_survives_a_checkpoint():
     models, this, logits = three_linear_models()
-    method = Method(cross_entropy(), average("uniform"), (distill(Student(TRAINING)),))
+    method = Method(cross_entropy(), average("uniform"), (distill(Student(**vars(TRAINING))),))
     state = first_state(method, models[0])
     assert targets(method, state) is None
     _, state = run_steps(method, models[0], state, this)
@@ -130,14 +131,16 @@ def test_the_model_before_distillation_is_left_to_be_looked_at():
 def test_teachers_weigh_what_their_shares_say():
     models, this, logits = three_linear_models()
     shares = TeacherShares(lambda round, state: number([0.0, 1.0, 0.0]) * round.number)
-    _, state = distill(Student(TRAINING), shares=shares).apply(models[0], {}, this)
+    _, state = distill(Student(**vars(TRAINING)), shares=shares).apply(models[0], {}, this)
     torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(logits[1], -1))
 
 
 def test_other_teachers_than_the_uploads_may_answer():
     _, this, logits = three_linear_models()
     candidate = linear(3, 4, seed=8)
-    _, state = distill(Student(TRAINING), teachers=lambda w, round: stack([round.start, w])).apply(candidate, {}, this)
+    _, state = distill(Student(**vars(TRAINING)), teachers=lambda w, round: stack([round.start, w])).apply(
+        candidate, {}, this
+    )
     both = torch.stack([logits[0], this.unlabeled @ candidate.params["weight"].T])
     torch.testing.assert_close(targets_of(state).probabilities, torch.softmax(both.mean(0), -1))
 
@@ -149,7 +152,7 @@ def hard_pool(logits, threshold):
 def test_a_pool_may_keep_some_rows_and_the_losses_are_over_these():
     _, this, logits = three_linear_models()
     candidate = linear(3, 4, seed=8)
-    step = distill(Student(Training(steps=30, lr=0.5), hard=True), pool=partial(hard_pool, threshold=0.9))
+    step = distill(Student(**vars(Training(steps=30, lr=0.5))), hard=True, pool=partial(hard_pool, threshold=0.9))
     learnt, state = step.apply(candidate, {}, this)
     kept, label = targets_of(state).kept, targets_of(state).probabilities.argmax(1)
     assert 0 < int(kept.sum()) < 20
@@ -164,7 +167,7 @@ def test_a_pool_may_keep_some_rows_and_the_losses_are_over_these():
 
 def test_when_no_label_is_sure_enough_the_candidate_stays_and_the_loss_is_unknown():
     models, this, _ = three_linear_models()
-    step = distill(Student(TRAINING, hard=True), pool=partial(hard_pool, threshold=1.01))
+    step = distill(Student(**vars(TRAINING)), hard=True, pool=partial(hard_pool, threshold=1.01))
     learnt, state = step.apply(models[0], {}, this)
     assert learnt is models[0]
     assert not targets_of(state).kept.any()
@@ -174,7 +177,7 @@ def test_when_no_label_is_sure_enough_the_candidate_stays_and_the_loss_is_unknow
 def test_a_round_without_steps_leaves_the_targets_of_an_earlier_one():
     models, this, _ = three_linear_models()
     earlier = keep_targets({}, everything(torch.full((20, 3), 1 / 3)))
-    assert distill(Student(Training(steps=0))).apply(models[0], earlier, this) == (models[0], earlier)
+    assert distill(Student(**vars(Training(steps=0)))).apply(models[0], earlier, this) == (models[0], earlier)
 
 
 def test_the_loss_of_a_model_is_its_divergence_from_the_targets_at_the_temperature():
@@ -190,7 +193,7 @@ def test_the_best_student_on_the_validation_set_is_the_one_that_is_kept():
     models, this, _ = three_linear_models()
     truth = (this.unlabeled @ models[1].params["weight"].T).argmax(1)
     this = replace(this, validation=(this.unlabeled, truth))
-    student = Student(Training(steps=40, lr=2.0), patience=3, look_every=1)
+    student = Student(**vars(Training(steps=40, lr=2.0)), patience=3, look_every=1)
     learnt, _ = distill(student, pool=lambda logits: torch.softmax(-3 * logits[1], -1)).apply(models[1], {}, this)
     scores = (this.unlabeled @ learnt.params["weight"].T + learnt.params["bias"]).argmax(1) == truth
     assert scores.double().mean().item() == this.metrics["validation_accuracy"]
@@ -199,7 +202,7 @@ def test_the_best_student_on_the_validation_set_is_the_one_that_is_kept():
 
 # Distillation on a part of the unlabeled rows: who is asked about what, and what is left of the others.
 
-STUDENT = Student(Training(steps=4, batch_size=8, lr=0.1))
+STUDENT = Student(**vars(Training(steps=4, batch_size=8, lr=0.1)))
 
 ROWS = split_rows(20, 0.8, seed=7)  # of the twenty of server_rounds, with the seed of its rounds
 
@@ -320,7 +323,9 @@ def test_shares_may_keep_a_state_of_their_own_that_is_prepared_with_the_rows():
 
 
 def test_all_rows_are_the_default_and_prepare_nothing():
-    plain, whole = (run(feddf(steps=5, batch_size=8, **how)) for how in ({}, {"distill_share": 1.0}))
+    plain, whole = (
+        run(feddf(student=student_of(feddf, steps=5, batch_size=8), **how)) for how in ({}, {"distill_share": 1.0})
+    )
     assert same_bits(plain.weights, whole.weights)
     assert "seconds_prepared" not in whole.history.rows[0]
     assert "distilled" not in distill(STUDENT).init(network().init(0))

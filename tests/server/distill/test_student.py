@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from by_hand import blobs, linear, linear_model, local_view, number, round_of, scalar, uploads_of
+from papers import released
 
 from fedstill.core.types import Batch, Output, Targets, Training, Weights
 from fedstill.server.distill.student import Snapshots, Student, divergence, learner, lesson, soft_target_loss
@@ -31,7 +32,7 @@ def test_the_loss_has_the_cards_value_and_gradient():
 def test_the_mean_over_classes_too_is_one_kth_of_it():
     z, p = [[1.0, 0.0, -2.0], [0.3, 0.1, 0.0]], [[0.2, 0.5, 0.3], [0.9, 0.1, 0.0]]
     whole, pull = loss_and_pull(soft_target_loss(2.0), z, p)
-    part, small_pull = loss_and_pull(soft_target_loss(2.0, per_class=True), z, p)
+    part, small_pull = loss_and_pull(released("fedbe", "class_mean_loss")(2.0), z, p)
     assert part == pytest.approx(whole / 3)
     torch.testing.assert_close(small_pull, pull / 3)
 
@@ -67,8 +68,8 @@ def this_round(samples=20, **changes):
 
 def test_a_hard_lesson_is_the_most_probable_class_alone():
     targets = Targets(number([[0.2, 0.5, 0.3], [0.4, 0.3, 0.3]]), torch.ones(2, dtype=torch.bool))
-    assert lesson(Student(TRAINING, hard=True), targets).tolist() == [[0, 1, 0], [1, 0, 0]]
-    assert lesson(Student(TRAINING), targets) is targets.probabilities
+    assert lesson(targets, hard=True).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert lesson(targets, hard=False) is targets.probabilities
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -76,12 +77,12 @@ def test_the_student_learns_the_rows_that_are_kept_and_no_others(hard):
     kept = [0, 3, 4, 11, 19]
     candidate, round = this_round()
     targets = some_targets(kept)
-    learnt = learner(Student(TRAINING, hard=hard))(candidate, targets, round)
+    learnt = learner(Student(**vars(TRAINING)), hard=hard)(candidate, targets, round)
     _, only = this_round(unlabeled=round.unlabeled[kept])
     cut = Targets(targets.probabilities[kept], targets.kept[kept])
-    alone = learner(Student(TRAINING, hard=hard))(candidate, cut, only)
+    alone = learner(Student(**vars(TRAINING)), hard=hard)(candidate, cut, only)
     torch.testing.assert_close(learnt.params, alone.params)
-    with_all = learner(Student(TRAINING, hard=hard))(candidate, some_targets(), round)
+    with_all = learner(Student(**vars(TRAINING)), hard=hard)(candidate, some_targets(), round)
     assert not torch.allclose(learnt.params["weight"], with_all.params["weight"])
 
 
@@ -92,14 +93,14 @@ def test_the_student_learns_the_rows_that_are_kept_and_no_others(hard):
 )
 def test_without_a_step_or_a_row_the_candidate_stays_and_nobody_is_asked(training, kept):
     candidate, round = this_round()
-    student = Student(training, reestimate=True, average_after=0, average_every=1)
+    student = Student(**vars(replace(training, lr_cycle=1)), reestimate=True, average_after=0)
     assert learner(student)(candidate, some_targets(kept), round) is candidate
     assert round.trainer.asked == []
 
 
 def test_steps_count_before_epochs():
-    assert not Student(Training(steps=3, epochs=0)).idle
-    assert Student(Training(steps=0, epochs=3)).idle
+    assert not Student(**vars(Training(steps=3, epochs=0))).idle
+    assert Student(**vars(Training(steps=0, epochs=3))).idle
 
 
 @dataclass
@@ -139,15 +140,15 @@ def scripted(student: Student, scores=None, validation=True):
 
 
 def test_the_average_of_snapshots_is_their_mean_and_without_one_the_last_iterate():
-    assert float(scripted(Student(Training(steps=3), average_after=0, average_every=1))[0].params["w"]) == 2.0
-    assert float(scripted(Student(Training(steps=3), average_after=1, average_every=1))[0].params["w"]) == 2.5
-    assert float(scripted(Student(Training(steps=3), average_after=3, average_every=1))[0].params["w"]) == 3.0
-    assert float(scripted(Student(Training(steps=3), average_after=0, average_every=5))[0].params["w"]) == 3.0
+    assert float(scripted(Student(**vars(Training(steps=3, lr_cycle=1)), average_after=0))[0].params["w"]) == 2.0
+    assert float(scripted(Student(**vars(Training(steps=3, lr_cycle=1)), average_after=1))[0].params["w"]) == 2.5
+    assert float(scripted(Student(**vars(Training(steps=3, lr_cycle=1)), average_after=3))[0].params["w"]) == 3.0
+    assert float(scripted(Student(**vars(Training(steps=3, lr_cycle=5)), average_after=0))[0].params["w"]) == 3.0
 
 
 def test_fedbes_schedule_takes_43_snapshots():
     """After step 500 of 1580, every 25 steps: 525, 550, ..., 1575, whose mean is 1050."""
-    learnt, _, _ = scripted(Student(Training(steps=1580), average_after=500, average_every=25))
+    learnt, _, _ = scripted(Student(**vars(Training(steps=1580, lr_cycle=25)), average_after=500))
     assert float(learnt.params["w"]) == pytest.approx(1050.0)
     assert int(learnt.buffers["count"]) == 1575  # counters are not averaged
     snapshots = Snapshots(500, 25)
@@ -159,7 +160,7 @@ def test_fedbes_schedule_takes_43_snapshots():
 def test_training_ends_when_the_best_model_is_as_old_as_the_patience_allows():
     """Best at step 300, patience 1000, a look every 100 steps: it stops at step 1300 and goes back to step 300."""
     scores = {100: 4, 200: 6, 300: 8, 400: 8, 900: 7}
-    learnt, trainer, round = scripted(Student(Training(steps=10_000), patience=1000, look_every=100), scores)
+    learnt, trainer, round = scripted(Student(**vars(Training(steps=10_000)), patience=1000, look_every=100), scores)
     assert trainer.steps_done == 1300
     assert trainer.looked == list(range(100, 1301, 100))
     assert float(learnt.params["w"]) == 300.0
@@ -169,30 +170,32 @@ def test_training_ends_when_the_best_model_is_as_old_as_the_patience_allows():
 
 def test_a_new_best_model_starts_the_patience_anew():
     scores = {100: 1, 1000: 2, 1900: 3}
-    learnt, trainer, _ = scripted(Student(Training(steps=10_000), patience=1000, look_every=100), scores)
+    learnt, trainer, _ = scripted(Student(**vars(Training(steps=10_000)), patience=1000, look_every=100), scores)
     assert trainer.steps_done == 2900
     assert float(learnt.params["w"]) == 1900.0
 
 
 def test_a_student_that_never_gets_worse_uses_all_its_steps():
-    learnt, trainer, _ = scripted(Student(Training(steps=7), patience=2, look_every=1), {n: n for n in range(8)})
+    learnt, trainer, _ = scripted(
+        Student(**vars(Training(steps=7)), patience=2, look_every=1), {n: n for n in range(8)}
+    )
     assert (trainer.steps_done, float(learnt.params["w"])) == (7, 7.0)
 
 
 def test_fewer_steps_than_the_first_look_keep_the_last_model():
-    learnt, trainer, round = scripted(Student(Training(steps=60), patience=1000, look_every=100))
+    learnt, trainer, round = scripted(Student(**vars(Training(steps=60)), patience=1000, look_every=100))
     assert float(learnt.params["w"]) == 60.0
     assert trainer.looked == []
     assert round.metrics == {}
 
 
 def test_without_a_validation_set_nothing_stops_early():
-    student = Student(Training(steps=400), patience=100, look_every=100)
+    student = Student(**vars(Training(steps=400)), patience=100, look_every=100)
     assert float(scripted(student, validation=False)[0].params["w"]) == 400.0
 
 
 def test_statistics_are_taken_anew_for_the_model_that_is_kept_over_all_unlabeled_data():
-    student = Student(Training(steps=4), average_after=0, average_every=1, reestimate=True)
+    student = Student(**vars(Training(steps=4, lr_cycle=1)), average_after=0, reestimate=True)
     learnt, _, round = scripted(student)
     assert float(learnt.params["w"]) == 2.5
     assert int(learnt.buffers["seen"]) == len(round.unlabeled)

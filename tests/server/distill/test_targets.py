@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from largest_tensor import LargestTensor
 from server_rounds import CLASSES, clients_models, network, points, server_round
+from students import student_of
 from whole_server import whole
 
 from fedstill.core.types import Need
@@ -27,7 +28,6 @@ from fedstill.server.distill.targets import (
     shares_by_accuracy,
     shares_without_worst,
     sharpen,
-    smooth_over_rounds,
     soft_belief,
     standardised,
     targets_of,
@@ -378,7 +378,7 @@ def test_teachers_that_count_alike_need_no_shares_and_sizes_need_no_exam():
 def test_weighted_teachers_are_what_the_student_is_taught():
     models, sizes = clients_models(network(), 3), [5.0, 1.0, 2.0]
     this = server_round(models, network(), sizes=sizes)
-    method = avglogit(steps=1, teacher_weighting="size")
+    method = avglogit(student=student_of(avglogit, steps=1), teacher_weighting="size")
     _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
     said = [this.trainer.outputs(model, this.unlabeled).logits for model in models]
     mean = sum(share / 8.0 * logits for share, logits in zip(sizes, said, strict=True))
@@ -506,10 +506,3 @@ def test_the_refinery_makes_nothing_larger_than_features_and_targets():
     with LargestTensor() as largest:
         cluster_labels(torch.softmax(random_points(0, samples, classes), 1), random_points(1, samples, width))
     assert largest.numbers <= samples * width
-
-
-def test_targets_are_smoothed_over_rounds():
-    new, old = number([[0.8, 0.2]]), number([[0.4, 0.6]])
-    assert smooth_over_rounds(new, None, 0.75) is new
-    assert smooth_over_rounds(new, old, 0.75)[0].tolist() == pytest.approx([0.5, 0.5])
-    torch.testing.assert_close(smooth_over_rounds(new, old, 0.0), new)

@@ -6,6 +6,7 @@ import torch
 from by_hand import blobs, linear, linear_model, number, round_of, uploads_of
 from hypothesis import given
 from hypothesis import strategies as st
+from papers import released
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
@@ -13,7 +14,6 @@ from fedstill.core.tree import flatten
 from fedstill.core.types import Weights
 from fedstill.server.aggregate import average
 from fedstill.server.distill.teachers import (
-    direction_samples,
     dirichlet_samples,
     gaussian_samples,
     teacher_outputs,
@@ -21,6 +21,7 @@ from fedstill.server.distill.teachers import (
 )
 
 MANY = 40_000  # samples: a mean is off by 1 / 200 standard deviations, and five times that is never seen
+direction_samples = released("fedbe", "direction_samples")
 SAMPLERS = [gaussian_samples, dirichlet_samples, direction_samples]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from fedstill.compose.wrappers import report_only
-from fedstill.core.types import Method, Training
+from fedstill.core.limits import Count, CountOrNone, NotNegative, Share
+from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.d2cfl.migrate import Restart, StudentStart, migrate
-from fedstill.methods.options import not_negative, positive, share
+from fedstill.methods.d2cfl.migrate import Migration, Restart, StudentStart, migrate
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Rule
@@ -16,18 +14,14 @@ from fedstill.server.distill.targets import Rule
 
 def d2cfl(
     *,
-    mix_alpha: float = 0.2,
-    beta: float = 0.7,
-    past: int = 10,
-    warm_up: int | None = None,
-    threshold: float = 0.75,
-    least: int = 1,
+    student: Student = Student(steps=None, epochs=5, lr_schedule="constant", lr_epoch_decay=0.95, clip=None),
+    mix_alpha: Share = 0.2,
+    beta: Share = 0.7,
+    past: Count = 10,
+    warm_up: CountOrNone | None = None,
+    threshold: NotNegative = 0.75,
+    least: Count = 1,
     rule: Rule = "max",
-    epochs: int = 5,
-    server_lr: float = 1e-3,
-    lr_epoch_decay: float = 0.95,
-    batch_size: int = 128,
-    optimizer: Literal["adam", "sgd"] = "adam",
     rollback: Restart = "fresh",
     student_start: StudentStart = "carried",
     feedback: bool = True,
@@ -44,6 +38,7 @@ def d2cfl(
         w'_g is sent to the clients and takes the place of the oldest teacher; too few labels: w_stu = w'_g = w_g
 
     Args:
+        student: how the student learns the kept labels each round; an epoch is a pass over the kept samples.
         mix_alpha: share of the average in what is sent (alpha, rollback of the teacher); 1 is FedAvg bit for bit.
         beta: share of the last student in its next start (beta, rollback of the student); 1 is no rollback.
         past: number of teachers (T), and of rounds of plain averaging in which they are collected.
@@ -51,11 +46,6 @@ def d2cfl(
         threshold: probability from which a label is kept (tau); above 1 is FedAvg.
         least: number of labels below which a round is FedAvg's and none of them is learnt.
         rule: "max", the surest teacher decides; "mean", the mean of the teachers' probabilities does.
-        epochs: passes of the student over the kept samples each round.
-        server_lr: the student's learning rate at the start of every round.
-        lr_epoch_decay: its factor from epoch to epoch; 1 is a constant rate.
-        batch_size: kept samples in a step.
-        optimizer: of the student, new every round: "adam" or "sgd" (without momentum).
         rollback: w_new, a newly initialised model each round ("fresh") or the very first model ("fixed").
         student_start: what beta counts, the last student ("carried") or this round's average ("average").
         feedback: send the teacher to the clients; false sends them the average and only reports the teacher.
@@ -71,19 +61,8 @@ def d2cfl(
     Reference: Wang et al., Migrating Federated Learning to Centralized Learning with the Leverage of Unlabeled Data,
         2022, Algorithm 1.
     """
-    share("mix_alpha", mix_alpha)
-    share("beta", beta)
-    not_negative("threshold", threshold)
-    for key, value in (("past", past), ("epochs", epochs), ("server_lr", server_lr), ("batch_size", batch_size)):
-        positive(key, value)
-    positive("lr_epoch_decay", lr_epoch_decay)
-    positive("least", least)
-    not_negative("warm_up", warm_up or 0)
-    training = Training(
-        epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=server_lr, lr_epoch_decay=lr_epoch_decay
-    )
     step = migrate(
-        Student(training, hard=True), mix_alpha=mix_alpha, beta=beta, past=past, warm_up=warm_up, threshold=threshold,
-        least=least, rule=rule, rollback=rollback, student_start=student_start,
-    )  # fmt: skip
+        student,
+        Migration(mix_alpha, beta, past, warm_up, threshold, least, rule, rollback, student_start),
+    )
     return Method(cross_entropy(), average(weighting, buffers=buffers), (step if feedback else report_only(step),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,19 +21,22 @@ StudentStart = Literal["carried", "average"]
 ANSWERS: dict[Rule, str] = {"max": "past_labels", "mean": "past_probabilities"}
 
 
-def migrate(
-    student: Student,
-    *,
-    mix_alpha: float = 0.2,
-    beta: float = 0.7,
-    past: int = 10,
-    warm_up: int | None = None,
-    threshold: float = 0.75,
-    least: int = 1,
-    rule: Rule = "max",
-    rollback: Restart = "fresh",
-    student_start: StudentStart = "carried",
-) -> ServerStep:
+@dataclass(frozen=True)
+class Migration:
+    """How labels are made and models mixed; the options of `methods.d2cfl` of the same names say what each does."""
+
+    mix_alpha: float = 0.2
+    beta: float = 0.7
+    past: int = 10
+    warm_up: int | None = None
+    threshold: float = 0.75
+    least: int = 1
+    rule: Rule = "max"
+    rollback: Restart = "fresh"
+    student_start: StudentStart = "carried"
+
+
+def migrate(student: Student, form: Migration) -> ServerStep:
     """The last `past` teachers label the unlabeled data, a student learns the labels and is mixed into the candidate.
 
     The mix is the next teacher. Until so many are collected (or `warm_up` rounds are over and there is one), and in a
@@ -45,21 +48,20 @@ def migrate(
     "fixed" also "first".
     Reports: kept_share; student_loss, the cross-entropy on the kept labels after training.
     """
-    learn, slot = learner(student), ANSWERS[rule]
-    restart = _restart(beta, rollback, student_start)
+    learn, slot = learner(student, hard=True), ANSWERS[form.rule]
 
     def init(weights: Weights) -> Tree:
-        first = {"first": clone(weights)} if rollback == "fixed" else {}
+        first = {"first": clone(weights)} if form.rollback == "fixed" else {}
         return {"student": clone(weights), slot: {}, "targets": {}, **first}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        answers, before, targets = newest(state[slot], past), targets_of(state), None
+        answers, before, targets = newest(state[slot], form.past), targets_of(state), None
         learnt = teacher = candidate
-        if before is not None and may_label(collected(answers), past, warm_up, round):
-            targets = pseudo_labels(answers, threshold, classes=before.probabilities.shape[1], least=least)
+        if before is not None and may_label(collected(answers), form.past, form.warm_up, round):
+            targets = pseudo_labels(answers, form.threshold, classes=before.probabilities.shape[1], least=form.least)
             if bool(targets.kept.any()):
-                learnt = learn(restart(candidate, state, round), targets, round)
-                teacher = blend(candidate, learnt, mix_alpha, counts=candidate)
+                learnt = learn(restart(candidate, state, round, form), targets, round)
+                teacher = blend(candidate, learnt, form.mix_alpha, counts=candidate)
                 round.metrics["student_loss"] = label_loss(learnt, targets, round)
             round.models.setdefault("aggregated", candidate)
             round.models["student"] = learnt
@@ -67,10 +69,11 @@ def migrate(
         if targets is None:
             targets = Targets(belief, torch.zeros(len(belief), dtype=torch.bool, device=belief.device))
         round.metrics["kept_share"] = float(targets.kept.double().mean())
-        answers = append_answer(answers, answer_of(belief, rule), past)
+        answers = append_answer(answers, answer_of(belief, form.rule), form.past)
         return teacher, keep_targets({**state, "student": learnt, slot: answers}, targets)
 
-    return ServerStep("migrate", apply, init, needs=frozenset({Need.UNLABELED, Need.ONE_ARCHITECTURE}))
+    needs = student.needs | {Need.UNLABELED, Need.ONE_ARCHITECTURE}
+    return ServerStep("migrate", apply, init, needs=needs)
 
 
 def answer_of(belief: Tensor, rule: Rule) -> Tree:
@@ -119,18 +122,14 @@ def blend(a: Weights, b: Weights, share: float, *, counts: Weights) -> Weights:
     return mixed._replace(buffers=buffers)
 
 
-def _restart(beta: float, rollback: Restart, student_start: StudentStart) -> Callable[[Weights, Tree, Round], Weights]:
+def restart(candidate: Weights, state: Tree, round: Round, form: Migration) -> Weights:
     """Where the student starts: beta (what it was, or the candidate) + (1 - beta) (a model that knows nothing)."""
-
-    def restart(candidate: Weights, state: Tree, round: Round) -> Weights:
-        base = state["student"] if student_start == "carried" else candidate
-        if beta == 1.0:
-            return blend(base, base, beta, counts=candidate)
-        blank = state["first"] if rollback == "fixed" else round.model.init(seed_for(round.seed, "rollback"))
-        blank = tree_map(lambda leaf, like: leaf.to(like), blank, base)
-        return blend(base, blank, beta, counts=candidate)
-
-    return restart
+    base = state["student"] if form.student_start == "carried" else candidate
+    if form.beta == 1.0:
+        return blend(base, base, form.beta, counts=candidate)
+    blank = state["first"] if form.rollback == "fixed" else round.model.init(seed_for(round.seed, "rollback"))
+    blank = tree_map(lambda leaf, like: leaf.to(like), blank, base)
+    return blend(base, blank, form.beta, counts=candidate)
 
 
 def label_loss(weights: Weights, targets: Targets, round: Round) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
+from fedstill.compose.wrappers import after, report_only
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Method, Release, Training
+from fedstill.core.limits import CountOrNone, OpenShare, Positive
+from fedstill.core.types import Method, Release
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedaux.certainty import (
     SCORES,
@@ -18,9 +20,6 @@ from fedstill.methods.fedaux.certainty import (
     Scoring,
     certainty_shares,
 )
-from fedstill.methods.mrtf.refinery import TeacherMode
-from fedstill.methods.options import open_share, positive, presets, share
-from fedstill.methods.server_student import AUGMENTATIONS, Augment, Part, check_student, placed
 from fedstill.privacy import accountant as gaussian
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 from fedstill.server.distill.step import distill
@@ -28,28 +27,27 @@ from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Pool, soft_belief
 
 Mechanism = Literal["analytic", "classic"]
-KD = {"epochs": 1, "server_lr": 5e-5, "lr_schedule": "constant", "clip": None}
-NOISE = {"epsilon": 0.1, "delta": 1e-5, "mechanism": "classic"}
-PAPER: dict[str, Any] = {**KD, **NOISE, "form": "mean", "lam": 0.1, "gamma": "both"}
-RELEASED: dict[str, Any] = {
-    **KD, **NOISE, "form": "sum", "lam": 0.01, "intercept": True, "gamma": "both", "teacher_mode": "train",
-    "weighting": "uniform", "buffers": "local", "keep_optimizer": True,
-}  # fmt: skip
 
 
-@presets(paper=PAPER, released=RELEASED)
 def fedaux(
     *,
-    scorer: Scorer = "logistic", form: Form = "sum", lam: float = 0.01, intercept: bool = False,
-    gamma: Bound = "negatives", score: ScoreMode = "probability",
-    epsilon: float | None = None, delta: float = 1e-5, mechanism: Mechanism = "analytic",
-    distill_share: float = 0.8, steps: int = 500, epochs: int | None = None, batch_size: int = 128,
-    augment: Augment = "none", optimizer: Literal["adam", "sgd"] = "adam", server_lr: float = 1e-3,
-    lr_schedule: Literal["cosine", "constant"] = "cosine", weight_decay: float = 0.0, clip: float | None = 5.0,
-    pool: Pool = "logits", temperature: float = 1.0, teacher_mode: TeacherMode = "eval", teacher_batch: int = 128,
-    keep_optimizer: bool = False, part: Part = "all", warm_up: int = 0, feedback: bool = True,
-    weighting: Weighting = "size", buffers: BufferPolicy = "average",
-) -> Method:  # fmt: skip
+    student: Student = Student(),
+    scorer: Scorer = "logistic",
+    form: Form = "sum",
+    lam: Positive = 0.01,
+    intercept: bool = False,
+    gamma: Bound = "negatives",
+    score: ScoreMode = "probability",
+    epsilon: Positive | None = None,
+    delta: OpenShare = 1e-5,
+    mechanism: Mechanism = "analytic",
+    distill_share: OpenShare = 0.8,
+    pool: Pool = "logits",
+    warm_up: CountOrNone = 0,
+    feedback: bool = True,
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
     """FedAUX: FedDF whose teachers count, for each sample, by how sure they are that it is like their own data.
 
         once:   w_i = argmin_w sum_{x in D_i, D-} ln(1 + exp(-t_x <w, h_0(x) / gamma>)) + (lam / 2) ||w||^2,
@@ -60,8 +58,7 @@ def fedaux(
     h_0 are the features of the model that the first round starts from: fedaux+simclr is the paper's whole method.
 
     Args:
-        preset: "correct" (the defaults below: FedDF's student), "paper" and "released" (the authors' text and code: one
-            epoch of Adam at 5e-5, and noise, which proves nothing in either: see the page).
+        student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
         scorer: "logistic" as above; "uniform" (every client alike: FedDF); for comparison "kde", "isolation_forest",
             "one_class_svm", "two_class_svm".
         form: the losses' "sum" (as the authors ran it; says much, protects nothing) or their "mean" (as the paper
@@ -78,22 +75,7 @@ def fedaux(
         mechanism: of the noise: "analytic" (exact for every epsilon) or "classic" (the paper's formula; it is added
             where nothing is proven too, and then makes no claim).
         distill_share: part of the unlabeled rows that is distilled on; the rest is D-.
-        steps: distillation steps on the server each round; 0 is FedAvg (of the same weighting) bit for bit.
-        epochs: passes over the distilled rows instead; set, steps do not count.
-        batch_size: unlabeled samples in a step.
-        augment: of the student's batches: "none", "flip" or "crop_flip"; the targets are those of the plain images.
-        optimizer: of the student: "adam" or "sgd" (without momentum).
-        server_lr: its learning rate.
-        lr_schedule: "cosine" (to 0, over the steps of a round) or "constant".
-        weight_decay: of the student.
-        clip: bound of the gradient norm; None switches it off (in TOML: a large number).
         pool: "logits" weighs the teachers' logits, "probabilities" their softmax outputs.
-        temperature: divides the logits of teachers and student.
-        teacher_mode: "eval", or "train": teachers answer with BatchNorm by the batch and live dropout.
-        teacher_batch: rows at a time in train mode.
-        keep_optimizer: what the student's optimiser remembers goes on from round to round (the authors' code); false: a
-            fresh one every round. A client's is local.keep_optimizer.
-        part: what the student trains: "all", or "head", the last layer (linear evaluation, with local.part = "head").
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
         weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
@@ -107,45 +89,24 @@ def fedaux(
         is ln(1 + exp(-z)), as in the authors' code. That code minimises the sum of losses and calibrates its noise for
         the mean, so that its epsilon is at least n times what it says (110,000 at n = 22,500); with epsilon we solve
         the mean, bound norms by public data alone, and count the solver's error. D- and the distilled rows are two
-        parts of one permutation (the code draws them independently, and they overlap). Optimisers are new every round
-        (preset "released": the student's goes on; a client's with local.keep_optimizer, evaluation in train mode with
-        benchmarks/fedaux/train_mode.py).
+        parts of one permutation (the code draws them independently, and they overlap). Optimisers are new every round;
+        the code's go on (student.keep_optimizer, local.keep_optimizer), and its teachers answer and its models are
+        tested in train mode (benchmarks/fedaux/released.py, evaluate_batch = 100).
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, IEEE Transactions on
         Neural Networks and Learning Systems 2021, Algorithm 1.
     """
-    training = Training(
-        steps=steps if epochs is None else None, epochs=epochs or 0, batch_size=batch_size, optimizer=optimizer,
-        lr=server_lr, lr_schedule=lr_schedule, weight_decay=weight_decay, clip=clip, augment=AUGMENTATIONS[augment],
-        part=part, keep_optimizer=keep_optimizer,
-    )  # fmt: skip
-    student = Student(training, temperature)
-    check_student(student)
-    _check(scorer, lam, score, teacher_batch, distill_share)
     scoring = Scoring(scorer, lam, form, intercept, gamma, score)
-    scoring = replace(scoring, noise=_noise(epsilon, delta, mechanism, scoring))
+    scoring = protected(scoring, epsilon, delta, mechanism)
     step = distill(
-        student, pool=soft_belief(pool, temperature=temperature), shares=certainty_shares(scoring),
-        teacher_batch=teacher_batch if teacher_mode == "train" else None, distill_share=distill_share,
-    )  # fmt: skip
-    server = (placed(step, warm_up=warm_up, feedback=feedback),)
-    return Method(
-        cross_entropy(),
-        average(weighting, buffers=buffers),
-        server,
-        releases=() if student.idle else _releases(scoring),
+        student,
+        pool=soft_belief(pool, temperature=student.temperature),
+        shares=certainty_shares(scoring),
+        distill_share=distill_share,
     )
-
-
-def _check(scorer: Scorer, lam: float, score: ScoreMode, teacher_batch: int, distill_share: float) -> None:
-    positive("lam", lam)
-    positive("teacher_batch", teacher_batch)
-    share("distill_share", distill_share)
-    if distill_share in (0, 1):
-        raise FedstillError(
-            f"method.distill_share = {distill_share} leaves no rows for one of the two parts: say e.g. 0.8"
-        )
-    if score == "odds" and scorer != "logistic":
-        raise FedstillError("method.score = 'odds' has a meaning with scorer = 'logistic' only: set one of them back")
+    step = after(warm_up, step) if warm_up else step
+    refine = step if feedback else report_only(step)
+    releases = () if student.idle else releases_of(scoring)
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,), releases=releases)
 
 
 def _faults(scoring: Scoring) -> dict[str, str]:
@@ -160,12 +121,12 @@ def _faults(scoring: Scoring) -> dict[str, str]:
     return found
 
 
-def _noise(epsilon: float | None, delta: float, mechanism: Mechanism, scoring: Scoring) -> float:
-    """Standard deviation in units of the sensitivity 2 / (lam n) of the exact solution."""
+def protected(scoring: Scoring, epsilon: float | None, delta: float, mechanism: Mechanism) -> Scoring:
+    """The scoring with the noise that (epsilon, delta) asks for, in units of 2 / (lam n); none without an epsilon."""
+    if scoring.score == "odds" and scoring.scorer != "logistic":
+        raise FedstillError("method.score = 'odds' has a meaning with scorer = 'logistic' only: set one of them back")
     if epsilon is None:
-        return 0.0
-    positive("epsilon", epsilon)
-    open_share("delta", delta)
+        return scoring
     if scoring.scorer != "logistic":
         told = f"method.epsilon = {epsilon} has no use with scorer = '{scoring.scorer}'"
         raise FedstillError(f"{told}: only 'logistic' can be protected")
@@ -175,14 +136,15 @@ def _noise(epsilon: float | None, delta: float, mechanism: Mechanism, scoring: S
                 f"method.epsilon = {epsilon}: the classic formula is proven up to 1 only: set "
                 "method.mechanism = 'analytic'"
             )
-        return gaussian.classic_multiplier(epsilon, delta)
+        return replace(scoring, noise=gaussian.classic_multiplier(epsilon, delta))
     if faults := _faults(scoring):
         told = f"method.epsilon = {epsilon} cannot be promised with {', '.join(faults)}"
         raise FedstillError(f"{told}: leave epsilon out, or set {'; '.join(faults.values())}")
-    return (1.0 + SOLVER_SLACK) * gaussian.analytic_gaussian_multiplier(epsilon, delta)
+    noise = (1.0 + SOLVER_SLACK) * gaussian.analytic_gaussian_multiplier(epsilon, delta)
+    return replace(scoring, noise=noise)
 
 
-def _releases(scoring: Scoring) -> tuple[Release, ...]:
+def releases_of(scoring: Scoring) -> tuple[Release, ...]:
     """What the accountant is told about the scores."""
     if scoring.scorer == "uniform":
         return ()

@@ -15,7 +15,7 @@ from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.tree import full_precision, leaves
 from fedstill.core.types import Need, Round, Seed, ServerStep, Targets, Tree, Weights
-from fedstill.server.distill.student import Student, divergence, keep_learning, lesson
+from fedstill.server.distill.student import Loss, Student, divergence, keep_learning, lesson, soft_target_loss
 from fedstill.server.distill.targets import (
     PoolStep,
     Prepare,
@@ -37,17 +37,20 @@ def distill(
     shares: TeacherShares | None = None,
     teacher_batch: int | None = None,
     distill_share: float = 1.0,
+    hard: bool = False,
+    loss: Loss = soft_target_loss,
 ) -> ServerStep:
     """Train the candidate towards what the teachers say together on the unlabeled data.
 
     shares: handed to the pool; without them it weighs all teachers alike. teacher_batch: see `teacher_outputs`.
     distill_share: below 1 so many of the unlabeled rows, see `split_rows`; teachers are not asked about the others.
+    hard: the student learns the most probable class. loss: what it minimises, given its temperature.
     Zero steps leave the candidate as it is. State: "targets", what was taught last; with a distill_share below 1
     "distilled", the rows; with a kept optimiser "optimizer", what it remembers; and the slots of `shares`.
     Clients with several architectures: the uploads of all of them teach every prototype the same.
     Reports: teacher_agreement, distill_loss_before, distill_loss_after.
     """
-    learn = keep_learning(student)
+    learn = keep_learning(student, hard=hard, loss=loss)
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         if student.idle:
@@ -59,7 +62,7 @@ def distill(
         targets = said if rows is None else spread(said, rows, len(unlabeled_data(round)))
         learnt, memory = learn(candidate, targets, round, state.get("optimizer", {}))
         state = {**state, "optimizer": memory} if memory else state
-        taught = targets._replace(probabilities=lesson(student, targets))
+        taught = targets._replace(probabilities=lesson(targets, hard=hard))
         round.metrics["teacher_agreement"] = agreement(logits, said.probabilities)
         round.metrics["distill_loss_before"] = loss_of(candidate, taught, round, student.temperature, rows=rows)
         round.metrics["distill_loss_after"] = loss_of(learnt, taught, round, student.temperature, rows=rows)
@@ -77,7 +80,7 @@ def distill(
 def _first_state(student: Student, shares: TeacherShares | None, distill_share: float) -> Callable[[Weights], Tree]:
     def init(weights: Weights) -> Tree:
         rows: Tree = {"distilled": {}} if distill_share < 1 else {}
-        memory: Tree = {"optimizer": {}} if student.training.keep_optimizer else {}
+        memory: Tree = {"optimizer": {}} if student.keep_optimizer else {}
         return {**no_targets(weights), **rows, **memory, **(shares.init(weights) if shares else {})}
 
     return init

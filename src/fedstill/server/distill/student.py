@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fedstill.compose.combine import weighted_mean
+from fedstill.core.errors import FedstillError
+from fedstill.core.limits import Count, CountOrNone, Positive, Temperature
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone, full_precision, tree_map
 from fedstill.core.types import Batch, Local, Need, Objective, Output, Round, Targets, Training, Tree, Weights
@@ -22,94 +24,129 @@ def divergence(targets: Tensor, logits: Tensor, temperature: float = 1.0) -> Ten
     return (torch.xlogy(targets, targets) - targets * log_student).sum(-1)
 
 
-def soft_target_loss(temperature: float = 1.0, *, per_class: bool = False) -> Objective:
-    """mean KL(y || softmax(z / temperature)) with soft targets y (B, K); no temperature^2 factor.
-
-    per_class: the mean over samples and classes, 1 / K of it (FedBE's released code).
-    """
+def soft_target_loss(temperature: float = 1.0) -> Objective:
+    """mean KL(y || softmax(z / temperature)) with soft targets y (B, K); no temperature^2 factor."""
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        each = divergence(batch.y, output.logits, temperature)
-        return weighted_mean(each / batch.y.shape[-1] if per_class else each, batch.weight)
+        return weighted_mean(divergence(batch.y, output.logits, temperature), batch.weight)
 
     return Objective(loss)
 
 
 @dataclass(frozen=True)
-class Student:
-    """How the candidate learns. Zero steps (or epochs) leave it as it is.
+class Student(Training):
+    """How a model learns targets on the server; zero steps (or epochs) leave it as it is.
 
-    hard: learn the most probable class instead of the probabilities.
-    average_after, average_every: the result is the mean of the snapshots taken after step `average_after`, every so
-        many steps (SWA); without a snapshot it is the last iterate.
-    patience, look_every: look at the validation set every so many steps, keep the best model, and stop when it is
-        `patience` steps old.
-    reestimate: take BatchNorm's statistics anew on the unlabeled set when all is done.
+    Args:
+        epochs: passes over the rows that it learns from, each round; given without steps, they count instead of steps.
+        steps: optimiser steps each round instead of epochs; 0 switches the student off.
+        batch_size: rows in a step.
+        optimizer: "sgd", "adam" or "adamw"; new every round unless keep_optimizer is true.
+        lr: the learning rate at the start of a round.
+        momentum: of "sgd".
+        nesterov: Nesterov's form of the momentum.
+        weight_decay: of the student.
+        clip: bound of the gradient norm; none switches it off.
+        lr_decay: factor of the rate from one round to the next.
+        lr_epoch_decay: factor of the rate from one pass over the rows to the next.
+        lr_schedule: "constant", "cosine" (to 0, over the steps of a round) or "cyclic" (from lr down to lr_low along a
+            line in each cycle).
+        lr_cycle: steps of a cycle, and between two snapshots.
+        lr_low: the rate at the end of a cycle.
+        augment: of the batches, a list of "crop", "flip" and "cutout"; the targets are those of the plain images.
+        part: what is trained: "all", or "head", the last layer (linear evaluation, with local.part = "head").
+        keep_optimizer: what the optimiser remembers goes on from round to round.
+        temperature: divides the logits of the student, and of its teachers where they are pooled.
+        patience: stop when the best model on the validation set is so many steps old, and take that one; none: all
+            steps, the last model, no validation set.
+        look_every: steps between two looks at the validation set.
+        average_after: the result is the mean of the snapshots after this step, one every lr_cycle steps (SWA); none:
+            the last model.
+        reestimate: BatchNorm statistics are taken anew on the unlabeled set at the end (not with part = "head").
     """
 
-    training: Training
-    temperature: float = 1.0
-    per_class: bool = False
-    hard: bool = False
-    average_after: int | None = None
-    average_every: int = 25
-    patience: int | None = None
-    look_every: int = 100
+    epochs: CountOrNone = 1
+    steps: CountOrNone | None = 500
+    batch_size: Count = 128
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    lr: Positive = 1e-3
+    lr_schedule: Literal["constant", "cosine", "cyclic"] = "cosine"
+    clip: Positive | None = 5.0
+    temperature: Temperature = 1.0
+    patience: Count | None = None
+    look_every: Count = 100
+    average_after: CountOrNone | None = None
     reestimate: bool = False
 
     @property
+    def training(self) -> Training:
+        """The part that an engine reads."""
+        return Training(**{field.name: getattr(self, field.name) for field in fields(Training)})
+
+    @property
     def idle(self) -> bool:
-        return (self.training.epochs if self.training.steps is None else self.training.steps) == 0
+        return (self.epochs if self.steps is None else self.steps) == 0
 
     @property
     def needs(self) -> frozenset[Need]:
         """What a step that trains this student must declare."""
         looks = {Need.VALIDATION} if self.patience is not None else set()
-        return frozenset(looks | ({Need.FEATURES, Need.HEAD} if self.training.part == "head" else set()))
+        return frozenset(looks | ({Need.FEATURES, Need.HEAD} if self.part == "head" else set()))
+
+    def check(self) -> None:
+        """Refuse settings that exclude each other."""
+        if self.keep_optimizer and (self.patience is not None or self.average_after is not None):
+            told = "method.student.keep_optimizer has no use with patience or average_after"
+            raise FedstillError(f"{told}: set one of them back")
+        if self.lr_schedule == "cyclic" and self.lr_low > self.lr:
+            told = f"method.student.lr_low = {self.lr_low!r} is above method.student.lr = {self.lr!r}"
+            raise FedstillError(f"{told}: the rate falls from lr to lr_low in each cycle, set a lower lr_low")
 
 
 Learn = Callable[[Weights, Targets, Round], Weights]
+Loss = Callable[[float], Objective]  # temperature -> a term that compares logits with soft targets
 KeepLearning = Callable[[Weights, Targets, Round, Tree], tuple[Weights, Tree]]
 
 
-def lesson(student: Student, targets: Targets) -> Tensor:
-    """(M, K) what the student is shown: the probabilities, or 1 for the most probable class."""
+def lesson(targets: Targets, *, hard: bool) -> Tensor:
+    """(M, K) what the student is shown: the probabilities, or (`hard`) 1 for the most probable class."""
     soft = targets.probabilities
-    return torch.zeros_like(soft).scatter(1, soft.argmax(1, keepdim=True), 1.0) if student.hard else soft
+    return torch.zeros_like(soft).scatter(1, soft.argmax(1, keepdim=True), 1.0) if hard else soft
 
 
-def learner(student: Student) -> Learn:
+def learner(student: Student, *, hard: bool = False) -> Learn:
     """(candidate, targets, round) -> the model that has learnt them, with a fresh optimiser."""
-    learn = keep_learning(student)
+    if student.keep_optimizer:
+        raise FedstillError("method.student.keep_optimizer = true has no use here: every round starts a new student")
+    learn = keep_learning(student, hard=hard)
     return lambda candidate, targets, round: learn(candidate, targets, round, {})[0]
 
 
-def keep_learning(student: Student) -> KeepLearning:
+def keep_learning(student: Student, *, hard: bool = False, loss: Loss = soft_target_loss) -> KeepLearning:
     """(candidate, targets, round, memory) -> the model that has learnt them, and what its optimiser remembers.
 
     The memory stays empty unless the training keeps its optimiser. The objective is made once, for the engine.
     """
-    objective = soft_target_loss(student.temperature, per_class=student.per_class)
+    student.check()
+    objective, usual = loss(student.temperature), student.training
 
     def learn(candidate: Weights, targets: Targets, round: Round, memory: Tree) -> tuple[Weights, Tree]:
         rows = None if bool(targets.kept.all()) else targets.kept.nonzero().flatten()
         if student.idle or (rows is not None and not len(rows)):
             return candidate, memory
-        x, y = unlabeled_data(round), lesson(student, targets)
-        extra: dict[str, Any] = {} if rows is None else {"rows": rows}
+        x, y, seed = unlabeled_data(round), lesson(targets, hard=hard), seed_for(round.seed, "distill")
+        training = replace(usual, lr=student.lr * student.lr_decay ** (round.number - 1), lr_decay=1.0)
         watcher = _watcher(student, round)
-        if watcher is not None:
-            extra["watch"] = lambda done, now: done % watcher.every == 0 and watcher.see(done, now)
-        seed = seed_for(round.seed, "distill")
-        if student.training.keep_optimizer:
-            fitted = round.trainer.proceed(
-                objective, candidate, x, y, student.training, seed, optimizer=memory, rows=rows
-            )
+        if student.keep_optimizer:
+            fitted = round.trainer.proceed(objective, candidate, x, y, training, seed, optimizer=memory, rows=rows)
             last, memory = fitted.weights, fitted.optimizer
         else:
-            last = round.trainer.fit(objective, candidate, x, y, student.training, seed, **extra)
+            extra: dict[str, Any] = {} if rows is None else {"rows": rows}
+            if watcher is not None:
+                extra["watch"] = lambda done, now: done % watcher.every == 0 and watcher.see(done, now)
+            last = round.trainer.fit(objective, candidate, x, y, training, seed, **extra)
         found = last if watcher is None else watcher.result(last)
-        if student.reestimate and student.training.part == "all":
+        if student.reestimate and student.part == "all":
             found = found._replace(buffers=round.trainer.batch_statistics(found, x))
         return found, memory
 
@@ -171,5 +208,5 @@ def _watcher(student: Student, round: Round) -> Snapshots | EarlyStop | None:
     if student.patience is not None and round.validation is not None:
         return EarlyStop(student, round)
     if student.average_after is not None:
-        return Snapshots(student.average_after, student.average_every)
+        return Snapshots(student.average_after, student.lr_cycle)
     return None

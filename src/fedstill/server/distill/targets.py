@@ -212,11 +212,6 @@ def cluster_labels(probabilities: Tensor, features: Tensor, sharpness: float = 4
     return torch.softmax(scores, dim=1)
 
 
-def smooth_over_rounds(new: Tensor, old: Tensor | None, share: float) -> Tensor:
-    """(1 - share) new + share old; the first time, what is new."""
-    return new if old is None else (1.0 - share) * new + share * old.to(new)
-
-
 Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
 PoolStep = Callable[..., Tensor | Targets]  # logits (T, M, K) (, share=) -> probabilities (M, K), or hard targets
 

@@ -70,7 +70,7 @@ def teacher_logits(
     return logits
 
 
-def _noise(like: Tensor, count: int, seed: int) -> Tensor:
+def parameter_noise(like: Tensor, count: int, seed: int) -> Tensor:
     """(count, ...) of N(0, 1), drawn where the models are: a GPU draws other numbers than a CPU."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     generator = torch_generator(seed, like.device)
@@ -85,9 +85,9 @@ def gaussian_samples(candidate: Weights, round: Round, *, count: int, weighting:
         weight = share.to(stacked).reshape(-1, *[1] * (stacked.dim() - 1))
         mean = (weight * stacked).sum(0)
         spread = (weight * (stacked - mean).square()).sum(0).sqrt()
-        return mean + spread * _noise(mean, count, seed_for(round.seed, "gaussian", name))
+        return mean + spread * parameter_noise(mean, count, seed_for(round.seed, "gaussian", name))
 
-    return _sampled({name: draw(name, leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
+    return sampled({name: draw(name, leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
 
 
 def dirichlet_samples(
@@ -104,29 +104,9 @@ def dirichlet_samples(
         blended: Tensor = torch.tensordot(mix.to(stacked), stacked, dims=1)
         return blended
 
-    return _sampled({name: blend(leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
+    return sampled({name: blend(leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
 
 
-def direction_samples(candidate: Weights, round: Round, *, count: int, scale: float = 0.1) -> Weights:
-    """FedBE's released Gaussian, over the directions of the clients' moves, tensor by tensor.
-
-        d_k = (w_k - w) / ||w_k - w||,   w + mean_k ||w_k - w|| (mean d + scale sqrt(max(var d, 1e-5)) e),  e ~ N(0, I)
-
-    A tensor that nobody moved stays as it was sent.
-    """
-
-    def draw(name: str, stacked: Tensor) -> Tensor:
-        start = round.start.params[name]
-        moves = (stacked - start).flatten(1)
-        norms = moves.norm(dim=1)
-        directions = moves / norms.clamp_min(torch.finfo(moves.dtype).tiny).unsqueeze(1)
-        centre, variance = directions.mean(0), directions.var(0, correction=0).clamp_min(1e-5)
-        noise = _noise(centre, count, seed_for(round.seed, "direction", name))
-        moved: Tensor = norms.mean() * (centre + scale * variance.sqrt() * noise)
-        return start + moved.reshape(count, *start.shape)
-
-    return _sampled({name: draw(name, leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
-
-
-def _sampled(params: Params, candidate: Weights, count: int) -> Weights:
+def sampled(params: Params, candidate: Weights, count: int) -> Weights:
+    """Drawn parameters (count, ...) as stacked models with the buffers of the candidate."""
     return Weights(params, {name: leaf.expand(count, *leaf.shape) for name, leaf in candidate.buffers.items()})

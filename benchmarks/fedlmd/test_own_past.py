@@ -3,10 +3,11 @@
 import pytest
 import torch
 from by_hand import local_view, number, scalar
+from papers import released
 
 from fedstill.core.types import Batch, Need, Output
-from fedstill.local import against_own_past
 
+against_own_past = released("fedlmd", "against_own_past")
 NOTHING = Batch(number([[0.0]]), torch.tensor([0]), number([1.0]))
 
 
