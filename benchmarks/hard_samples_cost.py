@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 
 from fedstill.core.setup import Preparation
 from fedstill.core.tree import rows, stack, to_device
-from fedstill.core.types import Dataset, Federation, Round, Training, Tree, Uploads, Weights
+from fedstill.core.types import Dataset, Federation, Method, Round, Training, Tree, Uploads, Weights
 from fedstill.engine import Engine, build_engine, build_engines, choose_device
 from fedstill.engine.step import precision_mode
 from fedstill.loop.federate import Built, Schedule, federate
@@ -81,14 +82,19 @@ def no_asking(*_: Any, **__: Any) -> Any:
     raise AssertionError("the server step asks nothing of the clients")
 
 
-def how(options: argparse.Namespace, way: str) -> dict[str, Any]:
-    return {"iterations": options.iterations, "generator": options.generator, "noise": NOISE, "clients": way}
+RELEASED = Path(__file__).resolve().parent / "fedftg" / "released.py"  # has the generator's step for each client
+
+
+def fedftg(options: argparse.Namespace, way: str) -> Method:
+    generator = {"network": options.generator, "noise": NOISE}
+    chosen = {"iterations": options.iterations, "generator": generator, "clients": way}
+    return build_method(f"{RELEASED}:fedftg", chosen)[0].method
 
 
 def server_phase(way: str, engine: Engine, options: argparse.Namespace) -> Callable[[], Weights]:
     """The fine-tuning step of `fedftg`, ready to be applied."""
     candidate, round = make_round(engine, options.clients)
-    step = build_method("fedftg", how(options, way))[0].method.steps[-1]
+    step = fedftg(options, way).steps[-1]
     state: Tree = step.init(candidate)
     preparation = Preparation(1, engine.model, options.clients, None, 3, engine, no_asking)
     state = step.prepare(candidate, state, preparation)[1]
@@ -179,10 +185,10 @@ def measure_round(options: argparse.Namespace, device: torch.device) -> list[Lin
     engine = make_engine(options, federation, device)
     training = Training(epochs=options.epochs, batch_size=50, lr=0.1, weight_decay=1e-3, clip=10.0)
 
-    def seconds(method: str, chosen: dict[str, Any]) -> float:
+    def seconds(method: Method) -> float:
         result = federate(
             Built(
-                method=build_method(method, chosen)[0].method,
+                method=method,
                 model=engine.model,
                 federation=federation,
                 training=training,
@@ -192,8 +198,8 @@ def measure_round(options: argparse.Namespace, device: torch.device) -> list[Lin
         )
         return min(row["seconds"] for row in result.history.rows[1:-1])
 
-    fedavg = seconds("fedavg", {})
-    taken = {way: seconds("fedftg", how(options, way)) for way in WAYS}
+    fedavg = seconds(build_method("fedavg")[0].method)
+    taken = {way: seconds(fedftg(options, way)) for way in WAYS}
     return [Line("round", "fedavg", fedavg, 1.0), *round_lines(fedavg, taken, device)]
 
 

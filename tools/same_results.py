@@ -107,6 +107,13 @@ DOTTED = {
     "cycle": "student.lr_cycle",
     "swa_after": "student.average_after",
 }
+INVENTING = {"generator_steps": "generator.steps", "student_steps": "student.steps", "noise": "generator.noise"}
+PRETRAINED = {key: f"training.{key}" for key in ("epochs", "batch_size")} | {"pretrain_seed": "training.seed"}
+OF_GENERATORS = {
+    **dict.fromkeys(("fedftg", "feddf_gen"), INVENTING),
+    **dict.fromkeys(("simclr", "masked_lm", "next_token"), PRETRAINED),
+    "fedgen": {key: f"generator.{key}" for key in ("steps", "batch_size", "noise")},
+}
 AS_MRTF = 'student.lr=3e-4, student.lr_schedule="constant", student.batch_size=64, student.clip=none'
 AS_FEDAUX = 'student.epochs=1, student.lr=5e-5, student.lr_schedule="constant", student.clip=none'
 AS_D2CFL = (
@@ -119,12 +126,13 @@ INVENTED = "generator_steps=3, student_steps=3, batch_size=8, noise=6"
 
 
 def dotted(text: str) -> str:
-    """Return a method's text with the options of its student in the new words."""
+    """Return a method's text with the options of its student, its generator and its pre-training in the new words."""
 
     def inside(call: re.Match[str]) -> str:
-        return re.sub(r"\b(\w+)=", lambda key: f"{DOTTED.get(key[1], key[1])}=", call[0])
+        words = OF_GENERATORS.get(call[1], DOTTED)
+        return re.sub(r"\b(\w+)=", lambda key: f"{words.get(key[1], key[1])}=", call[0])
 
-    return re.sub(rf"\b({DISTILLING})\([^()]*\)", inside, text)
+    return re.sub(rf"\b({DISTILLING}|{'|'.join(OF_GENERATORS)})\([^()]*\)", inside, text)
 
 
 def released(paper: str, method: str) -> Table:
@@ -307,11 +315,41 @@ CASES = (
         POOL,
         new=released("mrtf", f"mrtf({STUDENT})"),
     ),
-    Case("preset_fedftg_paper", f'fedftg(preset="paper", {HARD_SAMPLES})'),
-    Case("preset_fedftg_released", f'fedftg(preset="released", {HARD_SAMPLES})'),
-    Case("preset_fedgen_paper", f'fedgen(preset="paper", {FEATURES})'),
-    Case("preset_fedgen_released", f'fedgen(preset="released", {FEATURES})'),
-    Case("preset_fedgen_fedftg", f'fedgen(preset="fedftg", generator="dense", {FEATURES})'),
+    Case(
+        "preset_fedftg_paper",
+        f'fedftg(preset="paper", {HARD_SAMPLES})',
+        new={
+            "method": f'{BENCHMARKS}/fedftg/released.py:{dotted(f"fedftg({HARD_SAMPLES})")[:-1]}, discrepancy="kl", '
+            'discrepancy_through="both", student_loss="reverse_kl", student_scale="batch", '
+            'student.batch_norm="train", weighting="uniform")'
+        },
+    ),
+    Case(
+        "preset_fedftg_released",
+        f'fedftg(preset="released", {HARD_SAMPLES})',
+        new={
+            "method": f'{BENCHMARKS}/fedftg/released.py:{dotted(f"fedftg({HARD_SAMPLES})")[:-1]}, clients="each", '
+            'cls_weights="client", student.batch_norm="train")'
+        },
+    ),
+    Case(
+        "preset_fedgen_paper",
+        f'fedgen(preset="paper", {FEATURES})',
+        new={"method": f'{dotted(f"fedgen({FEATURES})")[:-1]}, match_weight=0.0, generator.noise_kind="normal")'},
+    ),
+    Case(
+        "preset_fedgen_released",
+        f'fedgen(preset="released", {FEATURES})',
+        new={"method": f"{BENCHMARKS}/fedgen/released.py:{dotted(f'fedgen({FEATURES})')}"},
+    ),
+    Case(
+        "preset_fedgen_fedftg",
+        f'fedgen(preset="fedftg", generator="dense", {FEATURES})',
+        new={
+            "method": f'{dotted(f"fedgen({FEATURES})")[:-1]}, ratio=0.64, generator.noise_kind="normal", '
+            "generator.lr=0.01, generator.lr_decay=0.998)"
+        },
+    ),
     # Several methods at once
     Case("mix_fedlmd_fedprox_fedavgm", "fedlmd+fedprox(mu=0.01)+fedavgm"),
     Case("mix_scaffold_feddf", f"scaffold+feddf({STUDENT})", POOL),

@@ -38,7 +38,7 @@ SETTING = Experiment(name="fedaux", rounds=100, checkpoint_every=25, local=LOCAL
 STUDENT: dict[str, Any] = {"lr": 5e-5, "lr_schedule": "constant", "clip": None}
 STEPS_LIKE_STL10 = {"tiny": 5}  # epochs: 16,000 rows five times are the 625 steps that 80,000 of STL-10 are
 # One extractor for all seeds and methods of a network and an auxiliary set: these words must be the same everywhere.
-SIMCLR = {"epochs": 100, "pretrain_seed": 0}
+SIMCLR = {"training.epochs": 100, "training.seed": 0}
 RELEASED = {"weighting": "uniform", "buffers": "local"}
 RELEASED_FORMS = Path(__file__).with_name("released.py")  # FedDF and FedAUX of the public code
 
@@ -90,7 +90,7 @@ TEXT_LOCAL, TEXT_STUDENT, TEXT_EPOCHS = {"lr": 5e-4}, {"lr": 5e-4}, 5
 
 
 def method_of(row: str, preset: str, auxiliary: str, **changes: Any) -> str:
-    """`feddf+p` as `feddf(...)+simclr(epochs=100, pretrain_seed=0)`; FedAUX is always pre-trained."""
+    """`feddf+p` as `feddf(...)+simclr(training.epochs=100, training.seed=0)`; FedAUX is always pre-trained."""
     name, _, pretrained = row.partition("+")
     text = written(name, preset, options(name, preset, passes(preset, auxiliary)), changes)
     return f"{text}+{write('simclr', SIMCLR)}" if pretrained or name == "fedaux" else text
@@ -233,7 +233,7 @@ def on_text(row: str, preset: str, epochs: int) -> str:
     name = row.partition("+")[0]
     changes = {} if name == "fedavg" else {"student": TEXT_STUDENT}
     text = written(name, preset, options(name, preset, TEXT_EPOCHS), changes)
-    return f"{text}+{write('next_token', {'epochs': epochs, 'pretrain_seed': 0})}"
+    return f"{text}+{write('next_token', {'training.epochs': epochs, 'training.seed': 0})}"
 
 
 def figure_8(preset: str) -> Iterator[Cell]:

@@ -68,26 +68,34 @@ FORMS: dict[str, dict[str, Any]] = {
     "no-cls": {"labels": "uniform"},
     "no-abe": {"ensemble": "uniform"},
     "no-hsm-cls-abe": {"discrepancy": "none", **NOTHING_ASKED},
-    "no-loss-cls": {"lam_cls": 0.0},
-    "no-loss-dis": {"lam_dis": 0.0},
-    "no-loss-cls-dis": {"lam_cls": 0.0, "lam_dis": 0.0},
+    "no-loss-cls": {"generator.lam_cls": 0.0},
+    "no-loss-dis": {"generator.lam_dis": 0.0},
+    "no-loss-cls-dis": {"generator.lam_cls": 0.0, "generator.lam_dis": 0.0},
     "mse": {"discrepancy": "mse", "student_loss": "mse"},
     "each": {"clients": "each"},
     "joint": {"clients": "joint"},
     "kl": {"discrepancy": "kl"},
-    "low-rate": {"server_lr": 0.01},
+    "low-rate": {"student.lr": 0.01},
     "short": {"iterations": 4},
     "no-hsm-short": {"discrepancy": "none", "iterations": 4},
     "class-scale": {"student_scale": "class"},
     "batch-scale": {"student_scale": "batch"},
-    "paper": {"preset": "paper"},
-    "released": {"preset": "released"},
-    "bn-train": {"batch_norm": "train"},
-    "bn-frozen": {"batch_norm": "frozen"},
-    "bn-restore": {"batch_norm": "restore"},
-    "bn-reestimate": {"batch_norm": "reestimate"},
+    "paper": {
+        "discrepancy": "kl",
+        "discrepancy_through": "both",
+        "student_loss": "reverse_kl",
+        "student_scale": "batch",
+        "student.batch_norm": "train",
+        "weighting": "uniform",
+    },
+    "released": {"clients": "each", "cls_weights": "client", "student.batch_norm": "train"},
+    "bn-train": {"student.batch_norm": "train"},
+    "bn-frozen": {"student.batch_norm": "frozen"},
+    "bn-restore": {"student.batch_norm": "restore"},
+    "bn-reestimate": {"student.batch_norm": "train", "reestimate": True},
 }
-ROWS = {"fedavg": "fedavg", **{name: write("fedftg", options) for name, options in FORMS.items()}}
+RELEASED = f"{Path(__file__).resolve().with_name('released.py')}:fedftg"  # with fedftg's defaults it is fedftg
+ROWS = {"fedavg": "fedavg", **{name: write(RELEASED, options) for name, options in FORMS.items()}}
 ROWS |= {name: name for name in ("scaffold", "scaffold+fedftg", "feddf_gen")}
 ROWS |= {f"feddf_gen-{name}": write("feddf_gen", FORMS[name]) for name in ("bn-train", "bn-frozen", "bn-restore")}
 TAIL = 5  # rounds that "last" is the mean of: single rounds jump by several points

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fedstill.bench import Cell, Recipe, Table
@@ -17,9 +18,14 @@ PRESETS = {
 
 # Section 4.1 and the released script. Every cell starts from this.
 LOCAL: dict[str, Any] = {
-    "epochs": 5, "batch_size": 50, "lr": 0.1, "lr_decay": 0.998, "weight_decay": 1e-3, "clip": 10.0,
+    "epochs": 5,
+    "batch_size": 50,
+    "lr": 0.1,
+    "lr_decay": 0.998,
+    "weight_decay": 1e-3,
+    "clip": 10.0,
     "augment": ("crop", "flip"),
-}  # fmt: skip
+}
 SETTING = Experiment(name="fedftg", rounds=1000, cohort=10, checkpoint_every=100)
 RESNET18 = {"name": "resnet18", "stem": "imagenet"}  # the stem of the released code
 STEMS = {stem: {"name": "resnet18", "stem": stem} for stem in ("imagenet", "cifar")}
@@ -32,11 +38,11 @@ DATA: dict[str, dict[str, Any]] = {
     "compcars": {"source": "compcars", "size": 112},
     "tiny": {"source": "zh-plus/tiny-imagenet", "size": 64},
 }
-WIDE_NOISE = {"noise": 256}  # d, of all but CIFAR-10
+WIDE_NOISE = {"generator.noise": 256}  # d, of all but CIFAR-10
 LARGE = {
-    "feddf_gen": {"generator": "deconv"},
-    "fedftg": {"generator": "deconv"},
-    "fedgen": {"generator": "features_large"},
+    "feddf_gen": {"generator.network": "deconv"},
+    "fedftg": {"generator.network": "deconv"},
+    "fedgen": {"generator.network": "features_large"},
 }
 
 Options = Mapping[str, Mapping[str, Any]]  # by the name of a method
@@ -46,20 +52,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "feddyn": {"alpha": 0.01},
     "moon": {"mu": 1.0, "temperature": 0.5},
     "scaffold": {"option": "II"},
-    "fedgen": {"preset": "fedftg"},
+    "fedgen": {  # Table 7(b): 72 M parameters; clients' batches of 50
+        "ratio": 0.64,
+        "generator.network": "features",
+        "generator.noise": 100,
+        "generator.noise_kind": "normal",
+        "generator.batch_size": 50,
+        "generator.lr": 0.01,
+        "generator.lr_decay": 0.998,
+    },
     "feddf_gen": {},
     "fedftg": {},
 }
 EVENLY = {"weighting": "uniform"}  # Algorithm 1
-BY_BATCH = {"batch_norm": "train"}  # statistics of invented images; what FedFTG's presets say themselves
+BY_BATCH = {"student.batch_norm": "train"}  # statistics of invented images
+PRINTED = {
+    "discrepancy": "kl",
+    "discrepancy_through": "both",
+    "student_loss": "reverse_kl",
+    "student_scale": "batch",
+}
+CODE = {"clients": "each", "cls_weights": "client"}
+RELEASED_FILE = Path(__file__).with_name("released.py")  # has these options beside fedftg's own
+OF_RELEASED = {"clients", "cls_weights", "discrepancy_through", "student_loss", "student_scale", "reestimate"}
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
     "paper": {name: {**own, **EVENLY} for name, own in OPTIONS.items()}
     | {
-        "feddf_gen": {**EVENLY, **BY_BATCH, "generator": "conv_paper"},
-        "fedftg": {"preset": "paper", "generator": "conv_paper"},
+        "feddf_gen": {**EVENLY, **BY_BATCH, "generator.network": "conv_paper"},
+        "fedftg": {**PRINTED, **EVENLY, **BY_BATCH, "generator.network": "conv_paper"},
     },
-    "released": {**OPTIONS, "feddf_gen": BY_BATCH, "fedftg": {"preset": "released"}},
+    "released": {**OPTIONS, "feddf_gen": BY_BATCH, "fedftg": {**CODE, **BY_BATCH}},
 }
 INVENTING = ("fedgen", "feddf_gen", "fedftg")
 FEDPROX_AS_DECAY = 1e-3 + 1e-4  # the released FedProx: no term around the received model
@@ -76,9 +99,9 @@ GONE: dict[str, dict[str, Any]] = {  # Table 4: what is left out
     "abe": {"ensemble": "uniform"},
 }
 LOSSES: dict[str, dict[str, Any]] = {
-    "no-loss-cls": {"lam_cls": 0.0},
-    "no-loss-dis": {"lam_dis": 0.0},
-    "no-loss-cls-dis": {"lam_cls": 0.0, "lam_dis": 0.0},
+    "no-loss-cls": {"generator.lam_cls": 0.0},
+    "no-loss-dis": {"generator.lam_dis": 0.0},
+    "no-loss-cls-dis": {"generator.lam_cls": 0.0, "generator.lam_dis": 0.0},
     "mse": {"discrepancy": "mse", "student_loss": "mse"},
 }
 LAMBDAS, NOISES = (0.5, 0.75, 1.0, 1.25, 1.5), (50, 100, 150, 200, 250)
@@ -90,12 +113,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "kl-both": {"discrepancy": "kl", "discrepancy_through": "both"},
     "reverse-kl": {"student_loss": "reverse_kl"},
     "batch-scale": {"student_scale": "batch"},
-    "bn-train": {"batch_norm": "train"},
-    "bn-restore": {"batch_norm": "restore"},
-    "bn-reestimate": {"batch_norm": "reestimate"},
-    "conv-paper": {"generator": "conv_paper"},
+    "bn-train": BY_BATCH,
+    "bn-restore": {"student.batch_norm": "restore"},
+    "bn-reestimate": {**BY_BATCH, "reestimate": True},
+    "conv-paper": {"generator.network": "conv_paper"},
     "no-hsm": GONE["hsm"],
-    "low-rate": {"server_lr": 0.01},
+    "low-rate": {"student.lr": 0.01},
 }
 NO_COUNTS = {"labels": "uniform", "ensemble": "uniform"}
 COUNTS: dict[str, dict[str, Any]] = {
@@ -116,13 +139,23 @@ def split(beta: float | None, clients: int = 100) -> dict[str, Any]:
 def method_of(row: str, preset: str, changes: Options) -> str:
     """`scaffold+fedftg` as `scaffold(option="II")+fedftg`; changes: other options, by the part's name."""
     parts = row.replace("fedprox", "fedavg").split("+") if preset == "released" else row.split("+")
-    return "+".join(write(part, {**OF_PRESET[preset][part], **changes[part]}) for part in parts)
+    return "+".join(part_of(part, {**OF_PRESET[preset][part], **changes[part]}) for part in parts)
+
+
+def part_of(name: str, options: Mapping[str, Any]) -> str:
+    return write(f"{RELEASED_FILE}:{name}" if name == "fedftg" and options.keys() & OF_RELEASED else name, options)
 
 
 def cell(
-    row: str, column: str, preset: str, *, data: str = "cifar10", options: Options | None = None, named: str = "",
+    row: str,
+    column: str,
+    preset: str,
+    *,
+    data: str = "cifar10",
+    options: Options | None = None,
+    named: str = "",
     **changes: Any,
-) -> Cell:  # fmt: skip
+) -> Cell:
     """One experiment: beta = 0.3 and ResNet-18 unless `changes` say otherwise; named: the row, if not by its method."""
     wide: Options = {} if data == "cifar10" else dict.fromkeys(INVENTING, WIDE_NOISE)
     own = {part: {**wide.get(part, {}), **(options or {}).get(part, {})} for part in OPTIONS}
@@ -170,14 +203,16 @@ def ablation(preset: str, column: str, **how: Any) -> Iterator[Cell]:
 
 def table_3(preset: str) -> Iterator[Cell]:
     columns: dict[str, dict[str, Any]] = {
-        "beta-0.6": {"partition": split(0.6)}, "beta-0.3": {},
-        "beta-0.3-to-75": {"target": 0.75}, "beta-0.3-to-80": {"target": 0.8},
-    }  # fmt: skip
+        "beta-0.6": {"partition": split(0.6)},
+        "beta-0.3": {},
+        "beta-0.3-to-75": {"target": 0.75},
+        "beta-0.3-to-80": {"target": 0.8},
+    }
     yield from grid((*BASES, *TABLE_3), columns, preset)
 
 
 def table_5(preset: str) -> Iterator[Cell]:
-    feature = {"fedftg": {"input": "feature", "generator": "features"}}
+    feature = {"fedftg": {"input": "feature", "generator.network": "features"}}
     for beta in (0.6, 0.3):
         column, how = f"beta-{beta:g}", {"partition": split(beta)}
         yield cell(FEDFTG, column, preset, options=feature, named="fedftg-feature", **how)
@@ -210,7 +245,7 @@ def figure_5(preset: str) -> tuple[Cell, ...]:
 def figure_6(preset: str) -> Iterator[Cell]:
     for name, values in {"lam_cls": LAMBDAS, "lam_dis": LAMBDAS, "noise": NOISES}.items():
         for value in values:
-            own = {} if value in (1.0, 100) else {name: value}  # the defaults: runs of Table 1
+            own = {} if value in (1.0, 100) else {f"generator.{name}": value}  # the defaults: runs of Table 1
             named = f"{name.replace('_', '-')}-{value:g}"
             yield cell(FEDFTG, "cifar10-beta-0.3", preset, options={"fedftg": own}, named=named)
 

@@ -22,7 +22,7 @@ PRESETS = ("correct", "paper", "released")
 NAMES = ("1", "2", "3", "figure-4", "figure-6", "figure-7", "figure-8", "figure-9")
 OURS = ("privacy", "options", "clients")
 AT_HAND = {"cifar10", "tiny_imagenet", "ag_news", "shakespeare"}
-PRETRAINED = "simclr(epochs=100, pretrain_seed=0)"
+PRETRAINED = "simclr(training.epochs=100, training.seed=0)"
 
 
 @cache
@@ -157,8 +157,8 @@ def test_one_pre_training_is_asked_for_by_all_that_could_share_it():
             texts = cell.experiment.data.unlabeled if name == "next_token" else "any"
             asked.setdefault((name, texts), set()).add(json.dumps(parts[name]))
     assert {len(words) for words in asked.values()} == {1}
-    assert asked["simclr", "any"] == {'{"epochs": 100, "pretrain_seed": 0}'}
-    assert asked["next_token", 3000] == {'{"epochs": 30, "pretrain_seed": 0}'}
+    assert asked["simclr", "any"] == {'{"training": {"epochs": 100, "seed": 0}}'}
+    assert asked["next_token", 3000] == {'{"training": {"epochs": 30, "seed": 0}}'}
     assert len(asked) == 4
 
 
@@ -318,7 +318,9 @@ def test_commands_of_the_readme_name_tables_columns_and_methods_that_exist():
 
 def small(cell, unlabeled, seed):
     """The cell with its own methods on a few digits; of the pre-training only its length is another."""
-    text = method_text(cell).replace(PRETRAINED, "simclr(epochs=2, pretrain_seed=0, batch_size=8, neighbours=0)")
+    text = method_text(cell).replace(
+        PRETRAINED, "simclr(training.epochs=2, training.seed=0, training.batch_size=8, neighbours=0)"
+    )
     changes = {
         "data": {"source": "digits", "unlabeled": str(unlabeled)}, "model": {"name": "mlp", "hidden": [8]},
         "partition": {**cell.partition.model_dump(), "clients": 4, "alpha": 1.0}, "engine": {"device": "cpu"},

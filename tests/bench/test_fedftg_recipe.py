@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from functools import cache
@@ -16,7 +17,7 @@ from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Need
-from fedstill.methods.lookup import build_method, parse
+from fedstill.methods.lookup import build_method, parse, write
 from fedstill.partition import PARTITIONS, class_counts
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
 
@@ -32,7 +33,7 @@ DEFAULT = "cifar10-beta-0.3"
 @cache
 def parts_of(text: str) -> dict[str, dict]:
     (stretch,) = parse(text)
-    return {part.name: part.options for part in stretch.parts}
+    return {part.name.rpartition(":")[2]: part.options for part in stretch.parts}
 
 
 def parts(table, row, column, preset="correct"):
@@ -83,7 +84,18 @@ def test_baselines_have_the_options_of_section_7_3():
     assert FEDFTG.method("1", "feddyn", DEFAULT) == {"name": "feddyn", "alpha": 0.01}
     assert FEDFTG.method("1", "moon", DEFAULT) == {"name": "moon", "mu": 1.0, "temperature": 0.5}
     assert {options["moon"]["mu"] for options in map(parts_of, methods_of("options"))} == {0.1, 1.0, 5.0}
-    assert FEDFTG.method("1", "fedgen", DEFAULT) == {"name": "fedgen", "preset": "fedftg"}
+    assert FEDFTG.method("1", "fedgen", DEFAULT) == {
+        "name": "fedgen",
+        "ratio": 32 / 50,
+        "generator": {
+            "network": "features",
+            "noise": 100,
+            "noise_kind": "normal",
+            "batch_size": 50,
+            "lr": 0.01,
+            "lr_decay": 0.998,
+        },
+    }
     assert FEDFTG.method("1", "feddf_gen", DEFAULT) == {"name": "feddf_gen"}
     assert FEDFTG.method("1", "scaffold+fedftg", DEFAULT) == 'scaffold(option="II")+fedftg'
 
@@ -94,23 +106,36 @@ def methods_of(table, preset="correct"):
 
 def test_noise_has_100_numbers_on_cifar_10_and_256_elsewhere():
     for row, part in (("scaffold+fedftg", "fedftg"), ("feddf_gen", "feddf_gen"), ("fedgen", "fedgen")):
-        assert "noise" not in parts("1", row, DEFAULT)[part], "100 is the default"
-        assert parts("1", row, "cifar100-beta-0.6")[part]["noise"] == 256
-        assert parts("6", row, "tiny")[part]["noise"] == 256
+        assert parts("1", row, DEFAULT)[part].get("generator", {}).get("noise", 100) == 100, "the default"
+        assert parts("1", row, "cifar100-beta-0.6")[part]["generator"]["noise"] == 256
+        assert parts("6", row, "tiny")[part]["generator"]["noise"] == 256
 
 
-def test_the_paper_and_the_released_code_are_presets_of_the_library():
+def test_the_paper_and_the_released_code_are_forms_of_the_papers_file():
     printed = parts("1", "scaffold+fedftg", DEFAULT, "paper")
-    assert printed["fedftg"] == {"preset": "paper", "generator": "conv_paper"}
+    assert printed["fedftg"] == {
+        "discrepancy": "kl",
+        "discrepancy_through": "both",
+        "student_loss": "reverse_kl",
+        "student_scale": "batch",
+        "weighting": "uniform",
+        "student": {"batch_norm": "train"},
+        "generator": {"network": "conv_paper"},
+    }
     assert printed["scaffold"]["weighting"] == "uniform"
-    assert parts("1", "scaffold+fedftg", DEFAULT, "released")["fedftg"] == {"preset": "released"}
+    code = {"clients": "each", "cls_weights": "client", "student": {"batch_norm": "train"}}
+    assert parts("1", "scaffold+fedftg", DEFAULT, "released")["fedftg"] == code
+    for preset in ("paper", "released"):
+        text = FEDFTG.experiment("1", "scaffold+fedftg", DEFAULT, preset).method.name
+        assert f"+{FEDFTG.folder / 'released.py'}:fedftg(" in text
     assert all(
         "weighting" in options for text in methods_of("1", "paper") for options in list(parts_of(text).values())[:1]
     )
 
 
 def test_every_method_of_every_cell_can_be_built():
-    texts = {method_text(cell.experiment) for cell in FEDFTG.all_cells()}
+    methods = [cell.experiment.method for cell in FEDFTG.all_cells()]
+    texts = {write(method.name, method.options) for method in methods}
     assert len(texts) > 60
     for text in texts:
         assert build_method(text)
@@ -153,8 +178,9 @@ def test_the_ablation_takes_away_what_the_paper_takes_away():
     assert gone == {
         "scaffold+fedftg": {}, "no-hsm": hsm, "no-cls": cls, "no-abe": abe, "no-hsm-cls": hsm | cls,
         "no-hsm-abe": hsm | abe, "no-cls-abe": cls | abe, "no-hsm-cls-abe": hsm | cls | abe,
-        "no-loss-cls": {"lam_cls": 0.0}, "no-loss-dis": {"lam_dis": 0.0},
-        "no-loss-cls-dis": {"lam_cls": 0.0, "lam_dis": 0.0}, "mse": {"discrepancy": "mse", "student_loss": "mse"},
+        "no-loss-cls": {"generator": {"lam_cls": 0.0}}, "no-loss-dis": {"generator": {"lam_dis": 0.0}},
+        "no-loss-cls-dis": {"generator": {"lam_cls": 0.0, "lam_dis": 0.0}}, 
+        "mse": {"discrepancy": "mse", "student_loss": "mse"},
     }  # fmt: skip
     assert {cell.experiment.rounds for cell in FEDFTG.cells("4")} == {500}
     small = FEDFTG.recipe.tables["correct"]["small"]
@@ -163,15 +189,18 @@ def test_the_ablation_takes_away_what_the_paper_takes_away():
 
 
 def test_features_are_invented_with_the_generator_of_table_7_b():
-    assert parts("5", "fedftg-feature", "beta-0.3")["fedftg"] == {"input": "feature", "generator": "features"}
+    assert parts("5", "fedftg-feature", "beta-0.3")["fedftg"] == {
+        "input": "feature",
+        "generator": {"network": "features"},
+    }
     assert parts("5", "fedftg-input", "beta-0.3")["fedftg"] == {}
 
 
 def test_larger_images_and_vgg11_have_the_generators_of_table_8():
     for table, column in (("6", "mio-tcd"), ("10", "vgg11")):
-        assert parts(table, "scaffold+fedftg", column)["fedftg"]["generator"] == "deconv"
-        assert parts(table, "feddf_gen", column)["feddf_gen"]["generator"] == "deconv"
-        assert parts(table, "fedgen", column)["fedgen"]["generator"] == "features_large"
+        assert parts(table, "scaffold+fedftg", column)["fedftg"]["generator"]["network"] == "deconv"
+        assert parts(table, "feddf_gen", column)["feddf_gen"]["generator"]["network"] == "deconv"
+        assert parts(table, "fedgen", column)["fedgen"]["generator"]["network"] == "features_large"
     assert "generator" not in parts("10", "scaffold+fedftg", "resnet34")["fedftg"]
 
 
@@ -216,7 +245,7 @@ def test_the_first_150_rounds_pair_two_methods_with_fedftg_on_both_stems():
     pairs = ("fedavg", "fedavg+fedftg", "scaffold", "scaffold+fedftg")
     assert table.rows == (*pairs, "fedavg+fedftg-bn-train", "scaffold+fedftg-bn-train")
     assert table.columns == ("imagenet", "imagenet-to-75", "cifar", "cifar-to-75")
-    assert parts("stems", "scaffold+fedftg-bn-train", "cifar")["fedftg"] == {"batch_norm": "train"}
+    assert parts("stems", "scaffold+fedftg-bn-train", "cifar")["fedftg"] == {"student": {"batch_norm": "train"}}
     for cell in (cell for cell in table.cells if cell.row in pairs):
         one = cell.experiment
         assert (one.rounds, one.model.options["stem"]) == (150, cell.column.split("-")[0])
@@ -307,7 +336,7 @@ def on_digits(one):
     digits = {"data": "digits", "model": {"name": "mlp", "hidden": [8]}, "engine": {"device": "cpu"}}
     return one.replace(
         rounds=1, cohort=3, partition={"scheme": "feddyn", "clients": 12, "beta": 0.6},
-        local={**one.local.model_dump(), "epochs": 1, "augment": ()}, **digits,
+        local={**dataclasses.asdict(one.local), "epochs": 1, "augment": ()}, **digits,
     )  # fmt: skip
 
 
@@ -323,8 +352,8 @@ def test_fedftg_runs_with_counts_that_are_exact_noisy_or_not_told():
 
 def quick(text):
     """Generators of 72 million parameters give way to a small one."""
-    text = text.replace('generator="features"', 'generator="dense"')
-    return text.replace('fedgen(preset="fedftg"', 'fedgen(preset="fedftg", generator="dense", steps=2')
+    text = text.replace('generator.network="features"', 'generator.network="dense"')
+    return text.replace("fedgen(", "fedgen(generator.steps=2, ")
 
 
 @pytest.mark.slow
@@ -337,7 +366,8 @@ def test_every_method_of_every_table_runs_on_a_few_digits(preset):
             text = method_text(cell.experiment)
             if "deconv" in text or "features_large" in text:
                 continue
-            one = on_digits(cell.experiment).replace(method=quick(text))
+            method = cell.experiment.method
+            one = on_digits(cell.experiment).replace(method=quick(write(method.name, method.options)))
             if cell_key(one) not in done:
                 done.add(cell_key(one))
                 (row,) = run(one).history.rows

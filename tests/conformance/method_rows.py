@@ -49,8 +49,6 @@ SHORT = {"student": {"steps": 5, "batch_size": 8}}
 
 REFINED = {"student": {"steps": 5, "batch_size": 8, "lr": 3e-3}}  # a short refinement, as a server does it
 
-IDLE = {"student": {"steps": 0}}
-
 HARD = {"labels": "hard", "threshold": 0.4}  # FedDF and FedBE as D2C-FL ran them
 
 HARD_STUDENT = {"epochs": 2, "batch_size": 8, "optimizer": "adam", "lr_schedule": "constant", "lr_epoch_decay": 0.95}
@@ -63,17 +61,27 @@ VALIDATED = {"steps": 6, "batch_size": 8, "patience": 2, "look_every": 2}
 
 LABELS = {"threshold": 0.4, "student": {"epochs": 2, "batch_size": 4, "lr": 0.05}}  # D2C-FL: keeps some
 
-VIEWS = {"batch_size": 8, "projection": 4, "hidden": 8}  # SimCLR, small
+UNTRAINED = {"training": {"epochs": 0}}
 
-INVENTED = {"generator_steps": 3, "student_steps": 3, "batch_size": 8, "noise": 6}  # a short refinement without data
+IDLE = {"student": {"steps": 0}}
 
-FEATURES_INVENTED = {"label_weight": 1.0, "match_weight": 1.0, "gen_batch": 5, "steps": 4, "batch_size": 8, "noise": 6}
+VIEWS = {"projection": 4, "hidden": 8}  # SimCLR, small
+
+INVENTED = {
+    "generator": {"steps": 3, "noise": 6},
+    "student": {"steps": 3},
+    "batch_size": 8,
+}  # a short refinement without data
+
+SMALL_GENERATOR = {"steps": 4, "batch_size": 8, "noise": 6}
+
+FEATURES_INVENTED = {"label_weight": 1.0, "match_weight": 1.0, "gen_batch": 5, "generator": SMALL_GENERATOR}
 
 # 256 hidden units read 6 + 4 numbers and make 8 features; BatchNorm and its count; the known classes, two weights
 FEDGEN = {"receives_bytes": 4 * (256 * 11 + 4 * 256 + 8 * 257 + 4 + 2) + 8, "shows_in_round": 2, "noise_by_place": True}
 
 # A slow generator: its Adam makes whole steps of gradients that are zero but for rounding (a bias in front of a norm).
-HARD_SAMPLES = {"iterations": 2, "student_steps": 2, "batch_size": 8, "noise": 6, "generator_lr": 3e-5}
+HARD_SAMPLES = {"iterations": 2, "student": {"steps": 2}, "batch_size": 8, "generator": {"noise": 6, "lr": 3e-5}}
 
 ROWS = (
     Row("fedavg", {}, {}),
@@ -105,18 +113,18 @@ ROWS = (
         Row("fedgen", {**FEATURES_INVENTED, **options}, {"label_weight": 0.0, "match_weight": 0.0}, **FEDGEN)
         for options in (
             {},
-            {"preset": "released", "match_weight": 0.0, "keep_optimizer": False},
-            {"class_weights": "uniform", "noise_kind": "normal", "label_weight": 0.0},
+            {"match_weight": 0.0, "generator": {**SMALL_GENERATOR, "keep_optimizer": False}},
+            {"class_weights": "uniform", "label_weight": 0.0, "generator": {**SMALL_GENERATOR, "noise_kind": "normal"}},
         )
     ),
     Row("update_noise", {}, {"sigma": 0.0}, noise_by_place=True),
     Row("update_noise", {"sigma": 0.0, "clip": 0.1}, {"clip": None}),
     Row("dp_fedavg", {"clip": 10.0, "noise_multiplier": 1e-3}, noise_by_place=True),
     Row("dp_fedavg", {"trust": "nobody", "clip": 100.0, "noise_multiplier": 1e-3}, noise_by_place=True),
-    Row("simclr", {"epochs": 2, **VIEWS}, {"epochs": 0}, net="pictures"),
-    Row("simclr", {"epochs": 1, "pretrain_seed": 3, **VIEWS}, {"epochs": 0}, net="pictures"),
-    Row("masked_lm", {"epochs": 2, "share": 0.3, "batch_size": 8}, {"epochs": 0}, net="text"),
-    Row("next_token", {"epochs": 2, "batch_size": 8, "pretrain_seed": 3}, {"epochs": 0}, net="text"),
+    Row("simclr", {"training": {"epochs": 2, "batch_size": 8}, **VIEWS}, UNTRAINED, net="pictures"),
+    Row("simclr", {"training": {"epochs": 1, "seed": 3, "batch_size": 8}, **VIEWS}, UNTRAINED, net="pictures"),
+    Row("masked_lm", {"training": {"epochs": 2, "batch_size": 8}, "share": 0.3}, UNTRAINED, net="text"),
+    Row("next_token", {"training": {"epochs": 2, "batch_size": 8, "seed": 3}}, UNTRAINED, net="text"),
     Row("avglogit", SHORT, IDLE),
     Row("avgprob", SHORT, IDLE),
     Row("feddf", SHORT, {**IDLE, "weighting": "size"}),
@@ -126,11 +134,15 @@ ROWS = (
     Row("feddf", {**SHORT, "distill_share": 0.8}, {**IDLE, "weighting": "size"}),
     Row(f"{CODE}/fedaux/released.py:feddf", REFINED, {**IDLE, **PLAIN}),
     Row("feddf", {"student": {"steps": 5, "batch_size": 8, "part": "head"}, "weighting": "size"}, IDLE),
-    Row("feddf_gen", INVENTED, {"student_steps": 0}, noise_by_place=True),
-    Row("feddf_gen", {**INVENTED, "ensemble": "class", "pool": "logits"}, {"student_steps": 0}, noise_by_place=True),
-    Row("feddf_gen", {**INVENTED, "labels": "uniform", "batch_norm": "train"}, noise_by_place=True),
-    Row("fedftg", {**HARD_SAMPLES, "server_lr": 0.3}, {"iterations": 0}, noise_by_place=True),
-    Row("fedftg", {**HARD_SAMPLES, "preset": "paper"}, noise_by_place=True),
+    Row("feddf_gen", INVENTED, IDLE, noise_by_place=True),
+    Row("feddf_gen", {**INVENTED, "ensemble": "class", "pool": "logits"}, IDLE, noise_by_place=True),
+    Row(
+        "feddf_gen",
+        {**INVENTED, "labels": "uniform", "student": {"steps": 3, "batch_norm": "train"}},
+        noise_by_place=True,
+    ),
+    Row("fedftg", {**HARD_SAMPLES, "student": {"steps": 2, "lr": 0.3}}, {"iterations": 0}, noise_by_place=True),
+    Row("fedftg", {**HARD_SAMPLES, "discrepancy": "kl", "weighting": "uniform"}, noise_by_place=True),
     Row(
         "fedftg",
         {**HARD_SAMPLES, "input": "feature", "labels": "uniform", "report": "average"},
@@ -252,7 +264,7 @@ def first_broadcast(method: Method, net: str = "mlp") -> Any:
     The last broadcast of its only round: a release asks for one before, without the slots that come with the network.
 
     >>> from fedstill.methods.lookup import build_method
-    >>> (phase,) = build_method("scaffold+dp_fedavg(trust='nobody')+fedgen(steps=1)")
+    >>> (phase,) = build_method("scaffold+dp_fedavg(trust='nobody')+fedgen(generator.steps=1)")
     >>> sorted(first_broadcast(phase.method))
     ['control', 'generator', 'label_weight', 'labels', 'match_weight']
     """

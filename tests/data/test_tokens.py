@@ -254,7 +254,7 @@ def test_with_a_tokenizer_that_is_given_hidden_words_are_its_own(tmp_path, sourc
     task, _ = tokenise(source, length=8, vocabulary=100)
     (tmp_path / "bert.json").write_text(as_bert(task.train.tokenizer.file))
     one = experiment(table(tmp_path / "news.csv", news()), tokenizer=str(tmp_path / "bert.json"))
-    row = run(one.replace(method={"name": "masked_lm(epochs=1)"})).history.rows[0]
+    row = run(one.replace(method={"name": "masked_lm(training.epochs=1)"})).history.rows[0]
     assert row["prepare/masked_lm_loss"] > 1.0  # near ln of a thousand ids; 0 is a training on nothing
 
 

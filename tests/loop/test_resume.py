@@ -53,7 +53,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path):
 
 # A resumed run with convolutions and frozen teachers, which a checkpoint must not change by the order of memory.
 
-SHORT = "batch_size=4, noise=3, student_steps=2"
+SHORT = "batch_size=4, generator.noise=3, student.steps=2"
 
 
 class Net(nn.Module):
@@ -82,7 +82,7 @@ def run_convolutions(text, **how):
     "text",
     [
         f"moon+fedftg(iterations=2, {SHORT})",
-        f"moon+feddf_gen(generator_steps=2, {SHORT})",
+        f"moon+feddf_gen(generator.steps=2, {SHORT})",
         f"fedntd+fedftg(iterations=2, {SHORT})",
         "moon+feddf(student.steps=2, student.batch_size=4)",
     ],

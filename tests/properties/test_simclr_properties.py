@@ -17,10 +17,11 @@ from fedstill.core.types import Dataset, Federation, ServerStep, Training
 from fedstill.methods import METHODS, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model, from_module
+from fedstill.server.pretrain import Pretraining
 from fedstill.storage.cache import Cache
 
 SIDE = 12
-SMALL = "batch_size=8, projection=4, hidden=8"
+SMALL = "training.batch_size=8, projection=4, hidden=8"
 
 
 def patterns(count, seed):
@@ -54,7 +55,8 @@ def test_features_tell_what_no_label_said():
     train, test = (Dataset("patterns", *patterns(40, seed), tuple("abcd"), **form) for seed in (0, 2))
     x, truth = patterns(600, 1)
     data = Federation(train, test, torch.arange(40), torch.tensor([0, 40]), x, unlabeled_truth=truth)
-    options = {"epochs": 10, "batch_size": 100, "pretrain_lr": 3e-3, "hidden": 64, "projection": 32, "neighbours": 20}
+    training = {"epochs": 10, "batch_size": 100, "lr": 3e-3}
+    options = {"training": training, "hidden": 64, "projection": 32, "neighbours": 20}
     result = federate(
         method=build_method("simclr", options)[0].method, model=from_module(Textures, input_shape=(3, SIDE, SIDE)),
         federation=data, training=Training(lr=0.1), rounds=1, cohort=1, device="cpu",
@@ -75,8 +77,8 @@ def pictures(text, **how):
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox(mu=0.1)", 'scaffold(weighting="size")'])
 def test_without_an_epoch_it_is_the_other_method_bit_for_bit(method):
-    assert same_bits(pictures(f"{method}+simclr(epochs=0)").weights, pictures(method).weights)
-    assert not same_bits(pictures(f"{method}+simclr(epochs=1, {SMALL})").weights, pictures(method).weights)
+    assert same_bits(pictures(f"{method}+simclr(training.epochs=0)").weights, pictures(method).weights)
+    assert not same_bits(pictures(f"{method}+simclr(training.epochs=1, {SMALL})").weights, pictures(method).weights)
 
 
 def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
@@ -92,7 +94,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
         return type(method)(method.objective, method.aggregate, (ServerStep("look", prepare=look),))
 
     monkeypatch.setitem(METHODS, "watched", watched)
-    simclr, feddf = f"simclr(epochs=2, {SMALL})", 'feddf(weighting="size", student.steps=2)'
+    simclr, feddf = f"simclr(training.epochs=2, {SMALL})", 'feddf(weighting="size", student.steps=2)'
     for text in (f"watched+{simclr}", f"{simclr}+watched", f"watched+fedprox+{simclr}", f"watched+{feddf}+{simclr}"):
         pictures(text, cache=cache, rounds=1)
     assert [epochs for _, epochs in seen] == [2.0, 0.0, 0.0, 0.0]
@@ -105,7 +107,7 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
         data={"source": "digits", "unlabeled": 200, "test_limit": 100},
         partition={"scheme": "iid", "clients": 4},
         model={"name": "resnet8"},
-        method={"name": "fedavg+simclr(epochs=2, batch_size=64, neighbours=10)"},
+        method={"name": "fedavg+simclr(training.epochs=2, training.batch_size=64, neighbours=10)"},
         rounds=1,
         cohort=2,
         name="digits",
@@ -121,15 +123,15 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": -1}, "method.epochs = -1"),
-        ({"batch_size": 1}, "2 or more"),
-        ({"pretrain_lr": 0.0}, "method.pretrain_lr"),
-        ({"weight_decay": -1.0}, "method.weight_decay"),
+        ({"training": {"epochs": -1}}, "method.training.epochs = -1"),
+        ({"training": {"batch_size": 1}}, "2 or more"),
+        ({"training": {"lr": 0.0}}, "method.training.lr"),
+        ({"training": {"weight_decay": -1.0}}, "method.training.weight_decay"),
         ({"temperature": 0.0}, "method.temperature"),
         ({"projection": 0}, "method.projection"),
         ({"hidden": 0}, "method.hidden"),
         ({"neighbours": -1}, "method.neighbours"),
-        ({"pretrain_seed": 0.5}, "method.pretrain_seed"),
+        ({"training": {"seed": 0.5}}, "method.training.seed"),
     ],
 )
 def test_an_impossible_option_is_refused_by_name(options, message):
@@ -140,8 +142,8 @@ def test_an_impossible_option_is_refused_by_name(options, message):
 def test_options_are_the_reference_codes_by_default():
     """leftthomas/SimCLR: Adam 1e-3, decay 1e-6, batch 512, temperature 0.5, 512 -> 128, k = 200; FedAUX: 100 epochs."""
     chosen = {name: option.default for name, option in inspect.signature(METHODS["simclr"]).parameters.items()}
-    wanted = {"epochs": 100, "batch_size": 512, "pretrain_lr": 1e-3, "weight_decay": 1e-6, "temperature": 0.5}
-    wanted |= {"projection": 128, "hidden": 512, "neighbours": 200, "pretrain_seed": None}
+    wanted = {"training": Pretraining(100, 512, 1e-3, 1e-6, clip=None, seed=None), "temperature": 0.5}
+    wanted |= {"projection": 128, "hidden": 512, "neighbours": 200}
     assert wanted.items() <= chosen.items()
 
 
@@ -156,8 +158,8 @@ def test_tables_are_refused_in_words():
 def test_of_several_architectures_each_is_pretrained_and_kept_on_its_own(tmp_path):
     prototypes = {"net": net(), "mlp": build_model("mlp", input_shape=(3, 6, 6), classes=3, hidden=(8,))}
     cache, mixed = Cache("prepared", tmp_path), mixed_model(prototypes, ["net", "mlp"])
-    rows = [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
-    rows += [pictures(f"fedavg+simclr(epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
+    rows = [pictures(f"fedavg+simclr(training.epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
+    rows += [pictures(f"fedavg+simclr(training.epochs=2, {SMALL})", model=mixed, cache=cache, rounds=1).history.rows[0]]
     for prototype in prototypes:
         assert [row[f"prepare/{prototype}/simclr_epochs"] for row in rows] == [2.0, 0.0]
     assert len(list((tmp_path / "prepared").iterdir())) == 2

@@ -129,7 +129,9 @@ def test_the_files_are_there_after_a_resume_and_where_no_curves_are_drawn(tmp_pa
     assert fedstill.run(experiment()).generated is None  # no folder, no look
 
 
-@pytest.mark.parametrize("method", ["fedgen(steps=1)", 'fedftg(input="feature", iterations=1, student_steps=1)'])
+@pytest.mark.parametrize(
+    "method", ["fedgen(generator.steps=1)", 'fedftg(input="feature", iterations=1, student.steps=1)']
+)
 def test_a_folder_of_a_method_that_invents_features_has_no_such_file_and_its_log_says_so(tmp_path, experiment, method):
     assert fedstill.run(experiment(method=method), run_dir=tmp_path / "run", pictures=False).generated is None
     assert not list((tmp_path / "run").glob("generated*"))

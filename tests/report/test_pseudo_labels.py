@@ -127,7 +127,7 @@ def test_lines_beyond_the_colours_are_dashed_as_in_the_learning_curves(drawn):
     assert (kept[0].get_linestyle(), kept[-1].get_linestyle()) == ("-", "--")
 
 
-LONG = "fedaux(student.steps=20)+simclr(epochs=2,batch_size=64)+fedprox(mu=0.01)"
+LONG = "fedaux(student.steps=20)+simclr(training.epochs=20)+fedprox(mu=0.01)"
 
 
 @pytest.mark.parametrize("methods", first_quick([1, 2, 8]))

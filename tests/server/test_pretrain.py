@@ -196,7 +196,7 @@ def test_a_training_that_would_break_again_is_not_kept(tmp_path, monkeypatch):
         return proceed(self, *args, **how)._replace(loss=torch.tensor(next(losses)))
 
     monkeypatch.setattr(Engine, "proceed", diverging)
-    with pytest.raises(FedstillError, match="loss of epoch 2 is nan: use a lower pretrain_lr"):
+    with pytest.raises(FedstillError, match=r"loss of epoch 2 is nan: use a lower training\.lr"):
         run(pretrained(), cache=Cache("prepared", tmp_path))
     assert not list((tmp_path / "prepared").iterdir())
 
@@ -262,7 +262,7 @@ def test_a_later_phase_is_refused_in_words_before_the_first_round():
 
 
 def test_a_loss_that_is_nan_is_refused_in_words():
-    with pytest.raises(FedstillError, match="lower pretrain_lr"):
+    with pytest.raises(FedstillError, match=r"lower training\.lr"):
         run(pretrained(task=pretext(replace(BRIEF, lr=1e38))))
 
 

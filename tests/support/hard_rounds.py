@@ -11,13 +11,18 @@ from server_rounds import CLASSES, FEATURES, clients_models, network, preparatio
 from fedstill.core.types import Model, Round, Weights
 from fedstill.methods.data_free.generators import build_generator
 from fedstill.methods.data_free.hard_samples import Contest, hard_samples
+from fedstill.methods.data_free.inventing import Generator, InventedStudent
 from fedstill.server.aggregate import average
 
 NOISE = 3
 COUNTS = [[5.0, 1.0, 2.0], [1.0, 6.0, 2.0], [3.0, 3.0, 4.0]]  # of three clients
 SHORT: dict[str, Any] = {
-    "iterations": 3, "student_steps": 2, "batch_size": 6, "noise": NOISE, "generator_lr": 0.05, "clients": "each",
-}  # fmt: skip
+    "iterations": 3,
+    "batch_size": 6,
+    "generator": {"noise": NOISE, "lr": 0.05},
+    "student": {"steps": 2, "batch_norm": "train"},
+    "one_by_one": True,
+}
 
 
 def generator_for(model: Model) -> Model:
@@ -29,7 +34,11 @@ def features_for(model: Model) -> Model:
 
 
 def contest(**options: Any) -> Contest:
-    return Contest(**{**SHORT, **options})
+    """Short, with the generator's steps one by one; `generator` and `student` are laid over those of SHORT."""
+    given = {**SHORT, **options}
+    generator = Generator(**{**SHORT["generator"], **options.get("generator", {})})
+    student = InventedStudent(**{**SHORT["student"], **options.get("student", {})})
+    return Contest(**{**given, "generator": generator, "student": student})
 
 
 @dataclass
@@ -51,9 +60,7 @@ def hard_round(models: list[Weights], net: Model, *, counts=None, number: int = 
     this = server_round(models, net, number=number, sizes=sizes)
     told = torch.tensor(counts if counts is not None else COUNTS[: len(models)], dtype=torch.float64)
     uploads = this.uploads._replace(label_counts=told)
-    return Round(
-        number, this.start, uploads, net, len(models), None, this.seed, Overheard(this.trainer.engine)
-    )  # fmt: skip
+    return Round(number, this.start, uploads, net, len(models), None, this.seed, Overheard(this.trainer.engine))
 
 
 def models_of(net: Model, count: int = 3) -> list[Weights]:

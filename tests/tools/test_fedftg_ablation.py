@@ -37,7 +37,7 @@ def test_rows_share_a_split_and_are_told_as_mean_spread_and_gain_over_fedavg(abl
     file = tmp_path / "found.json"
     assert ablation["main"](["--seeds", "3", "--rows", "fedavg,no-hsm", "--json", str(file)]) == 0
     assert [(one.method.name, federation) for one, federation in seen] == [
-        (name, f"of seed {seed}") for seed in range(3) for name in ("fedavg", "fedftg")
+        (name, f"of seed {seed}") for seed in range(3) for name in ("fedavg", f"{PATH / 'released.py'}:fedftg")
     ]
     assert seen[1][0].method.options == {"discrepancy": "none"}
     _, base, row = (line.split() for line in capsys.readouterr().out.splitlines())

@@ -20,6 +20,7 @@ Text = Annotated[str, Strict()]
 Whole = Annotated[int, Strict()]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrNone = Annotated[int, Strict(), Ge(0)]  # 0 switches the part off
+Several = Annotated[int, Strict(), Ge(2)]  # a BatchNorm needs more than one row
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]
 NotNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]

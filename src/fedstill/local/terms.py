@@ -1,4 +1,4 @@
-"""Local terms: each is one Objective, written for one client; `core.compose.combine` adds them up."""
+"""Local terms: each is one Objective, written for one client; `compose.combine.combine` adds them up."""
 
 from __future__ import annotations
 

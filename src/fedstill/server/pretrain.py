@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import Count, CountOrNone, NotNegative, Positive
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
 from fedstill.core.setup import Preparation
@@ -21,7 +22,6 @@ from fedstill.core.threads import threads
 from fedstill.core.trainer import Fitted, Trainer
 from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import (
-    Cache,
     Model,
     Need,
     Objective,
@@ -39,6 +39,32 @@ PROBE_ROWS = 4  # what a network computes is told by so many inputs
 SAVE_SECONDS = 30.0  # between two savings of an unfinished training
 
 Probe = Callable[[Weights, Preparation], Mapping[str, float]]  # how good an extractor is; it changes nothing
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """How the server teaches the extractor before the first round.
+
+    Args:
+        epochs: passes over the unlabeled data; 0 is FedAvg (of the same weighting) bit for bit.
+        batch_size: samples in a step; the last, smaller batch of an epoch is left out.
+        lr: learning rate of the optimiser.
+        weight_decay: of the optimiser, on every parameter.
+        clip: bound of the gradient norm; none switches it off.
+        seed: draws first weights and batches of the pre-training alone, so that runs of several seeds share one
+            extractor (if they share the unlabeled data); none goes by the run's seed and first weights.
+    """
+
+    epochs: CountOrNone = 3
+    batch_size: Count = 32
+    lr: Positive = 1e-3
+    weight_decay: NotNegative = 0.01
+    clip: Positive | None = None
+    seed: CountOrNone | None = None
+
+    def by(self, optimizer: Literal["adam", "adamw"]) -> Training:
+        keys = ("epochs", "batch_size", "lr", "weight_decay", "clip")
+        return Training(optimizer=optimizer, **{key: getattr(self, key) for key in keys})
 
 
 @dataclass(frozen=True)
@@ -130,9 +156,13 @@ def _found_or_trained(
     first = candidate if seed is None else _like(preparation.model.init(seed_for(seed, "model")), candidate)
     start = _like(whole.init(seed_for(chosen, "pretext")), candidate)
     start = with_extractor(start, _shared(first, start))
-    identity = identity_of(pretext, start, first, preparation, chosen)
-    with _alone(pretext, preparation, identity):
-        kept = None if preparation.cache is None else preparation.cache.load(identity)
+    identity, cache = identity_of(pretext, start, first, preparation, chosen), preparation.cache
+
+    def waiting(who: str) -> None:
+        preparation.tell(f"{pretext.name}: waits for the extractor that another run trains, {who}", 0.0)
+
+    with nullcontext() if cache is None else cache.alone(identity, waiting):
+        kept = None if cache is None else cache.load(identity)
         if kept:
             preparation.tell(f"{pretext.name}: the extractor was found, trained by an earlier run", 1.0)
             _report(preparation, {f"{pretext.name}_epochs": 0.0, f"{pretext.name}_loss": float(kept["loss"])})
@@ -140,63 +170,42 @@ def _found_or_trained(
         work = _Training(pretext, preparation.trainer.lend(whole), x, chosen, preparation, identity, save_seconds)
         fitted = work.run(Fitted(start, {}, torch.zeros(())))
         extractor = _shared(fitted.weights, _without(candidate, preparation.model.head_names))
-        if preparation.cache is not None:
-            preparation.cache.save(identity, {**extractor._asdict(), "loss": fitted.loss})
-            preparation.cache.save(unfinished(identity), {})
+        if cache is not None:
+            cache.save(identity, {**extractor._asdict(), "loss": fitted.loss})
+            cache.save(unfinished(identity), {})
         return extractor
-
-
-def _alone(pretext: Pretext, preparation: Preparation, identity: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Of several runs that need one extractor the first trains it."""
-    if preparation.cache is None:
-        return nullcontext()
-
-    def waiting(who: str) -> None:
-        preparation.tell(f"{pretext.name}: waits for the extractor that another run trains, {who}", 0.0)
-
-    return preparation.cache.alone(identity, waiting)
 
 
 class _Training:
     """Epoch by epoch from the first, or from the last one that was kept."""
 
     def __init__(
-        self, pretext: Pretext, trainer: Trainer, x: Tensor, seed: Seed,
-        preparation: Preparation, identity: Mapping[str, Any], save_seconds: float,
-    ) -> None:  # fmt: skip
+        self,
+        pretext: Pretext,
+        trainer: Trainer,
+        x: Tensor,
+        seed: Seed,
+        setup: Preparation,
+        identity: Mapping[str, Any],
+        save_seconds: float,
+    ) -> None:
         self.pretext, self.trainer, self.x, self.seed = pretext, trainer, x, seed
-        self.preparation, self.save_seconds = preparation, save_seconds
-        self.cache: Cache | None = preparation.cache
-        self.identity = unfinished(identity)
+        self.setup, self.identity, self.save_seconds = setup, unfinished(identity), save_seconds
 
     def run(self, fitted: Fitted) -> Fitted:
-        pretext, epochs = self.pretext, self.pretext.training.epochs
+        """Train to the last epoch; whatever ends it early, the last whole epoch is kept."""
         fitted, done = self._kept(fitted)
-        _report(self.preparation, {f"{pretext.name}_epochs": float(epochs - done)})
-        batch = min(pretext.training.batch_size, len(self.x))
-        once = replace(pretext.training, epochs=1, steps=len(self.x) // batch, batch_size=batch, lr_epoch_decay=1.0)
-        y = pretext.targets(self.x)
-
-        def trained(fitted: Fitted, epoch: int) -> Fitted:
-            rate = pretext.training.lr * pretext.training.lr_epoch_decay**epoch
-            return self.trainer.proceed(
-                pretext.objective, fitted.weights, self.x, y, replace(once, lr=rate),
-                seed_for(self.seed, "pretrain", epoch), optimizer=fitted.optimizer,
-            )  # fmt: skip
-
-        fitted = self._epochs(fitted, done, trained)
-        _report(self.preparation, {f"{pretext.name}_loss": float(fitted.loss)})
-        return fitted
-
-    def _epochs(self, fitted: Fitted, done: int, trained: Callable[[Fitted, int], Fitted]) -> Fitted:
-        """From epoch to epoch; whatever ends it early, the last whole epoch is kept."""
         name, epochs, kept, began = self.pretext.name, self.pretext.training.epochs, done, time.perf_counter()
+        _report(self.setup, {f"{name}_epochs": float(epochs - done)})
+        y = self.pretext.targets(self.x)
         try:
             while done < epochs:
-                after = trained(fitted, done)
-                loss = self._checked(after, done)
+                after = self._epoch(fitted, y, done)
+                loss = float(after.loss)
+                if not np.isfinite(loss):
+                    raise FedstillError(f"{name}: the loss of epoch {done + 1} is {loss}: use a lower training.lr")
                 fitted, done = after, done + 1
-                self.preparation.tell(f"{name}: epoch {done}/{epochs}, loss {loss:.4f}", done / epochs)
+                self.setup.tell(f"{name}: epoch {done}/{epochs}, loss {loss:.4f}", done / epochs)
                 if done < epochs and time.perf_counter() - began >= self.save_seconds:
                     self._keep(fitted, done)
                     kept, began = done, time.perf_counter()
@@ -204,35 +213,37 @@ class _Training:
             raise  # it would end there again
         except BaseException:
             if done > kept:
-                with suppress(Exception):  # a broken device: what broke is the error to tell
+                with suppress(Exception):  # a broken device: the error to tell is the one that broke it
                     self._keep(fitted, done)
             raise
+        _report(self.setup, {f"{name}_loss": float(fitted.loss)})
         return fitted
 
-    def _checked(self, fitted: Fitted, epoch: int) -> float:
-        loss = float(fitted.loss)
-        if not np.isfinite(loss):
-            raise FedstillError(
-                f"{self.pretext.name}: the loss of epoch {epoch + 1} is {loss}: use a lower pretrain_lr"
-            )
-        return loss
+    def _epoch(self, fitted: Fitted, y: Tensor, epoch: int) -> Fitted:
+        plan = self.pretext.training
+        batch, rate = min(plan.batch_size, len(self.x)), plan.lr * plan.lr_epoch_decay**epoch
+        once = replace(plan, epochs=1, steps=len(self.x) // batch, batch_size=batch, lr=rate, lr_epoch_decay=1.0)
+        seed = seed_for(self.seed, "pretrain", epoch)
+        return self.trainer.proceed(
+            self.pretext.objective, fitted.weights, self.x, y, once, seed, optimizer=fitted.optimizer
+        )
 
     def _keep(self, fitted: Fitted, done: int) -> None:
-        if self.cache is not None:
+        if self.setup.cache is not None:
             part = {**fitted._asdict(), "weights": fitted.weights._asdict(), "epochs": torch.tensor(done)}
-            self.cache.save(self.identity, part)
+            self.setup.cache.save(self.identity, part)
 
     def _kept(self, fitted: Fitted) -> tuple[Fitted, int]:
         """Where an interrupted training stopped, else the start."""
-        found = None if self.cache is None else self.cache.load(self.identity)
+        found = None if self.setup.cache is None else self.setup.cache.load(self.identity)
         if not found:
             return fitted, 0
+        done, epochs = int(found["epochs"]), self.pretext.training.epochs
         weights = Weights(found["weights"]["params"], found["weights"].get("buffers", {}))
         device = next(iter(fitted.weights.params.values())).device
-        told = f"{self.pretext.name}: goes on after epoch {int(found['epochs'])}, where it was interrupted"
-        self.preparation.tell(told, int(found["epochs"]) / self.pretext.training.epochs)
+        self.setup.tell(f"{self.pretext.name}: goes on after epoch {done}, where it was interrupted", done / epochs)
         optimizer = to_device(found.get("optimizer", {}), device)
-        return Fitted(_like(weights, fitted.weights), optimizer, found["loss"]), int(found["epochs"])
+        return Fitted(_like(weights, fitted.weights), optimizer, found["loss"]), done
 
 
 def identity_of(

@@ -14,9 +14,9 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Phase
 from fedstill.methods.lookup import build_method
 
-HARD = "fedftg(iterations=2, student_steps=2, batch_size=4, noise=3, server_lr=0.3)"
-TAUGHT = "feddf_gen(generator_steps=2, student_steps=2, batch_size=4, noise=3)"
-SENT = "fedgen(steps=2, batch_size=4, noise=3)"
+HARD = "fedftg(iterations=2, student.steps=2, batch_size=4, generator.noise=3, student.lr=0.3)"
+TAUGHT = "feddf_gen(generator.steps=2, student.steps=2, batch_size=4, generator.noise=3)"
+SENT = "fedgen(generator.steps=2, generator.batch_size=4, generator.noise=3)"
 
 
 def overheard(text, seen):
@@ -93,7 +93,7 @@ def test_clients_that_train_heads_alone_are_refused_where_the_server_would_move_
         run(build_method(text)[0].method, rounds=1, training=heads)
 
 
-@pytest.mark.parametrize("text", [SENT, "fedftg(iterations=0)", "feddf_gen(student_steps=0)"])
+@pytest.mark.parametrize("text", [SENT, "fedftg(iterations=0)", "feddf_gen(student.steps=0)"])
 def test_they_may_train_heads_alone_where_it_does_not(text):
     heads = dataclasses.replace(LOCAL, part="head")
     found, base = (run(build_method(one)[0].method, rounds=2, training=heads).weights for one in (text, "fedavg"))
@@ -103,12 +103,13 @@ def test_they_may_train_heads_alone_where_it_does_not(text):
 
 @pytest.mark.parametrize("method", ["fedftg", "feddf_gen", "fedgen"])
 def test_an_unknown_generator_is_told_before_the_phases_in_front_of_it_are_played(method):
-    with pytest.raises(FedstillError, match=r"method\.generator = 'cnv' is unknown.*conv"):
-        build_method(f'fedavg until 500 then {method}(generator="cnv")')
+    with pytest.raises(FedstillError, match=r"method\.generator\.network = 'cnv' is unknown.*conv"):
+        build_method(f'fedavg until 500 then {method}(generator.network="cnv")')
 
 
 @pytest.mark.parametrize(
-    "text", ['fedftg(generator="deconv")', 'feddf_gen(generator="conv")', 'fedgen(generator="small")']
+    "text",
+    ['fedftg(generator.network="deconv")', 'feddf_gen(generator.network="conv")', 'fedgen(generator.network="small")'],
 )
 def test_a_generator_that_does_not_fit_is_told_before_the_phases_in_front_of_it_are_played(text):
     seen = []
@@ -120,7 +121,7 @@ def test_a_generator_that_does_not_fit_is_told_before_the_phases_in_front_of_it_
 
     watched = as_one(first, apply=apply)
     phases = (Phase(watched, until=2), Phase(build_method(text)[0].method))
-    with pytest.raises(FedstillError, match="generator = "):
+    with pytest.raises(FedstillError, match=r"generator\.network = "):
         run(phases, rounds=3)
     assert seen == []
 

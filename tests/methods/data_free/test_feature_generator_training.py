@@ -8,16 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from papers import module_of
 from server_rounds import CLASSES, clients_models, network, preparation_of, same_bits, server_round
 from torch import nn
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import rows
-from fedstill.core.types import Need, Stage, Training, Weights
+from fedstill.core.types import Need, Stage, Weights
 from fedstill.engine import turns
 from fedstill.methods.data_free import feature_generator as generator_training
 from fedstill.methods.data_free.feature_generator import (
     SLOT,
+    FeatureGenerator,
     GeneratorTraining,
     draw_requests,
     generator_player,
@@ -30,10 +32,8 @@ from fedstill.models import from_module
 
 NOISE, HIDDEN, CLIENTS = 5, 7, 3
 COUNTS = [[4.0, 2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 9.0, 0.0]]  # nobody holds the last class
-TRAINING = Training(
-    steps=50, batch_size=4, optimizer="adam", lr=3e-3, weight_decay=1e-2, lr_decay=0.98, keep_optimizer=True
-)
-HOW = GeneratorTraining(TRAINING, NOISE)
+TRAINING = FeatureGenerator(noise=NOISE, batch_size=4, lr=3e-3)
+HOW = GeneratorTraining(TRAINING)
 
 
 def layers():
@@ -121,7 +121,7 @@ def test_shares_and_qualified_labels_are_those_of_the_card():
 
 @pytest.mark.parametrize("kind", ["uniform", "normal"])
 def test_requests_are_for_labels_that_somebody_holds_alike(kind):
-    how = dataclasses.replace(HOW, noise_kind=kind)
+    how = GeneratorTraining(dataclasses.replace(TRAINING, noise_kind=kind))
     asked = draw_requests(how, torch.tensor([True, False, True]), 3, WIDE)
     assert asked["z"].shape == (50, 4, NOISE)
     assert asked["z"].dtype == torch.float64
@@ -138,7 +138,7 @@ def test_two_rounds_of_fifty_steps_are_those_of_plain_torch():
 
 
 def test_a_fresh_optimiser_each_round_is_an_option():
-    step = step_of(training=dataclasses.replace(TRAINING, keep_optimizer=False))
+    step = step_of(generator=dataclasses.replace(TRAINING, keep_optimizer=False))
     state = played(step, 2)
     assert_same(own(state), by_hand(own(prepared(step, round_with())), (1, 2), fresh=True))
     assert state["feature_generator"]["optimizer"] == {}
@@ -150,7 +150,7 @@ def test_the_released_broadcast_takes_the_mean_of_both_factors():
     def outer(share, losses):
         return (losses * share.reshape(-1, 1)).mean()
 
-    step = step_of(class_weights="batch")
+    step = step_of(spread=module_of("fedgen").mean_of_batch)
     wanted = by_hand(own(prepared(step, round_with())), (1,), share_of=outer)
     assert_same(own(played(step)), wanted)
     assert not torch.allclose(own(played(step_of())).params["0.weight"], wanted["0.weight"], atol=1e-6)
@@ -158,7 +158,7 @@ def test_the_released_broadcast_takes_the_mean_of_both_factors():
 
 def test_the_generator_learns_what_the_heads_recognise():
     """The weighted cross-entropy starts near ln 3, that of heads which know nothing of the features."""
-    step, this = step_of(diversity=0.1, training=dataclasses.replace(TRAINING, lr=0.02)), round_with()
+    step, this = step_of(generator=dataclasses.replace(TRAINING, diversity=0.1, lr=0.02)), round_with()
     asked = draw_requests(HOW, seen_labels(this.uploads.label_counts), 9, WIDE)
     z, y = asked["z"].flatten(0, 1), asked["y"].flatten()
 
@@ -264,7 +264,7 @@ def test_a_later_phase_goes_on_with_the_generator_of_an_earlier_one_if_it_fits()
 
 def test_a_phase_that_keeps_no_optimiser_does_not_start_with_an_earlier_ones():
     state, this = played(step_of()), round_with(number=2)
-    fresh = step_of(training=dataclasses.replace(TRAINING, keep_optimizer=False))
+    fresh = step_of(generator=dataclasses.replace(TRAINING, keep_optimizer=False))
     kept = fresh.prepare(this.start, state, dataclasses.replace(preparation_of(this), round=2))[1]
     empty = {SLOT: {**kept[SLOT], "optimizer": {}}}
     found, wanted = (fresh.apply(this.start, one, this)[1] for one in (kept, empty))

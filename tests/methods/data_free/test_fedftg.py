@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from papers import released
 from server_rounds import LOCAL as TRAINING
 from server_rounds import federation, furthest, network, run, same_bits
 from whole_server import as_one, whole
@@ -19,17 +20,28 @@ from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Need, Phase
 from fedstill.methods import METHODS, fedavg, fedftg
+from fedstill.methods.data_free.inventing import Generator, InventedStudent
 from fedstill.methods.lookup import build_method
 from fedstill.server.aggregate import average
 
-SHORT = {"iterations": 2, "student_steps": 2, "batch_size": 4, "noise": 3, "server_lr": 0.3}
-TINY = "fedftg(iterations=2, student_steps=2, batch_size=4, noise=3, server_lr=0.3)"
+SHORT = {
+    "iterations": 2,
+    "batch_size": 4,
+    "generator": Generator(noise=3),
+    "student": InventedStudent(steps=2, lr=0.3),
+}
+TINY = "fedftg(iterations=2, student.steps=2, batch_size=4, generator.noise=3, student.lr=0.3)"
 ELSEWHERE = {"simclr", "masked_lm", "next_token", "fedftg"}  # images or text, and itself
 SERVERS = {"avglogit", "avgprob", "feddf", "feddf_gen", "fedaux", "fedbe", "mrtf", "d2cfl"}  # refine models too
 BASES = [name for name in METHODS if name not in ELSEWHERE]
 LOCAL = ["fedavg", "fedprox", "scaffold", "feddyn", "fedcurv", "moon", "fedmmd", "kd", "fedntd", "fedlmd", "fedlmd_tf"]
 LOCAL += ["fednova", "fedavgm", "fedrs", "label_smoothing"]
-QUICK = {"steps": 2, "batch_size": 8, "epochs": 2, "student_steps": 2, "generator_steps": 2, "samples": 2}
+QUICK = {
+    "student": "student.steps=2",
+    "generator": "generator.steps=2",
+    "batch_size": "batch_size=8",
+    "samples": "samples=2",
+}
 
 
 def method_of(text: str):
@@ -40,10 +52,8 @@ def method_of(text: str):
 def quick(name: str) -> str:
     """A server's own training, short."""
     known = inspect.signature(METHODS[name]).parameters
-    options = {key: value for key, value in QUICK.items() if key in known} if name in SERVERS else {}
-    if "steps" in options:
-        options.pop("epochs", None)
-    return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name
+    options = [text for key, text in QUICK.items() if key in known] if name in SERVERS else []
+    return f"{name}({', '.join(options)})" if options else name
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -185,36 +195,47 @@ def test_methods_joined_in_python_must_average_alike():
             join({"fedftg": fedftg(**own), "scaffold": METHODS["scaffold"]()})
 
 
-def test_presets_are_the_papers_text_and_its_code():
-    assert METHODS["fedftg"].presets == {
-        "paper": {
-            "clients": "joint", "discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl",
-            "student_scale": "batch", "batch_norm": "train", "weighting": "uniform",
-        },
-        "released": {"clients": "each", "cls_weights": "client", "batch_norm": "train"},
-    }  # fmt: skip
-    found = [run(build_method("fedftg", {"preset": preset, **SHORT})[0].method, rounds=1).weights for preset in
-             ("correct", "paper", "released")]  # fmt: skip
-    assert all(furthest(one, other) > 1e-7 for one, other in itertools.combinations(found, 2))
-
-
 def test_defaults_are_those_of_the_released_code_but_for_one_generator_step_on_all_clients_and_eval_mode():
     """Card 14.3."""
-    defaults = {name: one.default for name, one in inspect.signature(METHODS["fedftg"]).parameters.items()}
-    wanted = {"iterations": 10, "generator_steps": 1, "student_steps": 5, "batch_size": 50, "noise": 100}
-    wanted |= {"lam_cls": 1.0, "lam_dis": 1.0, "server_lr": 0.1, "generator_lr": 0.01, "lr_decay": 0.998}
-    wanted |= {"weight_decay": 1e-3, "discrepancy": "l1", "student_loss": "forward_kl", "student_scale": "class"}
-    wanted |= {"clients": "joint", "batch_norm": "frozen"}
-    assert {name: defaults[name] for name in wanted} == wanted
+    defaults = {name: one.default for name, one in inspect.signature(fedftg).parameters.items()}
+    assert (defaults["iterations"], defaults["batch_size"], defaults["discrepancy"]) == (10, 50, "l1")
+    generator, student = defaults["generator"], defaults["student"]
+    assert (generator.steps, generator.noise, generator.lam_cls, generator.lam_dis) == (1, 100, 1.0, 1.0)
+    assert (generator.lr, generator.lr_decay, generator.weight_decay) == (0.01, 0.998, 0.0)
+    assert (student.steps, student.lr, student.lr_decay, student.weight_decay) == (5, 0.1, 0.998, 1e-3)
+    assert student.batch_norm == "frozen"
 
 
-@pytest.mark.parametrize("preset", ["correct", "paper", "released"])
-def test_clients_trained_together_or_in_turn_give_the_same_model(preset):
+PAPER = {
+    "discrepancy": "kl",
+    "discrepancy_through": "both",
+    "student_loss": "reverse_kl",
+    "student_scale": "batch",
+    "weighting": "uniform",
+}
+RELEASED = {"clients": "each", "cls_weights": "client"}
+TRAIN = {"student": dataclasses.replace(SHORT["student"], batch_norm="train")}
+FORMS = {"correct": fedftg(**SHORT)}
+FORMS |= {
+    name: released("fedftg", "fedftg")(**{**SHORT, **TRAIN, **form})
+    for name, form in {"paper": PAPER, "released": RELEASED}.items()
+}
+
+
+def test_the_printed_and_the_released_form_are_other_methods():
+    models = [run(method, rounds=1).weights for method in FORMS.values()]
+    assert all(furthest(one, other) > 1e-7 for one, other in itertools.combinations(models, 2))
+
+
+def test_the_papers_file_has_fedftg_itself_as_its_default():
+    assert same_bits(run(released("fedftg", "fedftg")(**SHORT)).weights, run(fedftg(**SHORT)).weights)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_clients_trained_together_or_in_turn_give_the_same_model(form):
     """In float64: in float32 the generator's Adam makes whole steps of gradients that are nothing but rounding."""
     exact = {"engine_options": {"precision": "float64"}, "rounds": 2}
-    together, in_turn = (
-        run(fedftg(preset=preset, **SHORT), engine=engine, **exact).weights for engine in ("batched", "looped")
-    )
+    together, in_turn = (run(FORMS[form], engine=engine, **exact).weights for engine in ("batched", "looped"))
     assert furthest(together, in_turn) < 1e-9
 
 
@@ -224,8 +245,8 @@ def test_clients_trained_together_or_in_turn_give_the_same_model(preset):
         {"discrepancy": "none"},
         {"labels": "uniform"},
         {"ensemble": "uniform"},
-        {"lam_cls": 0.0},
-        {"lam_dis": 0.0},
+        {"generator": Generator(noise=3, lam_cls=0.0)},
+        {"generator": Generator(noise=3, lam_dis=0.0)},
         {"student_loss": "mse"},
         {"input": "feature"},
         {"clients": "each"},
@@ -233,7 +254,8 @@ def test_clients_trained_together_or_in_turn_give_the_same_model(preset):
     ids=str,
 )
 def test_every_ablation_of_the_papers_tables_is_another_method(ablation):
-    found, plain = (run(fedftg(**{**SHORT, **options}), rounds=2).weights for options in (ablation, {}))
+    build = released("fedftg", "fedftg")
+    found, plain = (run(build(**{**SHORT, **options}), rounds=2).weights for options in (ablation, {}))
     assert furthest(found, plain) > 1e-7
 
 
@@ -268,7 +290,10 @@ def test_label_counts_leave_clients_unless_nothing_is_made_of_them():
     assert Need.HEAD in needs_of(fedftg(input="feature"))
     without = method_of(fedftg().without_counts)
     assert needs_of(without) == asks - {Need.LABEL_COUNTS_UPLOADED}
-    assert run(method_of('fedftg(labels="uniform", ensemble="uniform", iterations=1, batch_size=4, noise=3)'), rounds=1)
+    assert run(
+        method_of('fedftg(labels="uniform", ensemble="uniform", iterations=1, batch_size=4, generator.noise=3)'),
+        rounds=1,
+    )
 
 
 def test_a_generator_goes_on_when_another_local_method_takes_over():
@@ -303,14 +328,14 @@ def test_it_runs_where_a_class_and_all_but_one_client_are_missing():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"iterations": -1}, "iterations = -1 is impossible"),
-        ({"batch_size": 1}, "batch_size = 1 is impossible: it must be 2 or more"),
-        ({"noise": 0}, "noise = 0 is impossible"),
-        ({"server_lr": 0.0}, "server_lr = 0.0 is impossible"),
-        ({"lr_decay": 0.0}, "lr_decay = 0.0 is impossible"),
-        ({"discrepancy": "none", "lam_cls": 0.0, "lam_dis": 0.0}, "leaves the generator nothing to learn"),
-        ({"discrepancy": "l2"}, 'discrepancy = "l2" is unknown'),
-        ({"batch_norm": "froze"}, "did you mean 'frozen'"),
+        ({"iterations": -1}, "iterations = -1 must be a whole number, at least 0"),
+        ({"batch_size": 1}, "batch_size = 1 must be a whole number, at least 2"),
+        ({"generator": {"noise": 0}}, r"method\.generator\.noise = 0 must be a whole number"),
+        ({"student": {"lr": 0.0}}, r"method\.student\.lr = 0\.0 must be a number above 0"),
+        ({"generator": {"lr_decay": 0.0}}, r"method\.generator\.lr_decay = 0\.0 must be"),
+        ({"discrepancy": "none", "generator": {"lam_cls": 0.0, "lam_dis": 0.0}}, "leaves the generator nothing to"),
+        ({"discrepancy": "l2"}, r'discrepancy = "l2" is unknown'),
+        ({"student": {"batch_norm": "froze"}}, "did you mean 'frozen'"),
         ({"input": "features"}, "did you mean 'feature'"),
     ],
 )
@@ -321,7 +346,7 @@ def test_a_mistake_is_one_line_that_names_the_option(options, told):
 
 
 def test_an_unknown_or_unfit_generator_is_told_before_the_first_round():
-    with pytest.raises(FedstillError, match="generator = 'covn' is unknown: did you mean 'conv'"):
-        run(fedftg(generator="covn"), rounds=1)
+    with pytest.raises(FedstillError, match=r"generator\.network = 'covn' is unknown: did you mean 'conv'"):
+        run(fedftg(generator=Generator("covn")), rounds=1)
     with pytest.raises(FedstillError, match="makes images"):
-        run(fedftg(generator="conv"), rounds=1, model=network())
+        run(fedftg(generator=Generator("conv")), rounds=1, model=network())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
 import torch
+from papers import released
 from quick import EITHER_ENGINE
 from server_rounds import CLASSES, furthest, network, run, same_bits
 
@@ -14,11 +16,14 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size
 from fedstill.core.types import Need, Phase
-from fedstill.methods import METHODS, fedavg, fedgen
+from fedstill.methods import fedavg, fedgen
+from fedstill.methods.data_free.feature_generator import FeatureGenerator
 from fedstill.methods.lookup import build_method, write
 from fedstill.privacy.plan import Privacy
 
-SHORT = {"steps": 5, "batch_size": 8, "gen_batch": 6, "noise": 4, "label_weight": 1.0, "match_weight": 1.0}
+SMALL = FeatureGenerator(steps=5, batch_size=8, noise=4)
+SHORT = {"gen_batch": 6, "generator": SMALL, "label_weight": 1.0, "match_weight": 1.0}
+WRITTEN = {**SHORT, "generator": {"steps": 5, "batch_size": 8, "noise": 4}}
 
 
 def joined(text):
@@ -26,16 +31,14 @@ def joined(text):
 
 
 def with_fedgen(other):
-    return f"{write('fedgen', SHORT)}+{other}"
+    return f"{write('fedgen', WRITTEN)}+{other}"
 
 
 @pytest.mark.parametrize("engine", EITHER_ENGINE)
 @pytest.mark.parametrize("net", ["mlp", "norm"])
 def test_the_first_round_is_fedavg_bit_for_bit_and_the_second_is_not(engine, net):
     for rounds, equal in ((1, True), (2, False)):
-        found, wanted = (
-            run(method, net=net, rounds=rounds, engine=engine) for method in (fedgen(**SHORT), fedavg())
-        )  # fmt: skip
+        found, wanted = (run(one, net=net, rounds=rounds, engine=engine) for one in (fedgen(**SHORT), fedavg()))
         assert same_bits(found.weights, wanted.weights) == equal
         assert (found.history.rows[-1]["train_loss"] == wanted.history.rows[-1]["train_loss"]) == equal
 
@@ -82,36 +85,27 @@ def test_every_client_downloads_the_generator_and_sends_one_number_a_class():
         assert row["bytes_up"] == 4 * (model + 8 + 3 * 4 + 4 * CLASSES)
 
 
-def test_the_options_of_the_presets():
+def test_the_defaults_are_the_authors():
     """Card 12.3 and 12.4."""
     defaults = {name: option.default for name, option in inspect.signature(fedgen).parameters.items()}
-    authors = {"label_weight": 10.0, "match_weight": 10.0, "decay": 0.98, "floor": 1e-4, "gen_batch": 32, "steps": 50}
-    authors |= {"generator_lr": 3e-4, "lr_decay": 0.98, "weight_decay": 1e-2, "noise": 32, "noise_kind": "uniform"}
+    authors = {"label_weight": 10.0, "match_weight": 10.0, "decay": 0.98, "floor": 1e-4, "gen_batch": 32}
     assert authors.items() <= defaults.items()
-    forms = METHODS["fedgen"].presets
-    assert forms["paper"] == {"match_weight": 0.0, "noise_kind": "normal"}
-    assert forms["released"] == {"class_weights": "batch"}
-    fedftg = {"generator": "features", "noise": 100, "noise_kind": "normal", "generator_lr": 0.01, "lr_decay": 0.998}
-    assert fedftg.items() <= forms["fedftg"].items()
-    assert forms["fedftg"]["ratio"] == 32 / forms["fedftg"]["batch_size"]
+    own = {"steps": 50, "lr": 3e-4, "lr_decay": 0.98, "weight_decay": 1e-2, "noise": 32, "noise_kind": "uniform"}
+    assert own.items() <= dataclasses.asdict(defaults["generator"]).items()
 
 
-@pytest.mark.parametrize("preset", ["paper", "released"])
-def test_every_preset_runs_and_is_another_method(preset):
-    found = run(fedgen(preset=preset, steps=5, gen_batch=6, noise=4), rounds=2).weights
-    assert furthest(found, run(fedgen(steps=5, gen_batch=6, noise=4), rounds=2).weights) > 1e-5
+def test_the_released_form_is_another_method():
+    how = {"gen_batch": 6, "generator": SMALL}
+    found, plain = (run(build(**how), rounds=2).weights for build in (released("fedgen", "fedgen"), fedgen))
+    assert furthest(found, plain) > 1e-5
 
 
-def test_fedftgs_form_asks_for_its_large_generator(monkeypatch):
+def test_the_generators_network_and_noise_are_those_asked_for(monkeypatch):
     """72 million parameters need not be drawn for it."""
     model, built = network(), {}
-    monkeypatch.setitem(
-        fedgen.__wrapped__.__globals__, "build_generator", lambda name, **how: built.update(how, name=name)
-    )
-    bound_to(fedgen(preset="fedftg"), model)
-    assert built == {
-        "name": "features", "shape": (6,), "classes": CLASSES, "noise": 100, "inputs": model.input_shape
-    }  # fmt: skip
+    monkeypatch.setitem(fedgen.__globals__, "build_generator", lambda name, **how: built.update(how, name=name))
+    bound_to(fedgen(generator=FeatureGenerator("features", noise=100)), model)
+    assert built == {"name": "features", "shape": (6,), "classes": CLASSES, "noise": 100, "inputs": model.input_shape}
 
 
 def test_label_counts_may_have_noise_or_not_be_sent_at_all():
@@ -135,12 +129,12 @@ def test_it_runs_in_other_precisions(precision):
     ("options", "told"),
     [
         ({"label_weight": -1.0}, "label_weight"),
-        ({"steps": 0}, "steps"),
-        ({"batch_size": 1}, "batch_size = 1 is impossible: it must be 2 or more"),
+        ({"generator": {"steps": 0}}, "steps"),
+        ({"generator": {"batch_size": 1}}, "batch_size = 1 must be a whole number, at least 2"),
         ({"decay": 1.5}, "decay"),
         ({"gen_batch": 0}, "gen_batch"),
-        ({"generator": "dens"}, "dense"),
-        ({"noise_kind": "gaussian"}, "noise_kind"),
+        ({"generator": {"network": "dens"}}, "dense"),
+        ({"generator": {"noise_kind": "gaussian"}}, "noise_kind"),
         ({"class_weights": "none"}, "class_weights"),
     ],
 )

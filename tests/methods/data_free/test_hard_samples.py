@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from hard_rounds import (
     network,
     play,
 )
+from papers import module_of
 from server_rounds import furthest, preparation_of, same_bits
 from torch import nn
 
@@ -33,15 +35,15 @@ from fedstill.methods.data_free.hard_samples import (
     apart,
     discrepancy,
     ensemble_names,
-    fresh_statistics,
+    forward_kl_per_class,
     hard_samples,
-    lesson_loss,
     recognition,
 )
 from fedstill.methods.data_free.inventing import asked_for
 from fedstill.models import build_model, from_module
 from fedstill.server.distill.targets import mix
 
+paper = module_of("fedftg")
 S = torch.tensor([[1.0, 0.0, -1.0]], dtype=torch.float64)
 T = torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]], dtype=torch.float64)
 SHARE = torch.tensor([[0.75], [0.25]], dtype=torch.float64)
@@ -68,9 +70,9 @@ def test_the_students_gradient_is_the_cards_and_a_kth_of_it_that_of_the_released
         (found,) = torch.autograd.grad(loss(s), s)
         return found[0]
 
-    whole = gradient(lambda s: lesson_loss("forward_kl", s, T, SHARE, per_class=False))
+    whole = gradient(lambda s: discrepancy("forward_kl", s, T, SHARE))
     assert whole.tolist() == pytest.approx([0.022016, 0.020819, -0.042835], abs=1e-6)
-    scaled = gradient(lambda s: lesson_loss("forward_kl", s, T, SHARE, per_class=True))
+    scaled = gradient(lambda s: forward_kl_per_class(s, T, SHARE))
     torch.testing.assert_close(3 * scaled, whole)
 
     def released(s):
@@ -86,14 +88,14 @@ def test_the_cross_entropy_counts_sample_by_sample_or_client_by_client():
     said = torch.tensor([half, quarter], dtype=torch.float64).log()
     y, share = torch.tensor([0, 1]), torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     assert float(recognition(said, y, share) / torch.tensor(2.0).log()) == pytest.approx(1.0)
-    assert float(recognition(said, y, share, "client") / torch.tensor(2.0).log()) == pytest.approx(1.5)
+    assert float(paper.recognition_of_clients(said, y, share) / torch.tensor(2.0).log()) == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize("clients", ["each", "joint"])
-@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl", "mse"])
-def test_teachers_who_equal_the_student_leave_it_as_it_is(clients, loss):
-    model = network("norm")
-    rules = contest(clients=clients, student_loss=loss, batch_norm="frozen", weight_decay=0.0, student_scale="batch")
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "mse"])
+def test_teachers_who_equal_the_student_leave_it_as_it_is(one_by_one, kind):
+    model, still = network("norm"), {"batch_norm": "frozen", "weight_decay": 0.0}
+    rules = contest(one_by_one=one_by_one, lesson=partial(discrepancy, kind), student=still)
     played = play(rules, net=model, models=models_of(model, 1) * 3)
     assert furthest(played.learnt, played.candidate) < 1e-12
     assert abs(played.round.metrics["student_loss"]) < 1e-12
@@ -101,16 +103,21 @@ def test_teachers_who_equal_the_student_leave_it_as_it_is(clients, loss):
 
 
 def test_a_client_that_comes_alone_teaches_its_own_average_nothing():
-    played = play(contest(weight_decay=0.0), models=models_of(network(), 1))
+    played = play(contest(student={"weight_decay": 0.0}), models=models_of(network(), 1))
     assert furthest(played.learnt, played.candidate) < 1e-12
-    assert furthest(play(contest(weight_decay=0.1), models=models_of(network(), 1)).learnt, played.candidate) > 1e-4
+    assert (
+        furthest(play(contest(student={"weight_decay": 0.1}), models=models_of(network(), 1)).learnt, played.candidate)
+        > 1e-4
+    )
 
 
 def test_one_client_alone_is_the_same_in_turn_and_jointly():
     alone = models_of(network(), 1)
-    each, joint = (play(contest(clients=clients, generator_steps=2), models=alone) for clients in ("each", "joint"))
+    each, joint = (
+        play(contest(one_by_one=one_by_one, generator={"steps": 2}), models=alone) for one_by_one in (True, False)
+    )
     assert same_bits(each.generator(), joint.generator())
-    several = [play(contest(clients=clients)) for clients in ("each", "joint")]
+    several = [play(contest(one_by_one=one_by_one)) for one_by_one in (True, False)]
     assert furthest(several[0].generator(), several[1].generator()) > 1e-3
 
 
@@ -134,13 +141,13 @@ def hardness(played, when):
     return float(sum(gap * (counts / counts.sum(0))[k, y] for k, gap in enumerate(gaps)).mean())
 
 
-@pytest.mark.parametrize("clients", ["each", "joint"])
-def test_the_generators_turn_makes_samples_harder(clients):
-    rules = contest(clients=clients, lam_cls=0.0, lam_dis=0.0, iterations=8, student_steps=0)
-    played = play(rules, made=features_of_inputs)
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_the_generators_turn_makes_samples_harder(one_by_one):
+    how = {"one_by_one": one_by_one, "iterations": 8, "student": {"steps": 0}}
+    played = play(contest(**how, generator={"lam_cls": 0.0, "lam_dis": 0.0}), made=features_of_inputs)
     assert same_bits(played.learnt, played.candidate)
     assert hardness(played, "after") > 2 * hardness(played, "before")
-    easy = play(dataclasses.replace(rules, discrepancy="none", lam_cls=1.0), made=features_of_inputs)
+    easy = play(contest(**how, hardness=None, generator={"lam_dis": 0.0}), made=features_of_inputs)
     assert hardness(easy, "after") < hardness(played, "after")
 
 
@@ -152,16 +159,18 @@ def test_the_students_turn_closes_the_gap():
         model._replace(params={n: p * (scale if n.startswith("head.") else 1.0) for n, p in model.params.items()})
         for scale in (9.0, -3.0)
     )
-    rules = contest(generator_steps=0, student_scale="batch", weight_decay=0.0, server_lr=0.5, iterations=10)
+    rules = {"generator": {"steps": 0}, "lesson": partial(discrepancy, "forward_kl"), "iterations": 10}
+    learning = {"weight_decay": 0.0, "lr": 0.5}
     # the average of 9, 9 and -3 is 5 times the head; the third client has no sample of any class, and does not teach
     how = {"models": [sure, sure, unsure], "counts": [[1.0] * 3, [1.0] * 3, [0.0] * 3]}
-    first, last = (play(dataclasses.replace(rules, student_steps=steps), **how) for steps in (1, 30))
+    first, last = (play(contest(**rules, student={**learning, "steps": steps}), **how) for steps in (1, 30))
     assert last.round.metrics["student_loss"] < 0.5 * first.round.metrics["student_loss"]
     assert same_bits(last.generator(), last.generator("before"))
 
 
 def test_the_student_learns_in_train_mode_frozen_or_gets_its_statistics_back():
-    played = {mode: play(contest(batch_norm=mode), net="norm") for mode in ("train", "frozen", "restore", "reestimate")}
+    played = {mode: play(contest(student={"batch_norm": mode}), net="norm") for mode in ("train", "frozen", "restore")}
+    played["reestimate"] = play(contest(statistics=paper.fresh_statistics), net="norm")
     start = played["train"].candidate
     assert furthest(played["train"].learnt.buffers, start.buffers) > 0.05
     assert RIGHT not in played["train"].learnt.buffers
@@ -173,14 +182,14 @@ def test_the_student_learns_in_train_mode_frozen_or_gets_its_statistics_back():
 
 
 def test_statistics_taken_anew_are_those_of_all_samples_of_the_round():
-    played = play(contest(batch_norm="reestimate"), net="norm")
+    played = play(contest(statistics=paper.fresh_statistics), net="norm")
     z, y = played.drawn["z"].flatten(0, 1), played.drawn["y"].flatten()
     x = generator_for(network()).apply(played.generator(), asked_for(z, y, CLASSES))[0].logits
     hidden = x @ played.learnt.params["body.0.weight"].T
     torch.testing.assert_close(played.learnt.buffers["body.1.running_mean"], hidden.mean(0))
     torch.testing.assert_close(played.learnt.buffers["body.1.running_var"], hidden.var(0))
     plain = network().init(0)
-    assert fresh_statistics(network(), plain, x, 0) is plain.buffers
+    assert paper.fresh_statistics(network(), plain, x, 0) is plain.buffers
 
 
 def test_features_are_invented_for_the_last_layer_and_only_it_moves():
@@ -211,9 +220,8 @@ def test_labels_come_in_the_cohorts_proportions_and_absent_classes_are_never_ask
     assert share[:, 1].tolist() == [1 / 3] * 3
     even = play(contest(labels="uniform", ensemble="uniform"), counts=[[4.0, 0.0, 1.0]] * 3)
     assert torch.bincount(even.drawn["y"].flatten()).tolist() == [6, 6, 6]
-    torch.testing.assert_close(
-        even.round.trainer.games[0][3]["share"], torch.full((3, 3), 1 / 3, dtype=torch.float64)
-    )  # fmt: skip
+    alike = torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    torch.testing.assert_close(even.round.trainer.games[0][3]["share"], alike)
 
 
 def test_without_any_label_count_classes_and_clients_count_alike():
@@ -240,12 +248,15 @@ def test_a_client_without_samples_is_no_teacher():
 
 
 def test_optimisers_and_rates_are_the_papers_and_fall_from_round_to_round():
-    played = play(contest(server_lr=0.1, generator_lr=0.01, lr_decay=0.5, weight_decay=0.25), number=3)
+    played = play(
+        contest(generator={"lr": 0.01, "lr_decay": 0.5}, student={"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.25}),
+        number=3,
+    )
     generator, student = (played.players[name].training for name in ("generator", "student"))
     assert (generator.optimizer, generator.lr, generator.weight_decay) == ("adam", 0.0025, 0.0)
     assert (student.optimizer, student.lr, student.weight_decay, student.momentum) == ("sgd", 0.025, 0.25, 0.0)
     assert (generator.steps, student.steps) == (3, 2)  # one for each client
-    assert play(contest(clients="joint", generator_steps=2)).players["generator"].training.steps == 2
+    assert play(contest(one_by_one=False, generator={"steps": 2})).players["generator"].training.steps == 2
 
 
 def test_teachers_answer_once_for_all_steps_of_the_student(monkeypatch):
@@ -259,13 +270,13 @@ def test_teachers_answer_once_for_all_steps_of_the_student(monkeypatch):
         return plain(weights, x)
 
     monkeypatch.setattr(engine, "_each", each)
-    step = hard_samples(generator_for, contest(student_steps=7))
+    step = hard_samples(generator_for, contest(student={"steps": 7}))
     _, state = step.prepare(this.start, step.init(this.start), preparation_of(this))
     step.apply(this.start, state, this)
     assert asked == [1, 1, 1, 3] * 3
 
 
-@pytest.mark.parametrize("options", [{}, {"clients": "joint"}, {"input": "feature"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"one_by_one": False}, {"input": "feature"}], ids=str)
 def test_an_exchange_that_is_captured_once_serves_later_rounds(monkeypatch, options):
     """What a GPU replays: the same functions on the same tensors, with other teachers, labels and rates."""
 
@@ -274,7 +285,7 @@ def test_an_exchange_that_is_captured_once_serves_later_rounds(monkeypatch, opti
         return self.graph
 
     monkeypatch.setattr(turns.Turns, "_captured", captured)
-    rules = contest(**options, lr_decay=0.5)
+    rules = contest(**options, generator={"lr_decay": 0.5}, student={"lr_decay": 0.5})
     step = hard_samples(features_for if options.get("input") else generator_for, rules)
     found = []
     for graphs in (False, True):
@@ -351,8 +362,9 @@ def test_dropout_is_live_for_the_student_alone_and_a_function_of_the_seed():
     first, again = play(contest(), net=net), play(contest(), net=net)
     assert same_bits(first.learnt, again.learnt)
     assert torch.equal(torch.random.get_rng_state(), before)
-    one = {"iterations": 1, "student_steps": 1}
-    live, still = (play(contest(**one, batch_norm=mode), net=net) for mode in ("train", "frozen"))
+    live, still = (
+        play(contest(iterations=1, student={"steps": 1, "batch_norm": mode}), net=net) for mode in ("train", "frozen")
+    )
     assert same_bits(live.generator(), still.generator())
     assert furthest(live.learnt, still.learnt) > 1e-5
 
@@ -406,7 +418,7 @@ def test_statistics_of_any_size_are_taken_anew_in_float32_whatever_the_momentum(
     x = scale * (1 + torch.randn(500, 2, generator=torch.Generator().manual_seed(0)))
     before = net.init(0)
     before.buffers["norm.num_batches_tracked"] += 10**6  # without a momentum the next batch would count a millionth
-    found = fresh_statistics(net, before, x, 0)
+    found = paper.fresh_statistics(net, before, x, 0)
     mean, var = (torch.zeros(2), torch.ones(2)) if momentum == 0.0 else (x.mean(0), x.var(0))
     torch.testing.assert_close(found["norm.running_mean"], mean, rtol=1e-5, atol=0)
     torch.testing.assert_close(found["norm.running_var"], var, rtol=1e-5, atol=0)

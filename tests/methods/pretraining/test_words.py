@@ -9,7 +9,6 @@ import pytest
 import torch
 from whole_server import whole
 
-from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import uniform
@@ -235,8 +234,7 @@ def federation() -> Federation:
 
 
 def method_of(text: str):
-    (phase,) = phases_of(build_method(text))
-    return phase.method
+    return build_method(text)[0].method
 
 
 def prepared(method: str, *, cache=None, number: int = 1):
@@ -252,7 +250,9 @@ def prepared(method: str, *, cache=None, number: int = 1):
     return start, after, look
 
 
-@pytest.mark.parametrize("method", ["masked_lm(epochs=6, share=0.3, batch_size=8)", "next_token(epochs=6)"])
+@pytest.mark.parametrize(
+    "method", ["masked_lm(training.epochs=6, share=0.3, training.batch_size=8)", "next_token(training.epochs=6)"]
+)
 def test_the_network_learns_and_only_its_extractor_changes(method):
     start, after, look = prepared(method)
     assert look.metrics[f"{method.split('(')[0]}_loss"] < 0.99 * np.log(VOCABULARY)  # knowing nothing is ln 30
@@ -279,16 +279,16 @@ class Shelf:
 
 def test_another_run_takes_the_same_extractor_from_the_shelf_and_another_share_does_not():
     shelf = Shelf()
-    _, first, _ = prepared("masked_lm(epochs=1, batch_size=16)", cache=shelf)
-    _, second, look = prepared("masked_lm(epochs=1, batch_size=16)", cache=shelf)
+    _, first, _ = prepared("masked_lm(training.epochs=1, training.batch_size=16)", cache=shelf)
+    _, second, look = prepared("masked_lm(training.epochs=1, training.batch_size=16)", cache=shelf)
     assert look.metrics["masked_lm_epochs"] == 0
     assert all(torch.equal(first.params[name], leaf) for name, leaf in second.params.items())
-    _, _, look = prepared("masked_lm(epochs=1, batch_size=16, share=0.3)", cache=shelf)
+    _, _, look = prepared("masked_lm(training.epochs=1, training.batch_size=16, share=0.3)", cache=shelf)
     assert look.metrics["masked_lm_epochs"] == 1
 
 
 def test_both_tasks_in_one_run_report_their_own_losses():
-    _, _, look = prepared("masked_lm(epochs=2)+next_token(epochs=1)")
+    _, _, look = prepared("masked_lm(training.epochs=2)+next_token(training.epochs=1)")
     assert look.metrics.keys() == {"masked_lm_epochs", "masked_lm_loss", "next_token_epochs", "next_token_loss"}
     assert (look.metrics["masked_lm_epochs"], look.metrics["next_token_epochs"]) == (2, 1)
     assert look.metrics["masked_lm_loss"] != look.metrics["next_token_loss"]
@@ -326,7 +326,7 @@ def test_which_ids_are_words_is_told_by_the_tokenizer_unless_it_is_given(tokeniz
 )
 def test_ids_that_would_train_on_nothing_are_refused_before_a_run_starts(tokenizer, given, told):
     options = "".join(f", {key}={value}" for key, value in given.items())
-    steps = method_of(f"feddf+masked_lm(epochs=1{options})").steps
+    steps = method_of(f"feddf+masked_lm(training.epochs=1{options})").steps
     with pytest.raises(FedstillError, match=told):
         next(step for step in steps if step.name == "masked_lm").check(Outlook(1, texts(40), tokenizer))
 
@@ -344,7 +344,7 @@ def test_an_id_that_the_network_does_not_know_is_refused():
 
 
 def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
-    steps = method_of("feddf(student.steps=2)+next_token(epochs=1)").steps
+    steps = method_of("feddf(student.steps=2)+next_token(training.epochs=1)").steps
     assert [step.stage for step in steps] == [Stage.AGGREGATE, Stage.KEEP, Stage.REFINE]
     assert [step.prepare is not no_preparation for step in steps] == [False, True, False]
 
@@ -352,13 +352,13 @@ def test_joined_with_a_method_that_refines_it_stands_before_the_refinement():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"share": 0.0}, "method.share = 0.0 is impossible"),
+        ({"share": 0.0}, "method.share = 0.0 must be"),
         ({"share": 1.0}, "above 0 and below 1"),
-        ({"epochs": -1}, "method.epochs = -1 is impossible"),
-        ({"pretrain_lr": 0.0}, "method.pretrain_lr = 0.0 is impossible"),
-        ({"mask_id": 0}, "method.mask_id = 0 is impossible"),
-        ({"first_word_id": -5}, "method.first_word_id = -5 is impossible"),
-        ({"pretrain_seed": -2}, "method.pretrain_seed = -2 is impossible"),
+        ({"training": {"epochs": -1}}, "method.training.epochs = -1 must be"),
+        ({"training": {"lr": 0.0}}, "method.training.lr = 0.0 must be"),
+        ({"mask_id": 0}, "method.mask_id = 0 must be"),
+        ({"first_word_id": -5}, "method.first_word_id = -5 must be"),
+        ({"training": {"seed": -2}}, "method.training.seed = -2 must be"),
     ],
 )
 def test_impossible_options_are_refused(options, told):
@@ -367,4 +367,4 @@ def test_impossible_options_are_refused(options, told):
 
 
 def test_without_epochs_it_asks_for_nothing():
-    assert needs_of(build_method("next_token", {"epochs": 0})[0].method) == needs_of(fedavg())
+    assert needs_of(build_method("next_token", {"training": {"epochs": 0}})[0].method) == needs_of(fedavg())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedstill.compose.combine import weighted_mean
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import Count, NotNegative, Positive, Several
 from fedstill.core.seeds import numpy_generator, seed_for, to_signed, uniform
 from fedstill.core.setup import Preparation
 from fedstill.core.trainer import Fitted
@@ -50,33 +51,67 @@ from fedstill.methods.data_free.inventing import (
 )
 
 NoiseKind = Literal["uniform", "normal"]
-ClassWeights = Literal["sample", "batch", "uniform"]
+ClassWeights = Literal["sample", "uniform"]
 SLOT = "feature_generator"  # not "generator": another method's, beside it or in the phase before, is its own
 RECEIVED = ("labels", "label_weight", "match_weight")
+
+
+@dataclass(frozen=True)
+class FeatureGenerator:
+    """The generator of features on the server and how it learns each round.
+
+    Args:
+        network: "dense" (the authors', 256 wide), "features" or "features_large" (FedFTG's).
+        noise: numbers that a feature is made of (z).
+        noise_kind: "uniform" in [0, 1), as in the code, or "normal".
+        steps: steps of its Adam each round.
+        batch_size: samples in a step.
+        lr: learning rate in the first round.
+        lr_decay: factor of the rate from round to round.
+        weight_decay: of the generator.
+        diversity: weight of L_div (eta).
+        keep_optimizer: Adam's memory goes on from round to round; false: it starts afresh.
+    """
+
+    network: str = "dense"
+    noise: Count = 32
+    noise_kind: NoiseKind = "uniform"
+    steps: Count = 50
+    batch_size: Several = 32
+    lr: Positive = 3e-4
+    lr_decay: Positive = 0.98
+    weight_decay: NotNegative = 1e-2
+    diversity: NotNegative = 1.0
+    keep_optimizer: bool = True
+
+    @property
+    def training(self) -> Training:
+        keys = ("steps", "batch_size", "lr", "lr_decay", "weight_decay", "keep_optimizer")
+        return Training(optimizer="adam", **{key: getattr(self, key) for key in keys})
+
+
+def each_by_its_own(share: Tensor) -> Tensor:
+    """Return the shares (C, B) as they are: every sample's cross-entropy counts by the share of its class."""
+    return share
 
 
 @dataclass(frozen=True)
 class GeneratorTraining:
     """How the server trains its generator each round, and how much clients are to make of it.
 
-    training: its `steps` are those of a round, its `lr` that of round 1, then times `lr_decay` a round.
-    noise, noise_kind: how many numbers a sample is made from: U[0, 1) or N(0, 1).
-    diversity: weight of the diversity term (eta).
-    class_weights: each sample's cross-entropy counts by the share of its class ("sample"), or the mean of all by the
-        mean share ("batch"), as a broadcast in the released code makes it; "uniform" asks for no label counts: all
-        clients count alike and every class is asked for.
+    class_weights: each sample's cross-entropy counts by the share of its class ("sample"); "uniform" asks for no label
+        counts: all clients count alike and every class is asked for.
     label_weight, match_weight: a and b of round 1; in round t max(floor, a decay^(t - 1)). 0 stays 0.
+    spread: the shares (C, B) of a batch -> the shares that its cross-entropies count by.
     """
 
-    training: Training
-    noise: int
-    noise_kind: NoiseKind = "uniform"
-    diversity: float = 1.0
+    generator: FeatureGenerator = FeatureGenerator()
     class_weights: ClassWeights = "sample"
     label_weight: float = 10.0
     match_weight: float = 10.0
     decay: float = 0.98
     floor: float = 1e-4
+    spread: Callable[[Tensor], Tensor] = each_by_its_own
 
     def strength(self, weight: float, rounds: int) -> float:
         """A weight after so many rounds."""
@@ -96,12 +131,15 @@ def seen_labels(counts: Tensor) -> Tensor:
 
 def draw_requests(how: GeneratorTraining, asked: Tensor, seed: Seed, like: Tensor) -> Tree:
     """What the steps of a round ask for: noise "z" (S, B, d) and classes "y" (S, B), drawn alike among the `asked`."""
-    shape = (how.training.steps or 0, how.training.batch_size)
+    shape = (how.generator.steps, how.generator.batch_size)
     y = numpy_generator(seed_for(seed, "labels")).choice(asked.nonzero().flatten().cpu().numpy(), shape)
-    return {"z": _noise(how, seed, (*shape, how.noise), like), "y": torch.from_numpy(y).to(like.device)}
+    return {
+        "z": _noise(how.generator, seed, (*shape, how.generator.noise), like),
+        "y": torch.from_numpy(y).to(like.device),
+    }
 
 
-def _noise(how: GeneratorTraining, seed: Seed, shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _noise(how: FeatureGenerator, seed: Seed, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if how.noise_kind == "normal":
         return gaussian_noise(seed, shape, like)
     return uniform(torch.tensor(to_signed(seed_for(seed, "noise")), device=like.device), shape).to(like.dtype)
@@ -122,13 +160,11 @@ def generator_player(model: Model, generator: Model, how: GeneratorTraining) -> 
         logits = full_precision(each_head(scene.given["heads"], said.logits))  # (C, B, K)
         wanted = y.expand(len(logits), -1).unsqueeze(-1)
         losses = -torch.log_softmax(logits, -1).gather(-1, wanted).squeeze(-1)
-        share = scene.given["shares"].index_select(1, y)  # (C, B)
-        if how.class_weights == "batch":
-            share = share.mean(1, keepdim=True)
+        share = how.spread(scene.given["shares"].index_select(1, y))  # (C, B)
         varied = diversity(full_precision(said.logits), full_precision(z))
-        return (share * losses).mean(1).sum() + how.diversity * varied, buffers
+        return (share * losses).mean(1).sum() + how.generator.diversity * varied, buffers
 
-    return Player(loss, replace(how.training, steps=1))
+    return Player(loss, replace(how.generator.training, steps=1))
 
 
 def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerStep:
@@ -159,7 +195,7 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
         round.metrics[f"{SLOT}_loss"] = float(fitted.loss)
         after = {
             "weights": fitted.weights._asdict(),
-            "optimizer": fitted.optimizer if how.training.keep_optimizer else {},
+            "optimizer": fitted.optimizer if how.generator.keep_optimizer else {},
             "labels": torch.maximum(own["labels"], seen.to(own["labels"])),
         }
         return candidate, {SLOT: {**after, **_strengths(how, round.number, like)}}
@@ -192,7 +228,7 @@ def _prepared(
 
 def _trained(player: Player, how: GeneratorTraining, own: Tree, counts: Tensor, round: Round) -> Fitted:
     """The generator after the steps of this round."""
-    rate = how.training.lr * how.training.lr_decay ** (round.number - 1)
+    rate = how.generator.lr * how.generator.lr_decay ** (round.number - 1)
     seed, like = seed_for(round.seed, "generator"), next(leaves(own["weights"]["params"]))
     return round.trainer.take_turns(
         {"generator": replace(player, training=replace(player.training, lr=rate))},
@@ -200,7 +236,7 @@ def _trained(player: Player, how: GeneratorTraining, own: Tree, counts: Tensor, 
         draw_requests(how, seen_labels(counts), seed, like),
         {"heads": _heads(round), "shares": label_shares(counts).to(like)},
         seed,
-        optimizers={"generator": own.get("optimizer", {}) if how.training.keep_optimizer else {}},
+        optimizers={"generator": own.get("optimizer", {}) if how.generator.keep_optimizer else {}},
     )["generator"]
 
 
@@ -262,9 +298,15 @@ def generated_logits(model: Model, inventor: Model, z: Tensor, y: Tensor, weight
 
 
 def generated_features(
-    generator: Callable[[Model], Model], *, noise: int, noise_kind: NoiseKind = "uniform",
-    count: int = 32, ratio: float = 1.0, label_term: bool = True, match_term: bool = True,
-) -> Objective:  # fmt: skip
+    generator: Callable[[Model], Model],
+    *,
+    noise: int,
+    noise_kind: NoiseKind = "uniform",
+    count: int = 32,
+    ratio: float = 1.0,
+    label_term: bool = True,
+    match_term: bool = True,
+) -> Objective:
     """r a CE(h(G(z, y')), y') + b KL(softmax h(G(z', y)) || softmax h(f(x))): invented features teach (FedGen).
 
     h is the model's head, f its extractor, G the received generator in eval mode, z noise, y' `count` labels drawn
@@ -305,4 +347,4 @@ def generated_features(
 
 
 def _unbound(output: Output, batch: Batch, local: Local) -> NoReturn:
-    raise FedstillError("this term calls the head of a model: bind it to one with core.compose.bound_to first")
+    raise FedstillError("this term calls the head of a model: bind it to one with compose.combine.bound_to first")

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
-from fedstill.core.types import Method, Model, Training
+from fedstill.core.limits import Count, NotNegative, Share
+from fedstill.core.types import Method, Model, ServerStep
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.data_free.feature_generator import (
     ClassWeights,
+    FeatureGenerator,
     GeneratorTraining,
-    NoiseKind,
     generated_features,
     train_generator,
 )
 from fedstill.methods.data_free.generators import build_generator, check_generator
-from fedstill.methods.data_free.inventing import GeneratorFor
-from fedstill.methods.options import batch_of_a_generator, not_negative, positive, presets, share
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
 
-PAPER = {"match_weight": 0.0, "noise_kind": "normal"}
-RELEASED = {"class_weights": "batch"}
-FEDFTG = {"generator": "features", "noise": 100, "noise_kind": "normal", "generator_lr": 0.01, "lr_decay": 0.998}
-FEDFTG |= {"batch_size": 50, "ratio": 0.64}
 
-
-@presets(paper=PAPER, released=RELEASED, fedftg=FEDFTG)
 def fedgen(
     *,
-    label_weight: float = 10.0, match_weight: float = 10.0, decay: float = 0.98, floor: float = 1e-4,
-    gen_batch: int = 32, ratio: float = 1.0,
-    generator: str = "dense", noise: int = 32, noise_kind: NoiseKind = "uniform",
-    steps: int = 50, batch_size: int = 32, generator_lr: float = 3e-4, lr_decay: float = 0.98,
-    weight_decay: float = 1e-2, diversity: float = 1.0, class_weights: ClassWeights = "sample",
-    keep_optimizer: bool = True,
-    weighting: Weighting = "size", buffers: BufferPolicy = "average",
-) -> Method:  # fmt: skip
+    label_weight: NotNegative = 10.0,
+    match_weight: NotNegative = 10.0,
+    decay: Share = 0.98,
+    floor: NotNegative = 1e-4,
+    gen_batch: Count = 32,
+    ratio: NotNegative = 1.0,
+    generator: FeatureGenerator = FeatureGenerator(),
+    class_weights: ClassWeights = "sample",
+    weighting: Weighting = "size",
+    buffers: BufferPolicy = "average",
+) -> Method:
     """FedGen: clients also learn from features that a generator on the server invents for every class.
 
         server:  G <- Adam on sum_{k in S} mean_i omega_k(y_i) CE(h_k(G(z_i, y_i)), y_i) + eta L_div
@@ -47,27 +43,15 @@ def fedgen(
     second term moves the head alone, the target of the third gets no gradient. G persists over the rounds.
 
     Args:
-        preset: "correct" (the defaults below), "paper" (without the client's matching term and with Gaussian noise, and
-            nothing else: all other numbers are the code's), "released" (the authors' code, with what it does to
-            omega), "fedftg" (as FedFTG ran it: its Table 7(b), 72 M parameters, clients' batches of 50).
         label_weight: weight of the generated samples' cross-entropy (a); with match_weight = 0 too, FedAvg bit for bit.
         match_weight: weight of the term that is in the code only (b).
         decay: factor of both from round to round.
         floor: neither falls below it, unless it is 0.
         gen_batch: generated samples in a client's step.
         ratio: r; in the authors' code gen_batch / local.batch_size, which is 32 / 32 there.
-        generator: its network: "dense" (the authors', 256 wide), "features" or "features_large" (FedFTG's).
-        noise: numbers in z.
-        noise_kind: "uniform" in [0, 1), as in the code, or "normal".
-        steps: of the generator each round.
-        batch_size: samples in such a step.
-        generator_lr: learning rate of its Adam in round 1.
-        lr_decay: factor of that from round to round.
-        weight_decay: of the generator.
-        diversity: weight of L_div (eta).
-        class_weights: omega counts sample by sample ("sample"), or its mean over a batch with the mean of the
-            cross-entropies ("batch", the released code); "uniform" needs no label counts: omega = 1 / |S|, all classes.
-        keep_optimizer: what Adam remembers of the generator goes on from round to round; false: a fresh one.
+        generator: the generator on the server and how it learns each round.
+        class_weights: a client's cross-entropy counts by its share of the sample's class ("sample"); "uniform" needs no
+            label counts: omega = 1 / |S|, all classes.
         weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
         buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
@@ -79,45 +63,36 @@ def fedgen(
         its generated samples end after 20 of them. omega counts the samples that a client holds, there those that it
         has seen in the round, with repetition. y' are labels of clients that took part so far, there of all clients.
         The generator is sent in round 1 too, where it counts nothing. Every option is the code's where the text has
-        none; r does not follow local.batch_size by itself.
+        none; r does not follow local.batch_size by itself. The text alone is match_weight = 0 with
+        generator.noise_kind = "normal". The code's omega counts by the batch: benchmarks/fedgen/released.py.
     Reference: Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021,
         Algorithm 1; as a baseline: Zhang et al., Fine-tuning Global Model via Data-Free Knowledge Distillation for
         Non-IID Federated Learning, CVPR 2022.
     """
-    _check(generator, steps=steps, gen_batch=gen_batch, noise=noise, generator_lr=generator_lr, lr_decay=lr_decay)
-    least = {"label_weight": label_weight, "match_weight": match_weight, "floor": floor, "ratio": ratio}
-    for key, value in {**least, "weight_decay": weight_decay, "diversity": diversity}.items():
-        not_negative(key, value)
-    share("decay", decay)
-    batch_of_a_generator("batch_size", batch_size)
-    step = average(weighting, buffers=buffers)
-    if not label_weight and not match_weight:
+    how = GeneratorTraining(generator, class_weights, label_weight, match_weight, decay, floor)
+    return with_generated_features(how, average(weighting, buffers=buffers), gen_batch=gen_batch, ratio=ratio)
+
+
+def with_generated_features(
+    how: GeneratorTraining, step: ServerStep, *, gen_batch: int = 32, ratio: float = 1.0
+) -> Method:
+    """Return FedGen on top of a server step that averages."""
+    name, noise = check_generator(how.generator.network), how.generator.noise
+    if not how.label_weight and not how.match_weight:
         return Method(cross_entropy(), step)
-    made = _generator_for(generator, noise)
-    term = generated_features(
-        made, noise=noise, noise_kind=noise_kind, count=gen_batch, ratio=ratio,
-        label_term=label_weight > 0, match_term=match_weight > 0,
-    )  # fmt: skip
-    training = Training(
-        steps=steps, batch_size=batch_size, optimizer="adam", lr=generator_lr, lr_decay=lr_decay,
-        weight_decay=weight_decay, keep_optimizer=keep_optimizer,
-    )  # fmt: skip
-    how = GeneratorTraining(
-        training, noise, noise_kind, diversity, class_weights, label_weight, match_weight, decay, floor
-    )
-    server = (train_generator(made, how),)
-    return Method(combine(cross_entropy(), term), step, server, without_counts="fedgen(class_weights='uniform')")
 
-
-def _check(generator: str, **above: float) -> None:
-    check_generator(generator)
-    for key, value in above.items():
-        positive(key, value)
-
-
-def _generator_for(name: str, noise: int) -> GeneratorFor:
     def made(model: Model) -> Model:
         shape = (model.feature_size,)
         return build_generator(name, shape=shape, classes=model.classes, noise=noise, inputs=model.input_shape)
 
-    return made
+    term = generated_features(
+        made,
+        noise=noise,
+        noise_kind=how.generator.noise_kind,
+        count=gen_batch,
+        ratio=ratio,
+        label_term=how.label_weight > 0,
+        match_term=how.match_weight > 0,
+    )
+    server = (train_generator(made, how),)
+    return Method(combine(cross_entropy(), term), step, server, without_counts="fedgen(class_weights='uniform')")

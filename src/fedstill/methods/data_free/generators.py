@@ -78,7 +78,7 @@ def _vector(wanted: Wanted) -> int:
 
 def _impossible(wanted: Wanted, makes: str, instead: str) -> FedstillError:
     return FedstillError(
-        f"method.generator = '{wanted.name}' makes {makes}, and {wanted.shape} is wanted: {instead}, or 'auto'"
+        f"method.generator.network = '{wanted.name}' makes {makes}, and {wanted.shape} is wanted: {instead}, or 'auto'"
     )
 
 
@@ -234,7 +234,9 @@ def build_generator(
 def check_generator(name: str) -> str:
     """The name, if there is such a generator: known before any round, whatever the data are."""
     if name not in (*GENERATORS, AUTO):
-        raise FedstillError(f"method.generator = '{name}' is unknown: {suggest(str(name), (*GENERATORS, AUTO))}")
+        raise FedstillError(
+            f"method.generator.network = '{name}' is unknown: {suggest(str(name), (*GENERATORS, AUTO))}"
+        )
     return name
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fedstill.compose.head_only import head_of
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import seed_for, to_signed
+from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation, no_preparation
-from fedstill.core.trainer import Fitted
 from fedstill.core.tree import full_precision, leaves, tree_map
 from fedstill.core.types import (
     Model,
@@ -33,7 +32,9 @@ from fedstill.core.types import (
 )
 from fedstill.methods.data_free.inventing import (
     WORDS,
+    Generator,
     GeneratorFor,
+    InventedStudent,
     asked_for,
     check_fit,
     diversity,
@@ -46,53 +47,111 @@ from fedstill.methods.data_free.inventing import (
     refuse_text_and_heads,
     shown_samples,
     teacher_shares,
+    turn_of,
     wanted_classes,
     with_samples,
 )
 from fedstill.server.distill.targets import mix
 
-Clients = Literal["each", "joint"]
-Discrepancy = Literal["l1", "kl", "mse", "none"]
-Through = Literal["student", "both"]
-StudentLoss = Literal["forward_kl", "reverse_kl", "mse"]
-Scale = Literal["class", "batch"]
+Distance = Literal["l1", "mse", "forward_kl", "reverse_kl"]
 Labels = Literal["quota", "uniform"]
 Ensemble = Literal["class", "uniform"]
-BatchNorm = Literal["train", "frozen", "restore", "reestimate"]
 Level = Literal["sample", "feature"]
-SOUGHT: dict[Discrepancy, Distance] = {"l1": "l1", "kl": "reverse_kl", "mse": "mse"}
+Compare = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits of student (B, K) and teachers (T, B, K), share (T, B)
+Recognise = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits of teachers (T, B, K), classes (B,), share (T, B)
 SLOT = "hard_generator"  # not "generator": another method's, beside it or in the phase before, is its own
 RIGHT = "hard samples: right, of all"  # sums over the student's steps that travel with its buffers
 
 
+def apart(kind: Distance, student: Tensor, teachers: Tensor) -> Tensor:
+    """Return (T, B) how far the student s is from teacher t_k on a sample; 0 where both say the same.
+
+        l1:          mean_c |s_c - t_kc|
+        mse:         mean_c (s_c - t_kc)^2
+        forward_kl:  KL(softmax(t_k) || softmax(s))
+        reverse_kl:  KL(softmax(s) || softmax(t_k))
+
+    >>> s, t = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
+    >>> [round(float(value), 4) for value in apart("l1", s, t)]
+    [0.6667, 1.0]
+    """
+    student, teachers = full_precision(student), full_precision(teachers)
+    if kind in ("l1", "mse"):
+        gap = student - teachers
+        return (gap.abs() if kind == "l1" else gap.square()).mean(-1)
+    log_student, log_teachers = torch.log_softmax(student, -1), torch.log_softmax(teachers, -1)
+    if kind == "forward_kl":
+        return (log_teachers.exp() * (log_teachers - log_student)).sum(-1)
+    return (log_student.exp() * (log_student - log_teachers)).sum(-1)
+
+
+def discrepancy(kind: Distance, student: Tensor, teachers: Tensor, share: Tensor) -> Tensor:
+    """Return md = mean_i sum_k share_ki apart_ki."""
+    return (share * apart(kind, student, teachers)).sum(0).mean()
+
+
+def hardness(kind: Distance) -> Compare:
+    """Return the discrepancy that the generator seeks; its gradient goes through the student alone."""
+    return lambda student, teachers, share: discrepancy(kind, student, teachers.detach(), share)
+
+
+def forward_kl_per_class(student: Tensor, teachers: Tensor, share: Tensor) -> Tensor:
+    """Return the discrepancy that the student learns to close: the forward KL over the number of classes.
+
+    In the code it is the mean over samples and classes of -log softmax(s) sum_k share_k softmax(t_k), which has the
+    same gradient.
+    """
+    return discrepancy("forward_kl", student, teachers, share) / student.shape[-1]
+
+
+def wrong(teachers: Tensor, y: Tensor) -> Tensor:
+    """Return (T, B) CE(t_ki, y_i)."""
+    log_teachers = torch.log_softmax(full_precision(teachers), -1)
+    return -log_teachers.gather(-1, y.expand(len(teachers), -1).unsqueeze(-1)).squeeze(-1)
+
+
+def recognition(teachers: Tensor, y: Tensor, share: Tensor) -> Tensor:
+    """Return cls = mean_i sum_k share_ki CE(t_ki, y_i): every sample counts by the teacher's share of its class."""
+    return (share * wrong(teachers, y)).sum(0).mean()
+
+
+def ensemble_names(teachers: Tensor, share: Tensor) -> Tensor:
+    """Return (B,) the class that sum_k share_k softmax(t_k) holds for the most probable."""
+    return mix(torch.softmax(full_precision(teachers), -1), share).argmax(-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """How hard samples are sought and learnt; see `fedftg` for what each field means.
+    """How hard samples are sought and learnt.
 
-    Rates are those of round 1 and are multiplied by lr_decay after each round.
+    iterations: exchanges of generator and student in a round. batch_size: invented samples in a step.
+    generator, student: `steps` are those of an exchange, rates those of round 1.
+    hardness: the distance that the generator seeks; None: it seeks none. lesson: the student's loss.
+    recognise: the teachers' cross-entropy in the generator's loss.
+    one_by_one: the generator takes its steps for each client in turn, not on all of them together.
+    statistics: (model, weights, x, seed) -> the student's buffers after the round, from all samples x of the round,
+        invented anew; None: as student.batch_norm says.
     """
 
     iterations: int = 10
-    generator_steps: int = 1
-    student_steps: int = 5
     batch_size: int = 50
-    noise: int = 100
-    lam_cls: float = 1.0
-    lam_dis: float = 1.0
-    server_lr: float = 0.1
-    generator_lr: float = 0.01
-    lr_decay: float = 0.998
-    weight_decay: float = 1e-3
-    clients: Clients = "joint"
-    discrepancy: Discrepancy = "l1"
-    discrepancy_through: Through = "student"
-    cls_weights: ClassWeights = "sample"
-    student_loss: StudentLoss = "forward_kl"
-    student_scale: Scale = "class"
+    generator: Generator = Generator()
+    student: InventedStudent = InventedStudent()
     labels: Labels = "quota"
     ensemble: Ensemble = "class"
-    batch_norm: BatchNorm = "train"
     input: Level = "sample"
+    hardness: Compare | None = hardness("l1")
+    lesson: Compare = forward_kl_per_class
+    recognise: Recognise = recognition
+    one_by_one: bool = False
+    statistics: Callable[[Model, Weights, Tensor, Seed], Params] | None = None
+
+    def __post_init__(self) -> None:
+        if self.hardness is None and not self.generator.lam_cls and not self.generator.lam_dis:
+            raise FedstillError(
+                "method.discrepancy = 'none' with generator.lam_cls = 0 and generator.lam_dis = 0 leaves the generator "
+                "nothing to learn: set one of them"
+            )
 
     @property
     def counts(self) -> bool:
@@ -120,14 +179,6 @@ class Net(NamedTuple):
 Loss = Callable[[Weights, Scene], tuple[Tensor, Params]]
 
 
-class Roles(NamedTuple):
-    """What the two players do with one model: made once, because the engine keeps what it captured of them."""
-
-    hunt: Loss
-    learn: Loss
-    look: Callable[[Scene], Tree]
-
-
 def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
     """The candidate learns from all clients' models on samples that a generator finds where it differs from them.
 
@@ -143,7 +194,16 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
     Reports: generator_loss and student_loss (means over their steps), samples_right: the share of invented samples
     whose class the ensemble names, among those of classes that somebody holds.
     """
-    roles = lru_cache(maxsize=4)(lambda model: _roles(contest, generator(model), model))
+
+    @lru_cache(maxsize=4)
+    def roles(model: Model) -> tuple[Loss, Loss, Callable[[Scene], Tree]]:
+        """Made once for a model, because the engine keeps what it captured of them."""
+        made, net = generator(model), _net(contest, model)
+        return _hunt(contest, made, net, model), _learn(contest, net), _look(made, net, model)
+
+    def turn(learner: Generator | InventedStudent, number: int, times: int = 1) -> Training:
+        rate = learner.lr * learner.lr_decay ** (number - 1)
+        return turn_of(learner, contest.batch_size, steps=times * learner.steps, lr=rate, lr_decay=1.0)
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         round = with_samples(round)
@@ -154,81 +214,80 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
         drawn = _drawn(contest, wanted_classes(round, quota=contest.labels == "quota"), like, seed)
         pupil = net.part(candidate)
         tallied = pupil._replace(buffers={**pupil.buffers, RIGHT: like.new_zeros(2)})
+        hunt, learn, look = roles(round.model)
+        clients = len(given["share"]) if contest.one_by_one else 1
         found = round.trainer.take_turns(
-            _players(contest, roles(round.model), round.number, len(given["share"])),
-            {"generator": generator_of(state, SLOT), "student": tallied}, drawn, given, seed,
-        )  # fmt: skip
+            {
+                "generator": Player(hunt, turn(contest.generator, round.number, clients)),
+                "student": Player(learn, turn(contest.student, round.number), look),
+            },
+            {"generator": generator_of(state, SLOT), "student": tallied},
+            drawn,
+            given,
+            seed,
+        )
         moved, now = found["student"].weights, found["generator"].weights
         learnt = Weights({**candidate.params, **moved.params}, _network(moved).buffers)
-        if contest.input == "feature" or contest.batch_norm == "restore":
+        if contest.input == "feature" or contest.student.batch_norm == "restore":
             learnt = learnt._replace(buffers=candidate.buffers)
-        elif contest.batch_norm == "reestimate":
+        elif contest.statistics is not None:
             z, y, made = drawn["z"].flatten(0, 1), drawn["y"].flatten(), generator(round.model)
             x = invent_many(made, now, round.model.classes, z=z, y=y, shape=net.shape)
-            learnt = learnt._replace(buffers=fresh_statistics(round.model, learnt, x, round.seed))
-        _report(contest, round, candidate, found)
+            learnt = learnt._replace(buffers=contest.statistics(round.model, learnt, x, round.seed))
+        round.metrics["generator_loss"] = float(found["generator"].loss)
+        round.metrics["student_loss"] = float(found["student"].loss)
+        right, asked = moved.buffers[RIGHT].tolist()
+        if asked:
+            round.metrics["samples_right"] = right / asked
+        round.models.setdefault("aggregated", candidate)
         state = {**state, SLOT: now._asdict()}
         if contest.input == "sample":
-            state["samples"] = shown_samples(generator(round.model), now, round.model, contest.noise)
+            state["samples"] = shown_samples(generator(round.model), now, round.model, contest.generator.noise)
         return learnt, state
+
+    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+        check_network(contest, preparation.model)
+        return candidate, {**state, SLOT: prepared_generator(generator, SLOT, candidate, state, preparation)}
+
+    def check(outlook: Outlook) -> None:
+        if contest.input == "sample":
+            refuse_text_and_heads(outlook)
+        if outlook.model is not None:
+            check_network(contest, outlook.model)
+        check_fit(generator, outlook)
 
     return ServerStep(
         "hard_samples",
         apply,
         init=lambda _: {SLOT: {}},
         needs=contest.needs,
-        prepare=_preparing(generator, contest) if contest.iterations else no_preparation,
-        check=_checking(generator, contest) if contest.iterations else no_objection,
+        prepare=prepare if contest.iterations else no_preparation,
+        check=check if contest.iterations else no_objection,
     )
-
-
-def _report(contest: Contest, round: Round, candidate: Weights, found: Mapping[str, Fitted]) -> None:
-    round.metrics["generator_loss"] = float(found["generator"].loss)
-    round.metrics["student_loss"] = float(found["student"].loss)
-    right, asked = found["student"].weights.buffers[RIGHT].tolist()
-    if asked:
-        round.metrics["samples_right"] = right / asked
-    round.models.setdefault("aggregated", candidate)
-
-
-def _players(contest: Contest, roles: Roles, number: int, teachers: int) -> dict[str, Player]:
-    decay = contest.lr_decay ** (number - 1)
-    turn = contest.generator_steps * (teachers if contest.clients == "each" else 1)
-    size = contest.batch_size
-    hunter = Training(steps=turn, batch_size=size, optimizer="adam", lr=contest.generator_lr * decay)
-    pupil = Training(
-        steps=contest.student_steps, batch_size=size, lr=contest.server_lr * decay, weight_decay=contest.weight_decay
-    )
-    return {"generator": Player(roles.hunt, hunter), "student": Player(roles.learn, pupil, roles.look)}
-
-
-def _roles(contest: Contest, generator: Model, model: Model) -> Roles:
-    net = _net(contest, model)
-    return Roles(_hunt(contest, generator, net, model), _learn(contest, net), _look(generator, net, model))
 
 
 def _hunt(contest: Contest, generator: Model, net: Net, model: Model) -> Loss:
     """-md + lam_cls cls + lam_dis div, of one client's model (the step says whose) or of all together."""
+    how = contest.generator
 
     def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
         z, y = scene.drawn["z"], scene.drawn["y"]
         teachers, share = scene.given["teachers"], scene.given["share"]
         cohort = len(share)
-        if contest.clients == "each":
+        if contest.one_by_one:
             whose = (scene.step % cohort).reshape(1)
             teachers, share = tree_map(lambda leaf: leaf.index_select(0, whose), (teachers, share))
         output, buffers = generator.apply(own, asked_for(z, y, model.classes), training=True, seed=scene.seed)
         x, weight = output.logits.reshape(-1, *net.shape), share.index_select(1, y)
         said = net.many(scene, teachers, x)
         total = x.new_zeros(())
-        if contest.lam_dis:
-            total = contest.lam_dis * len(share) / cohort * diversity(full_precision(x), full_precision(z))
-        if contest.lam_cls:
-            total = total + contest.lam_cls * recognition(said, y, weight, contest.cls_weights)
-        if contest.discrepancy != "none":
+        if how.lam_dis:
+            total = how.lam_dis * len(share) / cohort * diversity(full_precision(x), full_precision(z))
+        if how.lam_cls:
+            total = total + how.lam_cls * contest.recognise(said, y, weight)
+        if contest.hardness is not None:
             mine = net.one(_network(scene.weights["student"]), x, False, None)[0]
-            theirs = said.detach() if contest.discrepancy_through == "student" else said
-            total = total - discrepancy(SOUGHT[contest.discrepancy], mine, theirs, weight)
+            total = total - contest.hardness(mine, said, weight)
         return total, buffers
 
     return loss
@@ -251,9 +310,8 @@ def _look(generator: Model, net: Net, model: Model) -> Callable[[Scene], Tree]:
 def _learn(contest: Contest, net: Net) -> Loss:
     def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
         seen = scene.seen
-        logits, buffers = net.one(_network(own), seen["x"], contest.batch_norm != "frozen", scene.seed)
-        per_class = contest.student_scale == "class"
-        found = lesson_loss(contest.student_loss, logits, seen["said"], seen["weight"], per_class=per_class)
+        logits, buffers = net.one(_network(own), seen["x"], contest.student.batch_norm != "frozen", scene.seed)
+        found = contest.lesson(logits, seen["said"], seen["weight"])
         return found, {**buffers, RIGHT: own.buffers[RIGHT] + seen["right"]}
 
     return loss
@@ -306,60 +364,7 @@ def _drawn(contest: Contest, wanted: Tensor, like: Tensor, seed: Seed) -> Tree:
     """A row for each iteration: z (B, d) and the classes y (B,), in the wanted proportions over all iterations."""
     iterations, batch = contest.iterations, contest.batch_size
     y = quota_labels(wanted, iterations * batch, seed_for(seed, "labels")).reshape(iterations, batch)
-    return {"z": gaussian_noise(seed, (iterations, batch, contest.noise), like), "y": y.to(like.device)}
-
-
-@torch.no_grad()
-def fresh_statistics(model: Model, weights: Weights, x: Tensor, seed: Seed) -> Params:
-    """Buffers whose running means and variances are those of the batch x alone.
-
-    A layer moves them from r to r + m (batch - r) by a momentum m of its own: from 0 to m batch, and from the size s of
-    that to (1 - m) s more. A layer that does not move them keeps its own. Outside the engine, as `invent_many` is.
-    """
-    key = torch.tensor(to_signed(seed_for(seed, "statistics")), device=x.device)
-    running = [name for name in weights.buffers if name.endswith(("running_mean", "running_var"))]
-    if not running or not model.traits.batch_statistics:
-        return weights.buffers
-
-    uncounted = {n: torch.zeros_like(b) for n, b in weights.buffers.items() if n.endswith("num_batches_tracked")}
-
-    def moved(held: Params) -> Params:
-        start = Weights(weights.params, {**weights.buffers, **uncounted, **held})
-        return model.apply(start, x, training=True, seed=key)[1]
-
-    from_zero = moved({name: torch.zeros_like(weights.buffers[name]) for name in running})
-    tops = {name: from_zero[name].abs().amax() for name in running}
-    size = {name: torch.where(top > 0, top, torch.ones_like(top)) for name, top in tops.items()}
-    from_size = moved({name: size[name].expand_as(weights.buffers[name]).clone() for name in running})
-    told = dict(weights.buffers)
-    for name in running:
-        momentum = 1.0 - ((from_size[name] - from_zero[name]).double() / size[name]).mean()
-        if bool(momentum > 0):
-            told[name] = from_zero[name] / momentum.to(x)
-    return told
-
-
-def _checking(generator: GeneratorFor, contest: Contest) -> Callable[[Outlook], None]:
-    def check(outlook: Outlook) -> None:
-        if contest.input == "sample":
-            refuse_text_and_heads(outlook)
-        if outlook.model is not None:
-            check_network(contest, outlook.model)
-        check_fit(generator, outlook)
-
-    return check
-
-
-def _preparing(
-    generator: GeneratorFor, contest: Contest
-) -> Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]:
-    """The first generator; one that an earlier phase of the run trained goes on, if it has this form."""
-
-    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        check_network(contest, preparation.model)
-        return candidate, {**state, SLOT: prepared_generator(generator, SLOT, candidate, state, preparation)}
-
-    return prepare
+    return {"z": gaussian_noise(seed, (iterations, batch, contest.generator.noise), like), "y": y.to(like.device)}
 
 
 def check_network(contest: Contest, model: Model) -> None:
@@ -378,63 +383,3 @@ def check_network(contest: Contest, model: Model) -> None:
             f"model '{model.name}' does not say what one sample looks like: make it with from_module, which sets "
             "input_shape and classes"
         )
-
-
-Distance = Literal["l1", "mse", "forward_kl", "reverse_kl"]
-ClassWeights = Literal["sample", "client"]
-
-
-def apart(kind: Distance, student: Tensor, teachers: Tensor) -> Tensor:
-    """(T, B) how far the student s is from teacher t_k on a sample; 0 where both say the same.
-
-        l1:          mean_c |s_c - t_kc|
-        mse:         mean_c (s_c - t_kc)^2
-        forward_kl:  KL(softmax(t_k) || softmax(s))
-        reverse_kl:  KL(softmax(s) || softmax(t_k))
-
-    >>> s, t = torch.tensor([[1.0, 0.0, -1.0]]), torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
-    >>> [round(float(value), 4) for value in apart("l1", s, t)]
-    [0.6667, 1.0]
-    """
-    student, teachers = full_precision(student), full_precision(teachers)
-    if kind in ("l1", "mse"):
-        gap = student - teachers
-        return (gap.abs() if kind == "l1" else gap.square()).mean(-1)
-    log_student, log_teachers = torch.log_softmax(student, -1), torch.log_softmax(teachers, -1)
-    if kind == "forward_kl":
-        return (log_teachers.exp() * (log_teachers - log_student)).sum(-1)
-    return (log_student.exp() * (log_student - log_teachers)).sum(-1)
-
-
-def pooled(each: Tensor, share: Tensor) -> Tensor:
-    """mean_i sum_k share_ki each_ki."""
-    return (share * each).sum(0).mean()
-
-
-def discrepancy(kind: Distance, student: Tensor, teachers: Tensor, share: Tensor) -> Tensor:
-    """md = mean_i sum_k share_ki apart_ki."""
-    return pooled(apart(kind, student, teachers), share)
-
-
-def lesson_loss(kind: Distance, student: Tensor, teachers: Tensor, share: Tensor, *, per_class: bool) -> Tensor:
-    """The discrepancy that the student learns to close; per_class: a KL counts 1 / K of itself, as in the code.
-
-    There it is the mean over samples and classes of -log softmax(s) sum_k share_k softmax(t_k): the same gradient.
-    """
-    found = discrepancy(kind, student, teachers, share)
-    return found / student.shape[-1] if per_class and kind.endswith("kl") else found
-
-
-def recognition(teachers: Tensor, y: Tensor, share: Tensor, weights: ClassWeights = "sample") -> Tensor:
-    """cls = sum_k mean_i share_ki CE(t_ki, y_i), every sample by its own share of the teacher.
-
-    weights "client": sum_k mean_i share_ki mean_i CE(t_ki, y_i), the code's form, in which classes do not count.
-    """
-    log_teachers = torch.log_softmax(full_precision(teachers), -1)
-    wrong = -log_teachers.gather(-1, y.expand(len(teachers), -1).unsqueeze(-1)).squeeze(-1)
-    return pooled(wrong, share) if weights == "sample" else (wrong.mean(1) * share.mean(1)).sum()
-
-
-def ensemble_names(teachers: Tensor, share: Tensor) -> Tensor:
-    """(B,) the class that sum_k share_k softmax(t_k) holds for the most probable."""
-    return mix(torch.softmax(full_precision(teachers), -1), share).argmax(-1)

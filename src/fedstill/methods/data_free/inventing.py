@@ -7,21 +7,88 @@ invents, flat: (B, number of values). Make one with models.generators.build_gene
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import Count, CountOrNone, NotNegative, Positive
 from fedstill.core.seeds import normal, numpy_generator, seed_for, to_signed
 from fedstill.core.setup import Preparation
 from fedstill.core.tree import flatten, leaves, tree_map
-from fedstill.core.types import Model, Outlook, Round, Seed, Tree, Weights
+from fedstill.core.types import Model, Outlook, Round, Seed, Training, Tree, Weights
+from fedstill.methods.data_free.generators import build_generator, check_generator
 
+BatchNorm = Literal["train", "frozen", "restore"]
 GeneratorFor = Callable[[Model], Model]  # the generator that invents samples (or features) for a run's model
 SHOWN, SHOWN_OF_A_CLASS = 100, 10  # samples that people look at, at most: in all, of a class
 AT_ONCE = 50  # samples that a generator makes in one go
+
+
+@dataclass(frozen=True)
+class Generator:
+    """The generator on the server and how it learns.
+
+    Args:
+        network: "conv", "conv_paper", "deconv", "small" or "table"; for features "dense", "features" or
+            "features_large"; "auto" goes by the shape of a sample.
+        noise: random numbers that a sample is made of (d).
+        steps: steps of its Adam in a turn.
+        lr: learning rate in the first round.
+        lr_decay: factor of the rate from round to round.
+        weight_decay: of the generator.
+        lam_cls: weight of the teachers' cross-entropy in its loss (lambda_cls).
+        lam_dis: weight of the diversity in its loss (lambda_dis).
+    """
+
+    network: str = "auto"
+    noise: Count = 100
+    steps: CountOrNone = 1
+    lr: Positive = 0.01
+    lr_decay: Positive = 0.998
+    weight_decay: NotNegative = 0.0
+    lam_cls: NotNegative = 1.0
+    lam_dis: NotNegative = 1.0
+
+    def invents(self, *, features: bool = False) -> GeneratorFor:
+        """Return the function that builds this network for a run's model: of its inputs, or of its features."""
+        name = check_generator(self.network)
+
+        def made(model: Model) -> Model:
+            shape, inputs = ((model.feature_size,), model.input_shape) if features else (model.input_shape, ())
+            return build_generator(name, shape=shape, classes=model.classes, noise=self.noise, inputs=inputs)
+
+        return made
+
+
+@dataclass(frozen=True)
+class InventedStudent:
+    """How the averaged model learns from invented samples.
+
+    Args:
+        steps: steps of its SGD in a turn.
+        lr: learning rate in the first round.
+        lr_decay: factor of the rate from round to round.
+        weight_decay: of the model.
+        batch_norm: "frozen", eval mode (dropout too); "restore", train mode, and the averaged statistics afterwards;
+            "train", its statistics become those of invented samples, as in FedFTG's code, which costs accuracy.
+    """
+
+    steps: CountOrNone = 5
+    lr: Positive = 0.1
+    lr_decay: Positive = 0.998
+    weight_decay: NotNegative = 1e-3
+    batch_norm: BatchNorm = "frozen"
+
+
+def turn_of(learner: Generator | InventedStudent, batch_size: int, **changes: Any) -> Training:
+    """Return the training of a generator (Adam) or of a student (SGD)."""
+    optimizer = "adam" if isinstance(learner, Generator) else "sgd"
+    own = {key: getattr(learner, key) for key in ("steps", "lr", "lr_decay", "weight_decay")}
+    return Training(**{**own, "optimizer": optimizer, "batch_size": batch_size, **changes})
 
 
 def with_samples(round: Round) -> Round:

@@ -21,7 +21,6 @@ from fedstill.core.types import (
     Player,
     Round,
     Scene,
-    Seed,
     ServerStep,
     Training,
     Tree,
@@ -99,7 +98,12 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
     State: "teaching_generator", kept from round to round.
     Reports: teaching_generator_loss and distill_loss, the means over the steps of the two phases.
     """
-    players = cache(lambda model: _players(teaching, generator(model), model))
+
+    @cache
+    def players(model: Model) -> tuple[Player, Player]:
+        made = generator(model)
+        inventor = Player(_generator_loss(teaching, made, model), teaching.generator)
+        return inventor, Player(_student_loss(teaching, model), teaching.student, _lesson(teaching, made, model))
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         if teaching.idle:
@@ -134,11 +138,6 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
         prepare=no_preparation if teaching.idle else prepare,
         check=no_objection if teaching.idle else check,
     )
-
-
-def _players(teaching: Teaching, generator: Model, model: Model) -> tuple[Player, Player]:
-    inventor = Player(_generator_loss(teaching, generator, model), teaching.generator)
-    return inventor, Player(_student_loss(teaching, model), teaching.student, _lesson(teaching, generator, model))
 
 
 def _generator_loss(
@@ -182,18 +181,16 @@ def _student_loss(teaching: Teaching, model: Model) -> Callable[[Weights, Scene]
 
 def _turn(
     round: Round, counts: Tensor, noise: int, name: str, player: Player, start: Weights, given: Tree
-) -> tuple[Weights, float]:  # fmt: skip
-    """All steps of one player, each an exchange of its own; -> the trained weights and the mean loss."""
-    training, seed = player.training, seed_for(round.seed, "invented", name)
-    rate = training.lr * training.lr_decay ** (round.number - 1)
-    one_step = replace(player, training=replace(training, steps=1, lr=rate, lr_decay=1.0))
-    drawn = _drawn(training, noise, counts, next(leaves(start)), seed)
-    fitted = round.trainer.take_turns({name: one_step}, {name: start}, drawn, given, seed)[name]
-    return fitted.weights, float(fitted.loss)
+) -> tuple[Weights, float]:
+    """Play all steps of one player, each an exchange of its own; return the trained weights and the mean loss.
 
-
-def _drawn(training: Training, noise: int, counts: Tensor, like: Tensor, seed: Seed) -> Tree:
-    """A row for each step: z (B, d) and the classes y (B,), in the proportions of the counts over all steps."""
+    Each step has its own noise z (B, d) and classes y (B,), in the proportions of the counts over all steps.
+    """
+    training, seed, like = player.training, seed_for(round.seed, "invented", name), next(leaves(start))
     steps, batch = training.steps or 0, training.batch_size
     y = quota_labels(counts, steps * batch, seed_for(seed, "labels")).reshape(steps, batch)
-    return {"z": gaussian_noise(seed, (steps, batch, noise), like), "y": y.to(like.device)}
+    drawn = {"z": gaussian_noise(seed, (steps, batch, noise), like), "y": y.to(like.device)}
+    rate = training.lr * training.lr_decay ** (round.number - 1)
+    one_step = replace(player, training=replace(training, steps=1, lr=rate, lr_decay=1.0))
+    fitted = round.trainer.take_turns({name: one_step}, {name: start}, drawn, given, seed)[name]
+    return fitted.weights, float(fitted.loss)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Method, Training
+from fedstill.core.limits import Count, CountOrNone, Temperature
+from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.options import not_negative, positive, temperature_of
 from fedstill.methods.pretraining.contrastive import neighbour_probe, simclr_pretext
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
-from fedstill.server.pretrain import pretrain
+from fedstill.server.pretrain import Pretraining, pretrain
 
 
 def simclr(
     *,
-    epochs: int = 100,
-    batch_size: int = 512,
-    pretrain_lr: float = 1e-3,
-    weight_decay: float = 1e-6,
-    temperature: float = 0.5,
-    projection: int = 128,
-    hidden: int = 512,
-    pretrain_seed: int | None = None,
-    neighbours: int = 200,
+    training: Pretraining = Pretraining(epochs=100, batch_size=512, weight_decay=1e-6),
+    temperature: Temperature = 0.5,
+    projection: Count = 128,
+    hidden: Count = 512,
+    neighbours: CountOrNone = 200,
     weighting: Weighting = "size",
     buffers: BufferPolicy = "average",
 ) -> Method:
@@ -35,15 +31,10 @@ def simclr(
     (these options, model, unlabeled images, seed): every later run and method takes the same bits from there.
 
     Args:
-        epochs: passes over the unlabeled images; 0 is FedAvg (of the same weighting) bit for bit.
-        batch_size: images in a step (B); the last, smaller batch of an epoch is left out.
-        pretrain_lr: learning rate of Adam.
-        weight_decay: of Adam, on every parameter.
+        training: how Adam trains; a step has batch_size images (B).
         temperature: t.
         projection: length of z.
         hidden: width of the layer between the features and z.
-        pretrain_seed: draws first weights, views and batches of the pre-training alone, so that runs of several seeds
-            share one extractor (if they share the unlabeled images); None goes by the run's seed.
         neighbours: k of the nearest-neighbour look at the extractor before and after; 0 leaves it out. It needs labels
             that only a simulation has (of the unlabeled images, else of the test set), and decides nothing.
         weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
@@ -56,20 +47,12 @@ def simclr(
     Reference: Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, ICML 2020; as FedAUX
         uses it: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, IEEE TNNLS 2021.
     """
-    not_negative("epochs", epochs)
-    not_negative("weight_decay", weight_decay)
-    not_negative("neighbours", neighbours)
-    for key, value in {"pretrain_lr": pretrain_lr, "projection": projection, "hidden": hidden}.items():
-        positive(key, value)
-    if batch_size < 2:
-        raise FedstillError(f"method.batch_size = {batch_size!r} is impossible: it must be 2 or more")
-    temperature_of("temperature", temperature)
+    if training.batch_size < 2:
+        told = f"method.training.batch_size = {training.batch_size!r} is impossible"
+        raise FedstillError(f"{told}: it must be 2 or more, because views are told from those of other images")
     step = average(weighting, buffers=buffers)
-    if not epochs:
+    if not training.epochs:
         return Method(cross_entropy(), step)
-    training = Training(
-        epochs=epochs, batch_size=batch_size, optimizer="adam", lr=pretrain_lr, weight_decay=weight_decay
-    )
-    pretext = simclr_pretext(training, temperature=temperature, projection=projection, hidden=hidden)
+    pretext = simclr_pretext(training.by("adam"), temperature=temperature, projection=projection, hidden=hidden)
     probe = neighbour_probe(k=neighbours) if neighbours else None
-    return Method(cross_entropy(), step, (pretrain(pretext, seed=pretrain_seed, probe=probe),))
+    return Method(cross_entropy(), step, (pretrain(pretext, seed=training.seed, probe=probe),))
