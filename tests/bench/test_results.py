@@ -9,7 +9,6 @@ from bench_cases import run_of, small
 from fedstill.bench.results import add_run, cell_key, merge, read_runs, write_runs
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
-from fedstill.methods import METHODS
 
 
 @pytest.mark.parametrize(
@@ -166,11 +165,11 @@ def test_a_file_that_holds_something_else_is_not_overwritten(tmp_path, text):
     assert file.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["feddf(preset='mrtf')", 'feddf(preset="mrtf")+fedprox(mu=0.1)'])
-def test_a_preset_that_changes_is_another_cell_and_cells_without_presets_keep_their_keys(monkeypatch, text):
-    named = Experiment(method=text.replace("'", '"'))
-    plain = Experiment(method="feddf")
-    before = cell_key(named), cell_key(plain)
-    monkeypatch.setitem(METHODS["feddf"].presets, "mrtf", {"server_lr": 0.5})
-    assert cell_key(named) != before[0]
-    assert cell_key(plain) == before[1]
+def test_a_cell_is_the_same_wherever_its_methods_file_lies(tmp_path):
+    keys = set()
+    for folder in ("here", "there"):
+        file = tmp_path / folder / "own.py"
+        file.parent.mkdir()
+        file.write_text("from fedstill.methods import fedavg as mine\n")
+        keys.add(cell_key(Experiment(method=f"{file}:mine")))
+    assert len(keys) == 1

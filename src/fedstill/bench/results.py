@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
 from fedstill.methods import lookup as expression
-from fedstill.methods.options import find
 from fedstill.storage.files import lock, write_whole
 
 # Numbers that a record keeps beside the accuracy of a round, each times this factor: shares become percent.
@@ -79,7 +78,7 @@ def cell_key(experiment: Experiment) -> str:
     """Ten letters for all that decides a cell's numbers; the same cell in two tables is the same run.
 
     Values equal to a section's default are left out, so that new keys do not change old names, and so is where the
-    data and methods' own files lie. A preset counts by the options that it sets.
+    data and methods' own files lie.
     """
     table = experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL)
     method, data = table.get("method", {}), table.get("data", {})
@@ -90,20 +89,7 @@ def cell_key(experiment: Experiment) -> str:
     for place in ("source", "unlabeled", "test"):
         if isinstance(data.get(place), str):
             data[place] = name_of_data(data[place])
-    text = json.dumps({**table, **_presets(experiment)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
-
-
-def _presets(experiment: Experiment) -> dict[str, Any]:
-    """The options that the presets of a cell's methods set at present; nothing where no preset is named."""
-    section = experiment.method
-    presets: dict[str, Any] = {}
-    for part in (part for stretch in expression.parse(section.name) for part in stretch.parts):
-        preset = {**part.options, **section.options}.get("preset")
-        forms = getattr(find("method", part.name), "presets", {})
-        if preset in forms:
-            presets[part.name] = dict(forms[preset])
-    return {"presets": presets} if presets else {}
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def engine_of(experiment: Experiment) -> dict[str, Any]:

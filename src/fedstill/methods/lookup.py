@@ -125,18 +125,17 @@ def _shared_options(parts: Sequence[Part], factories: Mapping[str, Factory]) -> 
         if any(value != other for value in said.values() for other in said.values()):
             told = " and ".join(f"{name}({key}={value})" for name, value in said.items())
             raise FedstillError(f"{told} cannot run together: models are averaged once, give both the same {key}")
-        defaults = [_default(factories[part.name], part, key) for part in parts]
+        defaults = [_default(factories[part.name], key) for part in parts]
         own = [value for value in defaults if isinstance(value, str) and value != usual[key].default]
         if said or own:
             agreed[key] = next(iter(said.values())) if said else own[0]
     return agreed
 
 
-def _default(factory: Factory, part: Part, key: str) -> Any:
-    """What an option is unless it is set: as the part's preset has it, or the signature; None where there is none."""
-    forms = getattr(factory, "presets", {})
+def _default(factory: Factory, key: str) -> Any:
+    """Return the default of an option; None where there is none."""
     parameter = inspect.signature(factory).parameters.get(key)
-    return forms.get(part.options.get("preset"), {}).get(key, None if parameter is None else parameter.default)
+    return None if parameter is None else parameter.default
 
 
 def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Method:
