@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import running
 import torch
 from quick import EITHER_ENGINE
 from run_helpers import toy_federation
@@ -26,14 +27,8 @@ def federate(method, engine="batched"):
     data = toy_federation()
     model = fedstill.build_model("mlp", input_shape=(4,), classes=3, hidden=(8,))
     training = fedstill.Training(steps=2, batch_size=5, lr=0.1)
-    how = {"training": training, "rounds": 1, "cohort": 3, "engine": engine, "device": "cpu"}
-    return fedstill.federate(
-        fedstill.Built(
-            method=method,
-            model=model,
-            federation=data,
-            **how,
-        )
+    return running.federate(
+        method=method, model=model, federation=data, training=training, rounds=1, cohort=3, engine=engine, device="cpu"
     )
 
 
