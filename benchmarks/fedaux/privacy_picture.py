@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstill.core.errors import FedstillError
+from fedstill.report import style
 from fedstill.report.curves import End, name_ends
-from fedstill.report.style import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

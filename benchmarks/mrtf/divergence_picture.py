@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report.style import COLOURS
+from fedstill.report import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,7 @@ import pytest
 from bench_cases import RECIPE, bench, fake_runs, forbid_runs, invoke, run_of, small, write_paper
 
 from fedstill.bench import Cell, workers
-from fedstill.bench.estimate import Seconds
-from fedstill.bench.plan import claimed, make_jobs
+from fedstill.bench.plan import Seconds, claimed, make_jobs
 from fedstill.bench.results import read_runs
 from fedstill.bench.workers import Message
 from fedstill.cli import bench as module

@@ -3,15 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstill.compose.combine import (
-    broadcast_of,
-    combine,
-    first_state,
-    reported,
-    run_steps,
-    targets,
-    weighted_mean,
-)
+from fedstill.compose.combine import broadcast_of, combine, first_state, reported, run_steps, targets, weighted_mean
 from fedstill.compose.wrappers import after, every, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, unflatten

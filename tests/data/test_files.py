@@ -18,11 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedstill.data import (
-    from_hf,
-    load,
-    read_unlabeled,
-)
+from fedstill.data import from_hf, load, read_unlabeled
 from fedstill.data.files import read_csv
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)

@@ -10,14 +10,7 @@ from data_files import HYPOTHESIS, fails, hub_folder, pictures, png, write_parqu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.data import (
-    Source,
-    from_tensors,
-    load,
-    owners,
-    split_unlabeled,
-    stratified_holdout,
-)
+from fedstill.data import Source, from_tensors, load, owners, split_unlabeled, stratified_holdout
 from fedstill.partition import PARTITIONS
 
 

@@ -16,14 +16,7 @@ from data_files import HUB_FEATURES, HYPOTHESIS, fails, pictures, png, write_par
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstill.data import (
-    Source,
-    from_csv,
-    load,
-    owners,
-    read_unlabeled,
-    split_unlabeled,
-)
+from fedstill.data import Source, from_csv, load, owners, read_unlabeled, split_unlabeled
 from fedstill.data.tables import encode_labels
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)

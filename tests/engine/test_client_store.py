@@ -13,7 +13,7 @@ from fedstill.core.seeds import torch_generator
 from fedstill.core.tree import flatten, rows
 from fedstill.engine import client_store as store_module
 from fedstill.engine.client_store import ClientStore
-from fedstill.engine.memory import free_memory
+from fedstill.engine.device_data import free_memory
 
 POPULATION = 12
 BUDGETS = pytest.mark.parametrize("budget", [2 << 30, 0], ids=["memory", "disk"])

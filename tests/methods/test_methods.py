@@ -2,7 +2,7 @@ import inspect
 
 import pytest
 
-from fedstill import methods as methods
+from fedstill import methods
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Method, Need

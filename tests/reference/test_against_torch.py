@@ -36,7 +36,7 @@ from fedstill.core.types import Federation, Training, Weights
 from fedstill.engine.plan import make_plan
 from fedstill.methods import fedavg
 from fedstill.models import build_model
-from fedstill.models.zoo.cnn import cnn
+from fedstill.models.zoo.small import cnn
 
 ENGINES = ("batched", "looped")
 EVEN = (

@@ -13,8 +13,8 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from pictures import saved_figures
 
+from fedstill.report import COLOURS, style
 from fedstill.report.curves import learning_curves
-from fedstill.report.style import COLOURS, style
 
 LONG = 'method{}(form="mean", epsilon=0.5, steps=2000)+simclr(epochs=100)'
 

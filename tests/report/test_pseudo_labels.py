@@ -18,8 +18,8 @@ from pictures import assert_no_label_is_clipped, saved_figures
 
 import fedstill
 from fedstill.core.errors import FedstillError
+from fedstill.report import COLOURS
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
-from fedstill.report.style import COLOURS
 
 
 def row(number: int, counts: list[int] | None = None, right: float | None = None, **more: float) -> dict:

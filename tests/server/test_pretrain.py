@@ -22,7 +22,7 @@ from torch import nn
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.threads import threads
+from fedstill.core.trainer import threads
 from fedstill.core.tree import flatten
 from fedstill.core.types import Method, Phase, Stage, Training
 from fedstill.engine import Engine

@@ -11,18 +11,7 @@ from fedstill.compose.combine import weighted_mean
 from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
 from fedstill.core.trainer import Trained
 from fedstill.core.tree import rows, stack
-from fedstill.core.types import (
-    Batch,
-    Federation,
-    Local,
-    Method,
-    Model,
-    Objective,
-    Output,
-    ServerStep,
-    Uploads,
-    Weights,
-)
+from fedstill.core.types import Batch, Federation, Local, Method, Model, Objective, Output, ServerStep, Uploads, Weights
 
 CLASSES, FEATURES = 3, 4
 

@@ -14,8 +14,19 @@ from typing import Any, Self
 
 import typer
 
-from fedstill.bench.estimate import Seconds, estimate_line, longest_first, roughly
-from fedstill.bench.plan import BenchPlan, Job, claimed, device_name, find_device, make_jobs, make_plan
+from fedstill.bench.plan import (
+    BenchPlan,
+    Job,
+    Seconds,
+    claimed,
+    device_name,
+    estimate_line,
+    find_device,
+    longest_first,
+    make_jobs,
+    make_plan,
+    roughly,
+)
 from fedstill.bench.recipe import (
     Recipe,
     Table,

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedstill.core.types import (
-    Method,
-    Model,
-    Round,
-    Seed,
-    ServerStep,
-    Transmit,
-    Tree,
-    Uploads,
-    Weights,
-    unchanged,
-)
+from fedstill.core.types import Method, Model, Round, Seed, ServerStep, Transmit, Tree, Uploads, Weights, unchanged
 
 
 def head_names(model: Model) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from fedstill.core.types import Model, Objective, Output, Params, Seed, Training, Tree, Uploads, Weights
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 @dataclass(frozen=True)
@@ -174,3 +176,18 @@ class Player:
     loss: Callable[[Weights, Scene], tuple[Tensor, Params]]
     training: Training
     look: Callable[[Scene], Tree] = nothing_seen
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Small matrices on several threads mostly wait for each other, and for whatever else the machine does.
+
+    count: None leaves it as it is.
+    """
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import byte_size, leaves, to_device, tree_map
 from fedstill.core.types import Tree
-from fedstill.engine.memory import free_memory
+from fedstill.engine.device_data import free_memory
 
 SNAPSHOT_PART = 256 << 20
 SHARE = 8  # one part of so many of the free memory may hold records

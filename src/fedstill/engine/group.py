@@ -16,7 +16,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import concatenate, leaves, tree_map
 from fedstill.core.tree import rows as rows_of
 from fedstill.core.types import Batch, Local, Params, Tree, no_finish
-from fedstill.engine.memory import free_memory
+from fedstill.engine.device_data import free_memory
 from fedstill.engine.plan import Plan, sweep_plan
 from fedstill.engine.stack import Stack, View, allocate_weights, layout_of
 from fedstill.engine.step import Program

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.threads import threads
+from fedstill.core.trainer import threads
 from fedstill.core.types import Federation
 from fedstill.experiment.build import build
 from fedstill.experiment.config import Experiment, checked_experiment

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from fedstill.compose.combine import broadcast_of, first_state, prepare_steps, run_steps, targets
 from fedstill.compose.combine import reported as reported_by
-from fedstill.compose.groups import (
-    bytes_received,
-    bytes_sent,
-    only,
-    own_upload,
-    whole_upload,
-)
+from fedstill.compose.groups import bytes_received, bytes_sent, only, own_upload, whole_upload
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import carry_over, method_at
 from fedstill.core.errors import FedstillError

@@ -16,11 +16,10 @@ from fedstill.models.mixed import mixed_model
 from fedstill.models.network import Network
 from fedstill.models.zoo.bert import bert
 from fedstill.models.zoo.char_lstm import char_lstm
-from fedstill.models.zoo.cnn import cnn, convnet, fecnn, lenet, lenet5
-from fedstill.models.zoo.mlp import mlp
 from fedstill.models.zoo.mobilenet import mobilenet_v2
 from fedstill.models.zoo.resnet import resnet8, resnet8_wide, resnet18, resnet20, resnet34
 from fedstill.models.zoo.shufflenet import shufflenet
+from fedstill.models.zoo.small import cnn, convnet, fecnn, lenet, lenet5, mlp
 from fedstill.models.zoo.vgg import vgg8, vgg11
 
 __all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import to_signed, uniform
 from fedstill.models.stacked import folded as folded_conv
+from fedstill.models.stacked import is_batched, is_wrapped
 from fedstill.models.stacked.convolutions import (
     StackedConv2d,
     StackedMaxPool2d,
@@ -27,7 +28,6 @@ from fedstill.models.stacked.convolutions import (
     pools_by_two,
 )
 from fedstill.models.stacked.folded import FoldedConv2d, FoldedGroupNorm, FoldedMean, FoldedShuffle, means_all
-from fedstill.models.stacked.transforms import is_batched, is_wrapped
 from fedstill.models.zoo.char_lstm import StepwiseLSTM
 
 # Odd and unrelated to the counter's constant in core.seeds, so that the masks of two layers never line up.

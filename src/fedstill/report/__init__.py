@@ -1,1 +1,72 @@
+"""Tables and pictures; here the words and colours that all pictures share."""
 
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from fedstill.core.errors import FedstillError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# Okabe & Ito (2008): eight colours that stay apart for colour-blind readers; yellow last (weak on white).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (1, 1.1)), (0, (4, 1.4, 1, 1.4)))
+TITLE_WIDTH = 92  # letters a line, in a picture of eight inches
+
+Style = tuple[str, Any]  # colour, dash
+
+
+def style(place: int) -> Style:
+    """Return colour and dash of the method at this place of a comparison, the same in all its pictures."""
+    return COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
+
+
+def new_figure(width: float, height: float, title: str = "", *, letters: int = TITLE_WIDTH, size: float = 11) -> Figure:
+    """Return an empty figure of so many inches, with its title at the left in lines of at most `letters`."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(wrapped(title, letters), x=0.01, ha="left", fontsize=size)
+    return figure
+
+
+def quiet(axes: Axes, grid: str = "y") -> None:
+    """Draw grey lines along one axis below the data, and no frame above and at the right."""
+    axes.grid(axis=grid, color="0.9", linewidth=0.8)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def whole_rounds(axes: Axes) -> None:
+    """Mark whole rounds only."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break a text into lines of at most `width` letters, behind a comma, a plus, a semicolon or a space.
+
+    >>> wrapped("fedaux(form='mean', epsilon=0.5)+simclr(epochs=100)", 34)
+    "fedaux(form='mean', epsilon=0.5)+\\nsimclr(epochs=100)"
+    """
+    lines = [""]
+    for piece in re.findall(r"[^,+; ]*[,+; ]*", text):
+        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def shortened(name: str, letters: int) -> str:
+    """Cut a name that is longer than so many letters."""
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"

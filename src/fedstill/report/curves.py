@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstill.report.style import Style, new_figure, quiet, style, whole_rounds, wrapped
+from fedstill.report import Style, new_figure, quiet, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.engine.device_data import Feed
 from fedstill.loop.history import Result
 from fedstill.loop.resume import log_to
-from fedstill.report.style import new_figure, shortened
+from fedstill.report import new_figure, shortened
 from fedstill.report.table import counted
 from fedstill.storage.files import write_whole
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report.style import new_figure, shortened
+from fedstill.report import new_figure, shortened
 
 _MOST_CLIENTS = 100
 _INK = "#222222"

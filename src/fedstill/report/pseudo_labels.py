@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
+from fedstill.report import Style, new_figure, quiet, shortened, style, whole_rounds, wrapped
 from fedstill.report.curves import NAME_WIDTH, Curve, about_seeds, band, name_ends
-from fedstill.report.style import Style, new_figure, quiet, shortened, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

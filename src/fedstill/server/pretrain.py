@@ -18,8 +18,7 @@ from fedstill.core.limits import Count, CountOrNone, NotNegative, Positive
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
 from fedstill.core.setup import Preparation
-from fedstill.core.threads import threads
-from fedstill.core.trainer import Fitted, Trainer
+from fedstill.core.trainer import Fitted, Trainer, threads
 from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import (
     Model,

@@ -13,13 +13,7 @@ from papers import released
 
 from fedstill.core.tree import clone
 from fedstill.core.types import Model, Need, Output, Round, Targets, Training, Weights
-from fedstill.methods.mrtf.refinery import (
-    Refinery,
-    rectified,
-    rectified_distillation,
-    stable,
-    trust_in_clients,
-)
+from fedstill.methods.mrtf.refinery import Refinery, rectified, rectified_distillation, stable, trust_in_clients
 from fedstill.server import average, distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import mix, standardised, targets_of

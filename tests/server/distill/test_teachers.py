@@ -13,12 +13,7 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.tree import flatten
 from fedstill.core.types import Weights
 from fedstill.server.aggregate import average
-from fedstill.server.distill.teachers import (
-    dirichlet_samples,
-    gaussian_samples,
-    teacher_outputs,
-    uploads_teach,
-)
+from fedstill.server.distill.teachers import dirichlet_samples, gaussian_samples, teacher_outputs, uploads_teach
 
 MANY = 40_000  # samples: a mean is off by 1 / 200 standard deviations, and five times that is never seen
 direction_samples = released("fedbe", "direction_samples")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedstill.models.stacked.transforms import is_batched, is_wrapped
+from fedstill.models.stacked import is_batched, is_wrapped
 
 LARGEST = 64  # channels and filters; beyond, cuDNN a client on streams of its own is faster (docs/concepts.md)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedstill.models.stacked.transforms import is_batched, is_wrapped
+from fedstill.models.stacked import is_batched, is_wrapped
 
 Dims = tuple[int | None, ...]  # where the clients are in each tensor; None: they share it
 Rule = Callable[..., tuple[Any, Any]]  # (clients, dims, *tensors) -> (results, where the clients are in each)

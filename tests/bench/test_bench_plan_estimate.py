@@ -6,8 +6,7 @@ import pytest
 from bench_cases import run_of, small
 
 from fedstill.bench import Cell
-from fedstill.bench.estimate import Seconds, estimate_line, longest_first
-from fedstill.bench.plan import make_jobs
+from fedstill.bench.plan import Seconds, estimate_line, longest_first, make_jobs
 
 DEVICE = "cpu x86_64"  # of run_of
 
