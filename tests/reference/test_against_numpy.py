@@ -90,7 +90,7 @@ CASES = [
         {"option": "II", "global_lr": 1.0, "weighting": "size", "control_weighting": "uniform"},
     ),
     ("fednova", {}, reference.fednova, {}),
-    ("fednova", {"correction": "released"}, terms.released_fednova, {}),
+    (f"{RELEASED}:fednova", {}, terms.released_fednova, {}),
     ("fednova", {"weighting": "uniform"}, reference.fednova, {"weighting": "uniform"}),
     ("feddyn", {"alpha": 0.3}, reference.feddyn, {"alpha": 0.3}),
     ("feddyn", {"alpha": 0.3, "weighting": "size"}, reference.feddyn, {"alpha": 0.3, "weighting": "size"}),
