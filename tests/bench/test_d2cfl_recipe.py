@@ -74,8 +74,10 @@ def test_the_rollbacks_are_those_of_the_text(column, alpha, beta, size):
 def test_the_others_are_as_the_paper_ran_them():
     place = "cnn-cifar10-iid"
     assert D2C.method("figure-5", "fedavg", place) == {"name": "fedavg"}
-    assert D2C.method("figure-5", "feddf", place) == {"name": "feddf", "preset": "d2cfl"}
-    assert D2C.method("figure-5", "fedbe", place) == {"name": "fedbe", "preset": "d2cfl"}
+    for row in ("feddf", "fedbe"):
+        options = D2C.method("figure-5", row, place)
+        assert (options["labels"], options["warm_up"]) == ("hard", 10)
+        assert (options["student"]["epochs"], options["student"]["lr_epoch_decay"]) == (5, 0.95)
 
 
 def counts_of(column: str, classes: int = 10) -> np.ndarray:
@@ -147,7 +149,11 @@ def test_figure_14_varies_the_teachers_and_figure_15_the_optimiser():
     assert options == {f"teachers-{count}": count for count in (1, 5, 10, 20)}
     sgd = D2C.experiment("figure-15", "sgd", MAIN[0])
     assert (sgd.local.optimizer, sgd.local.lr, sgd.local.lr_epoch_decay, sgd.local.momentum) == ("sgd", 1e-3, 1.0, 0.0)
-    assert sgd.method.options == {"mix_alpha": 0.2, "beta": 0.8, "optimizer": "sgd", "lr_epoch_decay": 1.0}
+    assert sgd.method.options == {
+        "mix_alpha": 0.2,
+        "beta": 0.8,
+        "student": {"optimizer": "sgd", "lr_epoch_decay": 1.0},
+    }
     assert D2C.experiment("figure-15", "sgd-momentum", MAIN[0]).local.momentum == 0.9
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import cache
 
 import numpy as np
 import pytest
+from papers import BENCHMARKS
 from recipe_cases import PaperCase, parameters
 
 from fedstill import run
@@ -14,7 +16,6 @@ from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
 from fedstill.engine import Engine
-from fedstill.methods import fedaux as fedaux_factory
 from fedstill.methods.lookup import build_method, parse
 
 FEDAUX = PaperCase("fedaux")
@@ -28,7 +29,7 @@ PRETRAINED = "simclr(training.epochs=100, training.seed=0)"
 @cache
 def parts_of(text: str) -> dict[str, dict]:
     (stretch,) = parse(text)
-    return {part.name: part.options for part in stretch.parts}
+    return {part.name.rpartition(":")[2]: part.options for part in stretch.parts}
 
 
 def fedaux_options(table, row, column, preset="correct"):
@@ -109,33 +110,28 @@ def test_table_1_has_every_baseline_with_and_without_pre_training():
 
 def test_distillation_is_one_epoch_of_adam_at_5e_5_in_batches_of_128():
     feddf = FEDAUX.method("1", "feddf", "stl10-alpha-0.01-c-0.2")
-    assert feddf == {"name": "feddf", "preset": "fedaux"}
+    student = {"epochs": 1, "lr": 5e-5, "lr_schedule": "constant", "clip": "none"}
+    assert feddf == {"name": "feddf", "weighting": "size", "distill_share": 0.8, "student": student}
     aux = fedaux_options("1", "fedaux", "stl10-alpha-0.01-c-0.2")
-    assert aux == {
-        "epochs": 1, "server_lr": 5e-5, "lr_schedule": "constant", "clip": 1e9, "form": "sum", "lam": 0.01,
-    }  # fmt: skip
+    assert aux == {"form": "sum", "lam": 0.01, "student": student}
     be = FEDAUX.method("1", "fedbe", "stl10-alpha-0.01-c-0.2")
-    assert (be["epochs"], be["optimizer"], be["server_lr"], be["samples"]) == (1, "adam", 5e-5, 10)
+    assert (be["student"]["epochs"], be["student"]["optimizer"], be["student"]["lr"], be["samples"]) == (
+        1,
+        "adam",
+        5e-5,
+        10,
+    )
 
 
 def test_tiny_imagenet_is_gone_through_until_the_server_has_made_the_steps_that_stl_10_gives():
     """0.8 of 100,000 in batches of 128 are 625 steps; 0.8 of 20,000 need five epochs for them."""
     assert 0.8 * 100_000 / 128 == 5 * 0.8 * 20_000 / 128 == 625
     for row in ("feddf", "fedbe"):
-        assert FEDAUX.method("1", row, "tiny-alpha-0.01-c-0.4")["epochs"] == 5
+        assert FEDAUX.method("1", row, "tiny-alpha-0.01-c-0.4")["student"]["epochs"] == 5
     for table, column in (("1", "tiny-alpha-0.01-c-0.4"), ("3", "tiny-shufflenet-alpha-0.01")):
-        assert fedaux_options(table, "fedaux", column)["epochs"] == 5
-        assert fedaux_options(table, "fedaux", column, "paper")["epochs"] == 1, "as the text says"
-    assert fedaux_options("figure-4", "kde", "tiny")["epochs"] == 5
-
-
-@pytest.mark.parametrize("preset", ["paper", "released"])
-def test_fedaux_is_written_out_as_the_library_s_own_preset(preset):
-    """Written out, because a preset's noise cannot be taken away by an option; both say the same but for the clip."""
-    ours = fedaux_options("1", "fedaux", "stl10-alpha-0.01-c-0.2", preset)
-    theirs = dict(fedaux_factory.presets[preset])
-    assert (ours.pop("clip"), theirs.pop("clip")) == (1e9, None)
-    assert ours == theirs
+        assert fedaux_options(table, "fedaux", column)["student"]["epochs"] == 5
+        assert fedaux_options(table, "fedaux", column, "paper")["student"]["epochs"] == 1, "as the text says"
+    assert fedaux_options("figure-4", "kde", "tiny")["student"]["epochs"] == 5
 
 
 def test_the_released_code_keeps_adam_and_evaluates_by_the_batch():
@@ -143,7 +139,7 @@ def test_the_released_code_keeps_adam_and_evaluates_by_the_batch():
         assert cell.experiment.local.keep_optimizer
         assert cell.experiment.evaluate.endswith("train_mode.py:in_train_mode")
     column = "stl10-alpha-0.01-c-0.2"
-    assert FEDAUX.method("1", "feddf", column, "released") == {"name": "feddf", "preset": "fedaux_released"}
+    assert FEDAUX.method("1", "feddf", column, "released") == {"name": f"{BENCHMARKS}/fedaux/released.py:feddf"}
     evenly = {"weighting": "uniform", "buffers": "local"}
     assert FEDAUX.method("1", "fedavg", column, "released") == {"name": "fedavg", **evenly}
 
@@ -202,14 +198,14 @@ def test_figure_8_has_the_paper_s_noise_and_its_setting():
     one = FEDAUX.experiment("figure-8", "epsilon-0.04", "stl10-lambda-0.01", "released")
     assert (one.rounds, one.partition.clients, one.cohort, one.partition.options) == (10, 40, 0.4, {"alpha": 0.01})
     own = fedaux_options("figure-8", "epsilon-0.04", "stl10-lambda-0.01", "released")
-    assert (own["epsilon"], own["delta"], own["lam"], own["mechanism"]) == (0.04, 1e-6, 0.01, "classic")
+    assert (own["epsilon"], own["delta"], own["lam"]) == (0.04, 1e-6, 0.01)
     assert "epsilon" not in fedaux_options("figure-8", "no-noise", "stl10-lambda-0.01", "paper")
 
 
 def test_figure_9_trains_the_head_on_clients_and_server():
     for row in ("feddf+p", "fedbe+p", "fedaux"):
         parts = parts_of(FEDAUX.method("figure-9", row, "tiny-alpha-0.01"))
-        assert parts[row.split("+")[0]]["part"] == "head"
+        assert parts[row.split("+")[0]]["student"]["part"] == "head"
     assert FEDAUX.method("figure-9", "fedavg+p", "tiny-alpha-0.01") == f"fedavg+{PRETRAINED}"
 
 
@@ -219,8 +215,10 @@ def releases(experiment):
 
 @cache
 def build_releases(text):
-    parts = parts_of(text)
-    return build_method("fedaux", parts["fedaux"])[0].method.releases
+    (phase,) = parse(text)
+    part = next(part for part in phase.parts if part.name.endswith("fedaux"))
+    name = f"{BENCHMARKS}/fedaux/{part.name}" if ":" in part.name else part.name
+    return build_method(name, part.options)[0].method.releases
 
 
 def test_the_cost_of_privacy_is_asked_for_where_the_promise_holds():
@@ -241,7 +239,7 @@ def test_how_clients_train_is_all_that_differs_in_the_table_of_clients():
     found = {}
     for name in ("adam-0.0001", "adam-goes-on", "sgd-0.01"):
         other = FEDAUX.experiment("clients", "fedaux", f"tiny-{name}")
-        assert other.replace(local=first.local.model_dump()) == first
+        assert other.replace(local=asdict(first.local)) == first
         found[name] = (other.local.optimizer, other.local.lr, other.local.keep_optimizer)
     assert found == {
         "adam-0.0001": ("adam", 1e-4, False),

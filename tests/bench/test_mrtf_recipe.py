@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+from papers import BENCHMARKS
 from recipe_cases import PaperCase, parameters
 
 from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key
 from fedstill.core.errors import FedstillError
+from fedstill.methods.lookup import write
 
 MRTF = PaperCase("mrtf")
 PRESETS = ("correct", "paper", "released")
+STUDENT = {"lr": 3e-4, "lr_schedule": "constant", "batch_size": 64, "clip": "none"}
+CODE = BENCHMARKS / "mrtf" / "released.py"
 NAMES = ("2", "3", "figure-7", "figure-8", "figure-9", "figure-10", "figure-11")
 AT_HAND = {"cifar10", "mnist", "shakespeare"}
 EVENLY = {"weighting": "uniform"}
@@ -55,11 +59,13 @@ def test_table_3_has_the_setting_of_section_5_5():
 def test_table_3_adds_noise_to_the_updates_and_none_at_sigma_0():
     assert [MRTF.method("3", row, "sigma-0") for row in ("fedavg", "feddf", "mrtf")] == [
         {"name": "fedavg", **EVENLY},
-        {"name": "feddf", "preset": "mrtf"},
+        {"name": "feddf", "student": STUDENT},
         {"name": "mrtf", **SENT},
     ]
     assert MRTF.method("3", "fedavg", "sigma-0.01") == 'fedavg(weighting="uniform")+update_noise(sigma=0.01)'
-    assert MRTF.method("3", "feddf", "sigma-0.001") == 'feddf(preset="mrtf")+update_noise(sigma=0.001)'
+    assert (
+        MRTF.method("3", "feddf", "sigma-0.001") == f"{write('feddf', {'student': STUDENT})}+update_noise(sigma=0.001)"
+    )
     assert MRTF.method("3", "mrtf", "sigma-0.1") == "mrtf(feedback=true)+update_noise(sigma=0.1)"
     assert MRTF.recipe.tables["correct"]["3"].columns == ("sigma-0", "sigma-0.001", "sigma-0.01", "sigma-0.1")
 
@@ -132,22 +138,22 @@ def test_table_2_tests_on_the_other_domain():
 def test_the_text_has_neither_weight_decay_nor_clipping_nor_a_bound_on_u():
     one = MRTF.experiment("3", "mrtf", "sigma-0", "paper")
     assert (one.local.weight_decay, one.local.clip) == (0.0, None)
-    assert MRTF.method("3", "mrtf", "sigma-0", "paper") == {"name": "mrtf", "preset": "paper"}
-    assert MRTF.method("3", "feddf", "sigma-0", "paper") == {"name": "feddf", "preset": "mrtf"}
+    assert MRTF.method("3", "mrtf", "sigma-0", "paper") == {"name": "mrtf", "bounded": False, "feedback": True}
+    assert MRTF.method("3", "feddf", "sigma-0", "paper") == {"name": "feddf", "student": STUDENT}
 
 
 def test_the_released_code_holds_a_fifth_out_and_refines_every_hundredth_of_the_rounds():
     one = MRTF.experiment("3", "mrtf", "sigma-0", "released")
     assert one.partition.options == {"alpha": 1.0, "held_out": 0.2}
     assert one.evaluate_every == 2, "max(1, T / 100)"
-    assert MRTF.method("3", "mrtf", "sigma-0", "released") == {"name": "mrtf", "preset": "released", "every": 2}
-    assert MRTF.method("3", "feddf", "sigma-0", "released") == {"name": "feddf", "preset": "mrtf_released"}
+    assert MRTF.method("3", "mrtf", "sigma-0", "released") == {"name": f"{CODE}:mrtf", "every": 2}
+    assert MRTF.method("3", "feddf", "sigma-0", "released") == {"name": f"{CODE}:feddf"}
     assert MRTF.method("figure-11", "st+rd", "cifar10-dir-0.1", "released") == {
-        "name": "mrtf", "preset": "released", "refine": False,
+        "name": f"{CODE}:mrtf", "refine": False,
     }  # fmt: skip
     label = MRTF.experiment("figure-7", "mrtf", "mnist-label-5", "released")
     assert (label.partition.options["held_out"], label.local.batch_size, label.local.epochs) == (0.2, 32, 5)
-    assert label.method.options["std_batch"] == 320, "ten times the clients' batch"
+    assert label.method.options["teacher_batch"] == 320, "ten times the clients' batch"
 
 
 def test_networks_have_the_sizes_of_the_papers():
@@ -175,7 +181,7 @@ def test_the_refined_model_is_sent_reported_or_sent_after_gentler_steps():
     }
     assert named["mrtf-sent"] == MRTF.method("3", "mrtf", "sigma-0")
     assert named["mrtf-reported"]["feedback"] is False
-    assert named["feddf-gentle"]["server_lr"] == 3e-5
+    assert named["feddf-gentle"]["student"]["lr"] == 3e-5
     shared = MRTF.experiment("feedback", "mrtf-sent", "cifar10-dir-0.1")
     assert shared == MRTF.experiment("figure-11", "st+rd+clr", "cifar10-dir-0.1")
 

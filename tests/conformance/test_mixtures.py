@@ -53,9 +53,9 @@ NAMED = (
 )
 ROBUST = (
     "fedlmd+median",
-    "feddf(steps=5, batch_size=8)+krum(f=1, m=2)",
+    "feddf(student.steps=5, student.batch_size=8)+krum(f=1, m=2)",
     "scaffold+trimmed_mean(share=0.25)",
-    "mrtf(steps=5, batch_size=8)+geometric_median",
+    "mrtf(student.steps=5, student.batch_size=8)+geometric_median",
     "fedavgm+norm_bound(bound=0.5)",
 )
 DRAWN = 10

@@ -185,9 +185,9 @@ def test_settings_on_the_quick_start_can_choose_every_name(name):
 
 
 def test_none_removes_a_key_so_that_its_default_counts():
-    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "feddf", "student": {"steps": 20}}}
-    changed = apply_settings(table, ["local.steps=none", "rounds=none", "method.steps=none", "target=none"])
-    assert changed == {"local": {"lr": 0.1}, "method": {"name": "feddf"}}
+    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "fedprox", "mu": 0.5}}
+    changed = apply_settings(table, ["local.steps=none", "rounds=none", "method.mu=none", "target=none"])
+    assert changed == {"local": {"lr": 0.1}, "method": {"name": "fedprox"}}
 
 
 @pytest.mark.parametrize("key", ["data.scale", "data.unlabeled", "privacy.label_counts", "data.source", "name"])
