@@ -1,4 +1,4 @@
-"""Privacy: noise on what leaves a client, what it costs together, what may be claimed, and a test of claims."""
+"""Privacy: noise on what leaves a client, what it costs together, and what may be claimed."""
 
 from fedstill.privacy.accountant import (
     Event,
@@ -8,20 +8,17 @@ from fedstill.privacy.accountant import (
     epsilon_after,
     epsilon_of,
 )
-from fedstill.privacy.audit import Audit, audit
 from fedstill.privacy.mechanisms import clip_and_noise, noisy_mean, noisy_moves
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import Claim, PrivacyStatement, Stretch, statement
 
 __all__ = [
-    "Audit",
     "Claim",
     "Event",
     "Privacy",
     "PrivacyStatement",
     "Stretch",
     "analytic_gaussian_multiplier",
-    "audit",
     "classic_multiplier",
     "clip_and_noise",
     "delta_of",

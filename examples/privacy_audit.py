@@ -5,6 +5,11 @@ best, and see how often a threshold tells right. Differential privacy bounds tha
 
     TPR <= e^epsilon FPR + delta,    1 - FPR <= e^epsilon (1 - TPR) + delta,    and so
     TPR - FPR <= (e^epsilon - 1 + 2 delta) / (e^epsilon + 1)
+
+    noise = np.random.default_rng(0).normal(size=(2, 10_000))
+    sigma = fedstill.privacy.analytic_gaussian_multiplier(epsilon=1.0, delta=1e-5)
+    found = audit(lambda i: 1.0 + sigma * noise[0, i], lambda i: sigma * noise[1, i], epsilon=1.0, delta=1e-5)
+    assert found.holds and found.epsilon_at_least <= 1.0
 """
 
 from __future__ import annotations

@@ -8,10 +8,12 @@ the theorem allows.
 
 import dataclasses
 import math
+import runpy
 
 import numpy as np
 import pytest
 import torch
+from doc_pages import ROOT
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
@@ -19,8 +21,10 @@ from fedstill.core.types import Uploads, Weights
 from fedstill.methods import fedaux
 from fedstill.methods.fedaux import certainty
 from fedstill.methods.fedaux.certainty import Scoring, client_answer, sensitivity
-from fedstill.privacy import analytic_gaussian_multiplier, audit, classic_multiplier, noisy_mean
-from fedstill.privacy.audit import allowed_advantage
+from fedstill.privacy import analytic_gaussian_multiplier, classic_multiplier, noisy_mean
+
+EXAMPLE = runpy.run_path(str(ROOT / "examples" / "privacy_audit.py"))
+audit, allowed_advantage = EXAMPLE["audit"], EXAMPLE["allowed_advantage"]
 
 DELTA = 1e-5
 
