@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from fedstill.cli.app import app
-
-
-def main() -> None:
-    """The entry point of the `fedstill` command."""
-    app(prog_name="fedstill")
-
+from fedstill.cli.app import app, main
 
 __all__ = ["app", "main"]

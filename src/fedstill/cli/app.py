@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -183,30 +185,38 @@ def predict(
     predict_command(run_dir, inputs, from_=from_, out=out, as_json=format_ is Format.json)
 
 
-@app.command()
-def bench(
-    paper: Annotated[str, typer.Argument(metavar="PAPER", help="A name in benchmarks/, or the path of its folder.")],
-    table: Annotated[str | None, typer.Option(metavar="N", help="Which table; without it they are listed.")] = None,
-    columns: Annotated[str | None, typer.Option(metavar="A,B,...", help="Columns of the table (default: all).")] = None,
-    methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Rows of the table (default: all).")] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Seeds 0 to N - 1.")] = 1,
-    preset: Annotated[str | None, typer.Option(metavar="P", help="Where paper and released code differ.")] = None,
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds cifar10/, mnist/, ...")] = None,
-    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at a time, on one device too.")] = 1,
-    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folders (default: runs/bench/PAPER).")] = None,
+@dataclass(frozen=True)
+class BenchOptions:
+    """The words of `fedstill bench`: each field is an argument or an option of the command."""
+
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="A name in benchmarks/, or the path of its folder.")]
+    table: Annotated[str | None, typer.Option(metavar="N", help="Which table; without it they are listed.")] = None
+    columns: Annotated[str | None, typer.Option(metavar="A,B,...", help="Columns of the table (default: all).")] = None
+    methods: Annotated[str | None, typer.Option(metavar="A,B,...", help="Rows of the table (default: all).")] = None
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Seeds 0 to N - 1.")] = 1
+    preset: Annotated[str | None, typer.Option(metavar="P", help="Where paper and released code differ.")] = None
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that holds cifar10/, mnist/, ...")] = None
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Runs at a time, on one device too.")] = 1
+    device: Annotated[str, typer.Option(metavar="D", help="auto, cpu or cuda.")] = "auto"
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folders (default: runs/bench/PAPER).")] = None
     results: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Results as data (default: docs/results/PAPER.json, if there).")
-    ] = None,
-    set_: Set = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take, and stop.")] = False,
-    format_: AsFormat = Format.text,
-) -> None:
-    """Reproduce a paper's table: run what is not done yet, set ours beside the paper's numbers."""
-    from fedstill.cli.bench import BenchOptions, bench_command
+    ] = None
+    settings: Set = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take, and stop.")] = False
+    format: AsFormat = Format.text
 
-    words = (paper, table, columns, methods, seeds, preset, data, jobs, device, out, results)
-    bench_command(BenchOptions(*words, settings=set_ or (), dry_run=dry_run, as_json=format_ is Format.json))
+
+def bench(**words: Any) -> None:
+    """Reproduce a paper's table: run what is not done yet, set ours beside the paper's numbers."""
+    from fedstill.cli.bench import bench_command
+
+    bench_command(BenchOptions(**words))
+
+
+# typer reads the options of a command from its signature
+bench.__signature__ = inspect.signature(BenchOptions, eval_str=True)  # type: ignore[attr-defined]
+app.command()(bench)
 
 
 @app.command("list")
@@ -246,3 +256,8 @@ def doctor(format_: AsFormat = Format.text) -> None:
     print_json(as_json(checks)) if format_ is Format.json else typer.echo(doctor_text(checks))
     if not is_healthy(checks):
         raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point of the `fedstill` command."""
+    app(prog_name="fedstill")

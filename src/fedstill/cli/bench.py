@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,33 +42,13 @@ from fedstill.bench.render import as_json, text_table
 from fedstill.bench.results import Records, Run, add_run, cell_id, curve_of, read_runs, run_id
 from fedstill.bench.summary import best, last_ten, summarize_table
 from fedstill.bench.workers import Message, do_jobs
-from fedstill.cli.app import print_json, stoppable, tell
+from fedstill.cli.app import BenchOptions, Format, print_json, stoppable, tell
 from fedstill.core.errors import FedstillError
-from fedstill.report.table import counted
+from fedstill.report import counted
 
 GO_ON = "go on with the same command: finished runs are kept, begun ones resume"
 QUIET_SECONDS = 60.0  # where there is no terminal: a line at least this often
 LEAST_SECONDS = 1e-3  # of a run: shares are of a sum that is not zero
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """The words of the command line."""
-
-    paper: str
-    table: str | None = None
-    columns: str | None = None
-    methods: str | None = None
-    seeds: int = 1
-    preset: str | None = None
-    data: Path | None = None
-    jobs: int = 1
-    device: str = "auto"
-    out: Path | None = None
-    results: Path | None = None
-    settings: Sequence[str] = ()
-    dry_run: bool = False
-    as_json: bool = False
 
 
 def bench_command(options: BenchOptions) -> None:
@@ -85,7 +64,7 @@ def bench_command(options: BenchOptions) -> None:
     printed = find_table(recipe, preset, options.table)
     columns = choose("--columns", options.columns, printed.columns)
     rows = choose("--methods", options.methods, printed.rows)
-    table = with_settings(printed, options.settings, select(printed, columns, rows))
+    table = with_settings(printed, options.settings or (), select(printed, columns, rows))
     device = find_device(options.device)
     cells = select(table, columns, rows)
     jobs = make_jobs(cells, preset=preset, seeds=options.seeds, device=device, out=out)
@@ -104,8 +83,8 @@ def bench_command(options: BenchOptions) -> None:
     if not options.dry_run and plan.done + len(plan.left) > failed:
         runs = read_runs(results, recipe.paper)
         summaries = summarize_table(table, runs, expected, columns=columns, rows=rows, printed=printed)
-        if options.as_json:
-            print_json(as_json(recipe, preset, table.name, summaries, settings=options.settings))
+        if options.format is Format.json:
+            print_json(as_json(recipe, preset, table.name, summaries, settings=options.settings or ()))
         else:
             changed = f", changed: {', '.join(options.settings)}" if options.settings else ""
             typer.echo(f"{recipe.paper}, {heading(table)} (preset {preset}{changed})")
@@ -139,7 +118,7 @@ def _announce(plan: BenchPlan, options: BenchOptions, device: str) -> Seconds:
         line, total = f"nothing to run: {counted(plan.done, 'run')} done{skipped}", 0.0
     if not options.dry_run:
         tell(line)
-    elif options.as_json:
+    elif options.format is Format.json:
         answer = {"runs": len(plan.left), "seconds": None if total is None else round(total, 1), "text": line}
         print_json(answer)
     else:
@@ -179,7 +158,7 @@ def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run
             raise FedstillError(f"--{name} needs --table: choose one of {', '.join(recipe.tables[preset])}")
     records = Records(runs)
     tables = [_entry(table, records) for table in recipe.tables[preset].values()]
-    if options.as_json:
+    if options.format is Format.json:
         head = {"paper": recipe.paper, "title": recipe.title, "presets": dict(recipe.presets), "preset": preset}
         print_json({**head, "tables": tables})
         return
