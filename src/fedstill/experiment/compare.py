@@ -25,7 +25,8 @@ from fedstill.loop.federate import Built, check_built
 from fedstill.loop.history import Result
 from fedstill.methods.lookup import build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
-from fedstill.report.table import MethodSummary, best_first, counted
+from fedstill.report import counted
+from fedstill.report.table import MethodSummary, best_first
 from fedstill.storage.files import write_whole
 
 RESULTS_FILE = "results.json"

@@ -11,12 +11,13 @@ import hashlib
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
@@ -36,14 +37,23 @@ from fedstill.privacy.plan import Privacy
 from fedstill.storage import toml as toml_io
 
 
-class _Rules(TypedDict):
-    frozen: bool
-    strict: bool
-    allow_inf_nan: bool
+class _Section(BaseModel):
+    """The rules of all sections.
+
+    Tuples say strict=False: strict mode would refuse TOML's arrays for them. `examples` are shown with a mistake.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="forbid")
 
 
-# Tuples say strict=False: strict mode would refuse TOML's arrays for them. `examples` are shown with a mistake.
-_RULES: _Rules = {"frozen": True, "strict": True, "allow_inf_nan": False}
+class _Choice(_Section):
+    """A section that names a registered function and holds its options beside the name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
 
 
 def _section(key: str) -> BeforeValidator:
@@ -56,7 +66,7 @@ def _checked_aggregate(text: str) -> str:
     return text
 
 
-class DataSection(BaseModel, **_RULES, extra="forbid"):
+class DataSection(_Section):
     """What is learnt from, and what unlabeled data the server has."""
 
     source: str = Field(default="digits", min_length=1)
@@ -104,28 +114,20 @@ class DataSection(BaseModel, **_RULES, extra="forbid"):
         return self
 
 
-class PartitionSection(BaseModel, **_RULES, extra="allow"):
+class PartitionSection(_Choice):
     """How the training set is split over the clients; the scheme's own keys stand beside."""
 
     scheme: str = "lda"
     clients: int = Field(default=100, ge=0)  # 0: all owners of a natural split
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
-
-class ModelSection(BaseModel, **_RULES, extra="allow"):
+class ModelSection(_Choice):
     """What is trained; the model's own options stand beside its name."""
 
     name: str = "cnn"
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
-
-class MethodSection(BaseModel, **_RULES, extra="allow"):
+class MethodSection(_Choice):
     """Which method, or several: see methods/lookup.py. A single method's own options may stand beside its name."""
 
     name: str = "fedavg"
@@ -151,10 +153,6 @@ class MethodSection(BaseModel, **_RULES, extra="allow"):
         return section
 
     @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
-
-    @property
     def phases(self) -> tuple[lookup.PhaseText, ...]:
         """The parsed text, with every option checked against the signature of its method."""
         return self._phases or lookup.check_phase_texts(lookup.parse(self.name), self.options)
@@ -165,14 +163,14 @@ class MethodSection(BaseModel, **_RULES, extra="allow"):
         return len(self.phases) == 1 and len(self.phases[0].parts) == 1
 
 
-class ServerSection(BaseModel, **_RULES, extra="forbid"):
+class ServerSection(_Section):
     """How the server makes one model from the cohort's, whichever method runs."""
 
     aggregate: Annotated[str, AfterValidator(_checked_aggregate)] = Field(default="", examples=["median"])
     buffers: Literal["average", "pooled", "reset", "local"] = "average"  # BatchNorm statistics
 
 
-class EngineSection(BaseModel, **_RULES, extra="forbid"):
+class EngineSection(_Section):
     """Who computes, and where."""
 
     name: Annotated[str, AfterValidator(check_engine)] = "auto"
@@ -184,14 +182,14 @@ class EngineSection(BaseModel, **_RULES, extra="forbid"):
     threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
 
 
-class CompareSection(BaseModel, **_RULES, extra="forbid"):
+class CompareSection(_Section):
     """What `compare` takes when the command line does not say."""
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
     seeds: int = Field(default=3, ge=1)
 
 
-class Experiment(BaseModel, **_RULES, extra="forbid"):
+class Experiment(_Section):
     """All that decides a run. `Experiment.from_toml(path)` reads it, `.to_toml()` writes it."""
 
     name: str = Field(default="experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -227,8 +225,16 @@ class Experiment(BaseModel, **_RULES, extra="forbid"):
         except ValidationError as error:
             raise FedstillError(one_line(error, cls)) from None
         _check_cohort(experiment)
-        _check_local(experiment.local)
-        _check_own_keys(experiment)
+        local = experiment.local
+        if local.nesterov and local.momentum == 0:
+            raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
+        if local.momentum and local.optimizer != "sgd":
+            raise FedstillError(f"local.momentum belongs to sgd, not {local.optimizer}: set local.momentum = 0")
+        partition, model = experiment.partition, experiment.model
+        options.check("partition", partition.scheme, partition.options)
+        options.check("model", model.name, model.options)
+        if model.name == MIXED:
+            check_mixture(model.options)
         return experiment
 
     @classmethod
@@ -306,17 +312,3 @@ def _check_cohort(experiment: Experiment) -> None:
     elif experiment.partition.scheme != "natural":
         options.find("partition", experiment.partition.scheme)  # an unknown one is the mistake, not its clients
         raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")
-
-
-def _check_local(local: Training) -> None:
-    if local.nesterov and local.momentum == 0:
-        raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
-    if local.momentum and local.optimizer != "sgd":
-        raise FedstillError(f"local.momentum belongs to sgd, not {local.optimizer}: set local.momentum = 0")
-
-
-def _check_own_keys(experiment: Experiment) -> None:
-    options.check("partition", experiment.partition.scheme, experiment.partition.options)
-    options.check("model", experiment.model.name, experiment.model.options)
-    if experiment.model.name == MIXED:
-        check_mixture(experiment.model.options)

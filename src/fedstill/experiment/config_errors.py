@@ -38,7 +38,9 @@ _PATTERNS = {
 
 def one_line(error: ValidationError, model: type[BaseModel]) -> str:
     """The first mistake, told for people; the number of further ones is added."""
-    details = _merge_unions(error.errors(include_url=False), model)
+    details: dict[str, list[ErrorDetails]] = {}  # by dotted key: the branches of a union (int | float) are one mistake
+    for detail in error.errors(include_url=False):
+        details.setdefault(_dotted(detail, model), []).append(detail)
     first, *rest = details.items()
     line = " ".join(_tell(*first, model).split())  # a key of the file may hold anything
     return f"{line} (and {len(rest)} more)" if rest else line
@@ -79,14 +81,6 @@ def keys_of(model: type, prefix: str = "") -> Iterator[str]:
             yield from keys_of(key.kind, f"{prefix}{name}.")
 
 
-def _merge_unions(errors: list[ErrorDetails], model: type[BaseModel]) -> dict[str, list[ErrorDetails]]:
-    """Errors by dotted key: the branches of a union (cohort: int | float) are one mistake."""
-    merged: dict[str, list[ErrorDetails]] = {}
-    for error in errors:
-        merged.setdefault(_dotted(error, model), []).append(error)
-    return merged
-
-
 def _dotted(error: ErrorDetails, model: type[BaseModel]) -> str:
     parts: list[str] = []
     section: type | None = model
@@ -104,8 +98,6 @@ def _tell(key: str, errors: list[ErrorDetails], model: type[BaseModel]) -> str:
     kind, value = error["type"], error["input"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key '{key}': {_nearest_key(key, model)}"
-    if kind == "missing":
-        return f"{key} is missing"
     return f"{key} = {_short(value)} must be {_wanted(key, errors)}{_example(key, error, model)}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
@@ -69,7 +70,8 @@ def run_built(
         elif resume:
             check_same_experiment(experiment, folder)
         watchers = [_Describe(experiment, federation, folder), *watchers]
-    with threads(experiment.engine.threads):
+    count = experiment.engine.threads
+    with nullcontext() if count is None else threads(count):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
     if result.samples is not None and folder is not None:
         result = show_generated(result, federation, folder, seed=experiment.seed)

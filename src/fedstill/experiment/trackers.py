@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.history import Result, Row
 
 Log = Callable[[int, dict[str, float]], Any]  # (round, numbers)
 Close = Callable[[], Any]
-Start = Callable[[RunInfo], tuple[Log, Close]]
+Start = Callable[[Any, Experiment, Path | None, RunInfo], tuple[Log, Close]]  # the package comes first
 
 
 def numbers(row: Row) -> dict[str, float]:
@@ -38,108 +39,68 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Tracker(Callback):
-    """Rounds go to `log(step, numbers)`, the end to `close()`; what these are is the package's business."""
+    """Sends the numbers of each round to a tracking package."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Callable[[RunInfo], tuple[Log, Close]]) -> None:
         self._start = start
-        self._log: Log | None = None
-        self._close: Close | None = None
 
     def on_start(self, info: RunInfo) -> bool | None:
         self._log, self._close = self._start(info)
         return None
 
     def on_round(self, row: Row) -> bool | None:
-        if self._log is not None:
-            self._log(int(row["round"]), numbers(row))
+        self._log(int(row["round"]), numbers(row))
         return None
 
     def on_end(self, result: Result) -> None:
-        if self._close is not None:
-            self._close()
-        self._log = self._close = None
+        self._close()
 
 
-def tensorboard(experiment: Experiment, folder: Path | None) -> Tracker:
+def tensorboard(package: Any, experiment: Experiment, folder: Path | None, info: RunInfo) -> tuple[Log, Close]:
     """Event files under <run>/tensorboard; look at them with `tensorboard --logdir runs`."""
-    package = _package("torch.utils.tensorboard", "tensorboard")
-    if folder is None:
-        raise FedstillError("track = 'tensorboard' writes files: give the run a folder (run_dir)")
+    writer = package.SummaryWriter(log_dir=f"{folder}/tensorboard", purge_step=len(info.past) + 1)
 
-    def start(info: RunInfo) -> Any:
-        writer = package.SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=len(info.past) + 1)
+    def log(step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            writer.add_scalar(key, value, step)
 
-        def log(step: int, values: dict[str, float]) -> None:
-            for key, value in values.items():
-                writer.add_scalar(key, value, step)
-
-        return log, writer.close
-
-    return Tracker(start)
+    return log, writer.close
 
 
-def mlflow(experiment: Experiment, folder: Path | None) -> Tracker:
+def mlflow(package: Any, experiment: Experiment, folder: Path | None, info: RunInfo) -> tuple[Log, Close]:
     """A run of the MLflow experiment of the same name; where to is MLflow's own setting (MLFLOW_TRACKING_URI)."""
-    package = _package("mlflow", "mlflow")
-
-    def start(info: RunInfo) -> Any:
-        package.set_experiment(experiment.name)
-        package.start_run(run_name=f"{info.method}-seed{experiment.seed}")
-        package.log_params({key: str(value) for key, value in flat(experiment.model_dump()).items()})
-        return lambda step, values: package.log_metrics(values, step=step), package.end_run
-
-    return Tracker(start)
+    package.set_experiment(experiment.name)
+    package.start_run(run_name=f"{info.method}-seed{experiment.seed}")
+    package.log_params({key: str(value) for key, value in flat(experiment.model_dump()).items()})
+    return lambda step, values: package.log_metrics(values, step=step), package.end_run
 
 
-def wandb(experiment: Experiment, folder: Path | None) -> Tracker:
-    """A run of the Weights & Biases project of the experiment's name."""
-    package = _package("wandb", "wandb")
-
-    def start(info: RunInfo) -> Any:
-        run = package.init(
-            project=experiment.name,
-            name=f"{info.method}-seed{experiment.seed}",
-            config=flat(experiment.model_dump()),
-            dir=None if folder is None else str(folder),
-        )
-        return lambda step, values: run.log(values, step=step), run.finish
-
-    return Tracker(start)
+def project_run(package: Any, experiment: Experiment, folder: Path | None, info: RunInfo) -> tuple[Log, Close]:
+    """A run of the project of the experiment's name, at Weights & Biases or in trackio, which has the same calls."""
+    place = {"dir": str(folder)} if folder is not None and package.__name__ == "wandb" else {}
+    name = f"{info.method}-seed{experiment.seed}"
+    package.init(project=experiment.name, name=name, config=flat(experiment.model_dump()), **place)
+    return lambda step, values: package.log(values, step=step), package.finish
 
 
-def trackio(experiment: Experiment, folder: Path | None) -> Tracker:
-    """A run of the trackio project of the experiment's name."""
-    package = _package("trackio", "trackio")
-
-    def start(info: RunInfo) -> Any:
-        package.init(
-            project=experiment.name,
-            name=f"{info.method}-seed{experiment.seed}",
-            config=flat(experiment.model_dump()),
-        )
-        return lambda step, values: package.log(values, step=step), package.finish
-
-    return Tracker(start)
-
-
-TRACKERS: dict[str, Callable[[Experiment, Path | None], Tracker]] = {
-    "tensorboard": tensorboard,
-    "mlflow": mlflow,
-    "wandb": wandb,
-    "trackio": trackio,
+TRACKERS: dict[str, tuple[str, Start]] = {  # by name: the module to import, and how a run is begun with it
+    "tensorboard": ("torch.utils.tensorboard", tensorboard),
+    "mlflow": ("mlflow", mlflow),
+    "wandb": ("wandb", project_run),
+    "trackio": ("trackio", project_run),
 }
 
 
 def build_trackers(experiment: Experiment, folder: Path | None) -> Sequence[Tracker]:
     """The trackers that the experiment names, in its order."""
+    trackers = []
     for name in experiment.track:
-        if name not in TRACKERS:
-            raise FedstillError(f"track = '{name}' is unknown: {suggest(name, TRACKERS)}")
-    return [TRACKERS[name](experiment, folder) for name in experiment.track]
-
-
-def _package(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise FedstillError(f"track = '{package}' needs the package {package}: pip install {package}") from None
+        module, start = TRACKERS[name]
+        try:
+            package = importlib.import_module(module)
+        except ImportError:
+            raise FedstillError(f"track = '{name}' needs the package {name}: pip install {name}") from None
+        if name == "tensorboard" and folder is None:
+            raise FedstillError("track = 'tensorboard' writes files: give the run a folder (run_dir)")
+        trackers.append(Tracker(partial(start, package, experiment, folder)))
+    return trackers
