@@ -21,7 +21,8 @@ from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import as_tree, flatten, stack
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
-from fedstill.loop.local_work import Packed, Unpack, pack, suited
+from fedstill.loop.federate import suited
+from fedstill.loop.local_work import Packed, Unpack, pack
 from fedstill.models import build_model, mixed_model
 
 IDS = np.array([3, 0, 2])

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedstill.report import human_bytes
 from fedstill.report.curves import learning_curves, spread_apart
-from fedstill.report.table import MethodSummary, best_first, human_bytes, plain_table, rich_table
+from fedstill.report.table import MethodSummary, best_first, plain_table, rich_table
 
 
 def summary(method, *last):

@@ -39,7 +39,7 @@ from fedstill.experiment.compare import folder_name
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import CONFIG_FILE, read_description, version_of
 from fedstill.loop.history import Row
-from fedstill.report.table import counted
+from fedstill.report import counted
 from fedstill.storage.files import holder, lock
 
 LONGEST_NAME = 60

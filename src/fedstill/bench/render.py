@@ -9,7 +9,8 @@ from typing import Any
 from fedstill.bench.recipe import Expected, Number, Recipe, find_table
 from fedstill.bench.results import Run
 from fedstill.bench.summary import LAST, ColumnSummary, Spread, summarize_table
-from fedstill.report.table import align, counted
+from fedstill.report import counted
+from fedstill.report.table import align
 
 NOTHING = "–"
 ALWAYS = ("method", "best over rounds", f"mean of last {LAST} rounds", "seeds")  # other columns where somebody has them

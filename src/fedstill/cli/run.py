@@ -23,7 +23,8 @@ from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, new_ru
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
-from fedstill.report.table import counted, human_bytes, plain_table, rich_table
+from fedstill.report import counted, human_bytes
+from fedstill.report.table import plain_table, rich_table
 
 
 def run_command(

@@ -54,10 +54,6 @@ class Outlook(NamedTuple):
     model: Model | None = None
 
 
-def no_objection(_: Outlook) -> None:
-    return None
-
-
 class ClientData(NamedTuple):
     """What one client shows to a function that runs on it before the first round. It does not leave the client."""
 

@@ -179,15 +179,11 @@ class Player:
 
 
 @contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Small matrices on several threads mostly wait for each other, and for whatever else the machine does.
-
-    count: None leaves it as it is.
-    """
+def threads(count: int) -> Iterator[None]:
+    """Small matrices on several threads mostly wait for each other, and for whatever else the machine does."""
     before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        if count is not None:
-            torch.set_num_threads(count)
         yield
     finally:
         torch.set_num_threads(before)

@@ -26,7 +26,6 @@ from fedstill.core.setup import Cache as Cache
 from fedstill.core.setup import ClientData as ClientData
 from fedstill.core.setup import Outlook as Outlook
 from fedstill.core.setup import Preparation as Preparation
-from fedstill.core.setup import no_objection as no_objection
 from fedstill.core.setup import no_preparation as no_preparation
 from fedstill.core.trainer import Fitted as Fitted
 from fedstill.core.trainer import Player as Player
@@ -312,6 +311,10 @@ class Round:
 
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
     return candidate, state
+
+
+def no_objection(_: Outlook) -> None:
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import cast
 import numpy as np
 import torch
 
-from fedstill.compose.combine import first_state, samples, targets
-from fedstill.compose.groups import check_fits, check_groups, reported_name, share_states_of
+from fedstill.compose.combine import bound_to, first_state, samples, targets
+from fedstill.compose.groups import as_it_is, check_fits, check_groups, grouped, reported_name, share_states_of
+from fedstill.compose.head_only import heads_only
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_phases, needs_of
@@ -26,11 +27,11 @@ from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.client_store import ClientStore
+from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.evaluate import Evaluate, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
 from fedstill.loop.history import Journal, Result, Row
-from fedstill.loop.local_work import suited
 from fedstill.loop.privacy_plan import (
     Promise,
     fingerprint,
@@ -159,8 +160,19 @@ class _Nowhere:
     device = torch.device("cpu")
 
 
-def _suited(built: Built) -> tuple[Phase, ...]:
+def suited(phases: tuple[Phase, ...], model: Model, training: Training) -> tuple[Phase, ...]:
     """The methods as this model and training take them: for heads alone, for each of several architectures."""
+    if model.groups is None:
+        phases = tuple(phase._replace(method=bound_to(phase.method, model)) for phase in phases)
+    phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
+    suit = heads_only if training.part == "head" else as_it_is
+    if model.groups is not None:
+        return grouped(phases, model.groups, suit)
+    return tuple(phase._replace(method=suit(phase.method, model)) for phase in phases)
+
+
+def _suited(built: Built) -> tuple[Phase, ...]:
+    """Return the methods of a run as its model and training take them, once all checks have passed."""
     model, federation, training = built.model, built.federation, built.training
     phases = phases_of(built.method)
     label = f"method.name = '{built.label}'" if built.label else "this method"

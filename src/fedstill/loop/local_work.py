@@ -10,27 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load, save
 
-from fedstill.compose.combine import bound_to
-from fedstill.compose.groups import as_it_is, grouped, share_states_of
-from fedstill.compose.head_only import heads_only
+from fedstill.compose.groups import share_states_of
 from fedstill.compose.phases import method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Model, Phase, Training, Weights
-from fedstill.engine.engine import keep_optimizers
-
-
-def suited(phases: tuple[Phase, ...], model: Model, training: Training) -> tuple[Phase, ...]:
-    """The methods as this model and training take them: for heads alone, for each of several architectures."""
-    if model.groups is None:
-        phases = tuple(phase._replace(method=bound_to(phase.method, model)) for phase in phases)
-    phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
-    suit = heads_only if training.part == "head" else as_it_is
-    if model.groups is not None:
-        return grouped(phases, model.groups, suit)
-    return tuple(phase._replace(method=suit(phase.method, model)) for phase in phases)
-
+from fedstill.loop.federate import suited
 
 Build = Callable[[str], tuple[Phase, ...]]  # fedstill.build_method
 

@@ -1,4 +1,4 @@
-"""Tables and pictures; here the words and colours that all pictures share."""
+"""Tables and pictures; here the words and colours that they share."""
 
 from __future__ import annotations
 
@@ -70,3 +70,24 @@ def wrapped(text: str, width: int) -> str:
 def shortened(name: str, letters: int) -> str:
     """Cut a name that is longer than so many letters."""
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the largest decimal unit that leaves a number of at least one.
+
+    >>> human_bytes(1_234_000)
+    '1.2 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def counted(number: int, thing: str) -> str:
+    """
+    >>> counted(1, "run"), counted(2, "run")
+    ('1 run', '2 runs')
+    """
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -19,14 +19,12 @@ from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.engine.device_data import Feed
 from fedstill.loop.history import Result
 from fedstill.loop.resume import log_to
-from fedstill.report import new_figure, shortened
-from fedstill.report.table import counted
+from fedstill.report import counted, new_figure, shortened
 from fedstill.storage.files import write_whole
 
 COPIES_FILE = "generated.json"
 SAMPLES_PICTURE = "generated.png"
 PAIRS_PICTURE = "generated_closest.png"
-GENERATOR_LOSS = "generator_loss"  # how a row's key ends where a generator was trained
 COLUMNS = 10
 MOST_CLASSES = 100
 LONGEST_NAME = 20

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedstill.privacy.statement import shown
+from fedstill.report import human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,27 +79,6 @@ def cells(summary: MethodSummary, headings: Sequence[str]) -> tuple[str, ...]:
         **({} if summary.epsilon is None else {"epsilon": shown(summary.epsilon)}),
     }
     return tuple(texts.get(heading, "none") for heading in headings)
-
-
-def human_bytes(count: float) -> str:
-    """Bytes in the largest decimal unit that leaves a number of at least one.
-
-    >>> human_bytes(1_234_000)
-    '1.2 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def counted(number: int, thing: str) -> str:
-    """
-    >>> counted(1, "run"), counted(2, "run")
-    ('1 run', '2 runs')
-    """
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def plain_table(summaries: Sequence[MethodSummary]) -> str:
