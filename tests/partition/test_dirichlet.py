@@ -7,9 +7,9 @@ import pytest
 
 from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts
+from fedstill.partition.by_class import cut_evenly
 from fedstill.partition.common import hold_out
 from fedstill.partition.dirichlet import column_counts, floor_counts, sinkhorn
-from fedstill.partition.shards import cut_evenly
 from fedstill.partition.skew import top_class_share
 
 CIFAR10 = np.repeat(np.arange(10), 5000)

@@ -15,13 +15,10 @@ from collections.abc import Callable
 import numpy as np
 
 from fedstill.partition.bias import bias, n_class
-from fedstill.partition.dirichlet import fedaux, mrtf
-from fedstill.partition.iid import iid
-from fedstill.partition.label_split import label_split
-from fedstill.partition.lda import feddf, lda
+from fedstill.partition.by_class import iid, label_split, shards
+from fedstill.partition.dirichlet import fedaux, feddf, lda, mrtf
 from fedstill.partition.natural import natural
 from fedstill.partition.quota import feddyn, hsu
-from fedstill.partition.shards import shards
 from fedstill.partition.skew import class_counts, describe
 
 PARTITIONS: dict[str, Callable[..., list[np.ndarray]]] = {

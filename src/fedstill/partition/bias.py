@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.partition.common import Parts, check_at_least, check_clients, check_labels, rows_by_class, stream
+from fedstill.partition.common import Parts, check_at_least, check_labels, check_option, rows_by_class, stream
 
 
 def bias(labels: np.ndarray, clients: int, *, seed: int, bias: float = 0.8, size: int | None = None) -> Parts:
@@ -18,8 +18,7 @@ def bias(labels: np.ndarray, clients: int, *, seed: int, bias: float = 0.8, size
     Reference: D2C-FL, Migrating Federated Learning to Centralized Learning with the Leverage of Unlabeled Data.
     """
     class_rows, size = _checked(labels, clients, size)
-    if not 0 <= bias <= 1:
-        raise FedstillError(f"partition.bias = {bias} is not allowed: use a share from 0 to 1")
+    check_option("bias", bias, 0 <= bias <= 1, "a share from 0 to 1")
     rng = stream(seed, "bias")
     return _serve(rng, class_rows, _biased_quotas(rng, len(class_rows), clients, round(bias * size), size))
 
@@ -35,11 +34,8 @@ def n_class(
     """
     class_rows, size = _checked(labels, clients, size)
     classes = len(class_rows)
-    if not 1 <= classes_per_client <= classes:
-        raise FedstillError(
-            f"partition.classes_per_client = {classes_per_client} is not allowed: use 1 to {classes}, "
-            "the number of classes"
-        )
+    wanted = f"1 to {classes}, the number of classes"
+    check_option("classes_per_client", classes_per_client, 1 <= classes_per_client <= classes, wanted)
     rng = stream(seed, "n_class")
     chosen = rng.permuted(np.tile(np.arange(classes), (clients, 1)), axis=1)[:, :classes_per_client]
     least, longer = divmod(size, classes_per_client)
@@ -49,8 +45,7 @@ def n_class(
 
 
 def _checked(labels: np.ndarray, clients: int, size: int | None) -> tuple[Parts, int]:
-    labels = check_labels(labels)
-    check_clients(clients)
+    labels = check_labels(labels, clients, may_share=True)
     size = len(labels) // clients if size is None else size
     check_at_least("size", size, 1)
     return rows_by_class(labels), size

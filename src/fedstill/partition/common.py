@@ -18,33 +18,38 @@ from fedstill.storage.cache import Cache
 Parts = list[np.ndarray]  # row indices (int64) of each client
 
 
-def check_labels(labels: np.ndarray) -> np.ndarray:
-    """The labels as int64 (n,), or one line that says what is wrong with them."""
+def check_labels(labels: np.ndarray, clients: int | None = None, *, may_share: bool = False) -> np.ndarray:
+    """Return the labels as int64 (n,); refuse labels that are no classes, and fewer clients than one.
+
+    may_share: there may be more clients than samples.
+    """
     labels = np.asarray(labels)
     if labels.ndim != 1 or labels.size == 0 or labels.dtype.kind not in "iub":
         raise FedstillError(
             f"labels must be a non-empty 1-D integer array, got {labels.dtype} of shape {labels.shape}: "
             "partitions need one class index per row"
         )
+    if clients is not None:
+        check_at_least("clients", clients, 1)
+        if clients > len(labels) and not may_share:
+            raise FedstillError(
+                f"partition.clients = {clients} is more than the {len(labels)} samples: use fewer clients"
+            )
     return labels.astype(np.int64, copy=False)
 
 
-def check_clients(clients: int, *, samples: int | None = None) -> None:
-    """At least one client, and no more clients than samples (where `samples` is given)."""
-    if clients < 1:
-        raise FedstillError(f"partition.clients = {clients} is too small: use 1 or more")
-    if samples is not None and clients > samples:
-        raise FedstillError(f"partition.clients = {clients} is more than the {samples} samples: use fewer clients")
+def check_option(name: str, value: float, fine: bool, wanted: str) -> None:
+    """Refuse the value of an option that is not fine, and say which value is wanted."""
+    if not fine:
+        raise FedstillError(f"partition.{name} = {value} is not allowed: use {wanted}")
 
 
 def check_positive(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value > 0):
-        raise FedstillError(f"partition.{name} = {value} is not allowed: use a finite number above 0")
+    check_option(name, value, bool(np.isfinite(value) and value > 0), "a finite number above 0")
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise FedstillError(f"partition.{name} = {value} is too small: use {least} or more")
+    check_option(name, value, value >= least, f"{least} or more")
 
 
 def stream(seed: int, scheme: str) -> np.random.Generator:
@@ -97,24 +102,12 @@ def log_gamma_draws(rng: np.random.Generator, shape: np.ndarray | float, size: t
     return drawn
 
 
-def check_share(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise FedstillError(f"partition.{name} = {value} is not allowed: use a share from 0 to below 1")
+def keep_large(parts: Parts, min_size: int, *, held_out: float) -> Parts:
+    """Drop clients with fewer than `min_size` rows, then leave out a share `held_out` of every other's.
 
-
-def hold_out(parts: Parts, share: float) -> Parts:
-    """Leave out the last `share` of every client's rows, at least one of them, as its local test set that nobody uses.
-
-    A client with a single row keeps it.
+    Left out are a client's last rows, at least one: its local test set, which nobody uses. A single row is kept.
     """
-    if not share:
-        return parts
-    left = [max(1, len(part) - max(1, int(share * len(part) + 1e-9))) for part in parts]
-    return [part[:count] for part, count in zip(parts, left, strict=True)]
-
-
-def drop_small(parts: Parts, min_size: int) -> Parts:
-    """The clients with at least `min_size` rows; an error when none is left."""
+    check_option("held_out", held_out, 0 <= held_out < 1, "a share from 0 to below 1")
     kept = [part for part in parts if len(part) >= min_size]
     if not kept:
         largest = max(len(part) for part in parts)
@@ -122,7 +115,9 @@ def drop_small(parts: Parts, min_size: int) -> Parts:
             f"no client has partition.min_size = {min_size} samples (the largest has {largest}): "
             "lower partition.min_size or use fewer clients"
         )
-    return kept
+    if not held_out:
+        return kept
+    return [part[: max(1, len(part) - max(1, int(held_out * len(part) + 1e-9)))] for part in kept]
 
 
 FORMAT = 2  # raise it when a scheme draws other parts from the same seed

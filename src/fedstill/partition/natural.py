@@ -23,7 +23,8 @@ def natural(labels: np.ndarray, clients: int, *, seed: int, keys: np.ndarray, mi
         raise FedstillError(
             f"partition.keys has shape {keys.shape} but there are {len(labels)} labels: give one key per row"
         )
-    nobody = _rows_of_nobody(keys)
+    values = [] if keys.dtype.kind in "biu" else keys.tolist()  # whole numbers are never missing
+    nobody = np.flatnonzero([key is None or key != key or not str(key).strip() for key in values])
     if len(nobody):
         raise FedstillError(
             f"partition.keys has no value for {len(nobody)} of {len(keys)} rows, the first is row {nobody[0] + 1} "
@@ -39,10 +40,3 @@ def natural(labels: np.ndarray, clients: int, *, seed: int, keys: np.ndarray, mi
         )
     chosen = stream(seed, "natural").permutation(large)[: clients or len(large)]
     return [parts[owner] for owner in np.sort(chosen)]
-
-
-def _rows_of_nobody(keys: np.ndarray) -> np.ndarray:
-    """Rows whose key is None, NaN or nothing but spaces."""
-    if keys.dtype.kind in "biu":
-        return np.zeros(0, np.int64)
-    return np.flatnonzero([key is None or key != key or not str(key).strip() for key in keys.tolist()])

@@ -9,8 +9,8 @@ from fedstill.partition import published_streams as legacy
 from fedstill.partition.common import (
     Parts,
     check_at_least,
-    check_clients,
     check_labels,
+    check_option,
     check_positive,
     deal,
     log_gamma_draws,
@@ -31,8 +31,7 @@ def hsu(labels: np.ndarray, clients: int, *, seed: int, alpha: float = 0.1, size
 
     Reference: Hsu, Qi & Brown, Measuring the Effects of Non-Identical Data Distribution, 2019.
     """
-    labels = check_labels(labels)
-    check_clients(clients, samples=len(labels))
+    labels = check_labels(labels, clients)
     check_positive("alpha", alpha)
     size = len(labels) // clients if size is None else size
     check_at_least("size", size, 1)
@@ -70,11 +69,9 @@ def feddyn(
 
     Reference: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021 (released code).
     """
-    labels = check_labels(labels)
-    check_clients(clients, samples=len(labels))
+    labels = check_labels(labels, clients)
     check_positive("beta", beta)
-    if not (np.isfinite(sigma) and sigma >= 0):
-        raise FedstillError(f"partition.sigma = {sigma} is not allowed: use a finite number, 0 or above")
+    check_option("sigma", sigma, bool(np.isfinite(sigma) and sigma >= 0), "a finite number, 0 or above")
     if legacy_seed is not None:
         replay = legacy.Quotas(seed=legacy_seed, samples=len(labels))
         sizes = feddyn_sizes(replay.stream, len(labels), clients, sigma=sigma, fedftg=fedftg_sizes)
@@ -131,7 +128,8 @@ def draw_classes(
     chunk = max(1, _CELLS_AT_ONCE // len(stock))
     while start < len(order):
         drawn = _inverse_cdf(rng, log_priors[order[start : start + chunk]], left > 0)
-        drawn = drawn[: _until_shortage(drawn, left)]
+        short = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
+        drawn = drawn[: min((int(np.flatnonzero(drawn == c)[left[c]]) for c in short), default=len(drawn))]
         classes[start : start + len(drawn)] = drawn
         left -= np.bincount(drawn, minlength=len(left))
         start += len(drawn)
@@ -145,11 +143,6 @@ def _inverse_cdf(rng: np.random.Generator, logs: np.ndarray, in_stock: np.ndarra
     drawn: np.ndarray = (cumulated <= heights[:, None]).sum(axis=1)
     drawn = np.minimum(drawn, np.flatnonzero(in_stock)[-1])  # heights may round up to the total
     return drawn
-
-
-def _until_shortage(drawn: np.ndarray, left: np.ndarray) -> int:
-    short = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
-    return min((int(np.flatnonzero(drawn == c)[left[c]]) for c in short), default=len(drawn))
 
 
 def _fill(rng: np.random.Generator, labels: np.ndarray, order: np.ndarray, log_priors: np.ndarray) -> Parts:

@@ -63,7 +63,7 @@ def describe(counts: np.ndarray, *, seed: int = 0) -> dict[str, float]:
         "smallest": float(sizes.min()),
         "median": float(np.median(sizes)),
         "largest": float(sizes.max()),
-        "classes_present": float((_filled(counts) > 0).sum(axis=1).mean()),
+        "classes_present": float((_shares(counts) > 0).sum(axis=1).mean()),
         "label_entropy": label_entropy(counts),
         "top_class_share": top_class_share(counts),
         "size_gini": size_gini(counts),
@@ -72,13 +72,8 @@ def describe(counts: np.ndarray, *, seed: int = 0) -> dict[str, float]:
     }
 
 
-def _filled(counts: np.ndarray) -> np.ndarray:
-    filled: np.ndarray = counts[counts.sum(axis=1) > 0]
-    return filled
-
-
 def _shares(counts: np.ndarray) -> np.ndarray:
-    filled = _filled(counts)
+    filled = counts[counts.sum(axis=1) > 0]
     shares: np.ndarray = filled / filled.sum(axis=1, keepdims=True)
     return shares
 

@@ -12,7 +12,7 @@ from scipy import stats
 from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts
 from fedstill.partition import published_streams as legacy
-from fedstill.partition.lda import balanced_counts, draw_attempts
+from fedstill.partition.dirichlet import balanced_counts, draw_attempts
 
 CIFAR10 = np.repeat(np.arange(10), 5000)
 PUBLISHED_SEED = 19940817
@@ -221,7 +221,7 @@ def test_a_smallest_size_that_needs_more_samples_than_there_are_is_an_error() ->
 
 
 def test_a_hopeless_alpha_gives_up_and_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fedstill.partition.lda"], "_MOST_CELLS", 10**6)
+    monkeypatch.setattr(sys.modules["fedstill.partition.dirichlet"], "_MOST_CELLS", 10**6)
     with pytest.raises(FedstillError, match=r"partition\.alpha = 0\.001 left \d+ or more of 50 clients"):
         PARTITIONS["lda"](np.repeat(np.arange(4), 200), 50, seed=0, alpha=0.001, min_size=10)
 
