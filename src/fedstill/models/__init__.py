@@ -16,11 +16,9 @@ from fedstill.models.mixed import mixed_model
 from fedstill.models.network import Network
 from fedstill.models.zoo.bert import bert
 from fedstill.models.zoo.char_lstm import char_lstm
-from fedstill.models.zoo.mobilenet import mobilenet_v2
+from fedstill.models.zoo.mobile import mobilenet_v2, shufflenet
 from fedstill.models.zoo.resnet import resnet8, resnet8_wide, resnet18, resnet20, resnet34
-from fedstill.models.zoo.shufflenet import shufflenet
-from fedstill.models.zoo.small import cnn, convnet, fecnn, lenet, lenet5, mlp
-from fedstill.models.zoo.vgg import vgg8, vgg11
+from fedstill.models.zoo.small import cnn, convnet, fecnn, lenet, lenet5, mlp, vgg8, vgg11
 
 __all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]
 
@@ -54,12 +52,6 @@ def model_options(name: str) -> dict[str, Any]:
     return {option.name: option.default for option in parameters if option.kind is option.KEYWORD_ONLY}
 
 
-def _check_list(option: str, value: object, default: object) -> None:
-    """A single number where a list belongs; networks tell other mistakes by themselves."""
-    if isinstance(default, tuple) and not isinstance(value, (tuple, list)):
-        raise FedstillError(f"model.{option} = {value!r} must be a list: e.g. {option}={default!r}")
-
-
 def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **options: Any) -> Model:
     """A built-in network as a Model, for samples of `input_shape`.
 
@@ -68,11 +60,12 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
     ['encoder.1.bias', 'encoder.1.weight', 'head.bias', 'head.weight']
     """
     known = model_options(name)
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             told = suggest(option, known) if known else f"'{name}' has no options"
             raise FedstillError(f"model.{option} is not an option of '{name}': {told}")
-        _check_list(option, options[option], known[option])
+        if isinstance(known[option], tuple) and not isinstance(value, (tuple, list)):
+            raise FedstillError(f"model.{option} = {value!r} must be a list: e.g. {option}={known[option]!r}")
     shape = tuple(input_shape)
     # All of them batch (a test runs each under vmap), so that the trial runs of from_module can be left out.
     return from_module(

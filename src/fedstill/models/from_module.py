@@ -20,10 +20,9 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import clone, leaves, tree_map
 from fedstill.core.types import Apply, Model, Output, Params, ReadTokens, Seed, Traits, Weights
-from fedstill.models.pure_layers import Step
 from fedstill.models.stacked.convolutions import has_stacked_kernels
 from fedstill.models.stacked.folded import all_fold
-from fedstill.models.stateless import Skeleton, canonical_names, weights_of
+from fedstill.models.stateless import Skeleton, Step, canonical_names, weights_of
 
 
 def from_module(
@@ -63,10 +62,11 @@ def from_module(
     fold = unbatchable is None or not all_fold(module)  # else its convolutions must not leave folded images
     if not fold:
         unbatchable = why_unbatchable(module, x, fold=False)
+    own = weights_of(module) if isinstance(source, nn.Module) else None
     layers, (head, head_names) = list(module.modules()), _head(module, seen.head)
     return Model(
         name=name,
-        init=_init(source, module),
+        init=lambda seed: weights_of(_build(source, seed)) if own is None else clone(own),
         apply=_apply(module, seen.reads_features, fold=fold),
         head=head,
         head_names=head_names,
@@ -98,13 +98,6 @@ def _build(source: nn.Module | Callable[[], nn.Module], seed: Seed) -> nn.Module
     if not isinstance(module, nn.Module):
         raise FedstillError(f"the model factory returned {type(module).__name__}: it must return an nn.Module")
     return module
-
-
-def _init(source: nn.Module | Callable[[], nn.Module], built: nn.Module) -> Callable[[Seed], Weights]:
-    if isinstance(source, nn.Module):
-        own = weights_of(built)
-        return lambda _: clone(own)
-    return lambda seed: weights_of(_build(source, seed))
 
 
 class _Seen(NamedTuple):
@@ -257,25 +250,17 @@ def _apply(module: nn.Module, reads_features: str | None, *, fold: bool) -> Appl
         seed: Tensor | None = None,
     ) -> tuple[Output, Params]:
         if weight is not None and uses_batch[training]:
-            x = _without_padding(x, weight)
+            # padding is replaced by a real row, so that whatever it holds (NaN too) cannot reach a gradient
+            real = (weight > 0).reshape(-1, *(1 for _ in x.shape[1:]))
+            x = torch.where(real, x, x.index_select(0, weight.argmax().reshape(1)))
         step = Step(weight, seed)
         result, changed = skeletons[training]({**weights.params, **weights.buffers}, x, step)
-        return _output(result, step.features), {**weights.buffers, **changed}
+        parts = result if isinstance(result, tuple | list) else (result,)
+        logits = parts[-1]
+        features = _flat(parts[0]) if len(parts) == 2 else step.features
+        return Output(logits, logits if features is None else features), {**weights.buffers, **changed}
 
     return apply
-
-
-def _output(result: Any, features: Tensor | None) -> Output:
-    if isinstance(result, tuple | list) and len(result) == 2:
-        return Output(result[1], _flat(result[0]))
-    logits = result if isinstance(result, Tensor) else result[0]
-    return Output(logits, logits if features is None else features)
-
-
-def _without_padding(x: Tensor, weight: Tensor) -> Tensor:
-    """Padding replaced by a real row, so that whatever it holds (NaN too) cannot reach a gradient."""
-    real = (weight > 0).reshape(-1, *(1 for _ in x.shape[1:]))
-    return torch.where(real, x, x.index_select(0, weight.argmax().reshape(1)))
 
 
 class _Follow:
@@ -287,11 +272,10 @@ class _Follow:
         self.drew: str | None = None
         for path, layer in module.named_modules():
             label = f"layer {path} ({type(layer).__name__})" if path else f"the module ({type(layer).__name__})"
-            layer.register_forward_pre_hook(self._enter(label))
+            layer.register_forward_pre_hook(
+                lambda *_, label=label: self.running.append((label, torch.random.get_rng_state()))
+            )
             layer.register_forward_hook(self._leave)
-
-    def _enter(self, label: str) -> Any:
-        return lambda *_: self.running.append((label, torch.random.get_rng_state()))
 
     def _leave(self, *_: Any) -> None:
         label, state = self.running.pop()
@@ -331,7 +315,7 @@ def why_unbatchable(module: nn.Module, example_input: Tensor, *, fold: bool = Tr
     """Why vmap cannot train the module for many clients at once, and what to do; None if it can.
 
     Tries it: two clients on the CPU, with padding and without, forward and backward, and in eval mode.
-    `example_input` is a small batch (B, ...); fold: see layers.convert.
+    `example_input` is a small batch (B, ...); fold: see stateless.convert.
     """
     stored = canonical_names(module)
     for training in (True, False):
@@ -342,7 +326,12 @@ def why_unbatchable(module: nn.Module, example_input: Tensor, *, fold: bool = Tr
                 warnings.simplefilter("ignore")  # an operation that vmap runs client by client is slow, not wrong
                 _try_two(module, skeleton, example_input)
         except Exception as error:
-            return _explain(follow.innermost, first_line(error))
+            message, advice = first_line(error), "see 'torch.func.vmap' limitations"
+            what, cure = why_not_under_vmap(message) or (f"fails under vmap ({message})", advice)
+            return (
+                f"{follow.innermost} {what} and so cannot run for many clients at once: {cure}, "
+                "or set engine.name = 'looped'"
+            )
     return None
 
 
@@ -360,8 +349,3 @@ def _try_two(module: nn.Module, skeleton: Skeleton, example_input: Tensor) -> No
         total = torch.stack([leaf.sum() for leaf in leaves(result)]).sum()
         if total.requires_grad and skeleton.training:
             torch.autograd.grad(total, trained, allow_unused=True)
-
-
-def _explain(layer: str, message: str) -> str:
-    what, cure = why_not_under_vmap(message) or (f"fails under vmap ({message})", "see 'torch.func.vmap' limitations")
-    return f"{layer} {what} and so cannot run for many clients at once: {cure}, or set engine.name = 'looped'"

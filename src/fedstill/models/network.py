@@ -11,6 +11,7 @@ from fedstill.core.errors import FedstillError, suggest
 
 NORMS = ("batch", "group", "none")
 INITS = ("paper", "torch")
+Shape = tuple[int, ...]  # of one sample: (channels, height, width), (columns,) or (tokens,)
 
 
 class Network(nn.Module):
@@ -87,7 +88,7 @@ def normed_conv(
     return nn.Sequential(convolution, norm_layer(norm.kind, after, norm.groups))
 
 
-def image_shape(name: str, input_shape: tuple[int, ...], *, least: int) -> tuple[int, int, int]:
+def image_shape(name: str, input_shape: Shape, *, least: int) -> tuple[int, int, int]:
     """(channels, height, width), or a line that says what this network needs."""
     if len(input_shape) != 3:
         raise FedstillError(

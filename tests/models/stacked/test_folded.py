@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Weights
 from fedstill.models import MODELS, build_model, from_module
-from fedstill.models.pure_layers import Context, convert
 from fedstill.models.stacked import folded as folded_conv
 from fedstill.models.stacked.folded import FoldedConv2d, FoldedGroupNorm, FoldedMean, FoldedShuffle
-from fedstill.models.stateless import weights_of
+from fedstill.models.stateless import Context, convert, weights_of
 
 CLIENTS, ROWS = 3, 4
 LAYERS = {

@@ -245,7 +245,7 @@ def test_dropout_draws_a_mask_after_the_embedding_and_three_in_each_layer(monkey
         shapes.append(tuple(shape))
         return drawn.expand(shape)
 
-    monkeypatch.setattr("fedstill.models.pure_layers.uniform", noted)
+    monkeypatch.setattr("fedstill.models.stateless.uniform", noted)
     model = small(dropout=0.3)
     model.apply(model.init(0), TEXTS, training=True, seed=torch.tensor(0))
     assert [int(np.prod(shape)) for shape in shapes] == [3 * 6 * 12, *2 * [3 * 3 * 6 * 6, 3 * 6 * 12, 3 * 6 * 12]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.models.network import Network
+from fedstill.models.network import Network, Shape
 
 Pool = Literal["first", "mean"]
 EPSILON = 1e-12  # BERT's, in every LayerNorm
@@ -113,7 +113,7 @@ def _start_as_bert(network: Network) -> Network:
     return network
 
 
-def _check(input_shape: tuple[int, ...], dropout: float, **numbers: int) -> None:
+def _check(input_shape: Shape, dropout: float, **numbers: int) -> None:
     if len(input_shape) != 1:
         raise FedstillError(
             f"model.name = 'bert' needs text (tokens,), this data has shape {tuple(input_shape)}: use 'mlp' or 'cnn'"
@@ -134,7 +134,7 @@ def _check(input_shape: tuple[int, ...], dropout: float, **numbers: int) -> None
 
 
 def bert(
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     classes: int,
     *,
     vocabulary: int = 8192,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedstill.core.errors import FedstillError
-from fedstill.models.network import Network, initialise
+from fedstill.models.network import Network, Shape, initialise
 
 
 class _Chain(torch.autograd.Function):
@@ -115,13 +115,7 @@ class CharacterReader(nn.Module):
 
 
 def char_lstm(
-    input_shape: tuple[int, ...],
-    classes: int,
-    *,
-    embedding: int = 8,
-    hidden: int = 256,
-    layers: int = 2,
-    init: str = "paper",
+    input_shape: Shape, classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2, init: str = "paper"
 ) -> Network:
     """MrTF's and LEAF's CharLSTM: character ids - embedding 8 - LSTM 256, 256 - next character.
 

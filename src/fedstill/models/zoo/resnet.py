@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedstill.models.network import (
     Network,
     Norm,
+    Shape,
     choose,
     classifier,
     image_shape,
@@ -49,9 +50,7 @@ def _residual(stem: list[nn.Module], stages: Stages, classes: int, norm: Norm, p
     return classifier(layers, before, classes, projection)
 
 
-def _small(
-    name: str, blocks: int, input_shape: tuple[int, ...], classes: int, kind: Norm, init: str, projection: int
-) -> Network:
+def _small(name: str, blocks: int, input_shape: Shape, classes: int, kind: Norm, init: str, projection: int) -> Network:
     channels, _, _ = image_shape(name, input_shape, least=1)
     stem = [normed_conv(channels, 16, kind, kernel=3, stride=1), nn.ReLU()]
     stages = tuple((width, blocks) for width in (16, 32, 64))
@@ -59,33 +58,21 @@ def _small(
 
 
 def resnet8(
-    input_shape: tuple[int, ...],
-    classes: int,
-    *,
-    norm: str = "batch",
-    groups: int = 2,
-    init: str = "paper",
-    projection: int = 0,
+    input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper", projection: int = 0
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 1 (MrTF, FedDF, D2C-FL): stages 16, 32, 64 of one block; 64 features."""
     return _small("resnet8", 1, input_shape, classes, Norm(norm, groups), init, projection)
 
 
 def resnet20(
-    input_shape: tuple[int, ...],
-    classes: int,
-    *,
-    norm: str = "batch",
-    groups: int = 2,
-    init: str = "paper",
-    projection: int = 0,
+    input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper", projection: int = 0
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 3: stages 16, 32, 64 of three blocks; 64 features."""
     return _small("resnet20", 3, input_shape, classes, Norm(norm, groups), init, projection)
 
 
 def resnet8_wide(
-    input_shape: tuple[int, ...], classes: int, *, norm: str = "batch", groups: int = 2, projection: int = 0
+    input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, projection: int = 0
 ) -> Network:
     """FedAUX's ResNet-8: stages 64, 128, 256, 512 of one block each, 3x3 stem; 512 features."""
     channels, _, _ = image_shape("resnet8_wide", input_shape, least=1)
@@ -95,7 +82,7 @@ def resnet8_wide(
 
 
 def _large(
-    name: str, stages: Stages, input_shape: tuple[int, ...], classes: int, stem: str, kind: Norm, projection: int
+    name: str, stages: Stages, input_shape: Shape, classes: int, stem: str, kind: Norm, projection: int
 ) -> Network:
     """Initialised as torchvision does: convolutions Kaiming-normal (fan out), the linear layer by PyTorch's default."""
     channels, _, _ = image_shape(name, input_shape, least=1)
@@ -109,7 +96,7 @@ def _large(
 
 
 def resnet18(
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     classes: int,
     *,
     stem: str = "imagenet",
@@ -127,7 +114,7 @@ def resnet18(
 
 
 def resnet34(
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     classes: int,
     *,
     stem: str = "imagenet",

@@ -11,8 +11,8 @@ from torch.func import vmap
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for, torch_generator
-from fedstill.models import pure_layers as layers
-from fedstill.models.pure_layers import Context, MaskedBatchNorm, PaddedMean, PlannedDropout, Step, convert
+from fedstill.models import stateless as layers
+from fedstill.models.stateless import Context, MaskedBatchNorm, PaddedMean, PlannedDropout, Step, convert
 
 SHAPES = {nn.BatchNorm1d: (6, 3), nn.BatchNorm2d: (6, 3, 2, 4), nn.BatchNorm3d: (6, 3, 2, 2, 2)}
 

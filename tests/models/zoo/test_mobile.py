@@ -12,7 +12,7 @@ from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import build_engine
 from fedstill.local.terms import cross_entropy
 from fedstill.models import MODELS, build_model, why_unbatchable
-from fedstill.models.zoo.mobilenet import InvertedResidual
+from fedstill.models.zoo.mobile import InvertedResidual
 
 
 def network(shape: tuple[int, int, int], **options: object) -> nn.Module:
