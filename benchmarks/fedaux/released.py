@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstill.core.limits import OpenShare, Positive, PositiveShare
-from fedstill.core.types import Method
+from fedstill.core.types import Mechanism, Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedaux import protected, releases_of
 from fedstill.methods.fedaux.certainty import Form, Scorer, Scoring, certainty_shares
@@ -68,5 +68,5 @@ def fedaux(
         teacher_batch=TEACHER_BATCH,
         distill_share=DISTILL_SHARE,
     )
-    releases = () if student.idle else releases_of(scoring)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,), releases=releases)
+    way = () if student.idle else (Mechanism(releases=releases_of(scoring)),)
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,), way=way)

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from fedstill.compose.combine import reported, targets
+from fedstill.compose.combine import on_the_way, reported, targets
 from fedstill.compose.groups import grouped, per_group, rounds_of, share_states_of
 from fedstill.compose.phases import carry_over
 from fedstill.compose.wrappers import report_only
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.types import (
     Answers,
+    Mechanism,
     Method,
     Model,
     Objective,
@@ -21,7 +22,6 @@ from fedstill.core.types import (
     Targets,
     Uploads,
     Weights,
-    unchanged,
 )
 from fedstill.models import mixed_model
 
@@ -223,7 +223,7 @@ def test_the_same_method_in_two_phases_stays_one_method():
     plain = method()
     first, second = grouped((Phase(plain, 2), Phase(plain)), GROUPS)
     assert first.method is second.method
-    assert first.method.transmit is unchanged
+    assert first.method.per_client == ()
 
 
 def test_what_happens_on_the_way_happens_to_a_clients_own_part_alone():
@@ -231,8 +231,8 @@ def test_what_happens_on_the_way_happens_to_a_clients_own_part_alone():
         assert start.params.keys() == {"w"}
         return uploads._replace(weights=Weights({"w": uploads.weights.params["w"] * 10}, {}))
 
-    (phase,) = grouped((Phase(method(transmit=louder)),), GROUPS)
-    sent = phase.method.transmit(round_of(1, 0).uploads, MODEL.init(0), 3)
+    (phase,) = grouped((Phase(method(way=(Mechanism(per_client=louder),))),), GROUPS)
+    sent = on_the_way(phase.method, round_of(1, 0).uploads, MODEL.init(0), 3)
     assert sent.weights.params["a/w"].tolist() == [[1.0], [1000.0]]
     assert sent.weights.params["b/w"].tolist() == [[1010.0], [10.0]]
 

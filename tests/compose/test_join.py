@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 from by_hand import blobs, federate_by_hand, linear, linear_model, local_view
+from running import changed_on_the_way
 from toy import same_bits
 
-from fedstill.compose.combine import combine
+from fedstill.compose.combine import combine, on_the_way
 from fedstill.compose.join import join
 from fedstill.compose.wrappers import rollback
 from fedstill.core.errors import FedstillError
@@ -178,10 +179,10 @@ def test_what_changes_uploads_on_the_way_runs_in_turn():
         return transmit
 
     methods = {
-        str(number): dataclasses.replace(method, transmit=adding(number))
+        str(number): changed_on_the_way(method, adding(number))
         for number, method in enumerate((fedprox(), fedavgm(), fedavg()))
     }
-    seen = join(methods).transmit([], None, 0)
+    seen = on_the_way(join(methods), [], None, 0)
     assert [number for number, _ in seen] == [0, 1, 2]
     assert len({seed for _, seed in seen}) == 3, "two kinds of noise must not be the same noise"
 

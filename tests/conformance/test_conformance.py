@@ -35,9 +35,10 @@ from method_rows import (
     same_bits,
 )
 from quick import EITHER_ENGINE, first_quick, quick_if
+from running import changed_on_the_way
 from whole_server import as_one, whole
 
-from fedstill.compose.combine import bound_to
+from fedstill.compose.combine import bound_to, on_the_way
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import LocalWork
@@ -237,7 +238,9 @@ def test_label_counts_and_memory_are_there_only_where_they_are_declared(row):
         seen.append(uploads)
         return uploads
 
-    watched = dataclasses.replace(method, objective=dataclasses.replace(method.objective, loss=loss), transmit=look)
+    watched = changed_on_the_way(
+        dataclasses.replace(method, objective=dataclasses.replace(method.objective, loss=loss)), look
+    )
     run(watched, engine="looped", rounds=1, net=row.net)
     *steps, uploads = seen
     assert steps
@@ -272,9 +275,9 @@ def test_a_server_that_does_not_declare_it_looks_at_no_client_alone(row):
     method, how = row.build(), {"cohort": 6, "rounds": row.shows_in_round, "net": row.net}
 
     def transmit(uploads, start, seed):
-        return disguise(method.transmit(uploads, start, seed), start, seed)
+        return disguise(on_the_way(method, uploads, start, seed), start, seed)
 
-    found = run(dataclasses.replace(method, transmit=transmit), **how).weights
+    found = run(changed_on_the_way(method, transmit), **how).weights
     gap = distance(found, run(method, **how).weights)
     if Need.INDIVIDUAL_UPLOADS in needs_of(method):
         assert gap > 1e-3

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from fedstill.compose.combine import on_the_way
 from fedstill.core.types import (
     Dataset,
     Federation,
@@ -50,7 +51,7 @@ def test_a_server_step_that_says_nothing_passes_the_candidate_and_its_state_thro
 
 def test_without_a_transmission_uploads_arrive_as_they_were_sent():
     uploads = Uploads(*[None] * len(Uploads._fields))
-    assert Method(silent_objective(), ServerStep("nothing")).transmit(uploads, None, 0) is uploads
+    assert on_the_way(Method(silent_objective(), ServerStep("nothing")), uploads, None, 0) is uploads
 
 
 def test_a_federation_counts_its_clients_also_those_without_data():

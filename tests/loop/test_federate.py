@@ -14,7 +14,7 @@ from toy import same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import cohort_size, seed_for
-from fedstill.core.types import Need, ServerStep, Training, Weights
+from fedstill.core.types import Mechanism, Need, ServerStep, Training, Weights
 from fedstill.loop.callbacks import Callback, EarlyStop
 from fedstill.loop.checkpoint import load_weights
 from fedstill.loop.guard import Guard
@@ -320,11 +320,11 @@ def test_what_is_transmitted_is_what_the_server_sees_and_its_seed_changes_with_t
         params = {k: (v + start.params[k]) / 2 for k, v in uploads.weights.params.items()}
         return uploads._replace(weights=uploads.weights._replace(params=params))
 
-    half, full = run(fedavg(transmit=halve), rounds=1), run(rounds=1)
+    half, full = run(fedavg(way=(Mechanism(per_client=halve),)), rounds=1), run(rounds=1)
     start = linear_model().init(seed_for(0, "model"))
     expected = (full.weights.params["weight"] + start.params["weight"]) / 2
     torch.testing.assert_close(half.weights.params["weight"], expected)
-    run(fedavg(transmit=halve), rounds=3)
+    run(fedavg(way=(Mechanism(per_client=halve),)), rounds=3)
     assert len(set(seeds)) == 3
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from run_helpers import toy_uploads
-from running import federate
+from running import changed_on_the_way, federate
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import as_tree, flatten, select
@@ -262,7 +261,7 @@ def run(method: str, spoil, guard: Guard):
         return spoil(uploads) if len(seen) == 2 else uploads
 
     return federate(
-        method=dataclasses.replace(method, transmit=transmit),
+        method=changed_on_the_way(method, transmit),
         model=build_model("mlp", input_shape=(3,), classes=2, hidden=(8,), init="torch"),
         federation=blobs(),
         training=Training(epochs=2, batch_size=10, lr=0.1),

@@ -11,7 +11,7 @@ from running import federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Method, Need, Phase, Release, ServerStep, Training
+from fedstill.core.types import Mechanism, Method, Need, Phase, Release, ServerStep, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.guard import Guard
@@ -99,7 +99,7 @@ def asks(*releases: Release, names: tuple[str, ...] = ("scores",), heard: list |
 
     step = ServerStep("ask", init=lambda _: {"sizes": {}}, prepare=prepare)
     base = dp_fedavg(noise_multiplier=8.0, trust="nobody")
-    return dataclasses.replace(base, server=(*base.server, step), releases=(*base.releases, *releases))
+    return dataclasses.replace(base, server=(*base.server, step), way=(*base.way, Mechanism(releases=releases)))
 
 
 def test_what_is_sent_before_the_first_round_counts_too():
@@ -243,7 +243,7 @@ def test_a_budget_without_a_claim_teaches(method, privacy, told):
 
 def test_a_part_of_what_leaves_may_have_a_budget_if_that_is_said():
     privacy = Privacy(epsilon=2.5, unit="sample", partial=True)
-    only_scores = dataclasses.replace(fedavg(), releases=(SCORES,))
+    only_scores = dataclasses.replace(fedavg(), way=(Mechanism(releases=(SCORES,)),))
     result = run(only_scores, privacy=privacy)
     assert len(result.history.rows) == 6
     assert not result.privacy.claim("sample", "server").complete

@@ -18,7 +18,7 @@ from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.types import Method, Need, Phase, ServerStep, Training
+from fedstill.core.types import Mechanism, Method, Need, Phase, ServerStep, Training
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.evaluate import label_counts
 from fedstill.methods import METHODS, dp_fedavg, fedavg, fedprox
@@ -137,7 +137,7 @@ def test_exact_counts_that_do_not_sum_to_the_size_are_quarantined_and_noisy_ones
 def test_honest_counts_pass_where_the_size_does_not_leave_the_client():
     """`dp_fedavg` with nobody trusted sends 1 for the size."""
     seen: list = []
-    hidden = dataclasses.replace(counter(seen), transmit=dp_fedavg(trust="nobody").transmit)
+    hidden = dataclasses.replace(counter(seen), way=(Mechanism(per_client=dp_fedavg(trust="nobody").per_client[0]),))
     assert run(hidden, rounds=1, cohort=4).audit == []
     assert torch.equal(torch.stack(list(seen[0][1].values())), label_counts(trial_federation()))
 

@@ -191,7 +191,15 @@ def test_another_sealed_method_is_not_told_to_use_this_one():
     joined = phases_of(build_method("dp_fedavg+scaffold"))[0].method
     (release,) = joined.releases
     for way, told in (("", "use another method beside it"), ("mine(local=true)", r"\(mine\(local=true\) would run")):
-        other = dataclasses.replace(joined, releases=(dataclasses.replace(release, without_trust=way),))
+        other = dataclasses.replace(
+            joined,
+            way=tuple(
+                dataclasses.replace(
+                    stage, releases=(dataclasses.replace(release, without_trust=way),) if stage.releases else ()
+                )
+                for stage in joined.way
+            ),
+        )
         with pytest.raises(FedstillError, match=told) as refused:
             run(other)
         assert "dp_fedavg" not in str(refused.value)

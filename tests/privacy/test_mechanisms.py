@@ -3,19 +3,20 @@
 Worked numbers: card 7 (MrTF), T7.13, and hand calculation on moves of length 5 and 13.
 """
 
-import dataclasses
 import inspect
 import math
 
 import pytest
 import torch
 from quick import first_quick
+from running import changed_on_the_way
 from toy import same_bits
 
 from fedstill.about.toy import trial_run
+from fedstill.compose.combine import on_the_way
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import rows, stack
-from fedstill.core.types import Uploads, Weights, unchanged
+from fedstill.core.types import Uploads, Weights
 from fedstill.loop.guard import Guard, admit
 from fedstill.methods import update_noise
 from fedstill.methods.lookup import build_method
@@ -48,9 +49,9 @@ def moves_of(uploads: Uploads) -> torch.Tensor:
 
 
 def test_without_noise_and_bound_nothing_is_done_at_all():
-    assert clip_and_noise(0.0) is unchanged
-    assert update_noise(sigma=0.0).transmit is unchanged
-    assert update_noise().transmit is not unchanged
+    assert clip_and_noise(0.0) is None
+    assert update_noise(sigma=0.0).per_client == ()
+    assert update_noise().per_client
 
 
 @pytest.mark.parametrize("clients", [1, 4, 25])
@@ -156,14 +157,14 @@ def test_what_goes_beside_the_model_is_not_noised():
 
     def look(method):
         def transmit(uploads, start, seed):
-            sent = method.transmit(uploads, start, seed)
+            sent = on_the_way(method, uploads, start, seed)
             seen.append((uploads, sent))
             return sent
 
         return transmit
 
     (phase,) = build_method("scaffold+update_noise(sigma=0.1)")
-    trial_run(dataclasses.replace(phase.method, transmit=look(phase.method)))
+    trial_run(changed_on_the_way(phase.method, look(phase.method)))
     before, after = seen[0]
     delta = before.extra["control_delta"]
     assert all(torch.equal(leaf, after.extra["control_delta"][name]) for name, leaf in delta.items())

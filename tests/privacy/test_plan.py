@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from running import federate
+from running import changed_on_the_way, federate
 from students import student_of
 
 import fedstill
@@ -103,8 +103,8 @@ def test_the_server_s_own_data_count_where_it_learns_from_them(method, same):
         return inner(uploads, start, seed)
 
     (phase,) = build_method(f"{method}(trust='nobody')", {})
-    inner = phase.method.transmit
-    method, whole = dataclasses.replace(phase.method, transmit=watched), trial_federation()
+    (inner,) = phase.method.per_client
+    method, whole = changed_on_the_way(phase.method, watched), trial_federation()
     for federation in (whole, dataclasses.replace(whole, unlabeled=whole.unlabeled[1:])):
         run(method, federation=federation)
     assert (seeds[0] == seeds[1]) == same

@@ -23,6 +23,7 @@ from server_rounds import (
 )
 from torch import nn
 
+from fedstill.compose.combine import on_the_way
 from fedstill.compose.head_only import head_names, head_of, heads_only
 from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
@@ -134,10 +135,10 @@ def test_noise_is_added_to_what_is_sent():
     model, start = network("norm"), in_float64(network("norm").init(0))
     uploads = server_round(clients_models(model, 3, only="head."), model).uploads
     noisy = heads_only(build_method("update_noise", {"sigma": 0.5})[0].method, model)
-    sent = noisy.transmit(uploads, start, 1)
+    sent = on_the_way(noisy, uploads, start, 1)
     assert same_bits(extractor_of(sent.weights, "norm"), extractor_of(uploads.weights, "norm"))
     assert not torch.equal(sent.weights.params["head.bias"], uploads.weights.params["head.bias"])
-    plain = build_method("update_noise", {"sigma": 0.5})[0].method.transmit(uploads, start, 1)
+    plain = on_the_way(build_method("update_noise", {"sigma": 0.5})[0].method, uploads, start, 1)
     assert same_bits(head_of(sent.weights, head_names(model)), head_of(plain.weights, head_names(model)))
 
 
@@ -145,9 +146,8 @@ def test_the_move_that_is_clipped_is_the_heads():
     model = network()
     models = clients_models(model, 2, only="head.")
     start, uploads = models[0], server_round(models, model).uploads
-    sent = heads_only(build_method("update_noise", {"sigma": 0.0, "clip": 0.1})[0].method, model).transmit(
-        uploads, start, 1
-    )
+    clipped = heads_only(build_method("update_noise", {"sigma": 0.0, "clip": 0.1})[0].method, model)
+    sent = on_the_way(clipped, uploads, start, 1)
     moved = torch.cat([(sent.weights.params[n][1] - start.params[n]).flatten() for n in model.head_names])
     assert float(moved.norm()) == pytest.approx(0.1)
 

@@ -30,15 +30,16 @@ class Watched:
 
     def __init__(self, method) -> None:
         self.cohorts, self.drawn = [], 0
-        place = "transmit" if method.seal is None else "seal"
-        inner = getattr(method, place)
+        (stage,) = method.way
+        place = "per_client" if method.trusted is None else "on_cohort"
+        inner = getattr(stage, place)
 
         def noted(uploads, *how):
             self.cohorts.append(uploads.ids.tolist())
             self.drawn = 0
             return inner(uploads, *how)
 
-        self.method = dataclasses.replace(method, **{place: noted})
+        self.method = dataclasses.replace(method, way=(dataclasses.replace(stage, **{place: noted}),))
 
     def draw(self, leaf, seed):
         """For each client in turn, of a matrix the columns of the weight and then that of the bias."""

@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+from fedstill.core.types import Mechanism, Method, PerClient
 from fedstill.engine import build_engines
 from fedstill.loop import federate as loop
 from fedstill.loop.federate import Built, Schedule
@@ -27,3 +28,9 @@ def built(**settings: Any) -> Built:
 def federate(**settings: Any) -> Result:
     call = {key: settings.pop(key) for key in _CALL if key in settings}
     return loop.federate(built(**settings), **call)
+
+
+def changed_on_the_way(method: Method, change: PerClient) -> Method:
+    """The method whose clients change their uploads by `change` instead; its releases stay."""
+    quiet = tuple(dataclasses.replace(stage, per_client=None) for stage in method.way)
+    return dataclasses.replace(method, way=(*quiet, Mechanism(per_client=change)))

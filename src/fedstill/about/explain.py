@@ -30,7 +30,6 @@ from fedstill.core.types import (
     Uploads,
     Weights,
     no_change,
-    unchanged,
 )
 from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method, find_method, parse, write
@@ -112,7 +111,7 @@ def first_line(function: Callable[..., Any]) -> str:
 
 def parts_of(method: Method) -> list[dict[str, str]]:
     """Name the terms of the clients, the changes on the way and the steps of the server, in the order they run."""
-    ways = [way for way in (method.transmit, method.seal) if way is not None and way is not unchanged]
+    ways = [*method.per_client, *([method.trusted] if method.trusted is not None else [])]
     makers = [
         *(("client", _maker(term.bind or term.loss)) for term in method.objective.terms or (method.objective,)),
         *(("on the way", _maker(way)) for way in ways),
@@ -178,10 +177,10 @@ def traffic(method: Method) -> dict[str, list[str]]:
     if Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         leaves.append("how many samples of each class it holds")
     leaves += _slots(uploads.extra, tried, len(uploads.ids))
-    if method.transmit is not unchanged:
-        leaves.append(f"(changed on the way: {first_line(method.transmit) or 'see the method'})")
-    if method.seal is not None:
-        leaves.append(f"(changed before the server's steps see it: {first_line(method.seal) or 'see the method'})")
+    for change in method.per_client:
+        leaves.append(f"(changed on the way: {first_line(change) or 'see the method'})")
+    if method.trusted is not None:
+        leaves.append(f"(changed before the server's steps see it: {first_line(method.trusted) or 'see the method'})")
     return {
         "leaves_a_client": leaves,
         "leaves_a_client_once": [slot for one in told for slot in _slots(one.values, tried, len(one.ids))],

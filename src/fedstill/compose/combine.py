@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedstill.core.author_mistakes import model_and_state, one_number
 from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation
 from fedstill.core.types import (
     Aggregate,
@@ -21,9 +22,11 @@ from fedstill.core.types import (
     Output,
     Round,
     Samples,
+    Seed,
     ServerStep,
     Targets,
     Tree,
+    Uploads,
     Weights,
     no_finish,
 )
@@ -155,3 +158,11 @@ def _newest(method: Method, state: Tree, slot: str) -> Any:
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
     """Mean over the batch that padding provably cannot change: sum(w v) / max(sum w, 1)."""
     return (values * weight).sum() / weight.sum().clamp_min(1.0)
+
+
+def on_the_way(method: Method, uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+    """The uploads as they reach the server, after every change that the method's clients make."""
+    changes = method.per_client
+    for number, change in enumerate(changes):
+        uploads = change(uploads, start, seed if len(changes) == 1 else seed_for(seed, "in turn", number))
+    return uploads

@@ -29,17 +29,16 @@ from fedstill.core.types import (
     Model,
     Output,
     Params,
+    PerClient,
     Phase,
     Round,
     Seed,
     ServerStep,
     Stage,
     Targets,
-    Transmit,
     Tree,
     Uploads,
     Weights,
-    unchanged,
 )
 
 
@@ -359,17 +358,19 @@ def _hand_up(round: Round, rounds: Mapping[str, Round]) -> None:
     round.models.update({name: merge(parts) for name, parts in left.items()})
 
 
-def _transmit(transmit: Mapping[str, Transmit], groups: Groups) -> Transmit:
-    """Each client's own part on its way; the rest of its row stays what it was sent."""
-    if all(one is unchanged for one in transmit.values()):
-        return unchanged
+def _in_groups(changes: Mapping[str, PerClient | None], groups: Groups) -> PerClient | None:
+    """Each client's own part on its way; the other parts of its row stay as they were sent."""
 
-    def transmitted(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+    def change_parts(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
         parts, starts = split_uploads(uploads, groups), split(start, groups)
-        sent = {name: transmit[name](part, starts[name], seed) for name, part in parts.items() if len(part.ids)}
+        sent = {
+            name: change(parts[name], starts[name], seed)
+            for name, change in changes.items()
+            if change is not None and len(parts[name].ids)
+        }
         return merge_uploads(sent, start, places_of(uploads.ids.tolist(), groups))
 
-    return transmitted
+    return change_parts if any(change is not None for change in changes.values()) else None
 
 
 def as_it_is(method: Method, _: Model) -> Method:
@@ -387,8 +388,13 @@ def grouped(
     made: dict[int, Method] = {}
     for method in (phase.method for phase in phases):
         own = {name: suited(method, model) for name, model in groups.models.items()}
-        transmit = _transmit({name: one.transmit for name, one in own.items()}, groups)
-        made[id(method)] = replace(method, aggregate=per_group(own, groups), server=(), transmit=transmit)
+        way = tuple(
+            replace(
+                stage, per_client=_in_groups({name: one.way[place].per_client for name, one in own.items()}, groups)
+            )
+            for place, stage in enumerate(method.way)
+        )
+        made[id(method)] = replace(method, aggregate=per_group(own, groups), server=(), way=tuple(way))
     return tuple(phase._replace(method=made[id(phase.method)]) for phase in phases)
 
 

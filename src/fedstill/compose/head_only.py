@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedstill.core.types import Method, Model, Round, Seed, ServerStep, Transmit, Tree, Uploads, Weights, unchanged
+from fedstill.core.types import Method, Model, PerClient, Round, Seed, ServerStep, Tree, Uploads, Weights
 
 
 def head_names(model: Model) -> tuple[str, ...]:
@@ -28,8 +28,8 @@ def heads_only(method: Method, model: Model) -> Method:
     student has an option for the part that it trains.
     """
     names = head_names(model)
-    aggregate = _with_extractor(method.aggregate, names)
-    return replace(method, aggregate=aggregate, transmit=_heads_transmitted(method.transmit, names))
+    way = tuple(replace(mechanism, per_client=_on_heads(mechanism.per_client, names)) for mechanism in method.way)
+    return replace(method, aggregate=_with_extractor(method.aggregate, names), way=way)
 
 
 def _with_extractor(step: ServerStep, names: tuple[str, ...]) -> ServerStep:
@@ -40,14 +40,14 @@ def _with_extractor(step: ServerStep, names: tuple[str, ...]) -> ServerStep:
     return replace(step, apply=apply)
 
 
-def _heads_transmitted(transmit: Transmit, names: tuple[str, ...]) -> Transmit:
-    if transmit is unchanged:
-        return unchanged
+def _on_heads(change: PerClient | None, names: tuple[str, ...]) -> PerClient | None:
+    if change is None:
+        return None
 
-    def transmit_heads(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
+    def change_heads(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
         heads = uploads._replace(weights=head_of(uploads.weights, names))
-        sent = transmit(heads, head_of(start, names), seed)
+        sent = change(heads, head_of(start, names), seed)
         params = {**uploads.weights.params, **sent.weights.params}
         return sent._replace(weights=Weights(params, uploads.weights.buffers))
 
-    return transmit_heads
+    return change_heads

@@ -11,19 +11,13 @@ import torch
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import seed_for
 from fedstill.core.types import (
     Method,
     Need,
     Objective,
-    Seal,
-    Seed,
     ServerStep,
     Stage,
-    Transmit,
-    Uploads,
     Weights,
-    unchanged,
 )
 
 Named = Mapping[str, Method]
@@ -55,17 +49,11 @@ def join(methods: Named, aggregate: ServerStep | None = None) -> Method:
     _check_reports(kept, methods)
     server = (*_move(methods), *kept)
     _check_names(server, methods)
-    releases = tuple(release for one in methods.values() for release in one.releases)
-    transmit = _in_turn([one.transmit for one in methods.values()])
-    return Method(
-        objective,
-        aggregate or _aggregate(methods),
-        server,
-        transmit,
-        releases,
-        _seal(methods),
-        _without_counts(methods),
-    )
+    trusted = [name for name, one in methods.items() if one.trusted is not None]
+    if len(trusted) > 1:
+        raise FedstillError(f"{' and '.join(trusted)} both stand between clients and server: use one of them")
+    way = tuple(mechanism for one in methods.values() for mechanism in one.way)
+    return Method(objective, aggregate or _aggregate(methods), server, way, _without_counts(methods))
 
 
 def _terms(objective: Objective) -> tuple[Objective, ...]:
@@ -140,13 +128,6 @@ def _move(methods: Named) -> list[ServerStep]:
     return [step for steps in movers.values() for step in steps]
 
 
-def _seal(methods: Named) -> Seal | None:
-    sealed = {name: one.seal for name, one in methods.items() if one.seal is not None}
-    if len(sealed) > 1:
-        raise FedstillError(f"{' and '.join(sealed)} both stand between clients and server: use one of them")
-    return next(iter(sealed.values()), None)
-
-
 def _without_counts(methods: Named) -> str:
     """How to write all of them that need uploaded label counts so that none does; empty where one has no such form."""
     forms = [one.without_counts for one in methods.values() if Need.LABEL_COUNTS_UPLOADED in needs_of(one)]
@@ -162,16 +143,3 @@ def _check_slots(methods: Named) -> None:
             if slot in owner:
                 raise FedstillError(f"{owner[slot]} and {method} both keep '{slot}' on a client: use one of them")
             owner[slot] = method
-
-
-def _in_turn(transmissions: list[Transmit]) -> Transmit:
-    active = [one for one in transmissions if one is not unchanged]
-    if len(active) < 2:
-        return active[0] if active else unchanged
-
-    def transmit(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
-        for number, one in enumerate(active):
-            uploads = one(uploads, start, seed_for(seed, "in turn", number))
-        return uploads
-
-    return transmit

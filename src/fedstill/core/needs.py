@@ -20,7 +20,7 @@ CURES = {
 
 def needs_of(method: Method) -> frozenset[Need]:
     """A seal mixes the moves of all clients into one, so they must be moves of one network."""
-    sealed = frozenset({Need.ONE_ARCHITECTURE} if method.seal is not None else ())
+    sealed = frozenset({Need.ONE_ARCHITECTURE} if method.trusted is not None else ())
     return method.objective.needs.union(sealed, *(step.needs for step in method.steps))
 
 

@@ -348,12 +348,17 @@ class Aggregate(ServerStep):
     weighting: Literal["size", "uniform"] = "uniform"  # how much an upload counts, also for steps that follow it
 
 
-Transmit = Callable[[Uploads, Weights, Seed], Uploads]
-Seal = Callable[[Uploads, Weights, Seed, int], Uploads]  # the int: clients in a cohort, on average
+PerClient = Callable[[Uploads, Weights, Seed], Uploads]  # (uploads, the model that was sent, seed) -> uploads
+OnCohort = Callable[[Uploads, Weights, Seed, int], Uploads]  # the int: clients in a cohort, on average
 
 
-def unchanged(uploads: Uploads, _: Weights, __: Seed) -> Uploads:
-    return uploads
+@dataclass(frozen=True)
+class Mechanism:
+    """One stage on the way of the uploads to the server's steps: a bound, noise, a trusted party."""
+
+    per_client: PerClient | None = None  # changes each upload before anybody but its client sees it
+    on_cohort: OnCohort | None = None  # a trusted party: the server's steps see its result instead of the uploads
+    releases: tuple[Release, ...] = ()  # what leaves clients with noise on it, for the privacy accountant
 
 
 @dataclass(frozen=True)
@@ -363,10 +368,22 @@ class Method:
     objective: Objective
     aggregate: ServerStep  # makes one model from the cohort's
     server: tuple[ServerStep, ...] = ()  # and these go on from there, in order
-    transmit: Transmit = unchanged
-    releases: tuple[Release, ...] = ()
-    seal: Seal | None = None  # a trusted party: what the server's steps see instead of the admitted uploads
+    way: tuple[Mechanism, ...] = ()  # what happens to uploads between clients and server
     without_counts: str = ""  # of one that needs uploaded label counts: how to write it so that it needs none
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        return tuple(release for mechanism in self.way for release in mechanism.releases)
+
+    @property
+    def per_client(self) -> tuple[PerClient, ...]:
+        """The changes that clients make to their uploads, in order."""
+        return tuple(mechanism.per_client for mechanism in self.way if mechanism.per_client is not None)
+
+    @property
+    def trusted(self) -> OnCohort | None:
+        """The trusted party that stands before the server's steps, if there is one."""
+        return next((mechanism.on_cohort for mechanism in self.way if mechanism.on_cohort is not None), None)
 
     def __post_init__(self) -> None:
         names = [step.name for step in self.steps]

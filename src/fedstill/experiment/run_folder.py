@@ -77,6 +77,7 @@ def _anchored(experiment: Experiment) -> Experiment:
             "data": data.model_copy(update=here),
             "model": model.model_copy(update=network),
             "method": method.model_copy(update={"name": anchored(method.name)}),
+            "evaluate": anchored(experiment.evaluate),
             "compare": experiment.compare.model_copy(update={"methods": methods}),
         }
     )
@@ -89,8 +90,9 @@ def is_local(place: object) -> bool:
 
 def check_same_experiment(experiment: Experiment, folder: Path) -> None:
     """Refuse to resume a run as another experiment; it may get more rounds and other trackers."""
-    asked = toml_io.loads(toml_io.dumps(_anchored(experiment).resolved()))
-    begun = toml_io.read_toml(folder / CONFIG_FILE)
+    asked, begun = (
+        toml_io.loads(toml_io.dumps(_anchored(one).resolved())) for one in (experiment, read_description(folder))
+    )
     other = [key for key in asked | begun if key not in ("rounds", "track") and asked.get(key) != begun.get(key)]
     if other:
         raise FedstillError(

@@ -80,7 +80,7 @@ def _stretch(method: Method, weights: Weights, sent: Weights, probability: float
         method.releases,
         rounds=0,
         leaves=leaves,
-        sealed=method.seal is not None,
+        sealed=method.trusted is not None,
         individual=Need.INDIVIDUAL_UPLOADS in needs_of(method),
         probability=probability,
     )
@@ -132,7 +132,7 @@ def check_seal(phases: Sequence[Phase], model: Model, weights: Weights, quorum: 
     quorum: uploads that a round's largest cohort needs. Rounds that are not played tell who came to those that are.
     """
     for phase in phases:
-        if phase.method.seal is None:
+        if phase.method.trusted is None:
             continue
         own = ", ".join(one.without_trust for one in phase.method.releases if one.without_trust)
         beside = list(extra_slots(phase.method, weights))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import broadcast_of, first_state, prepare_steps, run_steps, targets
+from fedstill.compose.combine import broadcast_of, first_state, on_the_way, prepare_steps, run_steps, targets
 from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import bytes_received, bytes_sent, only, own_upload, whole_upload
 from fedstill.compose.head_only import head_names, head_of
@@ -37,7 +37,6 @@ from fedstill.core.types import (
     Tree,
     Uploads,
     Weights,
-    unchanged,
 )
 from fedstill.engine.client_store import ClientStore
 from fedstill.loop.evaluate import Evaluate, Forgetting, TestSet
@@ -122,7 +121,7 @@ def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[
     admitted = _admit(task, uploads, start, number)
     records = [*found, *admitted.records]
     left = admitted.uploads
-    if left is None and method.seal is not None:  # whose uploads broke must not be told by a model that stays
+    if left is None and method.trusted is not None:  # whose uploads broke must not be told by a model that stays
         left, records[-1] = _no_uploads(start), _noise_alone(number, "no sound upload is left")
     if left is not None:
         row["accepted"] = len(admitted.kept)
@@ -145,7 +144,7 @@ def _without_cohort(task: Task, state: State, noted: Row, found: list[AuditRecor
     """Nobody was drawn: the model stays. A trusted party adds its noise all the same, so that nobody can tell."""
     row = _first_facts(state.round, 0, noted)
     reason = "nobody was drawn; the round keeps the old model"
-    if task.method(state.round).seal is not None:
+    if task.method(state.round).trusted is not None:
         row.update(_serve(task, state, _no_uploads(state.weights))[1])
         return row, [*found, _noise_alone(state.round, "nobody was drawn")]
     return row, [*found, {"round": state.round, "client": None, "reason": reason}]
@@ -222,7 +221,7 @@ def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, num
     if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
     uploads = uploads._replace(label_counts=counts)
-    return method.transmit(uploads, start, seed_for(task.noise_seed, "transmit", number))
+    return on_the_way(method, uploads, start, seed_for(task.noise_seed, "transmit", number))
 
 
 def _bytes_up(task: Task, uploads: Uploads) -> int:
@@ -244,7 +243,7 @@ def _bytes_down(task: Task, start: Weights, received: Tree, ids: np.ndarray) -> 
 
 def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitted:
     # what a method changes on the way may be the size
-    exact = task.privacy.label_counts == "exact" and task.method(number).transmit is unchanged
+    exact = task.privacy.label_counts == "exact" and not task.method(number).per_client
     if task.tamper is None:
         return admit(uploads, start, task.guard, round=number, exact_counts=exact)
     messages: dict[int, bytes | Mapping[str, Any] | Exception] = {}
@@ -272,8 +271,8 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     """The server's step; the state takes its result only if model and server state are finite."""
     method = task.method(state.round)
     seen = uploads
-    if method.seal is not None:
-        seen = method.seal(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
+    if method.trusted is not None:
+        seen = method.trusted(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
     look = Round(
         number=state.round,
         start=state.weights,
@@ -328,7 +327,7 @@ def reported(task: Task, state: State) -> Weights:
 
 def _with_sound_states(method: Method, trained: Trained, kept: np.ndarray) -> np.ndarray:
     """Of the accepted those whose training did not break: noise on the way hides that from the guard, by intention."""
-    if method.transmit is unchanged or not len(kept) or is_finite(trained.states):
+    if not method.per_client or not len(kept) or is_finite(trained.states):
         return kept
     return np.asarray([one for one in kept.tolist() if is_finite(rows(trained.states, one))], np.int64)
 

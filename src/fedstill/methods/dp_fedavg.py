@@ -6,7 +6,7 @@ from typing import Literal
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import NotNegative, Positive
-from fedstill.core.types import Method, Release
+from fedstill.core.types import Mechanism, Method, Release
 from fedstill.local.terms import cross_entropy
 from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
 from fedstill.server.aggregate import average
@@ -68,5 +68,7 @@ def dp_fedavg(
     )
     plain = average(weighting, buffers=buffers)
     if local:
-        return Method(cross_entropy(), plain, transmit=noisy_moves(clip, noise_multiplier), releases=(release,))
-    return Method(cross_entropy(), plain, releases=(release,), seal=noisy_mean(clip, noise_multiplier))
+        stage = Mechanism(per_client=noisy_moves(clip, noise_multiplier), releases=(release,))
+    else:
+        stage = Mechanism(on_cohort=noisy_mean(clip, noise_multiplier), releases=(release,))
+    return Method(cross_entropy(), plain, way=(stage,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstill.core.limits import NotNegative, Positive
-from fedstill.core.types import Method
+from fedstill.core.types import Mechanism, Method
 from fedstill.local.terms import cross_entropy
 from fedstill.privacy.mechanisms import clip_and_noise
 from fedstill.server.aggregate import BufferPolicy, Weighting, average
@@ -41,4 +41,6 @@ def update_noise(
     Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, Data Mining and Knowledge
         Discovery 2023, Table 3.
     """
-    return Method(cross_entropy(), average(weighting, buffers=buffers), transmit=clip_and_noise(sigma, clip))
+    return Method(
+        cross_entropy(), average(weighting, buffers=buffers), way=(Mechanism(per_client=clip_and_noise(sigma, clip)),)
+    )

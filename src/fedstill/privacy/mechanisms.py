@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fedstill.core.seeds import private_normal, seed_for, torch_generator
 from fedstill.core.tree import rows
-from fedstill.core.types import Params, Seal, Seed, Transmit, Uploads, Weights, unchanged
+from fedstill.core.types import OnCohort, Params, PerClient, Seed, Uploads, Weights
 
 
-def noisy_moves(clip: float, noise_multiplier: float) -> Transmit:
+def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
     """w + d_k min(1, C / ||d_k||) + z C e_k,  e_k ~ N(0, I): by each client, and nothing else about its data leaves it.
 
     In place of BatchNorm statistics, size, steps, travel and loss go those of the model it received, 1, 1, 1 and 0.
@@ -43,7 +43,7 @@ def noisy_moves(clip: float, noise_multiplier: float) -> Transmit:
     return transmit
 
 
-def noisy_mean(clip: float, noise_multiplier: float) -> Seal:
+def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
     """w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I): all that a trusted party lets the server see.
 
     m is the expected size of a cohort, whoever came: a denominator that depended on them would tell about them. The
@@ -101,7 +101,7 @@ def _repeated(buffers: Params, uploads: Uploads) -> Params:
     return {name: leaf.expand(len(uploads.ids), *leaf.shape) for name, leaf in buffers.items()}
 
 
-def clip_and_noise(sigma: float, clip: float | None = None) -> Transmit:
+def clip_and_noise(sigma: float, clip: float | None = None) -> PerClient | None:
     """w + d_k min(1, clip / ||d_k||) + sigma e_k,  d_k = w_k - w,  e_k ~ N(0, I): parameters only, client by client.
 
     The norm is over all parameters of the client; without `clip` the move stays as it is. Buffers (BatchNorm
@@ -110,7 +110,7 @@ def clip_and_noise(sigma: float, clip: float | None = None) -> Transmit:
     GPU draws other numbers than a CPU.
     """
     if sigma == 0 and clip is None:
-        return unchanged
+        return None
 
     def transmit(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
         """the model's parameters only: the move is clipped where a bound is set, then Gaussian noise is added"""

@@ -8,7 +8,7 @@ from typing import Literal
 from fedstill.compose.wrappers import after, report_only
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import CountOrNone, OpenShare, Positive
-from fedstill.core.types import Method, Release
+from fedstill.core.types import Mechanism, Method, Release
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedaux.certainty import (
     SCORES,
@@ -26,7 +26,7 @@ from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Pool, soft_belief
 
-Mechanism = Literal["analytic", "classic"]
+NoiseRule = Literal["analytic", "classic"]
 
 
 def fedaux(
@@ -40,7 +40,7 @@ def fedaux(
     score: ScoreMode = "probability",
     epsilon: Positive | None = None,
     delta: OpenShare = 1e-5,
-    mechanism: Mechanism = "analytic",
+    mechanism: NoiseRule = "analytic",
     distill_share: OpenShare = 0.8,
     pool: Pool = "logits",
     warm_up: CountOrNone = 0,
@@ -105,8 +105,8 @@ def fedaux(
     )
     step = after(warm_up, step) if warm_up else step
     refine = step if feedback else report_only(step)
-    releases = () if student.idle else releases_of(scoring)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,), releases=releases)
+    way = () if student.idle else (Mechanism(releases=releases_of(scoring)),)
+    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,), way=way)
 
 
 def _faults(scoring: Scoring) -> dict[str, str]:
@@ -121,7 +121,7 @@ def _faults(scoring: Scoring) -> dict[str, str]:
     return found
 
 
-def protected(scoring: Scoring, epsilon: float | None, delta: float, mechanism: Mechanism) -> Scoring:
+def protected(scoring: Scoring, epsilon: float | None, delta: float, mechanism: NoiseRule) -> Scoring:
     """The scoring with the noise that (epsilon, delta) asks for, in units of 2 / (lam n); none without an epsilon."""
     if scoring.score == "odds" and scoring.scorer != "logistic":
         raise FedstillError("method.score = 'odds' has a meaning with scorer = 'logistic' only: set one of them back")
