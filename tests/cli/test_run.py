@@ -347,7 +347,7 @@ def test_after_resuming_the_proposed_method_is_written_without_its_defaults(fold
     fedaux = "method.name=fedaux(student.steps=2, form='mean')"
     call("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
     proposed = hint(call("resume", "aux"))
-    assert proposed[3:5] == ["--methods", 'fedaux(student.steps=2, form="mean"),fedavg']
+    assert proposed[3:5] == ["--methods", 'fedaux(form="mean", student.steps=2),fedavg']
 
 
 def test_the_proposed_command_finds_a_method_in_another_folder(folder):

@@ -93,7 +93,9 @@ def resolved(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_table(value: Any) -> Any:
-    """Return a dataclass as a table with all its fields; other values stay as they are."""
+    """Return a dataclass as a table with all its fields and a tuple as a list, as a file gives them back."""
+    if isinstance(value, tuple):
+        return list(value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = {field.name: as_table(getattr(value, field.name)) for field in dataclasses.fields(value)}
