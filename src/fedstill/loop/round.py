@@ -286,7 +286,7 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     )
     candidate, server = run_steps(method, state.weights, state.server, look)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
-    sums = [leaf.sum().double() for leaf in leaves(kept) if leaf.is_floating_point()]
+    sums = [leaf.sum().double().to(uploads.loss.device) for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
     finite = math.isfinite(total) or is_finite(kept)  # a sum may overflow where no term is Inf
