@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from bench_cases import RECIPE, bench, fake_runs, forbid_runs, invoke, run_of, small, write_paper
 
 from fedstill.bench import Cell, workers
@@ -20,6 +21,7 @@ def folder(tmp_path, monkeypatch):
     """A working folder with one paper; nothing is written outside it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     write_paper(tmp_path)
     return tmp_path
 

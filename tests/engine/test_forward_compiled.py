@@ -20,6 +20,7 @@ from fedstill.engine import check_compiler
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.pretraining.contrastive import simclr_pretext
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on its first import
 COUNT = 24
 ADAM = Training(epochs=2, batch_size=8, optimizer="adam", lr=5e-3)
 COMPILE = torch.compile

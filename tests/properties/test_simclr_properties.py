@@ -111,6 +111,7 @@ def test_digits_in_seconds_from_an_experiment_and_the_extractor_stays_in_the_cac
         rounds=1,
         cohort=2,
         name="digits",
+        engine={"device": "cpu"},
     )
     first, second = (run_experiment(experiment) for _ in range(2))
     row, later = first.history.rows[0], second.history.rows[0]

@@ -171,18 +171,6 @@ def test_nothing_is_left_empty_beside_the_images(tmp_path, shape):
     assert ink[-1] > 0.98 * picture.shape[1]
 
 
-def test_a_generator_of_features_is_told_in_the_log_and_other_methods_are_not(tmp_path, caplog):
-    caplog.set_level("INFO", logger="fedstill.run")
-    plain = result(None)
-    show_generated(plain, federation(dataset()), tmp_path, seed=0)
-    assert caplog.text == ""
-    rows = [{"round": 1, "server/feature_generator_loss": 0.5}]
-    show_generated(dataclasses.replace(plain, history=History(rows)), federation(dataset()), tmp_path, seed=0)
-    assert [one.message for one in caplog.records] == [
-        "the generator of inventing invents features, no samples: no generated.json"
-    ]
-
-
 def test_a_folder_gets_the_numbers_and_both_pictures(tmp_path):
     shown = show_generated(result(samples()), federation(dataset()), tmp_path, seed=0)
     assert sorted(path.name for path in tmp_path.glob("generated*")) == [

@@ -132,10 +132,9 @@ def test_the_files_are_there_after_a_resume_and_where_no_curves_are_drawn(tmp_pa
 @pytest.mark.parametrize(
     "method", ["fedgen(generator.steps=1)", 'fedftg(input="feature", iterations=1, student.steps=1)']
 )
-def test_a_folder_of_a_method_that_invents_features_has_no_such_file_and_its_log_says_so(tmp_path, experiment, method):
+def test_a_folder_of_a_method_that_invents_features_has_no_such_file(tmp_path, experiment, method):
     assert fedstill.run(experiment(method=method), run_dir=tmp_path / "run", pictures=False).generated is None
     assert not list((tmp_path / "run").glob("generated*"))
-    assert (tmp_path / "run" / "log.txt").read_text().count("invents features, no samples: no generated.json") == 1
 
 
 def test_the_last_lines_of_a_run_tell_what_was_found_and_what_it_is_not(tmp_path, experiment):

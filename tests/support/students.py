@@ -55,8 +55,8 @@ def nested(options: dict[str, Any]) -> dict[str, Any]:
 def form(name: str, preset: str = "correct", **changes: Any) -> Method:
     """A method as a paper ran it, with some options and fields of its student changed.
 
-    >>> form("feddf", "mrtf", steps=5).server.steps[0].name
-    'average by uniform, buffers average'
+    >>> form("feddf", "mrtf", steps=5).server[0].name
+    'distill'
     """
     place = FORMS.get((name, preset), name)
     if isinstance(place, tuple):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Weights
 from fedstill.models import MODELS, build_model, from_module
+from fedstill.models.stacked import convolutions as stacked_conv
 from fedstill.models.stacked import folded as folded_conv
 from fedstill.models.stacked.folded import FoldedConv2d, FoldedGroupNorm, FoldedMean, FoldedShuffle
 from fedstill.models.stateless import Context, convert, weights_of
@@ -28,6 +29,12 @@ LAYERS = {
     "few channels": nn.Conv2d(3, 7, 3, padding=1),
     "of no symmetry": nn.Conv2d(6, 4, (2, 3), padding=(0, 2), stride=(2, 1), groups=2),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(monkeypatch):
+    """A GPU's own kernels would take the place of folding where they suit a layer."""
+    monkeypatch.setattr(stacked_conv, "available", lambda: False)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -93,7 +100,7 @@ def test_gradients_of_gradients():
 
     found = torch.func.vmap(lambda *each: call(own, *each))(*inputs)
     wanted = torch.stack([plain(layer, *each) for each in zip(*inputs, strict=True)])
-    torch.testing.assert_close(twice(found), twice(wanted), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(twice(found), twice(wanted), rtol=1e-11, atol=1e-11)
 
 
 def test_a_chain_of_them_copies_no_image():
