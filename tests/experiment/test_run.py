@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import fedstill
+from fedstill import Experiment, run
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.run_folder import read_description
 
@@ -94,3 +96,32 @@ def test_an_empty_description_is_no_run(tmp_path):
     (tmp_path / "config.toml").touch()
     with pytest.raises(FedstillError, match="holds no run"):
         read_description(tmp_path)
+
+
+def test_an_engine_of_ones_own_is_named_by_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from fedstill.engine import build_engine\n\n\n"
+        "class Mine:\n"
+        "    name = 'mine'\n\n"
+        "    def __init__(self, device, **how):\n"
+        "        self.inner = build_engine('looped', device, **how)\n"
+        "        self.device, self.cohorts = self.inner.device, []\n\n"
+        "    def train(self, work, ids, states):\n"
+        "        return self.inner.train(work, ids, states)\n"
+    )
+    table = {
+        "rounds": 2,
+        "cohort": 2,
+        "partition": {"scheme": "iid", "clients": 4},
+        "model": {"name": "mlp", "hidden": [8]},
+    }
+    own = Experiment(**table, engine={"name": f"{tmp_path}/mine.py:Mine", "device": "cpu"})
+    looped = Experiment(**table, engine={"name": "looped", "device": "cpu"})
+    weights = [run(one).weights.params for one in (own, looped)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def test_an_evaluation_without_accuracy_is_told(tmp_path):
+    (tmp_path / "mine.py").write_text("def nothing(weights, test, trainer):\n    return {'f1': 0.5}\n")
+    with pytest.raises(FedstillError, match="the evaluation gave no 'accuracy'"):
+        run(Experiment(rounds=1, cohort=2, model="mlp", evaluate=f"{tmp_path}/mine.py:nothing"))

@@ -52,3 +52,10 @@ def test_a_callback_writes_only_the_methods_it_needs():
     assert Silent().on_start(info()) is None
     assert Silent().on_round({}) is None
     assert Silent().on_end(None) is None
+
+
+def test_a_misspelt_metric_is_told_in_the_first_evaluated_round():
+    stop = EarlyStop(1, "acuracy")
+    assert stop.on_round({"round": 1}) is False
+    with pytest.raises(FedstillError, match="no metric 'acuracy' in an evaluated round: did you mean 'accuracy'"):
+        stop.on_round({"round": 2, "accuracy": 0.5})

@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import toy_federation
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator
 from fedstill.core.types import Dataset, Federation, Output
-from fedstill.loop.evaluate import Forgetting, calibration_error, global_test, label_counts, make_test_set
+from fedstill.loop.evaluate import (
+    METRICS,
+    Forgetting,
+    Metric,
+    calibration_error,
+    global_test,
+    label_counts,
+    make_test_set,
+)
 
 
 class Oracle:
@@ -126,3 +135,10 @@ def test_forgetting_is_never_negative_and_zero_at_a_peak(series):
         assert forgetting.see(values) >= 0
     assert forgetting.see([1.0, 1.0, 1.0]) == 0.0
     assert not math.isnan(forgetting.see([0.0, 0.0, 0.0]))
+
+
+def test_a_metric_that_gives_several_numbers_is_named(monkeypatch):
+    monkeypatch.setitem(METRICS, "each", Metric(lambda answers: answers.correct))
+    federation = federation_of([[0, 1]], [0, 1], 2)
+    with pytest.raises(FedstillError, match=r"the metric 'each' gave numbers of shape \(2,\)"):
+        global_test(None, make_test_set(federation, "cpu"), Oracle(np.eye(2)))

@@ -35,8 +35,8 @@ PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
 
 
 def check_engine(name: str) -> str:
-    """The name of a registered engine as it is; any other is refused."""
-    if name not in ENGINES:
+    """The name of a registered engine, or FILE.py:function, as it is; any other is refused."""
+    if ":" not in name and name not in ENGINES:
         raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
     return name
 

@@ -25,7 +25,7 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
-from fedstill.engine import build_engines
+from fedstill.engine import Engines, build_engines
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network
 from fedstill.experiment.overrides import describe_partition
@@ -118,6 +118,7 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
     method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
     federation = build_federation(experiment) if federation is None else federation
     engine = experiment.engine
+    how = engine.model_dump(exclude={"name", "device", "threads"})
     return Built(
         method=method,
         model=build_network(experiment, federation),
@@ -132,12 +133,7 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
             checkpoint_every=experiment.checkpoint_every,
             target=experiment.target,
         ),
-        engines=partial(
-            build_engines,
-            engine.name,
-            engine.device,
-            **engine.model_dump(include={"chunk", "precision", "graphs", "compile"}),
-        ),
+        engines=partial(_engines, engine.name, engine.device, **how),
         guard=experiment.guard,
         privacy=experiment.privacy,
         evaluate=_evaluation(experiment.evaluate),
@@ -145,6 +141,11 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
         label=label(experiment.method.name),
         settings=experiment.options_text(),
     )
+
+
+def _engines(name: str, device: str, **how: Any) -> Engines:
+    """The engines of a run; FILE.py:function makes a cohort's engine of one's own, called as those in ENGINES are."""
+    return build_engines(own_function(name, "engine.name")(device, **how) if ":" in name else name, device, **how)
 
 
 def _evaluation(name: str) -> Evaluate:

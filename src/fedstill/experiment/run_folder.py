@@ -78,6 +78,7 @@ def _anchored(experiment: Experiment) -> Experiment:
             "model": model.model_copy(update=network),
             "method": method.model_copy(update={"name": anchored(method.name)}),
             "evaluate": anchored(experiment.evaluate),
+            "engine": experiment.engine.model_copy(update={"name": anchored(experiment.engine.name)}),
             "compare": experiment.compare.model_copy(update={"methods": methods}),
         }
     )

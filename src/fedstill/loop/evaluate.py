@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import Trainer
 from fedstill.core.types import Federation, Weights
 
@@ -121,7 +122,13 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
     correct = (answer == test.y).double()
     hits = torch.zeros_like(test.class_sizes).index_add_(0, test.y, correct)
     answers = Answers(logits, confidence, correct, hits / test.class_sizes, test)
-    numbers = {name: metric.of(answers) for name, metric in METRICS.items() if metric.of is not None}
+    numbers = {}
+    for name, metric in METRICS.items():
+        if metric.of is not None:
+            numbers[name] = torch.as_tensor(metric.of(answers), dtype=torch.float64, device=logits.device)
+            if numbers[name].dim():
+                shape = tuple(numbers[name].shape)
+                raise FedstillError(f"the metric '{name}' gave numbers of shape {shape}: give one, e.g. their mean")
     values = torch.cat([torch.stack(list(numbers.values())), answers.class_accuracy]).tolist()
     class_accuracy = [value if value == value else None for value in values[len(numbers) :]]
     return {**dict(zip(numbers, values, strict=False)), "class_accuracy": class_accuracy}

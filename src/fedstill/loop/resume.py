@@ -140,7 +140,7 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> fl
     state.targets_round = saved.targets_round
     state.best_accuracy = max((row["accuracy"] for row in state.history.evaluated), default=-math.inf)
     for row in state.history.evaluated:
-        state.forgetting.see(row["class_accuracy"])
+        state.forgetting.see(row.get("class_accuracy", []))
     store.restore(saved.clients)
     _log.info("resuming after round %d", saved.round)
     return state.history.total("seconds")

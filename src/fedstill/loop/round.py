@@ -343,7 +343,12 @@ def look_at(task: Task, state: State, row: Row) -> None:
     """Evaluate into `row` and keep the best model."""
     weights = reported(task, state)
     row.update(plain(task.evaluate(weights, task.test, task.trainer)))
-    row["forgetting"] = state.forgetting.see(row["class_accuracy"])
+    if row.get("accuracy") is None:
+        raise FedstillError(
+            "the evaluation gave no 'accuracy': its result needs that key, because the best model goes by it"
+        )
+    if "class_accuracy" in row:
+        row["forgetting"] = state.forgetting.see(row["class_accuracy"])
     others = {name: other for name, other in state.models.items() if other is not weights}
     if task.model.groups is not None:
         others |= {prototype: only(weights, prototype) for prototype in task.model.groups.models}
