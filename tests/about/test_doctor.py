@@ -34,7 +34,9 @@ def test_every_extra_is_used_by_the_library_and_told_in_the_quick_start():
         assert f"| `{extra}` |" in page
         for package in packages:
             module = MODULES.get(package, package)
-            assert re.search(rf"(from|import) {module}\b|(require_extra|_package)\([^)]*\"{module}\"", code), package
+            assert re.search(rf"(from|import) {module}\b|require_extra\([^)]*\"{module}\"|\"{module}\": \(", code), (
+                package
+            )
 
 
 def test_what_is_missing_is_told_with_how_to_install_it(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.types import Method
-from fedstill.methods.lookup import find_method
+from fedstill.methods.options import find
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -25,4 +25,4 @@ def module_of(paper: str) -> Any:
 
 def released(paper: str, method: str) -> Callable[..., Method]:
     """Return a function of benchmarks/<paper>/released.py."""
-    return find_method(f"{BENCHMARKS / paper / 'released.py'}:{method}")
+    return find("method", f"{BENCHMARKS / paper / 'released.py'}:{method}")

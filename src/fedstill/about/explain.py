@@ -21,7 +21,6 @@ from fedstill.core.types import (
     Answers,
     ClientData,
     Method,
-    Model,
     Need,
     Phase,
     Round,
@@ -32,57 +31,51 @@ from fedstill.core.types import (
     no_change,
 )
 from fedstill.loop.privacy_plan import stretches_of
-from fedstill.methods.lookup import build_method, find_method, parse, write
-from fedstill.methods.options import listed
+from fedstill.methods.lookup import build_method, parse, write
+from fedstill.methods.options import find, listed
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import statement
 from fedstill.server.aggregate import AGGREGATES
 
 _SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
-Prepare = Callable[[Weights, Tree, Preparation], tuple[Weights, Tree]]
+Question = Callable[[ClientData], Tree]
 
 
 def explain(name: str) -> dict[str, Any]:
-    """Return everything that `fedstill explain` prints, as plain data; a mixture is explained part by part."""
+    """Return everything that `fedstill explain` prints, as plain data.
+
+    Of methods that run together or in turn it holds the traffic, parts and needs of all, and each one's equation.
+    """
     every = {part.name: part for stretch in parse(name) for part in stretch.parts}
     named = {key: part for key, part in every.items() if key not in AGGREGATES}
+    phases = build_method(name if named else f"fedavg+{name}")
+    methods = [phase.method for phase in phases]
+    flows = [traffic(method) for method in methods]
     if len(named) > 1:
-        return _explain_several(name, {part.name: write(part.name, part.options) for part in named.values()})
-    factory = find_method(next(iter(named))) if named else AGGREGATES[next(iter(every))]
-    method = build_method(name if named else f"fedavg+{name}")[0].method
-    sections = read_docstring(factory)
+        each = {part.name: explain(write(part.name, part.options)) for part in named.values()}
+        options = [(key, option) for key, facts in each.items() for option in facts["options"]]
+        words = {
+            "summary": f"{name}: {'several methods in turn' if len(methods) > 1 else 'methods that run together'}.",
+            "body": "\n\n".join(f"{facts['summary']}\n\n{facts['equation']}" for facts in each.values()),
+            "options": [{**option, "name": f"{key}({option['name']})"} for key, option in options],
+            "Differs from the paper": " ".join(f"{k}: {facts['differs_from_the_paper']}" for k, facts in each.items()),
+            "Reference": " ".join(facts["reference"] for facts in each.values()),
+        }
+    else:
+        factory = find("method", next(iter(named))) if named else AGGREGATES[next(iter(every))]
+        words = {**read_docstring(factory), "options": _options(factory)}
     return {
         "method": name,
-        "summary": sections["summary"],
-        "equation": sections["body"],
-        "options": _options(factory),
-        "parts": parts_of(method),
-        "needs": sorted(need.value for need in needs_of(method)),
-        **traffic(method),
-        "privacy": privacy_of([Phase(method)]),
-        "differs_from_the_paper": sections["Differs from the paper"],
-        "reference": sections["Reference"],
-    }
-
-
-def _explain_several(text: str, parts: dict[str, str]) -> dict[str, Any]:
-    """Explain methods that run together or in turn: traffic, parts and needs of all, options and equations of each."""
-    each = {name: explain(part) for name, part in parts.items()}
-    methods = [phase.method for phase in build_method(text)]
-    flows = [traffic(method) for method in methods]
-    options = [(name, option) for name, facts in each.items() for option in facts["options"]]
-    return {
-        "method": text,
-        "summary": f"{text}: {'several methods in turn' if len(methods) > 1 else 'methods that run together'}.",
-        "equation": "\n\n".join(f"{facts['summary']}\n\n{facts['equation']}" for facts in each.values()),
-        "options": [{**option, "name": f"{name}({option['name']})"} for name, option in options],
+        "summary": words["summary"],
+        "equation": words["body"],
+        "options": words["options"],
         "parts": _union(map(parts_of, methods)),
         "needs": sorted({need.value for method in methods for need in needs_of(method)}),
         **{key: _union(flow[key] for flow in flows) for key in flows[0]},
-        "privacy": privacy_of(build_method(text)),
-        "differs_from_the_paper": " ".join(f"{n}: {facts['differs_from_the_paper']}" for n, facts in each.items()),
-        "reference": " ".join(facts["reference"] for facts in each.values()),
+        "privacy": privacy_of(phases),
+        "differs_from_the_paper": words["Differs from the paper"],
+        "reference": words["Reference"],
     }
 
 
@@ -151,7 +144,6 @@ def traffic(method: Method) -> dict[str, list[str]]:
     """
     seen: list[Uploads] = []
     sent: Tree = {}
-
     told: list[Answers] = []
 
     def look(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
@@ -164,12 +156,22 @@ def traffic(method: Method) -> dict[str, list[str]]:
             sent.update(slots)
             return slots
 
-        return dataclasses.replace(step, broadcast=broadcast, prepare=_overhearing(step, told))
+        def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
+            def ask(question: Question, /, among: Collection[int] | None = None, **how: Any) -> Answers:
+                told.append(preparation.ask(question, among=among, **how))
+                return told[-1]
+
+            return step.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
+
+        idle = step.prepare is no_preparation
+        return dataclasses.replace(step, broadcast=broadcast, prepare=no_preparation if idle else prepare)
 
     aggregate = dataclasses.replace(heard(method.aggregate), apply=look)
     trial_run(dataclasses.replace(method, aggregate=aggregate, server=tuple(map(heard, method.server))))
-    tried = _tried(trial_model(text=Need.TOKENS in needs_of(method)))
-    uploads, weights = seen[0], tried.weights
+    model, x = trial_model(text=Need.TOKENS in needs_of(method)), torch.zeros(1, *SHAPE)
+    uploads, weights = seen[0], model.init(0)
+    output, _ = model.apply(weights, x[:, 0, 0].long() if model.tokens else x)
+    tried = _Tried(byte_size(weights), output.features.shape[1])
     leaves = ["the trained model"]
     stays = ["its data", *_slots(method.objective.init(weights), tried, 1)]
     hidden = {part for one in method.releases if one.when == "round" and one.against == "server" for part in one.covers}
@@ -185,40 +187,15 @@ def traffic(method: Method) -> dict[str, list[str]]:
         "leaves_a_client": leaves,
         "leaves_a_client_once": [slot for one in told for slot in _slots(one.values, tried, len(one.ids))],
         "stays_on_a_client": stays,
-        "sent_to_a_client": [
-            "the global model",
-            *_slots(sent, tried, 1),
-        ],
+        "sent_to_a_client": ["the global model", *_slots(sent, tried, 1)],
     }
 
 
 class _Tried(NamedTuple):
     """What a method was tried on: a size in numbers says something only beside these."""
 
-    weights: Weights
     model: int  # bytes
     features: int
-
-
-def _tried(model: Model) -> _Tried:
-    weights, x = model.init(0), torch.zeros(1, *SHAPE)
-    output, _ = model.apply(weights, x[:, 0, 0].long() if model.tokens else x)
-    return _Tried(weights, byte_size(weights), output.features.shape[1])
-
-
-def _overhearing(step: ServerStep, told: list[Answers]) -> Prepare:
-    """The step's preparation, which also writes down what clients answer before the first round."""
-    if step.prepare is no_preparation:
-        return no_preparation
-
-    def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        def ask(question: Callable[[ClientData], Tree], /, among: Collection[int] | None = None, **how: Any) -> Answers:
-            told.append(preparation.ask(question, among=among, **how))
-            return told[-1]
-
-        return step.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
-
-    return prepare
 
 
 def privacy_of(phases: Sequence[Phase]) -> list[str]:

@@ -26,12 +26,6 @@ Factory = Callable[..., Method]
 SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all parts of a mixture
 
 
-def find_method(name: str) -> Factory:
-    """A registered method, or the function that FILE.py:function or package.module:function names."""
-    found: Factory = find("method", name)
-    return found
-
-
 def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
     """The methods that `text` names, ready for `federate`; `options` belong to it when it is a single method.
 
@@ -105,14 +99,18 @@ def _build(parts: Sequence[Part], aggregate: Part | None, buffers: BufferPolicy)
 
 
 def _joined(parts: Sequence[Part], aggregate: ServerStep | None) -> Method:
-    factories = {part.name: find_method(part.name) for part in parts}
+    factories = {part.name: find("method", part.name) for part in parts}
     shared = _shared_options(parts, factories)
     built: dict[str, Method] = {}
     for part in parts:
         factory = factories[part.name]
         takes = inspect.signature(factory).parameters
         agreed = {key: value for key, value in shared.items() if key in takes}
-        built[part.name] = _call(part.name, factory, {**agreed, **part.options})
+        method = factory(**check("method", part.name, {**agreed, **part.options}))
+        if not isinstance(method, Method):
+            wrong = f"{part.name} returned a {type(method).__name__}"
+            raise FedstillError(f"{wrong}: a method is a function that returns a Method")
+        built[part.name] = method
     return join(built, aggregate)
 
 
@@ -125,24 +123,12 @@ def _shared_options(parts: Sequence[Part], factories: Mapping[str, Factory]) -> 
         if any(value != other for value in said.values() for other in said.values()):
             told = " and ".join(f"{name}({key}={value})" for name, value in said.items())
             raise FedstillError(f"{told} cannot run together: models are averaged once, give both the same {key}")
-        defaults = [_default(factories[part.name], key) for part in parts]
+        taken = [inspect.signature(factories[part.name]).parameters.get(key) for part in parts]
+        defaults = [parameter.default for parameter in taken if parameter is not None]
         own = [value for value in defaults if isinstance(value, str) and value != usual[key].default]
         if said or own:
             agreed[key] = next(iter(said.values())) if said else own[0]
     return agreed
-
-
-def _default(factory: Factory, key: str) -> Any:
-    """Return the default of an option; None where there is none."""
-    parameter = inspect.signature(factory).parameters.get(key)
-    return None if parameter is None else parameter.default
-
-
-def _call(name: str, factory: Factory, options: Mapping[str, Any]) -> Method:
-    built = factory(**check("method", name, options))
-    if not isinstance(built, Method):
-        raise FedstillError(f"{name} returned a {type(built).__name__}: a method is a function that returns a Method")
-    return built
 
 
 _PART = re.compile(r"\s*([^\s()=,+]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
@@ -323,7 +309,7 @@ def _module_of(place: str, asked: str) -> Any:
     if beside not in sys.path:
         sys.path.insert(0, beside)  # what stands beside it can be imported, as with `python FILE.py`
     try:
-        return _load_file(path) if place.endswith(".py") else importlib.import_module(place)
+        return load_file(path) if place.endswith(".py") else importlib.import_module(place)
     except FedstillError:
         raise
     except Exception as error:
@@ -331,7 +317,8 @@ def _module_of(place: str, asked: str) -> Any:
         raise FedstillError(f"{asked}: {place} cannot be loaded: {told}") from error
 
 
-def _load_file(path: Path) -> Any:
+def load_file(path: Path) -> Any:
+    """Import a file of the user as a module with a name of its own."""
     mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"fedstill_own_{path.stem}_{mark}", path)
     assert spec is not None
