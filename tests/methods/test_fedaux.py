@@ -100,7 +100,7 @@ def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and
             {"form": "mean", "epsilon": 1.0, "delta": 1.0},
             "method.delta = 1.0 must be a number above 0 and below 1",
         ),
-        ({"mechanism": "classic", "epsilon": 5.0}, "epsilon = 5.0: .*: set method.mechanism = 'analytic'"),
+        ({"mechanism": "classic", "epsilon": 5.0}, "epsilon is 5: .*method.mechanism = 'analytic'"),
         ({"scorer": "kde", "epsilon": 1.0}, "epsilon = 1.0 has no use with scorer = 'kde'"),
         ({"scorer": "uniform", "score": "odds"}, "score = 'odds'"),
         ({"scorer": "logistc"}, "did you mean 'logistic'"),

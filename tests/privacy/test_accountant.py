@@ -113,7 +113,7 @@ def test_without_dp_accounting_plain_releases_are_counted_and_sampled_ones_name_
     accountant_module._epsilon.cache_clear()
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert epsilon_after([Event(2.0, 10)], DELTA) > 0
-    with pytest.raises(FedstillError, match=r"pip install fedstill\[dp\]"):
+    with pytest.raises(FedstillError, match=r"pip install -U fedstill\[dp\]"):
         epsilon_after([Event(2.0, 10, 0.1)], DELTA)
 
 

@@ -93,24 +93,21 @@ def _of_losses(sampled: Sequence[Event], strength: float, delta: float, grid: fl
 
 def _pld(multiplier: float, count: int, probability: float, grid: float) -> Any:
     """dp-accounting's noise is in units of one contribution's bound: half of what a replacement moves."""
-    distributions, replace_one = _package()
-    how = {"sampling_prob": probability, "value_discretization_interval": grid, "neighboring_relation": replace_one}
-    try:
-        once = distributions.from_gaussian_mechanism(standard_deviation=2 * multiplier, **how)
-    except TypeError as error:
-        raise FedstillError("this dp-accounting knows no replaced clients: pip install -U fedstill[dp]") from error
-    return once if count == 1 else once.self_compose(count)
-
-
-def _package() -> tuple[Any, Any]:
     try:
         from dp_accounting import NeighboringRelation
-        from dp_accounting.pld import privacy_loss_distribution
-    except ImportError as error:
+        from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+        once = from_gaussian_mechanism(
+            standard_deviation=2 * multiplier,
+            sampling_prob=probability,
+            value_discretization_interval=grid,
+            neighboring_relation=NeighboringRelation.REPLACE_ONE,
+        )
+    except (ImportError, TypeError) as error:  # a TypeError: a version that knows no replaced clients
         raise FedstillError(
-            "what Poisson sampling is worth is computed by dp-accounting: pip install fedstill[dp]"
+            "what Poisson sampling is worth is computed by dp-accounting: pip install -U fedstill[dp]"
         ) from error
-    return privacy_loss_distribution, NeighboringRelation.REPLACE_ONE
+    return once if count == 1 else once.self_compose(count)
 
 
 def delta_of(epsilon: float, multiplier: float) -> float:
@@ -158,7 +155,7 @@ def classic_multiplier(epsilon: float, delta: float) -> float:
     if not 0 < epsilon <= 1:
         raise FedstillError(
             f"the classic Gaussian bound holds for 0 < epsilon <= 1, and epsilon is {epsilon:g}: "
-            "use analytic_gaussian_multiplier"
+            "use analytic_gaussian_multiplier (method.mechanism = 'analytic')"
         )
     return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
 

@@ -213,11 +213,10 @@ class _Ledger:
 
     def told(self) -> tuple[str, ...]:
         """What is covered; of what is so in the first methods only, until when."""
-        return tuple(what + self._until(what, last) for what, last in self.covered.items())
-
-    def _until(self, what: str, last: int) -> str:
-        ends = what in self.refused or (what in self.repeated and last < self.played)
-        return f"{UNTIL}{last}" if ends else ""
+        return tuple(
+            f"{what}{UNTIL}{last}" if what in self.refused or (what in self.repeated and last < self.played) else what
+            for what, last in self.covered.items()
+        )
 
 
 def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledger:
@@ -229,8 +228,9 @@ def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledg
         first, later = _unprotected(stretch, unit, against)
         for release in stretch.releases:
             own = _no_claim(release, stretch, unit, against)
-            reason = own or spoiled or _steered(first if release.when == "once" else {**first, **later}, unit)
-            if reason:
+            bare = ", ".join((first if release.when == "once" else {**first, **later}).values())
+            steered = f"{bare} leave without {_noise(unit)} and steer what follows" if bare else ""
+            if reason := own or spoiled or steered:
                 ledger.refused[release.what] = reason
                 if release.when == "once" or not own:  # else what it was to cover is told by name
                     ledger.open.setdefault(release.what, begin)
@@ -242,12 +242,8 @@ def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledg
         if unprotected:
             for what in unprotected.values():
                 ledger.open.setdefault(what, begin)
-            spoiled = f"{_told(unprotected)} left without {_noise(unit)} in the rounds before"
+            spoiled = f"{', '.join(unprotected.values())} left without {_noise(unit)} in the rounds before"
     return ledger
-
-
-def _steered(parts: Mapping[str, str], unit: Unit) -> str:
-    return f"{_told(parts)} leave without {_noise(unit)} and steer what follows" if parts else ""
 
 
 def _noise(unit: Unit) -> str:
@@ -296,10 +292,6 @@ def _unprotected(stretch: Stretch, unit: Unit, against: Against) -> tuple[dict[s
     if stretch.asks:
         first["answers"] = "what clients answer before the first round"
     return first, later
-
-
-def _told(parts: Mapping[str, str]) -> str:
-    return ", ".join(parts.values())
 
 
 def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple[str, ...]:

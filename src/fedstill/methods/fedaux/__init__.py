@@ -131,11 +131,6 @@ def protected(scoring: Scoring, epsilon: float | None, delta: float, mechanism: 
         told = f"method.epsilon = {epsilon} has no use with scorer = '{scoring.scorer}'"
         raise FedstillError(f"{told}: only 'logistic' can be protected")
     if mechanism == "classic":
-        if epsilon > 1:
-            raise FedstillError(
-                f"method.epsilon = {epsilon}: the classic formula is proven up to 1 only: set "
-                "method.mechanism = 'analytic'"
-            )
         return replace(scoring, noise=gaussian.classic_multiplier(epsilon, delta))
     if faults := _faults(scoring):
         told = f"method.epsilon = {epsilon} cannot be promised with {', '.join(faults)}"

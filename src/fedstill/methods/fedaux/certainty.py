@@ -15,14 +15,13 @@ from torch.nn.functional import softplus
 
 from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.setup import Preparation
-from fedstill.core.types import Answers, ClientData, Need, Round, Seed, Tree, Weights
+from fedstill.core.types import ClientData, Need, Round, Seed, Tree, Weights
 from fedstill.server.distill.targets import TeacherShares
 from fedstill.server.distill.teachers import teacher_ids
 
 Scorer = Literal["logistic", "uniform", "kde", "isolation_forest", "one_class_svm", "two_class_svm"]
 Bound = Literal["negatives", "both"]
 ScoreMode = Literal["probability", "odds"]
-Question = Callable[[ClientData], Tree]
 FLOOR = 1e-8  # xi: no score is 0
 ALIKE: dict[ScoreMode, float] = {"probability": 0.5 + FLOOR, "odds": 1.0}  # of every client, with scorer "uniform"
 SCORES = "certainty scores"  # what the accountant knows them by
@@ -101,24 +100,19 @@ def score_table(candidate: Weights, distilled: Tensor, preparation: Preparation,
     """
     known, key = preparation.shared, f"{SCORES} {scoring}"
     if key not in known:
-        known[key] = _scored(_prototypes(candidate, preparation), distilled, scoring)
+        groups = preparation.groups  # mostly there is one architecture
+        prototypes = [(preparation.candidates[name], look) for name, look in groups.items()]
+        known[key] = _scored(prototypes or [(candidate, preparation)], distilled, scoring)
         preparation.metrics["largest_share"] = float(normalised(known[key]).amax(dim=0).mean())
     table: Tensor = known[key]
     return table
-
-
-def _prototypes(candidate: Weights, preparation: Preparation) -> list[tuple[Weights, Preparation]]:
-    """Every architecture's model, and how its clients are asked; mostly there is one."""
-    groups = preparation.groups
-    return [(preparation.candidates[name], look) for name, look in groups.items()] or [(candidate, preparation)]
 
 
 def _scored(prototypes: list[tuple[Weights, Preparation]], distilled: Tensor, scoring: Scoring) -> Tensor:
     population = sum(look.population for _, look in prototypes)
     if scoring.scorer == "uniform":
         return torch.full((population, int(distilled.sum())), ALIKE[scoring.score], device=distilled.device)
-    ask = _parting if scoring.scorer == "logistic" else _others
-    pairs = [ask(model, _public_features(model, distilled, look), look, scoring) for model, look in prototypes]
+    pairs = [_ask_scores(model, distilled, look, scoring) for model, look in prototypes]
     ids = torch.cat([asked for asked, _ in pairs])
     each = [scores for _, scores in pairs]
     if scoring.scorer == "logistic":
@@ -129,55 +123,37 @@ def _scored(prototypes: list[tuple[Weights, Preparation]], distilled: Tensor, sc
     return table.index_copy(0, ids.to(table.device), scores.double()).float()
 
 
-def _public_features(candidate: Weights, distilled: Tensor, preparation: Preparation) -> Features:
-    unlabeled = preparation.unlabeled
+def _ask_scores(
+    candidate: Weights, chosen: Tensor, preparation: Preparation, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """Ask every client, and say how far that is: (ids, scores).
+
+    A client of scorer "logistic" answers its w, with which the server scores; of another one the logarithms of its
+    scores themselves.
+    """
+    unlabeled, logistic, begun = preparation.unlabeled, scoring.scorer == "logistic", itertools.count()
     assert unlabeled is not None  # declared as a need
     every = preparation.trainer.outputs(candidate, unlabeled, features=True).features.flatten(1)
-    chosen = distilled.to(every.device)
-    return Features(every[~chosen].double(), every[chosen])
+    chosen = chosen.to(every.device)
+    public = Features(every[~chosen].double(), every[chosen])
 
-
-def _own_features(candidate: Weights, data: ClientData, preparation: Preparation) -> Tensor:
-    return preparation.trainer.outputs(candidate, data.x, features=True, keep=False).features.flatten(1).double()
-
-
-def _asked(question: Question, sent: Tree, preparation: Preparation) -> Answers:
-    """Ask every client, and say how far that is."""
-    begun = itertools.count()
-
-    def told(data: ClientData) -> Tree:
+    def question(data: ClientData) -> Tree:
         preparation.tell(SCORES, min(1.0, next(begun) / preparation.population))
-        return question(data)
-
-    answers = preparation.ask(told, sent=sent, release=SCORES)
-    preparation.tell(SCORES, 1.0)
-    preparation.metrics["scored_clients"] = float(len(answers.ids))
-    return answers
-
-
-def _parting(candidate: Weights, public: Features, preparation: Preparation, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Ask every client for its w, and score with it on the server: (ids, scores)."""
-
-    def question(data: ClientData) -> Tree:
-        own = _own_features(candidate, data, preparation)
-        return client_answer(own, public.negatives, scoring, seed_for(preparation.noise_seed, "scores", data.id))
-
-    sent = {"model": candidate, "negatives": public.negatives.to(public.distilled.dtype)}
-    ids, answers = _asked(question, sent, preparation)
-    return ids, scores_of(answers, public, scoring)
-
-
-def _others(candidate: Weights, public: Features, preparation: Preparation, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Ask every client for the logarithms of its scores themselves."""
-    scorer: OtherScorer = scoring.scorer  # type: ignore[assignment]
-
-    def question(data: ClientData) -> Tree:
-        own, seed = _own_features(candidate, data, preparation), seed_for(preparation.seed, "scores", data.id)
+        seen = preparation.trainer.outputs(candidate, data.x, features=True, keep=False).features
+        own = seen.flatten(1).double()
+        if logistic:
+            return client_answer(own, public.negatives, scoring, seed_for(preparation.noise_seed, "scores", data.id))
+        scorer: OtherScorer = scoring.scorer  # type: ignore[assignment]
+        seed = seed_for(preparation.seed, "scores", data.id)
         return {"log_scores": log_scores(scorer, own, public.negatives, public.distilled, seed).float()}
 
-    sent = {"model": candidate, **public._asdict(), "negatives": public.negatives.to(public.distilled.dtype)}
-    ids, answers = _asked(question, sent, preparation)
-    return ids, answers["log_scores"]
+    sent: Tree = {"model": candidate, "negatives": public.negatives.to(public.distilled.dtype)}
+    ids, answers = preparation.ask(
+        question, sent=sent if logistic else {**sent, "distilled": public.distilled}, release=SCORES
+    )
+    preparation.tell(SCORES, 1.0)
+    preparation.metrics["scored_clients"] = float(len(ids))
+    return ids, scores_of(answers, public, scoring) if logistic else answers["log_scores"]
 
 
 def client_answer(own: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) -> Tree:
@@ -261,8 +237,7 @@ def _kde(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray
 
     spread = max(np.sqrt(own.var(axis=0).mean()), 1e-3 * np.sqrt(negatives.var(axis=0).mean()), 1e-12)
     width = spread * len(own) ** (-1.0 / (own.shape[1] + 4))
-    density: np.ndarray = KernelDensity(bandwidth=float(width)).fit(own).score_samples(asked)
-    return density
+    return np.asarray(KernelDensity(bandwidth=float(width)).fit(own).score_samples(asked))
 
 
 def _isolation_forest(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
@@ -283,8 +258,7 @@ def _two_class_svm(own: Points, negatives: Points, asked: Points, seed: int) -> 
 
     sign = np.r_[np.ones(len(own)), -np.ones(len(negatives))]
     margin = SVC(gamma=_kernel_width(negatives)).fit(np.r_[own, negatives], sign).decision_function(asked)
-    logs: np.ndarray = -np.logaddexp(0.0, -margin)
-    return logs
+    return np.asarray(-np.logaddexp(0.0, -margin))
 
 
 def _kernel_width(negatives: Points) -> float:
@@ -293,8 +267,7 @@ def _kernel_width(negatives: Points) -> float:
 
 
 def _log(scores: np.ndarray) -> np.ndarray:
-    logs: np.ndarray = np.log(np.maximum(scores, LEAST))
-    return logs
+    return np.asarray(np.log(np.maximum(scores, LEAST)))
 
 
 _SCORERS: dict[OtherScorer, Callable[[Points, Points, Points, int], np.ndarray]] = {
