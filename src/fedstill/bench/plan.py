@@ -22,12 +22,12 @@ import torch
 from fedstill.bench.recipe import Cell, with_data
 from fedstill.bench.results import (
     BESIDE,
+    Curve,
     Records,
     Run,
     cell_key,
     engine_of,
     engine_text,
-    evaluates,
     fault_of,
     holding,
     method_text,
@@ -183,7 +183,6 @@ def make_run(job: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]
 
 def finished_run(job: Job) -> Run | None:
     """The run that the job's folder holds, if it went to its last round, on any device."""
-    rounds, every = job.experiment.rounds, job.experiment.evaluate_every
     try:
         made = json.loads((job.folder / MADE).read_text(encoding="utf-8"))
         lines = (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -192,8 +191,8 @@ def finished_run(job: Job) -> Run | None:
         run = make_run(job, rows, sum(row["seconds"] for row in rows), made)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged
-    whole = looked == [number for number in range(1, rounds + 1) if evaluates(number, rounds, every)]
-    return run if whole and fault_of(run) is None else None
+    whole = Curve(job.experiment.rounds, job.experiment.evaluate_every, ())
+    return run if looked == whole.at and fault_of(run) is None else None
 
 
 def begun_as(job: Job) -> Experiment:
@@ -210,11 +209,6 @@ def begun_as(job: Job) -> Experiment:
             return begun
     shutil.rmtree(job.folder)
     return job.experiment
-
-
-def tidy(folder: Path) -> None:
-    """A finished run keeps its numbers and models; its checkpoints can be as large as all clients together."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
 from fedstill.experiment.config import DataSection, Experiment
 from fedstill.experiment.overrides import apply_settings
-from fedstill.methods.lookup import split_methods
+from fedstill.methods.lookup import load_file, split_methods
 from fedstill.storage import toml as toml_io
 
 Number = float | str  # a word where the paper prints one instead of a number: "failed"
@@ -86,13 +84,8 @@ def find_paper(paper: str) -> Path:
 def load_recipe(folder: Path) -> Recipe:
     """RECIPE of the folder's recipe.py; the file is code and is trusted like any script that you run."""
     file = (folder / RECIPE_FILE).resolve()
-    spec = importlib.util.spec_from_file_location(f"_fedstill_recipe_{folder.resolve().name.replace('-', '_')}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of a recipe look their module up
     try:
-        spec.loader.exec_module(module)
+        module = load_file(file)
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         line = f", line {frames[-1].lineno}" if frames else ""
@@ -137,10 +130,10 @@ def load_expected(folder: Path, recipe: Recipe) -> Expected:
     except ValidationError as error:
         form = '["3"."cifar10"] then fedavg = { best = 33.02 }'
         raise FedstillError(f"{file}: {first_fault(error)}: write {form}") from None
-    cells: dict[str, dict[str, set[str]]] = {}  # rows by table and column, of all presets together
+    cells: dict[str, dict[str, dict[str, None]]] = {}  # rows by table and column, of all presets together
     for table in (table for tables in recipe.tables.values() for table in tables.values()):
         for cell in table.cells:
-            cells.setdefault(table.name, {}).setdefault(cell.column, set()).add(cell.row)
+            cells.setdefault(table.name, {}).setdefault(cell.column, {})[cell.row] = None
     for name, columns in expected.items():
         _check_known(name, cells, f"{file}: the recipe has no table")
         for column, rows in columns.items():
@@ -155,25 +148,20 @@ def load_expected(folder: Path, recipe: Recipe) -> Expected:
 
 def _check_known(word: str, known: Collection[str], problem: str) -> None:
     if word not in known:
-        raise FedstillError(f"{problem} '{word}': {suggest(word, sorted(known))}")
+        raise FedstillError(f"{problem} '{word}': {suggest(word, known)}")
 
 
 def find_preset(recipe: Recipe, preset: str | None) -> str:
     """The preset asked for, or the recipe's first."""
     if preset is None:
         return next(iter(recipe.presets))
-    if preset not in recipe.presets:
-        raise FedstillError(f"--preset: {recipe.paper} has no preset '{preset}': {suggest(preset, recipe.presets)}")
+    _check_known(preset, recipe.presets, f"--preset: {recipe.paper} has no preset")
     return preset
 
 
 def find_table(recipe: Recipe, preset: str, name: str) -> Table:
-    tables = recipe.tables[preset]
-    if name not in tables:
-        raise FedstillError(
-            f"--table: {recipe.paper} has no table '{name}' in preset '{preset}': {suggest(name, tables)}"
-        )
-    return tables[name]
+    _check_known(name, recipe.tables[preset], f"--table: preset '{preset}' of {recipe.paper} has no table")
+    return recipe.tables[preset][name]
 
 
 OWN_SETS = ("none", "test", "central")  # words of data.unlabeled that name no data set
@@ -187,8 +175,7 @@ def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ..
     if not words:
         raise FedstillError(f"{option} is empty: name some, e.g. {option} {','.join(known[:2])}")
     for word in words:
-        if word not in known:
-            raise FedstillError(f"{option}: the table has no '{word}': {suggest(word, known)}")
+        _check_known(word, known, f"{option}: the table has no")
     return tuple(word for word in known if word in words)
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from fedstill.bench.recipe import Expected, Number, Recipe, find_table
+from fedstill.bench.recipe import Expected, Number, Recipe, Table, find_table
 from fedstill.bench.results import Run
 from fedstill.bench.summary import LAST, ColumnSummary, Spread, summarize_table
 from fedstill.report import counted
@@ -152,9 +152,8 @@ def _signed(value: float | None) -> str:
 
 
 def as_json(
-    recipe: Recipe, preset: str, table_name: str, columns: Sequence[ColumnSummary], *, settings: Sequence[str] = ()
+    recipe: Recipe, preset: str, table: Table, columns: Sequence[ColumnSummary], *, settings: Sequence[str] = ()
 ) -> dict[str, Any]:
     """One table for programs; settings: keys of the recipe that the command line has changed."""
-    table = find_table(recipe, preset, table_name)
-    head = {"paper": recipe.paper, "preset": preset, "table": table_name, "title": table.title, "note": table.note}
+    head = {"paper": recipe.paper, "preset": preset, "table": table.name, "title": table.title, "note": table.note}
     return {**head, "settings": list(settings), "columns": [column.as_json() for column in columns]}

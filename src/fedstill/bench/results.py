@@ -41,11 +41,8 @@ class Curve(NamedTuple):
         >>> Curve(5, 2, [10.0, 20.0, 30.0]).at
         [2, 4, 5]
         """
-        return [number for number in range(1, self.rounds + 1) if evaluates(number, self.rounds, self.evaluated)]
-
-
-def evaluates(number: int, rounds: int, every: int) -> bool:
-    return number % every == 0 or number == rounds
+        every = range(1, self.rounds + 1)
+        return [number for number in every if number % self.evaluated == 0 or number == self.rounds]
 
 
 class Run(TypedDict):

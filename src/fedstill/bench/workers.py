@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run, threads_for, tidy
+from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run, threads_for
 from fedstill.bench.results import Run
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
@@ -30,7 +31,7 @@ from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
 from fedstill.loop.callbacks import Callback, RunInfo
-from fedstill.loop.history import Result, Row
+from fedstill.loop.history import Row
 from fedstill.storage.files import write_whole
 
 QUIET = 0.5  # seconds between two messages about rounds
@@ -89,7 +90,7 @@ class Worker:
         result = run(
             experiment, run_dir=job.folder, callbacks=[ticker], federation=federation, resume=True, pictures=False
         )
-        tidy(job.folder)
+        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)  # they can be as large as all clients together
         return make_run(job, result.history.rows, result.seconds, made)
 
     def _federation(self, experiment: Experiment) -> Federation:
@@ -146,9 +147,6 @@ class Ticker(Callback):
 
     def on_round(self, row: Row) -> bool | None:
         self._now_and_then(Message(self._number, round=int(row["round"])))
-        return None
-
-    def on_end(self, result: Result) -> None:
         return None
 
     def _now_and_then(self, message: Message) -> None:

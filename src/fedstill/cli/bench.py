@@ -84,7 +84,7 @@ def bench_command(options: BenchOptions) -> None:
         runs = read_runs(results, recipe.paper)
         summaries = summarize_table(table, runs, expected, columns=columns, rows=rows, printed=printed)
         if options.format is Format.json:
-            print_json(as_json(recipe, preset, table.name, summaries, settings=options.settings or ()))
+            print_json(as_json(recipe, preset, table, summaries, settings=options.settings or ()))
         else:
             changed = f", changed: {', '.join(options.settings)}" if options.settings else ""
             typer.echo(f"{recipe.paper}, {heading(table)} (preset {preset}{changed})")
