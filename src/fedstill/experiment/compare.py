@@ -85,7 +85,11 @@ def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
     for method, runs in results.items():
         for told in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
             about.setdefault(told, []).append(method)
-    notes = [_own_options_note(method, runs[0].stands_for) for method, runs in results.items() if runs[0].stands_for]
+    notes = [
+        f"{method} is {runs[0].stands_for}: without options it has those of the experiment's [method] section."
+        for method, runs in results.items()
+        if runs[0].stands_for
+    ]
     notes += [f"epsilon of {', '.join(methods)}: {told}" for told, methods in about.items()]
     if about:
         notes.append("An epsilon is that of one run (the largest over seeds): runs on the same data add up.")
@@ -95,21 +99,13 @@ def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
     return notes
 
 
-def _own_options_note(method: str, stands_for: str) -> str:
-    return f"{method} is {stands_for}: without options it has those of the experiment's [method] section."
-
-
-def no_callbacks(method: str, seed: int) -> Sequence[Callback]:
-    return ()
-
-
 def compare(
     experiment: Experiment,
     methods: Sequence[str] = (),
     *,
     seeds: int | None = None,
     run_dir: str | Path | None = None,
-    callbacks: Callable[[str, int], Sequence[Callback]] = no_callbacks,
+    callbacks: Callable[[str, int], Sequence[Callback]] = lambda method, seed: (),
     source: Source | None = None,
     resume: bool = False,
 ) -> Comparison:

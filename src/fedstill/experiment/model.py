@@ -34,15 +34,18 @@ def _network(name: str, own: dict[str, Any], federation: Federation) -> Model:
     if ":" in name:
         return _own_network(name, own, federation)
     _check_reads(name, federation)
-    shape, options = tuple(federation.train.x.shape[1:]), own | _vocabulary(name, federation)
-    return build_model(name, input_shape=shape, classes=len(federation.train.classes), **options)
+    facts = _facts(federation)
+    if not _reads_tokens(name):
+        del facts["vocabulary"]
+    return build_model(name, **facts, **own)
 
 
-def _vocabulary(name: str, federation: Federation) -> dict[str, int]:
-    """How many ids a network must know, where it asks: the tokenizer's, or as many as can follow a character."""
-    tokenizer = federation.train.tokenizer
-    size = len(federation.train.classes) if tokenizer is None else tokenizer.size
-    return {"vocabulary": size} if _reads_tokens(name) else {}
+def _facts(federation: Federation) -> dict[str, Any]:
+    """What the data say about a network; its ids are the tokenizer's, or as many as can follow a character."""
+    train = federation.train
+    classes = len(train.classes)
+    vocabulary = classes if train.tokenizer is None else train.tokenizer.size
+    return {"input_shape": tuple(train.x.shape[1:]), "classes": classes, "vocabulary": vocabulary}
 
 
 def _reads_tokens(name: str) -> bool:
@@ -63,19 +66,15 @@ def _check_reads(name: str, federation: Federation) -> None:
 
 def _own_network(name: str, own: dict[str, Any], federation: Federation) -> Model:
     """What FILE.py:function builds; of shape, classes and vocabulary it is given what it asks for."""
-    factory, train = own_function(name, "model.name"), federation.train
-    tokenizer = train.tokenizer
-    shape, classes = tuple(train.x.shape[1:]), len(train.classes)
-    vocabulary = classes if tokenizer is None else tokenizer.size
-    facts = {"input_shape": shape, "classes": classes, "vocabulary": vocabulary}
+    factory, facts = own_function(name, "model.name"), _facts(federation)
     asked = inspect.signature(factory).parameters
     given = {key: value for key, value in facts.items() if key in asked}
     return from_module(
         lambda: factory(**given, **own),
-        input_shape=shape,
-        classes=classes,
+        input_shape=facts["input_shape"],
+        classes=facts["classes"],
         name=name.rpartition(":")[2],
-        input_dtype=torch.int64 if train.text else torch.float32,
+        input_dtype=torch.int64 if federation.train.text else torch.float32,
     )
 
 

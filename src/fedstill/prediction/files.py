@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,29 +49,26 @@ def columns_of(predictions: Predictions) -> dict[str, Any]:
 
 def write_predictions(predictions: Predictions, folder: Path, *, title: str) -> list[Path]:
     """Write all files that the installed extras allow, and log one line for each of the others. Old ones go first."""
-    columns, written = columns_of(predictions), []
+    columns, measured, written = columns_of(predictions), predictions.measured, []
+    writers: dict[str, Callable[[Path], object]] = {
+        "predictions.csv": lambda path: _write_csv(columns, path),
+        "predictions.parquet": lambda path: _write_parquet(columns, path),
+    }
+    if measured is not None:
+        about = f"{title}; measured on {measured.on}"
+        writers["reliability.png"] = partial(reliability_picture, measured.before, measured.after, title=about)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            path = folder / name
-            path.unlink(missing_ok=True)  # never an old one beside a new table
+            (folder / name).unlink(missing_ok=True)  # never an old one beside a new table
+        for name, write in writers.items():
             try:
-                if name == "predictions.csv":
-                    _write_csv(columns, path)
-                elif name == "predictions.parquet":
-                    _write_parquet(columns, path)
-                elif name == "predictions.json":
-                    continue  # the last one, because it names the others
-                elif predictions.measured is not None:
-                    about = predictions.measured
-                    reliability_picture(about.before, about.after, path, title=f"{title}; measured on {about.on}")
-                else:
-                    continue
+                write(folder / name)
             except FedstillError as error:
                 _log.warning("no %s: %s", name, error)
             else:
-                written.append(path)
-        written.append(folder / "predictions.json")
+                written.append(folder / name)
+        written.append(folder / "predictions.json")  # the last one, because it names the others
         summary = {**predictions.summary(), "files": [path.name for path in written]}
         write_whole(written[-1], json.dumps(summary, indent=2, allow_nan=False) + "\n")
     except OSError as error:
