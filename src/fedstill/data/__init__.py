@@ -1,9 +1,8 @@
 """Datasets and federations: load a source, give the server an unlabeled part, share the other rows out to clients."""
 
-from fedstill.data.federation import federation_from_tensors, make_federation
+from fedstill.data.federation import federation_from_tensors, make_federation, scale_inputs
 from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, from_tensors, load
 from fedstill.data.match import match_storage
-from fedstill.data.scale import scale_inputs
 from fedstill.data.source import Source, Unlabeled, owners, stratified_holdout
 from fedstill.data.split import central_pool, hold_validation, limit_test, read_unlabeled, split_unlabeled, with_test_of
 from fedstill.data.tokens import tokenise

@@ -1,19 +1,19 @@
-"""A Source and the rows of each client become a Federation."""
+"""A Source, scaled, and the rows of each client become a Federation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Federation
-from fedstill.data.load import from_tensors
-from fedstill.data.scale import public_facts, scale_inputs
-from fedstill.data.source import Source, Unlabeled, as_array, as_tensor
+from fedstill.data.load import from_tensors, is_embedded
+from fedstill.data.source import Source, Unlabeled, as_array, as_tensor, published_statistics, statistics
 from fedstill.data.tables import storage_form
 
 
@@ -39,16 +39,32 @@ def make_federation(
     indices = np.concatenate([np.asarray(part) for part in parts])
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise FedstillError(f"partition: rows must be 1-d integers, got {indices.dtype} of {indices.ndim} dimensions")
-    _check_rows(indices.astype(np.int64), sizes, len(source.train.y), shared_rows)
+    indices, rows = indices.astype(np.int64), len(source.train.y)
+    outside = indices[(indices < 0) | (indices >= rows)]
+    if len(outside):
+        raise FedstillError(f"partition: row {outside[0]} is not in 0..{rows - 1}")
+    owners = np.bincount(indices, minlength=rows)
+    if owners.max() > 1 and not shared_rows:
+        row = int(owners.argmax())
+        shared = np.repeat(np.arange(len(sizes)), sizes)[indices == row]
+        raise FedstillError(
+            f"partition: row {row} belongs to clients {shared[0]} and {shared[1]}; each row has one owner"
+        )
     if isinstance(unlabeled, Tensor):
         unlabeled = Unlabeled(unlabeled, tuple(str(row) for row in range(len(unlabeled))))
-    _check_samples(source, None if unlabeled is None else unlabeled.x, "data.unlabeled")
-    _check_samples(source, None if validation is None else validation[0], "data.validation")
+    given = {"data.unlabeled": unlabeled and unlabeled.x, "data.validation": validation and validation[0]}
+    wanted = source.train.x
+    for key, x in given.items():
+        if x is not None and (x.shape[1:] != wanted.shape[1:] or x.dtype != wanted.dtype):
+            raise FedstillError(
+                f"{key}: samples are {tuple(x.shape[1:])} {x.dtype}, "
+                f"the task's are {tuple(wanted.shape[1:])} {wanted.dtype}"
+            )
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     return Federation(
         train=source.train,
         test=source.test,
-        indices=torch.from_numpy(indices.astype(np.int64)),
+        indices=torch.from_numpy(indices),
         offsets=torch.from_numpy(offsets.astype(np.int64)),
         unlabeled=None if unlabeled is None else unlabeled.x,
         unlabeled_truth=None if unlabeled is None else unlabeled.truth,
@@ -58,31 +74,6 @@ def make_federation(
         partition=partition,
         public_facts=public_facts(source),
     )
-
-
-def _check_rows(indices: np.ndarray, sizes: np.ndarray, rows: int, shared_rows: bool) -> None:
-    if indices.min() < 0 or indices.max() >= rows:
-        raise FedstillError(
-            f"partition: row {indices.min() if indices.min() < 0 else indices.max()} is not in 0..{rows - 1}"
-        )
-    owners = np.bincount(indices, minlength=rows)
-    if owners.max() > 1 and not shared_rows:
-        row = int(owners.argmax())
-        shared = np.repeat(np.arange(len(sizes)), sizes)[indices == row]
-        raise FedstillError(
-            f"partition: row {row} belongs to clients {shared[0]} and {shared[1]}; each row has one owner"
-        )
-
-
-def _check_samples(source: Source, got: Tensor | None, key: str) -> None:
-    wanted = source.train.x
-    if got is None:
-        return
-    if got.shape[1:] != wanted.shape[1:] or got.dtype != wanted.dtype:
-        raise FedstillError(
-            f"{key}: samples are {tuple(got.shape[1:])} {got.dtype}, "
-            f"the task's are {tuple(wanted.shape[1:])} {wanted.dtype}"
-        )
 
 
 def federation_from_tensors(
@@ -111,3 +102,80 @@ def federation_from_tensors(
     extra = None if unlabeled is None else as_tensor(storage_form(as_array(unlabeled)))
     source = scale_inputs(source, extra, scale)
     return make_federation(source, np.split(np.arange(len(y)), cuts), unlabeled=extra, partition=partition)
+
+
+SCALES = ("train", "unlabeled", "none")
+CLIENTS_STATISTICS = "mean and deviation of all clients' inputs (data.scale can change that)"
+
+Constants = tuple[tuple[float, ...], tuple[float, ...]]  # mean, std
+
+
+def scale_inputs(
+    source: Source,
+    unlabeled: Unlabeled | Tensor | None = None,
+    how: str = "train",
+    *,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+) -> Source:
+    """The source with another mean and deviation for all its inputs; the stored samples stay as they are.
+
+    how: 'train' (as it was loaded: by the train rows, or published constants), 'unlabeled' (by the server's own set,
+    so that no client's row moves another client's inputs) or 'none' (inputs as they are, images from 0 to 1).
+    mean, std: numbers instead, known beforehand: one for all channels or columns, or one for each.
+    """
+    if how not in SCALES:
+        raise FedstillError(f"data.scale = '{how}' is unknown: {suggest(how, SCALES)}")
+    width = source.train.x.shape[1]
+    if mean or std:
+        _check_numbers(source, mean, std, width)
+        how, constants = "given", (tuple(mean), tuple(std))
+    elif how == "unlabeled":
+        constants = _of_unlabeled(source, unlabeled)
+    elif how == "none" and not source.train.text:
+        constants = (0.0,) * width, (1.0,) * width
+    else:
+        return source
+    train, test = (replace(part, mean=constants[0], std=constants[1]) for part in (source.train, source.test))
+    return source._replace(train=train, test=test, scale=how)
+
+
+def public_facts(source: Source) -> tuple[str, ...]:
+    """Facts about the clients' data that everybody knows because of how they were read, in words."""
+    data = source.train
+    open_data = is_embedded(source.origin) or (data.mean, data.std) == published_statistics(data.name)
+    if data.text or source.scale != "train" or open_data:
+        return source.public_facts
+    return (*source.public_facts, CLIENTS_STATISTICS)
+
+
+def _of_unlabeled(source: Source, unlabeled: Unlabeled | Tensor | None) -> Constants:
+    wanted, key = source.train.x, "data.scale = 'unlabeled'"
+    if source.train.text:
+        raise FedstillError(f"{key}: {source.train.name} is read as text, which is not scaled; leave data.scale out")
+    x = unlabeled.x if isinstance(unlabeled, Unlabeled) else unlabeled
+    if x is None or not len(x):
+        raise FedstillError(
+            f"{key}: the server has no unlabeled set to take mean and deviation from; set data.unlabeled (a number of "
+            "rows, a folder or a file), or data.scale = 'none'"
+        )
+    if x.shape[1:] != wanted.shape[1:] or x.dtype != wanted.dtype:
+        raise FedstillError(
+            f"{key}: unlabeled samples are {tuple(x.shape[1:])} {x.dtype}, the task's are {tuple(wanted.shape[1:])} "
+            f"{wanted.dtype}; give samples of the same kind, or data.scale = 'none'"
+        )
+    return statistics(x.numpy())
+
+
+def _check_numbers(source: Source, mean: Sequence[float], std: Sequence[float], width: int) -> None:
+    if source.train.text:
+        raise FedstillError(f"data.mean: {source.train.name} is read as text, which is not scaled; leave it out")
+    for key, numbers in (("data.mean", mean), ("data.std", std)):
+        if len(numbers) not in (1, width):
+            wanted = "1" if width == 1 else f"1 or {width}"
+            unit = "channels" if source.train.x.ndim > 2 else "columns (a word of a column counts as one)"
+            raise FedstillError(
+                f"{key} has {len(numbers)} numbers, {source.train.name} has {width} {unit}: give {wanted}"
+            )
+    if min(std) <= 0:
+        raise FedstillError(f"data.std holds {min(std):g}; deviations are above 0")

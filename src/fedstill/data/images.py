@@ -64,20 +64,16 @@ def decode_images(
 
 
 def fit_images(x: Tensor, height: int, width: int) -> Tensor:
-    """Images (n, channels, h, w) cut to the centre of these proportions and resized, as `decode_images` does it."""
-    across, down = _centre(x.shape[3], x.shape[2], height, width)
-    return resize_images(x[:, :, down[0] : down[1], across[0] : across[1]], height, width).contiguous()
-
-
-def resize_images(x: Tensor, height: int, width: int) -> Tensor:
-    """(n, channels, height, width) by bilinear interpolation with antialiasing; bytes stay bytes."""
+    """Images (n, channels, h, w) cut to the centre and resized as `decode_images` does it; bytes stay bytes."""
+    (left, right), (top, bottom) = _centre(x.shape[3], x.shape[2], height, width)
+    x = x[:, :, top:bottom, left:right]
     if x.shape[2:] == (height, width):
-        return x
+        return x.contiguous()
     parts = []
     for part in torch.split(x, RESIZED_AT_ONCE):
         resized = F.interpolate(part.float(), (height, width), mode="bilinear", antialias=True, align_corners=False)
         parts.append(resized.round().clamp(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else resized)
-    return torch.cat(parts)
+    return torch.cat(parts).contiguous()
 
 
 def _decode_one(blob: bytes | Path, row: int, shape: tuple[int, int] | None, where: str) -> np.ndarray:

@@ -7,21 +7,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.data.cache import cached, fingerprint
+from fedstill.core.types import Dataset, Tree
 from fedstill.data.files import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
-from fedstill.data.source import Reading, Source, as_array, first_line, stratified_holdout
+from fedstill.data.source import InputColumn, Reading, Source, as_array, first_line, stratified_holdout
 from fedstill.data.tables import Frame, assemble, storage_form
-from fedstill.data.text import text_source
+from fedstill.data.text import pack, text_source, unpack
+from fedstill.storage.cache import Cache
 
+FORMAT = 5  # raise it when sources are decoded otherwise
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|jsonl?|zip|gz|png|jpe?g)$", re.IGNORECASE)
 FASHION_CLASSES = (
@@ -89,37 +93,75 @@ def is_embedded(source: str) -> bool:
     return _embedded_name(source) in EMBEDDED
 
 
+def fingerprint(files: Iterable[Path]) -> str:
+    """Return a text that changes when a file is added, removed, renamed or written again, even under its old date."""
+    digest = hashlib.sha256()
+    for file in files:
+        status = file.stat()
+        facts = f"\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\n"
+        digest.update(os.fsencode(file) + facts.encode())  # a name need not be UTF-8
+    return digest.hexdigest()
+
+
+def _as_tree(source: Source) -> Tree:
+    train, test = source.train, source.test
+    return {
+        **{name: getattr(train, name) for name in ("name", "classes", "mean", "std")},
+        "train": {"x": train.x, "y": train.y},
+        "test": {"x": test.x, "y": test.y},
+        "keys": dict(source.keys),
+        "rows": dict(source.rows),
+        "texts": {} if source.texts is None else dict(zip(("blob", "ends"), pack(source.texts), strict=True)),
+        **{name: getattr(source, name) for name in ("notes", "origin", "columns", "skipped", "label")},
+    }
+
+
+def _as_source(tree: Tree) -> Source:
+    about: dict[str, Any] = {name: tuple(tree[name]) for name in ("classes", "mean", "std")}
+    train, test = (Dataset(tree["name"], **tree[split], **about) for split in ("train", "test"))
+    return Source(
+        train,
+        test,
+        tree["keys"],
+        tuple(tree["notes"]),
+        tree["origin"],
+        columns=tuple(InputColumn(name, width, tuple(words)) for name, width, words in tree["columns"]),
+        rows=tree["rows"],
+        skipped=tuple(tree["skipped"]),
+        label=tree["label"],
+        texts=unpack(**tree["texts"]) if tree["texts"] else None,
+    )
+
+
+class Options(TypedDict, total=False):
+    """How a source is read: the options of `load`, whose meaning and defaults `Reading` states."""
+
+    label: str | None
+    inputs: Sequence[str]
+    keys: Sequence[str]
+    size: int | None
+    window: int | None
+    text: bool
+    seed: int
+
+
 def load(
     source: str | Path,
+    reading: Reading | None = None,
     *,
-    label: str | None = None,
-    inputs: Sequence[str] = (),
-    keys: Sequence[str] = (),
-    size: int | None = None,
-    window: int | None = None,
-    text: bool = False,
-    seed: int = 0,
     cache_dir: str | Path | None = None,
     refresh: bool = False,
+    **options: Unpack[Options],
 ) -> Source:
     """Load an embedded set, a file or folder (parquet, CSV, npz, images), or a Hugging Face hub id.
 
     label, inputs: columns; without them their names and types decide. keys: columns to partition by, never inputs.
     size: resize images to size x size. window: read a column of text as so many characters, the next character is the
     label. text: read one column of text whole; `tokenise` then makes ids of it.
-    seed: of the held-out fifth, where there is no test split.
+    seed: of the held-out fifth, where there is no test split. reading: these options as one value.
     A hub id is taken from the cache once it is there; refresh=True reads any source again.
     """
-    reading = Reading(
-        label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, window=window, text=text, seed=seed
-    )
-    return load_as(source, reading, cache_dir=cache_dir, refresh=refresh)
-
-
-def load_as(
-    source: str | Path, reading: Reading, *, cache_dir: str | Path | None = None, refresh: bool = False
-) -> Source:
-    """`load` with the options as one value."""
+    reading = replace(reading or Reading(), **options)
     text = str(source)
     if isinstance(source, str) and is_embedded(source):
         return EMBEDDED[_embedded_name(source)][0](reading)
@@ -128,27 +170,26 @@ def load_as(
     name, origin, stamp = text.partition(":")[0].rpartition("/")[2], f"hub:{text}", "hub"
     files: list[Path] = []
     try:
-        root = Path(source).expanduser()
+        root = Path(os.path.expanduser(source))
         if root.exists():
             root = root.resolve()
             files = files_of(root, reading)
             name, origin, stamp = root.stem, str(root), fingerprint(files)
-    except (OSError, RuntimeError) as error:
-        raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
-    if not files and _is_path(source):
-        relative = "" if root.is_absolute() else " (paths count from the current folder, not from a file that has them)"
-        raise FedstillError(f"data.source: no such file or folder: '{source}'{relative}")
-
-    def build() -> Source:
+        elif _is_path(source):
+            hint = "" if root.is_absolute() else " (paths count from the current folder, not from a file that has them)"
+            raise FedstillError(f"data.source: no such file or folder: '{source}'{hint}")
+        cache = Cache("data", None if cache_dir is None else Path(cache_dir).expanduser())
+        identity = {"format": FORMAT, "origin": origin, "reading": asdict(reading)}
+        tree = None if refresh else cache.load(identity)
+        if tree is not None and tree["stamp"] == stamp:
+            return _as_source(tree)
         if files:
             frames, notes = read_files(files, root, reading)
         else:
             frames, notes = frames_from_hub(text, list(EMBEDDED), reading), []
-        return _source_of(frames, reading, name=name, origin=origin, notes=notes)
-
-    folder = None if cache_dir is None else Path(cache_dir).expanduser()
-    try:
-        return cached(build, origin=origin, reading=reading, stamp=stamp, cache_dir=folder, refresh=refresh)
+        loaded = _source_of(frames, reading, name=name, origin=origin, notes=notes)
+        cache.save(identity, {"stamp": stamp, **_as_tree(loaded)})
+        return loaded
     except OSError as error:
         raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
 
@@ -161,37 +202,19 @@ def _is_path(source: str | Path) -> bool:
     return "/" in text and Path(text.partition("/")[0]).is_dir()
 
 
-def from_csv(
-    path: str | Path,
-    *,
-    label: str | None = None,
-    inputs: Sequence[str] = (),
-    keys: Sequence[str] = (),
-    delimiter: str | None = None,
-    seed: int = 0,
-) -> Source:
+def from_csv(path: str | Path, *, delimiter: str | None = None, **options: Unpack[Options]) -> Source:
     """A CSV file of any suffix: numbers as they are, words one-hot; a fifth of the rows is held out as test."""
-    file = Path(path).expanduser()
+    file, reading = Path(path).expanduser(), Reading(**options)
     if not file.is_file():
         raise FedstillError(f"data.source: no such file: '{path}'")
-    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), seed=seed)
     frames = {"train": read_csv(file, delimiter=delimiter)}
-    return assemble(frames, reading, name=file.stem, origin=str(file.resolve()))
+    return _source_of(frames, reading, name=file.stem, origin=str(file.resolve()))
 
 
-def from_hf(
-    dataset: Any,
-    *,
-    label: str | None = None,
-    inputs: Sequence[str] = (),
-    keys: Sequence[str] = (),
-    size: int | None = None,
-    seed: int = 0,
-    name: str = "dataset",
-) -> Source:
+def from_hf(dataset: Any, *, name: str = "dataset", **options: Unpack[Options]) -> Source:
     """A Hugging Face Dataset or DatasetDict, with Image, ClassLabel, number, vector or string columns."""
-    reading = Reading(label=label, inputs=tuple(inputs), keys=tuple(keys), size=size, seed=seed)
-    return assemble(frames_from_hf(dataset, reading), reading, name=name, origin="")
+    reading = Reading(**options)
+    return _source_of(frames_from_hf(dataset, reading), reading, name=name, origin="")
 
 
 def from_tensors(

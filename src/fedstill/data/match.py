@@ -12,7 +12,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
 from fedstill.data.images import fit_images
-from fedstill.data.load import load_as
+from fedstill.data.load import load
 from fedstill.data.source import Reading, Source
 from fedstill.data.tokens import as_tokens
 
@@ -33,7 +33,7 @@ def load_like(
             "tokens (data.tokens) can"
         )
     try:
-        other = load_as(place, reading, cache_dir=cache_dir)
+        other = load(place, reading, cache_dir=cache_dir)
     except FedstillError as error:
         raise FedstillError(re.sub(r"^data\.\w+:", f"{key}:", str(error))) from error
     return other if task.train.tokenizer is None else as_tokens(other, task.train.tokenizer)
@@ -79,18 +79,14 @@ def match_storage(x: Tensor, like: Tensor, *, where: str = "the unlabeled set", 
                 f"{key}: pixels of {of} are floats from {low:g} to {high:g}, the others are bytes; "
                 "scale them to [0, 1] or give bytes (uint8)"
             )
-    resized = fit_images(_recolour(x, like.shape[1]), like.shape[2], like.shape[3])
+    if x.shape[1] == 3 and like.shape[1] == 1:
+        luma = torch.einsum("nchw,c->nhw", x.float(), torch.tensor(LUMA))[:, None]
+        recoloured = luma.round().to(torch.uint8) if x.dtype == torch.uint8 else luma
+    else:
+        recoloured = x if x.shape[1] == like.shape[1] else x[:, :1].expand(-1, like.shape[1], -1, -1)
+    resized = fit_images(recoloured, like.shape[2], like.shape[3])
     if like.dtype == x.dtype:
         return resized
     if x.dtype == torch.uint8:
         return resized.to(like.dtype) / 255.0
     return (resized * 255.0).round().clamp(0, 255).to(like.dtype)
-
-
-def _recolour(x: Tensor, channels: int) -> Tensor:
-    if x.shape[1] == channels:
-        return x
-    if x.shape[1] == 3 and channels == 1:
-        luma = torch.einsum("nchw,c->nhw", x.float(), torch.tensor(LUMA))[:, None]
-        return luma.round().to(torch.uint8) if x.dtype == torch.uint8 else luma
-    return x[:, :1].expand(-1, channels, -1, -1)

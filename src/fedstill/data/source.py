@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class Source(NamedTuple):
     central: Unlabeled | None = None  # rows of neither the clients nor the test set (see split.central_pool)
     label: str = ""  # column of the labels; none where there are no labels
     texts: np.ndarray | None = None  # of str: samples that are not tokens yet; x (n, 1) are rows of it
-    scale: str = "train"  # whose mean and deviation train and test have (see scale.py)
+    scale: str = "train"  # whose mean and deviation train and test have (see `scale_inputs`)
     public_facts: tuple[str, ...] = ()  # facts about the clients' texts that a tokenizer gives away
 
 
@@ -71,8 +71,8 @@ class Reading:
     """How a source is read; part of the name of its cache entry."""
 
     label: str | None = None  # label column; None: found by type and name
-    inputs: tuple[str, ...] = ()  # input columns; (): every column that is neither label nor key
-    keys: tuple[str, ...] = ()  # columns kept as keys and left out of the inputs
+    inputs: Sequence[str] = ()  # input columns; (): every column that is neither label nor key
+    keys: Sequence[str] = ()  # columns kept as keys and left out of the inputs
     size: int | None = None  # resize images to size x size
     held_out: float = 0.2  # share of the rows that become the test split where a source has none
     seed: int = 0  # of that choice
@@ -83,10 +83,11 @@ class Reading:
     text: bool = False  # one column of text, each sample the whole text (see tokens.py)
 
     def __post_init__(self) -> None:
-        if self.size is not None and self.size < 1:
-            raise FedstillError(f"data.size = {self.size} is too small; use 1 or more")
-        if self.window is not None and self.window < 1:
-            raise FedstillError(f"data.window = {self.window} is too small; use 1 or more")
+        for name in ("inputs", "keys"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("size", "window"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise FedstillError(f"data.{name} = {value} is too small; use 1 or more")
         if self.window is not None and self.text:
             raise FedstillError("window and text both say how text is read: use one of them")
 

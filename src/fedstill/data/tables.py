@@ -87,7 +87,7 @@ def assemble(
     """Turn the splits of a source into train and test, which never share a row."""
     frames = with_rows(frames, name)
     if not reading.labelled:
-        return _without_labels(frames, reading, name=name, origin=origin, notes=notes)
+        return _without_labels(frames, reading, name, origin, notes)
     train_name, test_name, said = choose_splits(frames)
     train = frames[train_name]
     label = find_label(train, reading, name)
@@ -134,7 +134,7 @@ def assemble(
 
 
 def _without_labels(
-    frames: Mapping[str, Frame], reading: Reading, *, name: str, origin: str, notes: Iterable[str]
+    frames: Mapping[str, Frame], reading: Reading, name: str, origin: str, notes: Iterable[str]
 ) -> Source:
     """All rows of all splits as the train split, with a name each, in the order of their names; no test split.
 

@@ -84,7 +84,11 @@ def text_source(
     train, test = cut_windows(texts, reading.window, held_out=held_out)
     if test_name is not None:
         test = cut_windows(_texts(frames[test_name], column, reading, name)[0], reading.window, held_out=0.0)[0]
-    _check_long_enough(train, test, reading.window, name)
+    for part, use in ((train, "to train on"), (test, "to test on")):
+        if not len(part.y):
+            raise FedstillError(
+                f"data.window = {reading.window}: no text of {name} is long enough for a window {use}; lower it"
+            )
     short = owners - len(np.unique(train.owner))
     if short:
         said.append(f"{short} of {owners} texts have no more than {reading.window} characters and are left out")
@@ -110,14 +114,6 @@ def _texts(
         pieces[row].append(str(text))
     keys = {key: distinct[:, i].astype(np.int32) for i, key in enumerate(codes)}
     return [encode(" ".join(piece)) for piece in pieces], len(distinct), keys
-
-
-def _check_long_enough(train: Windows, test: Windows, window: int, name: str) -> None:
-    for part, use in ((train, "to train on"), (test, "to test on")):
-        if not len(part.y):
-            raise FedstillError(
-                f"data.window = {window}: no text of {name} is long enough for a window {use}; lower data.window"
-            )
 
 
 def read_lines(file: Path) -> list[str]:

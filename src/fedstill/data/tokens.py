@@ -79,7 +79,7 @@ def _ids(texts: np.ndarray, rows: Tensor, tokenizer: Tokenizer) -> Tensor:
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     """(n, length) int32 ids."""
-    package = _package_tokenizer(tokenizer.file)
+    package = require_extra("tokenizers", extra="text").Tokenizer.from_str(tokenizer.file)
     package.enable_truncation(tokenizer.length)
     package.enable_padding(length=tokenizer.length, pad_id=PAD, pad_token=package.id_to_token(PAD))
     parts = [np.zeros((0, tokenizer.length), np.int32)]
@@ -94,13 +94,8 @@ def _readable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _package_tokenizer(file: str) -> Any:
-    return require_extra("tokenizers", extra="text").Tokenizer.from_str(file)
-
-
 def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
     """A tokenizer.json of the tokenizers package, whose id 0 must be padding."""
-    require_extra("tokenizers", extra="text")
     try:
         file = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,10 +108,9 @@ def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
 
 def opened(file: str, length: int) -> Tokenizer:
     """A tokenizer.json for texts of `length` ids."""
+    tokenizers = require_extra("tokenizers", extra="text")
     try:
-        package = _package_tokenizer(file)
-    except FedstillError:
-        raise
+        package = tokenizers.Tokenizer.from_str(file)
     except Exception as error:  # the package raises this very class
         raise FedstillError(
             f"this is no tokenizer.json of the tokenizers package ({first_line(error)}); its Tokenizer.save writes one"
@@ -129,14 +123,10 @@ def opened(file: str, length: int) -> Tokenizer:
     if length <= marks:
         raise FedstillError(f"data.tokens = {length} leaves no room for words beside {marks} marks; use e.g. 64")
     mask = next((place for name in MASKS if (place := package.token_to_id(name)) is not None), None)
-    return Tokenizer(file, length, size, mask, _first_word(package, size))
-
-
-def _first_word(package: Any, size: int) -> int:
-    """Marks come first; the first id that is none."""
     special = {place for place, token in package.get_added_tokens_decoder().items() if token.special}
-    ids = (place for place in range(size) if place not in special)
-    return next((place for place in ids if not MARK.fullmatch(package.id_to_token(place) or "")), size)
+    ids = (place for place in range(size) if place not in special)  # marks come first, then words
+    first_word = next((place for place in ids if not MARK.fullmatch(package.id_to_token(place) or "")), size)
+    return Tokenizer(file, length, size, mask, first_word)
 
 
 def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | None = None) -> str:

@@ -69,8 +69,10 @@ class ClientStore:
 
     def read(self, ids: np.ndarray) -> Tree:
         """The states of `ids`, stacked; a client that was never written has the template's."""
-        columns = iter(self._table.read(ids, self.touched) if self.record_bytes else ())
-        return tree_map(lambda leaf: _placed(next(columns, None), leaf, len(ids)), self.template)
+        if self.record_bytes == 0:  # only leaves without elements: nothing is stored for them
+            return tree_map(lambda leaf: leaf.new_empty((len(ids), *leaf.shape)), self.template)
+        columns = iter(self._table.read(ids, self.touched))
+        return tree_map(lambda leaf: next(columns).to(leaf.device), self.template)
 
     def write(self, ids: np.ndarray, states: Tree) -> None:
         """Replace the states of `ids`."""
@@ -118,12 +120,6 @@ def _place(wanted: int, device: torch.device, budget: int | None) -> torch.devic
     return next((place for place in places if wanted <= free_memory(place) // SHARE), None)
 
 
-def _placed(column: Tensor | None, outline: Tensor, count: int) -> Tensor:
-    if column is None:  # only leaves without elements: nothing is stored for them
-        return outline.new_empty((count, *outline.shape))
-    return column.to(outline.device)
-
-
 class _Memory:
     """One tensor (N, ...) a leaf, where the outline lies."""
 
@@ -151,25 +147,34 @@ class _File:
         self._outline = [(leaf.shape, leaf.dtype) for leaf in outline]
         self._first = _pack([leaf.unsqueeze(0) for leaf in outline])  # (1, record)
         self._record = self._first.shape[1]
-        self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         os.truncate(self._file.fileno(), population * self._record)
 
     def read(self, ids: np.ndarray, touched: np.ndarray) -> list[Tensor]:
         records = np.repeat(self._first, len(ids), axis=0)
         written = np.flatnonzero(touched[ids])
         for run in _runs(ids[written]):
-            part = records[written[run]]
-            _read_fully(self._file.fileno(), part, int(ids[written[run.start]]) * self._record)
-            records[written[run]] = part
-        return _unpack(records, self._outline)
+            self._file.seek(int(ids[written[run.start]]) * self._record)
+            content = self._file.read((run.stop - run.start) * self._record)
+            records[written[run]] = np.frombuffer(content, np.uint8).reshape(-1, self._record)
+        columns, first = [], 0
+        for shape, dtype in self._outline:
+            length = shape.numel() * dtype.itemsize
+            part = torch.from_numpy(np.ascontiguousarray(records[:, first : first + length]))
+            empty = torch.empty((len(records), *shape), dtype=dtype)
+            columns.append(part.view(dtype).reshape(empty.shape) if length else empty)
+            first += length
+        return columns
 
     def write(self, ids: np.ndarray, columns: list[Tensor]) -> None:
         records = _pack(columns)
-        for run in _runs(ids):
-            try:
-                _write_fully(self._file.fileno(), records[run], int(ids[run.start]) * self._record)
-            except OSError as error:
-                raise FedstillError(f"cannot write client states to disk: {error.strerror}; free some space") from None
+        try:
+            for run in _runs(ids):
+                self._file.seek(int(ids[run.start]) * self._record)
+                self._file.write(records[run].data)
+            self._file.flush()
+        except OSError as error:
+            raise FedstillError(f"cannot write client states to disk: {error.strerror}; free some space") from None
 
     def close(self) -> None:
         self._file.close()
@@ -186,17 +191,6 @@ def _pack(columns: list[Tensor]) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def _unpack(records: np.ndarray, outline: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-    columns, first = [], 0
-    for shape, dtype in outline:
-        length = shape.numel() * dtype.itemsize
-        part = torch.from_numpy(np.ascontiguousarray(records[:, first : first + length]))
-        empty = torch.empty((len(records), *shape), dtype=dtype)
-        columns.append(part.view(dtype).reshape(empty.shape) if length else empty)
-        first += length
-    return columns
-
-
 def _runs(ids: np.ndarray) -> list[slice]:
     """Stretches of consecutive ids: one system call each."""
     if len(ids) == 0:
@@ -204,19 +198,3 @@ def _runs(ids: np.ndarray) -> list[slice]:
     cuts = np.flatnonzero(np.diff(ids) != 1) + 1
     edges = [0, *cuts.tolist(), len(ids)]
     return [slice(a, b) for a, b in pairwise(edges)]
-
-
-def _read_fully(file: int, into: np.ndarray, offset: int) -> None:
-    view = into.data.cast("B")
-    while len(view):
-        count = os.preadv(file, [view], offset)
-        if count == 0:
-            raise OSError("the file of client states ends early")
-        view, offset = view[count:], offset + count
-
-
-def _write_fully(file: int, records: np.ndarray, offset: int) -> None:
-    view = np.ascontiguousarray(records).data.cast("B")
-    while len(view):
-        count = os.pwrite(file, view, offset)
-        view, offset = view[count:], offset + count

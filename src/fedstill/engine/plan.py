@@ -50,16 +50,8 @@ class Plan:
             return self
         steps = self.steps[order]
         longest = int(steps.max(initial=0))
-        return Plan(
-            self.index[:longest, order],
-            self.weight[:longest, order],
-            self.bits[:longest, order],
-            self.seeds[:longest, order],
-            self.finish_seeds[order],
-            self.lr[:longest, order],
-            steps,
-            self.travel[order],
-        )
+        by_step = {name: getattr(self, name)[:longest, order] for name in ("index", "weight", "bits", "seeds", "lr")}
+        return Plan(**by_step, finish_seeds=self.finish_seeds[order], steps=steps, travel=self.travel[order])
 
 
 def _positions(sizes: np.ndarray, seeds: np.ndarray, epochs: np.ndarray) -> tuple[np.ndarray, ...]:

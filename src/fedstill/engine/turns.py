@@ -31,13 +31,6 @@ def turns_key(players: Mapping[str, Player], drawn: Tree, given: Tree) -> object
     return who, tuple(forms), tuple((name, leaf.shape, leaf.dtype) for name, leaf in flatten(given).items())
 
 
-def exchanges_of(drawn: Tree) -> int:
-    lengths = {len(leaf) for leaf in leaves(drawn)}
-    if len(lengths) != 1:
-        raise FedstillError(f"drawn: every leaf needs a row for each exchange, and they have {sorted(lengths)} rows")
-    return int(lengths.pop())
-
-
 class Turns:
     """Runs exchanges: in each of them every player takes the steps of its turn, in order.
 
@@ -79,7 +72,12 @@ class Turns:
         optimizers: Mapping[str, Tree],
     ) -> dict[str, Fitted]:
         """players: the same as before but for their rates."""
-        exchanges = exchanges_of(drawn)
+        lengths = {len(leaf) for leaf in leaves(drawn)}
+        if len(lengths) != 1:
+            raise FedstillError(
+                f"drawn: every leaf needs a row for each exchange, and they have {sorted(lengths)} rows"
+            )
+        exchanges = lengths.pop()
         self.players = dict(players)
         self._load(drawn, given, seed, exchanges)
         for name, stack in self.stacks.items():
@@ -142,7 +140,10 @@ class Turns:
 
     def _turn(self, name: str, drawn: Tree, look_seed: Tensor, *seeds: Tensor) -> None:
         player, view = self.players[name], self.views[name]
-        now = {other: _detached(self.views[other]) for other in self.players}
+        now = {
+            other: Weights({key: leaf.detach() for key, leaf in seen.params.items()}, seen.buffers)
+            for other, seen in self.views.items()
+        }
         scene = Scene(now, drawn, self.given, {}, self._number(0), look_seed, self.each)
         if seeds:
             with torch.no_grad(), self.autocast():
@@ -171,7 +172,3 @@ class Turns:
     def _once(self) -> None:
         self._exchange(self.cursor)
         self.cursor.add_(1)
-
-
-def _detached(view: View) -> Weights:
-    return Weights({name: leaf.detach() for name, leaf in view.params.items()}, view.buffers)

@@ -127,11 +127,9 @@ def _check_prototypes(prototypes: Any) -> None:
 
 def _check(groups: Groups) -> None:
     for client, name in enumerate(groups.member):
-        if not isinstance(name, str):
-            told = ", ".join(groups.models)
-            raise FedstillError(f"client {client} runs {name!r}: name its prototype, one of: {told}")
-        if name not in groups.models:
-            raise FedstillError(f"client {client} runs '{name}', which is no prototype: {suggest(name, groups.models)}")
+        if not isinstance(name, str) or name not in groups.models:
+            hint = suggest(str(name), groups.models)
+            raise FedstillError(f"client {client} runs {name!r}, which is no prototype: {hint}")
     if idle := [name for name in groups.models if name not in groups.member]:
         raise FedstillError(f"no client runs the prototype '{idle[0]}': use fewer prototypes or more clients")
     check_report(groups.report, groups.models)

@@ -54,6 +54,13 @@ def dense(*widths: int) -> list[nn.Module]:
     return layers
 
 
+def check_counts(**counts: int) -> None:
+    """Refuse options of a network that are no whole numbers of at least 1."""
+    for key, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise FedstillError(f"model.{key} = {value} must be a whole number of at least 1")
+
+
 def choose(key: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
         raise FedstillError(f"model.{key} = '{value}' is unknown: {suggest(str(value), known)}")

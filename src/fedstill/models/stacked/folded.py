@@ -109,18 +109,12 @@ def convolve(x: Tensor, weight: Tensor, form: Form) -> Tensor:
         x, weight = x.to(kind), weight.to(kind)
     (above, beside), parts = form.padding, clients * form.groups
     x = F.pad(x, (beside, beside, above, above)) if above or beside else x
-    windows = _windows(x.permute(0, 2, 3, 1), form)
+    # what each filter sees of x: (B, H', W', channels, ...)
+    (tall, wide), (down, right), rows = form.kernel, form.stride, x.permute(0, 2, 3, 1)
+    windows = rows[:, ::down, ::right] if tall == wide == 1 else rows.unfold(1, tall, down).unfold(2, wide, right)
     weight = weight.reshape(parts, weight.shape[1] // form.groups, -1)
     made: Tensor = _Product.apply(windows.reshape(-1, parts, weight.shape[2]), weight)  # type: ignore[no-untyped-call]
     return made.reshape(*windows.shape[:3], -1).permute(0, 3, 1, 2)
-
-
-def _windows(x: Tensor, form: Form) -> Tensor:
-    """What each filter sees of x (B, H, W, channels): (B, H', W', channels, ...)."""
-    (tall, wide), (down, right) = form.kernel, form.stride
-    if tall == wide == 1:
-        return x[:, ::down, ::right]
-    return x.unfold(1, tall, down).unfold(2, wide, right)
 
 
 class _ForAll(torch.autograd.Function):
@@ -141,10 +135,6 @@ class _ForAll(torch.autograd.Function):
 
 def _for_all(rule: Rule, *tensors: Any) -> Any:
     return _ForAll.apply(rule, *tensors)  # type: ignore[no-untyped-call]
-
-
-def _images(x: Tensor) -> bool:
-    return is_batched(x) and x.ndim == 4
 
 
 class FoldedConv2d(nn.Conv2d):
@@ -171,7 +161,7 @@ class FoldedShuffle(nn.ChannelShuffle):
     """nn.ChannelShuffle, which under vmap would put the clients first in memory, and the next layer back."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _images(x):
+        if not is_batched(x) or x.ndim != 4:
             return super().forward(x)
         parts = int(self.groups)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedstill.core.errors import FedstillError
-from fedstill.models.network import Network, Shape, initialise
+from fedstill.models.network import Network, Shape, check_counts, initialise
 
 
 class _Chain(torch.autograd.Function):
@@ -126,8 +126,6 @@ def char_lstm(
             f"model.name = 'char_lstm' needs text (characters,), this data has shape {tuple(input_shape)}: "
             "set data.window, or use 'mlp'"
         )
-    for key, value in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise FedstillError(f"model.{key} = {value} must be a whole number of at least 1")
+    check_counts(embedding=embedding, hidden=hidden, layers=layers)
     reader = CharacterReader(classes, embedding, hidden, layers)
     return initialise(Network(reader, nn.Linear(hidden, classes)), init)
