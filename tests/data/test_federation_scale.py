@@ -223,7 +223,7 @@ def test_mistakes_teach(tmp_path: Path, source: Source) -> None:
     assert "did you mean 'unlabeled'?" in fails(scale_inputs, task(), None, "unlabelled")
     path = text_table(tmp_path / "texts.csv", news())
     told = fails(build_federation, of_texts(path, scale="unlabeled"))
-    assert told == "data.scale = 'unlabeled': texts is read as text, which is not scaled; leave data.scale out"
+    assert told == "data.scale = 'unlabeled': texts is read as text, which is not scaled; leave it out"
     assert build_federation(of_texts(path, scale="none")).train.mean == (0.0,)
     assert "data.mean: texts is read as text" in fails(build_federation, of_texts(path, mean=[0.0], std=[1.0]))
 

@@ -2,7 +2,6 @@
 
 from fedstill.data.federation import federation_from_tensors, make_federation, scale_inputs
 from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, from_tensors, load
-from fedstill.data.match import match_storage
 from fedstill.data.source import Source, Unlabeled, owners, stratified_holdout
 from fedstill.data.split import central_pool, hold_validation, limit_test, read_unlabeled, split_unlabeled, with_test_of
 from fedstill.data.tokens import tokenise
@@ -23,7 +22,6 @@ __all__ = [
     "limit_test",
     "load",
     "make_federation",
-    "match_storage",
     "owners",
     "read_unlabeled",
     "scale_inputs",

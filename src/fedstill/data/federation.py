@@ -61,6 +61,9 @@ def make_federation(
                 f"the task's are {tuple(wanted.shape[1:])} {wanted.dtype}"
             )
     offsets = np.concatenate([[0], np.cumsum(sizes)])
+    data = source.train
+    published = is_embedded(source.origin) or (data.mean, data.std) == published_statistics(data.name)
+    facts = () if data.text or source.scale != "train" or published else (CLIENTS_STATISTICS,)
     return Federation(
         train=source.train,
         test=source.test,
@@ -72,7 +75,7 @@ def make_federation(
         unlabeled_skipped=() if unlabeled is None else unlabeled.skipped,
         validation=validation,
         partition=partition,
-        public_facts=public_facts(source),
+        public_facts=(*source.public_facts, *facts),
     )
 
 
@@ -126,6 +129,9 @@ def scale_inputs(
     """
     if how not in SCALES:
         raise FedstillError(f"data.scale = '{how}' is unknown: {suggest(how, SCALES)}")
+    if source.train.text and (mean or std or how == "unlabeled"):
+        key = "data.mean" if mean or std else "data.scale = 'unlabeled'"
+        raise FedstillError(f"{key}: {source.train.name} is read as text, which is not scaled; leave it out")
     width = source.train.x.shape[1]
     if mean or std:
         _check_numbers(source, mean, std, width)
@@ -140,19 +146,8 @@ def scale_inputs(
     return source._replace(train=train, test=test, scale=how)
 
 
-def public_facts(source: Source) -> tuple[str, ...]:
-    """Facts about the clients' data that everybody knows because of how they were read, in words."""
-    data = source.train
-    open_data = is_embedded(source.origin) or (data.mean, data.std) == published_statistics(data.name)
-    if data.text or source.scale != "train" or open_data:
-        return source.public_facts
-    return (*source.public_facts, CLIENTS_STATISTICS)
-
-
 def _of_unlabeled(source: Source, unlabeled: Unlabeled | Tensor | None) -> Constants:
     wanted, key = source.train.x, "data.scale = 'unlabeled'"
-    if source.train.text:
-        raise FedstillError(f"{key}: {source.train.name} is read as text, which is not scaled; leave data.scale out")
     x = unlabeled.x if isinstance(unlabeled, Unlabeled) else unlabeled
     if x is None or not len(x):
         raise FedstillError(
@@ -168,8 +163,6 @@ def _of_unlabeled(source: Source, unlabeled: Unlabeled | Tensor | None) -> Const
 
 
 def _check_numbers(source: Source, mean: Sequence[float], std: Sequence[float], width: int) -> None:
-    if source.train.text:
-        raise FedstillError(f"data.mean: {source.train.name} is read as text, which is not scaled; leave it out")
     for key, numbers in (("data.mean", mean), ("data.std", std)):
         if len(numbers) not in (1, width):
             wanted = "1" if width == 1 else f"1 or {width}"

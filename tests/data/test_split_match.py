@@ -9,7 +9,8 @@ import pytest
 import torch
 from data_files import fails, hub_folder, image_folder, pictures, png, write_parquet
 
-from fedstill.data import Source, from_tensors, load, match_storage, read_unlabeled, split_unlabeled
+from fedstill.data import Source, from_tensors, load, read_unlabeled, split_unlabeled
+from fedstill.data.split import match_storage
 
 
 def test_fractions_beside_bytes_must_lie_between_0_and_1(tmp_path: Path) -> None:
