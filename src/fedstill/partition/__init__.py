@@ -14,10 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedstill.partition.bias import bias, n_class
-from fedstill.partition.by_class import iid, label_split, shards
+from fedstill.partition.by_class import bias, iid, label_split, n_class, natural, shards
 from fedstill.partition.dirichlet import fedaux, feddf, lda, mrtf
-from fedstill.partition.natural import natural
 from fedstill.partition.quota import feddyn, hsu
 from fedstill.partition.skew import class_counts, describe
 

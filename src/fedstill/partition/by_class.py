@@ -1,4 +1,4 @@
-"""Clients that are all alike, or hold shards or a fixed number of classes (FedNTD, FedLMD, MrTF)."""
+"""Clients that are all alike, named by the data, or hold some classes: shards, a fixed number, a favourite."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fedstill.partition.common import (
     Parts,
     check_at_least,
     check_labels,
+    check_option,
     cut,
     deal,
     keep_large,
@@ -112,3 +113,117 @@ def label_split(
         owners.append(np.repeat(holders, share))
     parts = deal(np.concatenate(rows), np.concatenate(owners), clients)
     return keep_large([rng.permutation(part) for part in parts], min_size, held_out=held_out)
+
+
+def bias(labels: np.ndarray, clients: int, *, seed: int, bias: float = 0.8, size: int | None = None) -> Parts:
+    """Give each client `size` samples, a share `bias` of them from its favourite class.
+
+    The rest is spread evenly over the other classes, leftovers one each to distinct random ones. Favourites go
+    round-robin over shuffled clients (the paper does not say). Classes are queues that are reshuffled when they
+    run empty, so clients may share samples, but no client holds one twice. `size` defaults to n / clients.
+
+    Reference: D2C-FL, Migrating Federated Learning to Centralized Learning with the Leverage of Unlabeled Data.
+    """
+    class_rows, size = _checked(labels, clients, size)
+    check_option("bias", bias, 0 <= bias <= 1, "a share from 0 to 1")
+    rng = stream(seed, "bias")
+    classes, favourite = len(class_rows), round(bias * size)
+    if classes == 1:
+        return _serve(rng, class_rows, np.full((clients, 1), size))
+    least, longer = divmod(size - favourite, classes - 1)
+    rank = rng.permuted(np.tile(np.arange(classes - 1), (clients, 1)), axis=1)
+    favourites = np.empty(clients, np.int64)
+    favourites[rng.permutation(clients)] = np.arange(clients) % classes
+    quotas = np.full((clients, classes), favourite)
+    quotas[np.arange(classes) != favourites[:, None]] = (least + (rank < longer)).ravel()
+    return _serve(rng, class_rows, quotas)
+
+
+def n_class(
+    labels: np.ndarray, clients: int, *, seed: int, classes_per_client: int = 2, size: int | None = None
+) -> Parts:
+    """Give each client `size` samples in equal shares from random distinct classes.
+
+    An odd sample goes to the client's first class. Queues as in `bias`: clients may share samples, but no client
+    holds one twice. `size` defaults to n / clients. With all classes on every client it is D2C-FL's IID split (60 of
+    each of ten classes at size 600), which may ask for more samples than there are, as `iid` cannot.
+    """
+    class_rows, size = _checked(labels, clients, size)
+    classes = len(class_rows)
+    wanted = f"1 to {classes}, the number of classes"
+    check_option("classes_per_client", classes_per_client, 1 <= classes_per_client <= classes, wanted)
+    rng = stream(seed, "n_class")
+    chosen = rng.permuted(np.tile(np.arange(classes), (clients, 1)), axis=1)[:, :classes_per_client]
+    least, longer = divmod(size, classes_per_client)
+    quotas = np.zeros((clients, classes), np.int64)
+    np.put_along_axis(quotas, chosen, least + (np.arange(classes_per_client) < longer)[None], axis=1)
+    return _serve(rng, class_rows, quotas)
+
+
+def _checked(labels: np.ndarray, clients: int, size: int | None) -> tuple[Parts, int]:
+    labels = check_labels(labels, clients, may_share=True)
+    size = len(labels) // clients if size is None else size
+    check_at_least("size", size, 1)
+    return rows_by_class(labels), size
+
+
+def _serve(rng: np.random.Generator, class_rows: Parts, quotas: np.ndarray) -> Parts:
+    for rows, most in zip(class_rows, quotas.max(axis=0), strict=True):
+        if most > len(rows):
+            raise FedstillError(
+                f"partition.size asks for {most} different samples of a class that has {len(rows)}: "
+                "lower partition.size"
+            )
+    queues = [rng.permutation(rows) for rows in class_rows]
+    parts = []
+    for quota in quotas:
+        wanted = np.flatnonzero(quota)
+        parts.append(np.concatenate([_pop(rng, queues, class_rows, c, quota[c]) for c in wanted.tolist()]))
+    return parts
+
+
+def _pop(rng: np.random.Generator, queues: Parts, class_rows: Parts, c: int, count: int) -> np.ndarray:
+    """The first `count` of queue c; refilled when empty, with this client's own samples at the far end."""
+    taken, queues[c] = queues[c][:count], queues[c][count:]
+    missing = count - len(taken)
+    if missing == 0:
+        return taken
+    refill = rng.permutation(class_rows[c])
+    own = np.isin(refill, taken)
+    queue = np.concatenate([refill[~own], refill[own]])
+    queues[c] = queue[missing:]
+    return np.concatenate([taken, queue[:missing]])
+
+
+def natural(labels: np.ndarray, clients: int, *, seed: int, keys: np.ndarray, min_size: int = 1) -> Parts:
+    """One client per distinct value of a key column, as in LEAF.
+
+    `keys` (n,) names the owner of each row; owners with fewer than `min_size` rows are left out. `clients` = 0
+    keeps all owners; a smaller number than there are keeps a random choice of them (MrTF keeps 10%). Clients
+    come in the order of their keys.
+
+    Reference: Caldas et al., LEAF: A Benchmark for Federated Settings, 2018.
+    """
+    labels, keys = check_labels(labels), np.asarray(keys)
+    check_at_least("clients", clients, 0)
+    if keys.shape != labels.shape:
+        raise FedstillError(
+            f"partition.keys has shape {keys.shape} but there are {len(labels)} labels: give one key per row"
+        )
+    values = [] if keys.dtype.kind in "biu" else keys.tolist()  # whole numbers are never missing
+    nobody = np.flatnonzero([key is None or key != key or not str(key).strip() for key in values])
+    if len(nobody):
+        raise FedstillError(
+            f"partition.keys has no value for {len(nobody)} of {len(keys)} rows, the first is row {nobody[0] + 1} "
+            "(counted from 1): name their owner or leave these rows out"
+        )
+    owners, sizes = np.unique(keys, return_inverse=True, return_counts=True)[1:]
+    parts = cut(np.argsort(owners, kind="stable").astype(np.int64, copy=False), sizes)
+    large = np.flatnonzero(sizes >= min_size)
+    if clients > len(large) or not len(large):
+        raise FedstillError(
+            f"partition.clients = {clients} but partition.keys names only {len(large)} with {min_size} or more "
+            f"samples: lower partition.clients (0 keeps all) or partition.min_size"
+        )
+    chosen = stream(seed, "natural").permutation(large)[: clients or len(large)]
+    return [parts[owner] for owner in np.sort(chosen)]

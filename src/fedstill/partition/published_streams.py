@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 
@@ -79,42 +80,44 @@ def _attempt(
     return shuffled, None if broken else counts
 
 
-class Quotas:
-    """FedDyn's and FedFTG's `feddyn`: one stream for the permutation, the sizes, the priors and the filling."""
+def feddyn(
+    labels: np.ndarray, sizes_from: Callable[[np.random.RandomState], np.ndarray], *, beta: float, seed: int
+) -> Parts:
+    """FedDyn's and FedFTG's `feddyn`: one stream for the permutation, the sizes, the priors and the filling.
 
-    def __init__(self, *, seed: int, samples: int) -> None:
-        self.stream = legacy_stream(seed)
-        self.permutation = self.stream.permutation(samples)
+    Clients are filled one sample at a time, from the back of their lists and of the classes' lists.
+    """
+    numpy_stream = legacy_stream(seed)
+    permutation = numpy_stream.permutation(len(labels))
+    sizes = sizes_from(numpy_stream)
+    piles = [permutation[rows].tolist() for rows in rows_by_class(labels[permutation])]
+    priors = numpy_stream.dirichlet([beta] * len(piles), size=len(sizes)).cumsum(axis=1)
+    cumulated, left = priors.tolist(), sizes.tolist()
+    parts = [np.empty(size, np.int64) for size in left]
+    missing = int(sizes.sum())
+    while missing:
+        client = numpy_stream.randint(len(left))
+        if left[client] <= 0:
+            continue
+        left[client] -= 1
+        missing -= 1
+        c = bisect_left(cumulated[client], numpy_stream.uniform()) % len(piles)
+        if not piles[c]:
+            c = _redraw(numpy_stream, priors[client], np.array([len(pile) > 0 for pile in piles]))
+        parts[client][left[client]] = piles[c].pop()
+    return parts
 
-    def fill(self, labels: np.ndarray, sizes: np.ndarray, *, beta: float) -> Parts:
-        """Fill clients one sample at a time, from the back of their lists and of the classes' lists."""
-        piles = [self.permutation[rows].tolist() for rows in rows_by_class(labels[self.permutation])]
-        priors = self.stream.dirichlet([beta] * len(piles), size=len(sizes)).cumsum(axis=1)
-        cumulated, left = priors.tolist(), sizes.tolist()
-        parts = [np.empty(size, np.int64) for size in left]
-        missing = int(sizes.sum())
-        while missing:
-            client = self.stream.randint(len(left))
-            if left[client] <= 0:
-                continue
-            left[client] -= 1
-            missing -= 1
-            c = bisect_left(cumulated[client], self.stream.uniform()) % len(piles)
-            if not piles[c]:
-                c = self._redraw(priors[client], np.array([len(pile) > 0 for pile in piles]))
-            parts[client][left[client]] = piles[c].pop()
-        return parts
 
-    def _redraw(self, cumulated: np.ndarray, in_stock: np.ndarray) -> int:
-        """The first class in stock in the stream, looked for in blocks; the stream stops right behind it."""
-        for _ in range(_MOST_REDRAWS // _REDRAW_BLOCK):
-            before = self.stream.get_state()
-            drawn = np.searchsorted(cumulated, self.stream.uniform(size=_REDRAW_BLOCK)) % len(cumulated)
-            found = np.flatnonzero(in_stock[drawn])
-            if len(found):
-                self.stream.set_state(before)
-                self.stream.uniform(size=found[0] + 1)
-                return int(drawn[found[0]])
-        raise FedstillError(
-            f"partition.legacy_seed needs more than {_MOST_REDRAWS} redraws of one class: leave legacy_seed out"
-        )
+def _redraw(numpy_stream: np.random.RandomState, cumulated: np.ndarray, in_stock: np.ndarray) -> int:
+    """The first class in stock in the stream, looked for in blocks; the stream stops right behind it."""
+    for _ in range(_MOST_REDRAWS // _REDRAW_BLOCK):
+        before = numpy_stream.get_state()
+        drawn = np.searchsorted(cumulated, numpy_stream.uniform(size=_REDRAW_BLOCK)) % len(cumulated)
+        found = np.flatnonzero(in_stock[drawn])
+        if len(found):
+            numpy_stream.set_state(before)
+            numpy_stream.uniform(size=found[0] + 1)
+            return int(drawn[found[0]])
+    raise FedstillError(
+        f"partition.legacy_seed needs more than {_MOST_REDRAWS} redraws of one class: leave legacy_seed out"
+    )

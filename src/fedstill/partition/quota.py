@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from fedstill.core.errors import FedstillError
@@ -72,12 +74,11 @@ def feddyn(
     labels = check_labels(labels, clients)
     check_positive("beta", beta)
     check_option("sigma", sigma, bool(np.isfinite(sigma) and sigma >= 0), "a finite number, 0 or above")
+    draw_sizes = partial(feddyn_sizes, samples=len(labels), clients=clients, sigma=sigma, fedftg=fedftg_sizes)
     if legacy_seed is not None:
-        replay = legacy.Quotas(seed=legacy_seed, samples=len(labels))
-        sizes = feddyn_sizes(replay.stream, len(labels), clients, sigma=sigma, fedftg=fedftg_sizes)
-        return replay.fill(labels, sizes, beta=beta)
+        return legacy.feddyn(labels, draw_sizes, beta=beta, seed=legacy_seed)
     rng = stream(seed, "feddyn")
-    sizes = feddyn_sizes(rng, len(labels), clients, sigma=sigma, fedftg=fedftg_sizes)
+    sizes = draw_sizes(rng)
     log_priors = log_gamma_draws(rng, beta, (clients, len(np.unique(labels))))
     return _fill(rng, labels, fill_order(rng, sizes), log_priors)
 
@@ -127,22 +128,17 @@ def draw_classes(
     classes = np.empty(len(order), np.int64)
     chunk = max(1, _CELLS_AT_ONCE // len(stock))
     while start < len(order):
-        drawn = _inverse_cdf(rng, log_priors[order[start : start + chunk]], left > 0)
+        logs = np.where(left > 0, log_priors[order[start : start + chunk]], -np.inf)
+        cumulated = np.cumsum(np.exp(logs - logs.max(axis=1, keepdims=True)), axis=1)
+        heights = rng.random(len(logs)) * cumulated[:, -1]
+        last = np.flatnonzero(left > 0)[-1]  # heights may round up to the total
+        drawn = np.minimum((cumulated <= heights[:, None]).sum(axis=1), last)
         short = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
         drawn = drawn[: min((int(np.flatnonzero(drawn == c)[left[c]]) for c in short), default=len(drawn))]
         classes[start : start + len(drawn)] = drawn
         left -= np.bincount(drawn, minlength=len(left))
         start += len(drawn)
     return classes
-
-
-def _inverse_cdf(rng: np.random.Generator, logs: np.ndarray, in_stock: np.ndarray) -> np.ndarray:
-    logs = np.where(in_stock, logs, -np.inf)
-    cumulated = np.cumsum(np.exp(logs - logs.max(axis=1, keepdims=True)), axis=1)
-    heights = rng.random(len(logs)) * cumulated[:, -1]
-    drawn: np.ndarray = (cumulated <= heights[:, None]).sum(axis=1)
-    drawn = np.minimum(drawn, np.flatnonzero(in_stock)[-1])  # heights may round up to the total
-    return drawn
 
 
 def _fill(rng: np.random.Generator, labels: np.ndarray, order: np.ndarray, log_priors: np.ndarray) -> Parts:
