@@ -111,7 +111,7 @@ def test_members_may_come_from_numpy():
         (NETS, True, "ensemble", "a number of clients or a list.*, not True"),
         (NETS, {0: "small"}, "ensemble", "a number of clients or a list.*, not dict"),
         (NETS, iter(["small", "norm"]), "ensemble", "a number of clients or a list.*, not list_iterator"),
-        (NETS, [0, 1], "ensemble", "client 0 runs 0: name its prototype, one of: small, norm"),
+        (NETS, [0, 1], "ensemble", "client 0 runs 0, which is no prototype: choose one of: norm, small"),
         (
             {**NETS, "wide": build_model("mlp", input_shape=SHAPE, classes=4)},
             3,

@@ -111,25 +111,22 @@ def image_shape(name: str, input_shape: Shape, *, least: int) -> tuple[int, int,
     return channels, height, width
 
 
-def initialise_convolutions(network: nn.Module) -> None:
-    """Kaiming-normal by fan out, biases 0 (He et al., ICCV 2015)."""
+def initialise(network: Network, init: str = "paper", *, linear: bool = True) -> Network:
+    """'paper' is MrTF's: convolutions Kaiming-normal, linear layers N(0, 0.01), biases 0; 'torch': PyTorch's own.
+
+    Convolutions by fan out (He et al., ICCV 2015). linear: False leaves linear layers as PyTorch starts them. So does a
+    projection: two more layers of N(0, 0.01) would leave a hundredth of what they read.
+    """
+    if choose("init", init, INITS) == "torch":
+        return network
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-
-def initialise(network: Network, init: str) -> Network:
-    """'paper' is MrTF's: convolutions Kaiming-normal, linear layers N(0, 0.01), biases 0; 'torch': PyTorch's own.
-
-    A projection keeps PyTorch's own: two more layers of N(0, 0.01) would leave a hundredth of what they read.
-    """
-    if choose("init", init, INITS) == "paper":
-        initialise_convolutions(network)
-        kept = {layer for part in network.modules() if isinstance(part, Projection) for layer in part}
-        for layer in network.modules():
-            if isinstance(layer, nn.Linear) and layer not in kept:
-                nn.init.normal_(layer.weight, std=0.01)
-                nn.init.zeros_(layer.bias)
+    kept = {layer for part in network.modules() if isinstance(part, Projection) for layer in part}
+    for layer in network.modules():
+        if linear and isinstance(layer, nn.Linear) and layer not in kept:
+            nn.init.normal_(layer.weight, std=0.01)
+            nn.init.zeros_(layer.bias)
     return network

@@ -133,7 +133,13 @@ class MaskedBatchNorm(_BatchNorm):
         return out, mean, variance
 
     def _masked(self, x: Tensor, tracked: bool) -> Tensor:
-        weight = self._real_rows(x)
+        given = self.context.step.weight
+        if given is not None and len(given) != len(x):
+            raise FedstillError(
+                f"a BatchNorm layer reads {len(x)} rows where the batch has {len(given)}, and cannot tell padding "
+                "from data: keep the batch as the first dimension, or use GroupNorm or LayerNorm there"
+            )
+        weight = x.new_ones(x.shape[0]) if given is None else (given > 0).to(x.dtype)
         channel = (1, -1, *(1 for _ in x.shape[2:]))
         n = weight.sum() * math.prod(x.shape[2:])
         enough = n > 1
@@ -151,17 +157,6 @@ class MaskedBatchNorm(_BatchNorm):
         scale = torch.rsqrt(variance + self.eps)
         scale = (scale if self.weight is None else self.weight * scale).reshape(channel)
         return centred * scale if self.bias is None else torch.addcmul(self.bias.reshape(channel), centred, scale)
-
-    def _real_rows(self, x: Tensor) -> Tensor:
-        given = self.context.step.weight
-        if given is None:
-            return x.new_ones(x.shape[0])
-        if len(given) != len(x):
-            raise FedstillError(
-                f"a BatchNorm layer reads {len(x)} rows where the batch has {len(given)}, and cannot tell padding "
-                "from data: keep the batch as the first dimension, or use GroupNorm or LayerNorm there"
-            )
-        return (given > 0).to(x.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, n: Tensor, enough: Tensor) -> None:
         count = self.num_batches_tracked + enough

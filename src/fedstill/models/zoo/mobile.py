@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,23 +12,9 @@ from fedstill.models.network import Network, Norm, Shape, classifier, image_shap
 MOBILE_STEM, LAST = 32, 1280
 
 
-class _Stage(NamedTuple):
-    expansion: int
-    channels: int  # at width 1
-    blocks: int
-    stride: int  # of the first block
-
-
-# The paper's Table 2 with stride 1 in place of 2 in the stem and in the second stage.
-MOBILE_STAGES = (
-    _Stage(1, 16, 1, 1),
-    _Stage(6, 24, 2, 1),
-    _Stage(6, 32, 3, 2),
-    _Stage(6, 64, 4, 2),
-    _Stage(6, 96, 3, 1),
-    _Stage(6, 160, 3, 2),
-    _Stage(6, 320, 1, 1),
-)
+# The paper's Table 2 with stride 1 in place of 2 in the stem and in the second stage:
+# (expansion, channels at width 1, blocks, stride of the first block).
+MOBILE = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
 
 class InvertedResidual(nn.Module):
@@ -68,10 +52,10 @@ def mobilenet_v2(
     kind = Norm(norm, groups)
     layers: list[nn.Module] = [normed_conv(channels, MOBILE_STEM, kind, kernel=3), nn.ReLU()]
     before = MOBILE_STEM
-    for stage in MOBILE_STAGES:
-        after = int(stage.channels * width)
-        for block in range(stage.blocks):
-            layers.append(InvertedResidual(before, after, stage.expansion, stage.stride if block == 0 else 1, kind))
+    for expansion, full_width, blocks, stride in MOBILE:
+        after = int(full_width * width)
+        for block in range(blocks):
+            layers.append(InvertedResidual(before, after, expansion, stride if block == 0 else 1, kind))
             before = after
     features = int(LAST * width)
     layers += [normed_conv(before, features, kind), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]

@@ -9,17 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedstill.models.network import (
-    Network,
-    Norm,
-    Shape,
-    choose,
-    classifier,
-    image_shape,
-    initialise,
-    initialise_convolutions,
-    normed_conv,
-)
+from fedstill.models.network import Network, Norm, Shape, choose, classifier, image_shape, initialise, normed_conv
 
 Stages = tuple[tuple[int, int], ...]  # channels and number of blocks of each
 
@@ -38,10 +28,17 @@ class BasicBlock(nn.Module):
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
-def _residual(stem: list[nn.Module], stages: Stages, classes: int, norm: Norm, projection: int) -> Network:
-    """Stages of blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
-    layers = list(stem)
+def _residual(
+    name: str, stages: Stages, input_shape: Shape, classes: int, norm: Norm, projection: int, *, stem: str = "cifar"
+) -> Network:
+    """A stem; stages of blocks, the first of each with stride 2 (but 1 in the first stage); global mean; linear."""
+    channels, _, _ = image_shape(name, input_shape, least=1)
     before = stages[0][0]
+    if choose("stem", stem, ("imagenet", "cifar")) == "cifar":
+        layers: list[nn.Module] = [normed_conv(channels, before, norm, kernel=3), nn.ReLU()]
+    else:
+        first = normed_conv(channels, before, norm, kernel=7, stride=2)
+        layers = [first, nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
     for stage, (width, blocks) in enumerate(stages):
         for block in range(blocks):
             layers.append(BasicBlock(before, width, 2 if stage > 0 and block == 0 else 1, norm))
@@ -50,49 +47,28 @@ def _residual(stem: list[nn.Module], stages: Stages, classes: int, norm: Norm, p
     return classifier(layers, before, classes, projection)
 
 
-def _small(name: str, blocks: int, input_shape: Shape, classes: int, kind: Norm, init: str, projection: int) -> Network:
-    channels, _, _ = image_shape(name, input_shape, least=1)
-    stem = [normed_conv(channels, 16, kind, kernel=3, stride=1), nn.ReLU()]
-    stages = tuple((width, blocks) for width in (16, 32, 64))
-    return initialise(_residual(stem, stages, classes, kind, projection), init)
-
-
 def resnet8(
     input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper", projection: int = 0
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 1 (MrTF, FedDF, D2C-FL): stages 16, 32, 64 of one block; 64 features."""
-    return _small("resnet8", 1, input_shape, classes, Norm(norm, groups), init, projection)
+    stages = ((16, 1), (32, 1), (64, 1))
+    return initialise(_residual("resnet8", stages, input_shape, classes, Norm(norm, groups), projection), init)
 
 
 def resnet20(
     input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, init: str = "paper", projection: int = 0
 ) -> Network:
     """CIFAR ResNet of depth 6n + 2, n = 3: stages 16, 32, 64 of three blocks; 64 features."""
-    return _small("resnet20", 3, input_shape, classes, Norm(norm, groups), init, projection)
+    stages = ((16, 3), (32, 3), (64, 3))
+    return initialise(_residual("resnet20", stages, input_shape, classes, Norm(norm, groups), projection), init)
 
 
 def resnet8_wide(
     input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, projection: int = 0
 ) -> Network:
     """FedAUX's ResNet-8: stages 64, 128, 256, 512 of one block each, 3x3 stem; 512 features."""
-    channels, _, _ = image_shape("resnet8_wide", input_shape, least=1)
-    kind = Norm(norm, groups)
-    stem = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
-    return _residual(stem, ((64, 1), (128, 1), (256, 1), (512, 1)), classes, kind, projection)
-
-
-def _large(
-    name: str, stages: Stages, input_shape: Shape, classes: int, stem: str, kind: Norm, projection: int
-) -> Network:
-    """Initialised as torchvision does: convolutions Kaiming-normal (fan out), the linear layer by PyTorch's default."""
-    channels, _, _ = image_shape(name, input_shape, least=1)
-    if choose("stem", stem, ("imagenet", "cifar")) == "cifar":
-        first = [normed_conv(channels, 64, kind, kernel=3, stride=1), nn.ReLU()]
-    else:
-        first = [normed_conv(channels, 64, kind, kernel=7, stride=2), nn.MaxPool2d(3, 2, padding=1), nn.ReLU()]
-    network = _residual(first, stages, classes, kind, projection)
-    initialise_convolutions(network)
-    return network
+    stages = ((64, 1), (128, 1), (256, 1), (512, 1))
+    return _residual("resnet8_wide", stages, input_shape, classes, Norm(norm, groups), projection)
 
 
 def resnet18(
@@ -110,7 +86,8 @@ def resnet18(
     3x3 convolution. norm 'group' with 2 groups is FedDyn's. Initialised as torchvision does.
     """
     stages = ((64, 2), (128, 2), (256, 2), (512, 2))
-    return _large("resnet18", stages, input_shape, classes, stem, Norm(norm, groups), projection)
+    network = _residual("resnet18", stages, input_shape, classes, Norm(norm, groups), projection, stem=stem)
+    return initialise(network, linear=False)
 
 
 def resnet34(
@@ -124,4 +101,5 @@ def resnet34(
 ) -> Network:
     """ResNet-34 (FedFTG, Table 10): stages 64, 128, 256, 512 of 3, 4, 6, 3 blocks; 512 features; else as resnet18."""
     stages = ((64, 3), (128, 4), (256, 6), (512, 3))
-    return _large("resnet34", stages, input_shape, classes, stem, Norm(norm, groups), projection)
+    network = _residual("resnet34", stages, input_shape, classes, Norm(norm, groups), projection, stem=stem)
+    return initialise(network, linear=False)

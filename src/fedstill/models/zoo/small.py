@@ -9,17 +9,7 @@ from itertools import pairwise
 from torch import nn
 
 from fedstill.core.errors import FedstillError
-from fedstill.models.network import (
-    Network,
-    Shape,
-    choose,
-    classifier,
-    dense,
-    image_shape,
-    initialise,
-    initialise_convolutions,
-    norm_layer,
-)
+from fedstill.models.network import Network, Shape, choose, classifier, dense, image_shape, initialise, norm_layer
 
 
 def mlp(
@@ -138,6 +128,4 @@ def vgg11(input_shape: Shape, classes: int, *, norm: str = "none", groups: int =
         channels = stage[-1]
     shrunk = 16 if small else 32
     layers += [nn.Flatten(), *dense(512 * (height // shrunk) * (width // shrunk), 512, 512)]
-    network = classifier(layers, 512, classes, projection)
-    initialise_convolutions(network)
-    return network
+    return initialise(classifier(layers, 512, classes, projection), linear=False)
