@@ -60,28 +60,20 @@ def forward_many(
     Memory beyond the outputs: one piece of at most TEACHERS_AT_ONCE models, however many there are.
     """
     count = len(feed.x) if rows is None else len(rows)
-    if model.head_names and _one_extractor(model, weights):
-        return _heads(model, weights, forward(model, row_of(weights, 0), feed, rows).features, features=features)
+    extractors = [leaf for name, leaf in weights.params.items() if name not in model.head_names]
+    shared = all(leaf.stride(0) == 0 for leaf in (*extractors, *weights.buffers.values()))
+    if model.head is not None and model.head_names and extractors and shared:
+        # All models are views of one but for the head, as an engine that trains heads hands them out: its extractor
+        # runs once instead of T times.
+        seen = forward(model, row_of(weights, 0), feed, rows).features
+        heads = {name: weights.params[name] for name in model.head_names}
+        logits = torch.stack([model.head(row_of(heads, i), seen) for i in range(_count(weights))])
+        output = Output(logits, seen.expand(len(logits), *seen.shape))
+        return output if features else _without_features(output)
     if not loop:
         return _gathered(_together(model, weights, feed, rows, features), weights, count)
     each = ((i, forward(model, row_of(weights, i), feed, rows, features=features)) for i in range(_count(weights)))
     return _gathered(((i, slice(None), output) for i, output in each), weights, count)
-
-
-def _one_extractor(model: Model, weights: Weights) -> bool:
-    """Whether all models are views of one but for the head, as an engine that trains heads hands them out."""
-    extractors = [leaf for name, leaf in weights.params.items() if name not in model.head_names]
-    shared = all(leaf.stride(0) == 0 for leaf in (*extractors, *weights.buffers.values()))
-    return bool(extractors) and shared
-
-
-def _heads(model: Model, weights: Weights, seen: Tensor, *, features: bool) -> Output:
-    """What several heads say about the same features (M, F): one run of the extractor instead of T."""
-    assert model.head is not None
-    own = {name: weights.params[name] for name in model.head_names}
-    logits = torch.stack([model.head(row_of(own, i), seen) for i in range(_count(weights))])
-    output = Output(logits, seen.expand(len(logits), *seen.shape))
-    return output if features else _without_features(output)
 
 
 def _count(weights: Weights) -> int:

@@ -133,7 +133,17 @@ class Group:
         if self.stacked:
             losses, buffers = self.stacked_loss(view, local, index, weight, bits, full)
         else:
-            losses, buffers = self._single_loss(view, of_clients(local, 0), index[0], weight[0], bits[0], full)
+            (x, y), channels_last = self.program.batch(index[0], bits[0]), torch.channels_last
+            if x.ndim == 4 and any(p.is_contiguous(memory_format=channels_last) for p in view.leaves if p.ndim == 4):
+                x = x.contiguous(memory_format=channels_last)
+            alone = of_clients(local, 0)._replace(frozen=self.program.cached(index[0]))
+            try:
+                losses, buffers = self.program.loss_alone(
+                    view.params, view.buffers, Batch(x, y, weight[0]), alone, full
+                )
+            except UndeclaredInput as error:
+                tell_mistake(error)
+                raise
         gradients = torch.autograd.grad(losses.sum(), view.leaves, materialize_grads=True)
         with torch.no_grad():
             if isinstance(step, Tensor):  # a captured view may still hold clients that have finished
@@ -154,22 +164,6 @@ class Group:
         local = local._replace(frozen=program.cached(index))
         result: tuple[Tensor, Params] = map_clients(loss, local, view.params, view.buffers, Batch(x, y, weight))
         return result
-
-    def _single_loss(
-        self, view: View, local: Local, index: Tensor, weight: Tensor, bits: Tensor, full: bool
-    ) -> tuple[Tensor, Params]:
-        program, (x, y) = self.program, self.program.batch(index, bits)
-        if x.ndim == 4 and any(p.is_contiguous(memory_format=torch.channels_last) for p in view.leaves if p.ndim == 4):
-            x = x.contiguous(memory_format=torch.channels_last)
-        local = local._replace(frozen=program.cached(index))
-        try:
-            loss: tuple[Tensor, Params] = program.loss_alone(
-                view.params, view.buffers, Batch(x, y, weight), local, full
-            )
-        except UndeclaredInput as error:
-            tell_mistake(error)
-            raise
-        return loss
 
 
 def row_at(tensor: Tensor, step: int | Tensor) -> Tensor:

@@ -91,15 +91,14 @@ class Turns:
                 self._exchange(exchange)
         if not self.graphs:
             self.drawn, self.given = {}, {}  # a cohort's uploads, which would outlive the next one's training
-        return {name: self._fitted(name, exchanges) for name in self.players}
-
-    def _fitted(self, name: str, exchanges: int) -> Fitted:
-        stack, steps = self.stacks[name], exchanges * self._steps(name)
-        weights = rows(Weights(stack.params, stack.buffers), 0)
-        # Not clones: those keep channels last, which a model out of a checkpoint does not have. Other strides take
-        # other kernels, and a resumed run would differ in the last digits.
-        plain = tree_map(lambda leaf: leaf.new_empty(leaf.shape).copy_(leaf), weights)
-        return Fitted(plain, stack.optimizer(), stack.loss[0] / max(steps, 1))
+        fitted = {}
+        for name, stack in self.stacks.items():
+            weights = rows(Weights(stack.params, stack.buffers), 0)
+            # Not clones: those keep channels last, which a model out of a checkpoint does not have. Other strides take
+            # other kernels, and a resumed run would differ in the last digits.
+            plain = tree_map(lambda leaf: leaf.new_empty(leaf.shape).copy_(leaf), weights)
+            fitted[name] = Fitted(plain, stack.optimizer(), stack.loss[0] / max(exchanges * self._steps(name), 1))
+        return fitted
 
     def _steps(self, name: str) -> int:
         steps = self.players[name].training.steps

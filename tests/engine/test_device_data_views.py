@@ -14,12 +14,14 @@ from fedstill.core.seeds import bits as draw_bits
 from fedstill.core.seeds import uniform, uniforms
 from fedstill.core.types import Dataset
 from fedstill.engine import device_data as feed_module
-from fedstill.engine.contrastive_views import (
+from fedstill.engine.device_data import (
     ATTEMPTS,
     Boxes,
+    Feed,
     Strength,
     _blended,
     _orders,
+    check_augmentations,
     grey_of,
     largest_box,
     random_boxes,
@@ -28,7 +30,6 @@ from fedstill.engine.contrastive_views import (
     resized_crops,
     shifted_hue,
 )
-from fedstill.engine.device_data import Feed, check_augmentations
 
 OFF = Strength(area=(1.0, 1.0), ratio=(1.0, 1.0), flip=0.0, jitter=0.0, grey=0.0)
 
