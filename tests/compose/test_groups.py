@@ -10,7 +10,6 @@ from fedstill.about.toy import trial_federation
 from fedstill.compose.groups import (
     bytes_received,
     bytes_sent,
-    check_fits,
     check_groups,
     merge,
     merge_uploads,
@@ -26,6 +25,7 @@ from fedstill.compose.groups import (
     whole_upload,
 )
 from fedstill.core.errors import FedstillError
+from fedstill.core.needs import check_fits
 from fedstill.core.seeds import torch_generator
 from fedstill.core.tree import as_tree, select
 from fedstill.core.types import Groups, Model, Output, Targets, Uploads, Weights

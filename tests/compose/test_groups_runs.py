@@ -10,7 +10,7 @@ from quick import first_quick
 from safetensors.torch import load as read_tensors
 from toy import same_bits
 
-from fedstill.compose.groups import grouped, merge, part_of, share_states_of, split
+from fedstill.compose.groups import grouped, merge, part_of, split
 from fedstill.compose.phases import phases_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import LocalWork
@@ -18,6 +18,7 @@ from fedstill.core.tree import byte_size, clone, flatten
 from fedstill.core.types import Round, Training
 from fedstill.engine import build_engine
 from fedstill.engine.client_store import ClientStore
+from fedstill.loop.federate import share_states_of
 from fedstill.loop.guard import Guard
 from fedstill.loop.message import HEADER_LIMIT
 from fedstill.methods.lookup import build_method

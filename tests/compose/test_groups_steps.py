@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from fedstill.compose.combine import on_the_way, reported, targets
-from fedstill.compose.groups import grouped, per_group, rounds_of, share_states_of
+from fedstill.compose.groups import grouped, per_group, rounds_of
 from fedstill.compose.phases import carry_over
 from fedstill.compose.wrappers import report_only
 from fedstill.core.setup import Preparation, no_preparation
@@ -23,6 +23,7 @@ from fedstill.core.types import (
     Uploads,
     Weights,
 )
+from fedstill.loop.federate import share_states_of
 from fedstill.models import mixed_model
 
 MEMBER = ("a", "b", "a", "b", "a")

@@ -14,14 +14,13 @@ from safetensors.torch import load, save
 from fedstill import build_method
 from fedstill.about.toy import trial_federation
 from fedstill.compose.combine import broadcast_of, first_state
-from fedstill.compose.groups import share_states_of
 from fedstill.compose.phases import method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import as_tree, flatten, stack
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
-from fedstill.loop.federate import suited
+from fedstill.loop.federate import share_states_of, suited
 from fedstill.loop.local_work import Packed, Unpack, pack
 from fedstill.models import build_model, mixed_model
 

@@ -7,7 +7,6 @@ model to keep, check, save and send, while a client trains and sends its own par
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.combine import broadcast_of, first_state, reported, run_step, samples, targets, weighting_of
-from fedstill.compose.phases import NETWORKS, share_states
+from fedstill.compose.phases import NETWORKS
 from fedstill.core.errors import FedstillError
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.tree import byte_size, select, tree_map
@@ -206,35 +205,6 @@ def check_groups(groups: Groups, federation: Federation) -> None:
             raise FedstillError(f"no client that holds data runs the prototype '{prototype}': give it one, or leave it")
 
 
-def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None:
-    """The model, and each of its prototypes, tells the federation's classes apart and can read its samples.
-
-    Shapes may differ (a dense network flattens an image): what counts is that it runs. What is not known is not asked.
-    """
-    for name, one in {model.name: model}.items() if model.groups is None else model.groups.models.items():
-        what = f"{'model' if model.groups is None else 'the prototype'} '{name}'"
-        if 0 < one.classes < classes:
-            raise FedstillError(
-                f"{what} tells {one.classes} classes apart, and the federation has {classes}: "
-                f"build it with classes={classes}"
-            )
-        if one.input_shape and one.input_shape != tuple(input_shape) and not _runs(one, input_shape):
-            raise FedstillError(
-                f"{what} reads samples of shape {one.input_shape}, and the federation's have {tuple(input_shape)}: "
-                f"build it with input_shape={tuple(input_shape)}"
-            )
-
-
-def _runs(model: Model, input_shape: tuple[int, ...]) -> bool:
-    """On numbers or, if it cannot, on ids."""
-    weights = model.init(0)
-    for dtype in (torch.float32, torch.int64):
-        with suppress(Exception), torch.no_grad():
-            model.apply(weights, torch.zeros(2, *input_shape, dtype=dtype))
-            return True
-    return False
-
-
 Question = Callable[[ClientData], Tree]
 
 
@@ -396,14 +366,3 @@ def grouped(
         )
         made[id(method)] = replace(method, aggregate=per_group(own, groups), server=(), way=tuple(way))
     return tuple(phase._replace(method=made[id(phase.method)]) for phase in phases)
-
-
-def share_states_of(
-    phases: tuple[Phase, ...], weights: Weights, groups: Groups | None
-) -> tuple[Tree, tuple[Phase, ...]]:
-    """`share_states`, with a client's first state under each prototype's name where there are several."""
-    if groups is None:
-        return share_states(phases, weights)
-    shared = {prototype: share_states(phases, part) for prototype, part in split(weights, groups).items()}
-    kept = next(iter(shared.values()))[1]  # they differ by nothing: which slots are kept is up to the objectives
-    return {prototype: first for prototype, (first, _) in shared.items()}, kept

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation, Method, Model, Need, Outlook, Phase, Training
@@ -63,3 +66,32 @@ def check_phases(
         for step in method.steps:
             step.check(Outlook(first, unlabeled, federation.train.tokenizer, training.part, model))
         first = first if until is None else until + 1
+
+
+def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None:
+    """The model, and each of its prototypes, tells the federation's classes apart and can read its samples.
+
+    Shapes may differ (a dense network flattens an image): what counts is that it runs. What is not known is not asked.
+    """
+    for name, one in {model.name: model}.items() if model.groups is None else model.groups.models.items():
+        what = f"{'model' if model.groups is None else 'the prototype'} '{name}'"
+        if 0 < one.classes < classes:
+            raise FedstillError(
+                f"{what} tells {one.classes} classes apart, and the federation has {classes}: "
+                f"build it with classes={classes}"
+            )
+        if one.input_shape and one.input_shape != tuple(input_shape) and not _runs(one, input_shape):
+            raise FedstillError(
+                f"{what} reads samples of shape {one.input_shape}, and the federation's have {tuple(input_shape)}: "
+                f"build it with input_shape={tuple(input_shape)}"
+            )
+
+
+def _runs(model: Model, input_shape: tuple[int, ...]) -> bool:
+    """On numbers or, if it cannot, on ids."""
+    weights = model.init(0)
+    for dtype in (torch.float32, torch.int64):
+        with suppress(Exception), torch.no_grad():
+            model.apply(weights, torch.zeros(2, *input_shape, dtype=dtype))
+            return True
+    return False

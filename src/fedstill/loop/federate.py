@@ -16,15 +16,28 @@ import numpy as np
 import torch
 
 from fedstill.compose.combine import bound_to, first_state, samples, targets
-from fedstill.compose.groups import as_it_is, check_fits, check_groups, grouped, reported_name, share_states_of
+from fedstill.compose.groups import as_it_is, check_groups, grouped, reported_name, split
 from fedstill.compose.head_only import heads_only
-from fedstill.compose.phases import phases_of
+from fedstill.compose.phases import phases_of, share_states
 from fedstill.core.errors import FedstillError
-from fedstill.core.needs import check_phases, needs_of
+from fedstill.core.needs import check_fits, check_phases, needs_of
 from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
-from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Weights
+from fedstill.core.types import (
+    Cache,
+    Federation,
+    Groups,
+    Method,
+    Model,
+    Need,
+    Phase,
+    Seed,
+    Targets,
+    Training,
+    Tree,
+    Weights,
+)
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
@@ -160,15 +173,26 @@ class _Nowhere:
     device = torch.device("cpu")
 
 
+def share_states_of(
+    phases: tuple[Phase, ...], weights: Weights, groups: Groups | None
+) -> tuple[Tree, tuple[Phase, ...]]:
+    """`share_states`, with a client's first state under each prototype's name where there are several."""
+    if groups is None:
+        return share_states(phases, weights)
+    shared = {prototype: share_states(phases, part) for prototype, part in split(weights, groups).items()}
+    kept = next(iter(shared.values()))[1]  # they differ by nothing: which slots are kept is up to the objectives
+    return {prototype: first for prototype, (first, _) in shared.items()}, kept
+
+
 def suited(phases: tuple[Phase, ...], model: Model, training: Training) -> tuple[Phase, ...]:
     """The methods as this model and training take them: for heads alone, for each of several architectures."""
     if model.groups is None:
         phases = tuple(phase._replace(method=bound_to(phase.method, model)) for phase in phases)
     phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
-    suit = heads_only if training.part == "head" else as_it_is
+    heads = training.part == "head"
     if model.groups is not None:
-        return grouped(phases, model.groups, suit)
-    return tuple(phase._replace(method=suit(phase.method, model)) for phase in phases)
+        return grouped(phases, model.groups, heads_only if heads else as_it_is)
+    return tuple(phase._replace(method=heads_only(phase.method, model)) for phase in phases) if heads else phases
 
 
 def _suited(built: Built) -> tuple[Phase, ...]:

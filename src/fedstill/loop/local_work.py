@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load, save
 
-from fedstill.compose.groups import share_states_of
 from fedstill.compose.phases import method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import flatten, tree_map
 from fedstill.core.types import Model, Phase, Training, Weights
-from fedstill.loop.federate import suited
+from fedstill.loop.federate import share_states_of, suited
 
 Build = Callable[[str], tuple[Phase, ...]]  # fedstill.build_method
 
