@@ -36,6 +36,7 @@ from fedstill.storage.files import write_whole
 
 QUIET = 0.5  # seconds between two messages about rounds
 SPLITS_KEPT = 8
+DIED = "its process was ended from outside or for want of memory: try less --jobs"
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,12 @@ class WorkerPool:
                         hear(news.recv())
                 for future in ended:
                     place, number = busy.pop(future)
-                    hear(self._last_message(future, place, number))
+                    try:
+                        last = future.result()
+                    except BrokenProcessPool:
+                        self._start(place)
+                        last = Message(number, error=DIED)
+                    hear(last)
                     if waiting:
                         busy |= self._submit(place, *waiting.pop())
         except BaseException:
@@ -203,13 +209,6 @@ class WorkerPool:
     def _submit(self, place: int, number: int, job: Job) -> dict[Future[Message], tuple[int, int]]:
         with _deaf_to_interrupts():
             return {self._executors[place].submit(_do, number, job): (place, number)}
-
-    def _last_message(self, future: Future[Message], place: int, number: int) -> Message:
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            self._start(place)
-            return Message(number, error="its process was ended from outside or for want of memory: try less --jobs")
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from fedstill.core.errors import FedstillError
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False)  # of a dataclass that is a section of a file
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
-Whole = Annotated[int, Strict()]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrNone = Annotated[int, Strict(), Ge(0)]  # 0 switches the part off
 Several = Annotated[int, Strict(), Ge(2)]  # a BatchNorm needs more than one row
