@@ -163,7 +163,7 @@ def measure_round(name: str, options: argparse.Namespace, device: torch.device) 
     learning = {"steps": options.steps, "lr": student.lr, "batch_size": student.batch_size}
     chosen = {"warm_up": 0, "student": learning}
     whole = round_seconds("mrtf", chosen, engine, federation, how, options.repeats)
-    fedavg = round_seconds("fedavg", {"weighting": "uniform"}, engine, federation, how, options.repeats)
+    fedavg = round_seconds('fedavg+average(weighting="uniform")', {}, engine, federation, how, options.repeats)
     assert federation.unlabeled is not None
     x, teachers = federation.unlabeled.to(device), some_models(engine, options.clients)
     one, objective = rows(teachers, 0), soft_target_loss()

@@ -8,7 +8,7 @@ from torch import Tensor, log_softmax
 from fedstill import Batch, Local, Method, Need, Objective, Output, combine
 from fedstill.compose.combine import weighted_mean
 from fedstill.local import cross_entropy, start_model
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 
 def keep_absent_classes(strength: float) -> Objective:
@@ -23,16 +23,14 @@ def keep_absent_classes(strength: float) -> Objective:
     return Objective(loss, frozen={"start": start_model}, needs=frozenset({Need.LABEL_COUNTS}))
 
 
-def my_method(*, strength: float = 0.1, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
+def my_method(*, strength: float = 0.1) -> Method:
     """My method: clients keep what the received model says of the classes they do not have.
 
         F_k + strength mean_x sum_{c: n_k^c = 0} p_c(x) log(p_c(x) / q_c(x)),    w <- sum_{k in S} p_k w_k
 
     Args:
         strength: weight of the term; 0 is FedAvg bit for bit.
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     """
-    return Method(combine(cross_entropy(), keep_absent_classes(strength)), average(weighting, buffers=buffers))
+    return Method(combine(cross_entropy(), keep_absent_classes(strength)), average())

@@ -20,7 +20,7 @@ from fedstill.about.toy import trial_model, trial_run
 from fedstill.compose.combine import first_state
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import byte_size
-from fedstill.core.types import Need, Tree
+from fedstill.core.types import Aggregate, Need, Tree
 from fedstill.methods import METHODS
 from fedstill.methods.lookup import build_method
 from fedstill.storage.toml import toml_value
@@ -105,10 +105,18 @@ def head(method: str) -> str:
     name, summary = title_and_summary(method)
     lines = [BEGIN, "", f"# {name}", "", summary, ""]
     lines += ["```toml", "[method]", f'name = "{method}"', "```", ""]
-    lines += ["| option | default | limits | meaning |", "|---|---|---|---|"]
+    if facts["options"]:
+        lines += ["| option | default | limits | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{o['name']}` | {default(o['default'])} | {cell(o['limits'])} | {cell(o['meaning'])} |"
         for o in facts["options"]
+    ]
+    aggregate = build_method(method)[0].method.aggregate
+    weighting = f'(weighting="{aggregate.weighting}")' if isinstance(aggregate, Aggregate) else ""
+    lines += [
+        *([""] if facts["options"] else []),
+        f"The server makes one model from the cohort's by `{aggregate.name}{weighting}`, unless the run names",
+        "[another aggregate](../robust.md).",
     ]
     lines += ["", "| part | runs on | does |", "|---|---|---|"]
     lines += [f"| `{part['part']}` | {part['where']} | {cell(part['does'])} |" for part in facts["parts"]]

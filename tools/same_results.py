@@ -211,8 +211,8 @@ CASES = (
         POOL,
         new=released(
             "fedaux",
-            f'fedaux({STUDENT}, scorer="one_class_svm", weighting="size", buffers="average", server_lr=1e-3, '
-            'lr_schedule="cosine", clip=5.0, keep_optimizer=false)',
+            f'fedaux({STUDENT}, scorer="one_class_svm", server_lr=1e-3, lr_schedule="cosine", clip=5.0, '
+            "keep_optimizer=false)+average",
         ),
     ),
     Case("fedbe", "fedbe(epochs=4, batch_size=32, server_lr=0.05, cycle=2)", POOL),
@@ -259,7 +259,7 @@ CASES = (
         "preset_feddf_fedaux",
         'feddf(preset="fedaux", steps=5)',
         POOL,
-        new={"method": f'feddf({AS_FEDAUX}, weighting="size", distill_share=0.8)'},
+        new={"method": f"feddf({AS_FEDAUX}, distill_share=0.8)+average"},
     ),
     Case(
         "preset_feddf_fedaux_released",
@@ -271,7 +271,7 @@ CASES = (
         "preset_feddf_d2cfl",
         'feddf(preset="d2cfl", steps=5, warm_up=0, threshold=0.3)',
         POOL,
-        new={"method": f'feddf({AS_D2CFL}, weighting="size")'},
+        new={"method": f"feddf({AS_D2CFL})+average"},
     ),
     Case(
         "preset_feddf_released",
@@ -321,7 +321,7 @@ CASES = (
         new={
             "method": f'{BENCHMARKS}/fedftg/released.py:{dotted(f"fedftg({HARD_SAMPLES})")[:-1]}, discrepancy="kl", '
             'discrepancy_through="both", student_loss="reverse_kl", student_scale="batch", '
-            'student.batch_norm="train", weighting="uniform")'
+            'student.batch_norm="train")+average(weighting="uniform")'
         },
     ),
     Case(
@@ -405,8 +405,13 @@ CASES = (
     Case("epochs", "fedavg", {"local": {"steps": None, "epochs": 2}, "cohort": 0.25}),
     # BatchNorm
     *(
-        Case(f"buffers_{policy}", f'fedavg(buffers="{policy}")', BATCH_NORM)
-        for policy in ("average", "pooled", "reset", "local", "last")
+        Case(
+            f"buffers_{policy}",
+            f'fedavg(buffers="{policy}")',
+            BATCH_NORM,
+            new={"method": "fedavg", "server": {"buffers": policy}},
+        )
+        for policy in ("average", "pooled", "reset", "local")
     ),
     Case(
         "batch_norm_feddf",
@@ -414,12 +419,16 @@ CASES = (
         {**BATCH_NORM, "data": {"unlabeled": 16, "test_limit": 40}},
         new=released(
             "fedaux",
-            'feddf(distill_share=1.0, buffers="average", steps=2, batch_size=8, server_lr=1e-3, lr_schedule="cosine", '
-            "clip=5.0, keep_optimizer=false)",
+            'feddf(distill_share=1.0, steps=2, batch_size=8, server_lr=1e-3, lr_schedule="cosine", clip=5.0, '
+            'keep_optimizer=false)+average(weighting="uniform")',
         ),
     ),
     Case("batch_norm_fedftg", "fedftg(iterations=1, student_steps=1, batch_size=4, noise=6)", BATCH_NORM),
-    Case("weighting_uniform", 'fedprox(weighting="uniform")'),
+    Case(
+        "weighting_uniform",
+        'fedprox(weighting="uniform")',
+        new={"method": 'fedprox+average(weighting="uniform")'},
+    ),
     # Networks
     Case("network_cnn", "fedavg", cnn(network="cnn")),
     Case("network_fecnn", "fedavg", cnn(network="fecnn")),

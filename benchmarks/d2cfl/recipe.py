@@ -21,7 +21,8 @@ CLASSES = {"cifar10": 10, "cifar100": 100}
 MODELS: dict[str, dict[str, Any]] = {"cnn": {"name": "lenet5"}, "resnet8": {"name": "resnet8", "norm": "batch"}}
 LOCAL = {"epochs": 5, "batch_size": 128, "optimizer": "adam", "lr": 1e-3, "lr_epoch_decay": 0.95}
 PLAIN_SGD = {"epochs": 5, "batch_size": 128, "optimizer": "sgd", "lr": 1e-3}  # Figure 15: a constant rate
-SETTING = Experiment(name="d2cfl", rounds=100, cohort=10, checkpoint_every=50)
+BY_SIZE = {"aggregate": "average"}  # FedDF's own average would be even
+SETTING = Experiment(name="d2cfl", rounds=100, cohort=10, checkpoint_every=50, server=BY_SIZE)
 
 ROLLBACK: dict[tuple[str, str], dict[str, float]] = {  # Section 4.1, "Training Details"
     ("cnn", "cifar10"): {"mix_alpha": 0.2, "beta": 0.7},
@@ -30,7 +31,7 @@ ROLLBACK: dict[tuple[str, str], dict[str, float]] = {  # Section 4.1, "Training 
     ("resnet8", "cifar100"): {"mix_alpha": 0.2, "beta": 0.4},
 }
 STUDENT = {"epochs": 5, "lr_schedule": "constant", "lr_epoch_decay": 0.95, "clip": None}
-FEDDF = {"labels": "hard", "warm_up": 10, "weighting": "size", "student": STUDENT}
+FEDDF = {"labels": "hard", "warm_up": 10, "student": STUDENT}
 FEDBE = {
     "sampling": "dirichlet",
     "with_average": False,

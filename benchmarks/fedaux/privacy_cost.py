@@ -59,7 +59,7 @@ def method(row: str, lam: float, score: str) -> str:
 
 def baseline() -> str:
     """FedDF that differs from FedAUX in the scores alone: its own average would be even."""
-    return write("feddf", {**STUDENT, "distill_share": 0.8, "weighting": "size"})
+    return write("feddf", {**STUDENT, "distill_share": 0.8}) + "+average"
 
 
 def study(options: argparse.Namespace) -> Runs:

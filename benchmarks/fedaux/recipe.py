@@ -39,7 +39,8 @@ STUDENT: dict[str, Any] = {"lr": 5e-5, "lr_schedule": "constant", "clip": None}
 STEPS_LIKE_STL10 = {"tiny": 5}  # epochs: 16,000 rows five times are the 625 steps that 80,000 of STL-10 are
 # One extractor for all seeds and methods of a network and an auxiliary set: these words must be the same everywhere.
 SIMCLR = {"training.epochs": 100, "training.seed": 0}
-RELEASED = {"weighting": "uniform", "buffers": "local"}
+EVENLY = {"aggregate": 'average(weighting="uniform")', "buffers": "local"}  # as the released code averages
+BY_SIZE = {"aggregate": "average"}  # FedDF's own average would be even
 RELEASED_FORMS = Path(__file__).with_name("released.py")  # FedDF and FedAUX of the public code
 
 SCORES: dict[str, dict[str, Any]] = {
@@ -112,18 +113,15 @@ def passes(preset: str, auxiliary: str) -> int:
 
 def options(name: str, preset: str, epochs: int) -> dict[str, Any]:
     """Of a method in a preset; epochs of the distillation."""
-    released = preset == "released"
     if name == "fedaux":
         return {**bare(preset, epochs), **({} if preset == "correct" else noise(preset, 0.1, 1e-5))}
     if name == "feddf":
-        if released:
+        if preset == "released":
             return {} if epochs == 1 else {"student": {"epochs": epochs}}
-        return {"weighting": "size", "distill_share": 0.8, "student": {"epochs": epochs, **STUDENT}}
+        return {"distill_share": 0.8, "student": {"epochs": epochs, **STUDENT}}
     if name == "fedbe":
-        own = {**FEDBE, "student": {"epochs": epochs, **FEDBE["student"]}}
-    else:
-        own = {"fedavg": {}, "fedprox": {"mu": 0.1}}[name]
-    return {**own, **RELEASED} if released else own
+        return {**FEDBE, "student": {"epochs": epochs, **FEDBE["student"]}}
+    return {"fedavg": {}, "fedprox": {"mu": 0.1}}[name]
 
 
 def noise(preset: str, epsilon: float, delta: float) -> dict[str, Any]:
@@ -145,6 +143,7 @@ def setting(preset: str, data: dict[str, Any], *, clients: int, alpha: float, **
         "data": data,
         "partition": {"scheme": "fedaux", "clients": clients, "alpha": alpha},
         "model": NETWORKS["resnet8"],
+        "server": EVENLY if preset == "released" else BY_SIZE,
         **changes,
     }
     if preset == "released":

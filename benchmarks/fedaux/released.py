@@ -7,7 +7,7 @@ from fedstill.core.types import Mechanism, Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedaux import protected, releases_of
 from fedstill.methods.fedaux.certainty import Form, Scorer, Scoring, certainty_shares
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average, with_buffers
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import soft_belief
@@ -20,19 +20,15 @@ def feddf(
     *,
     student: Student = STUDENT,
     distill_share: PositiveShare = DISTILL_SHARE,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "local",
 ) -> Method:
     """FedDF as FedAUX's code has it.
 
     Args:
         student: how the average learns.
         distill_share: part of the unlabeled rows that is distilled on.
-        weighting: of the average.
-        buffers: of the average.
     """
     step = distill(student, pool=soft_belief(), teacher_batch=TEACHER_BATCH, distill_share=distill_share)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+    return Method(cross_entropy(), with_buffers(average("uniform"), "local"), (step,))
 
 
 def fedaux(
@@ -44,8 +40,6 @@ def fedaux(
     intercept: bool = True,
     epsilon: Positive | None = None,
     delta: OpenShare = 1e-5,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "local",
 ) -> Method:
     """FedAUX's public code: an intercept, a norm bound from private data, noise that is made for the mean of losses.
 
@@ -57,8 +51,6 @@ def fedaux(
         intercept: the classifier has one, without a penalty.
         epsilon: of the classic formula of the noise, which proves nothing here; none adds no noise.
         delta: of the same.
-        weighting: of the average.
-        buffers: of the average.
     """
     scoring = protected(Scoring(scorer, lam, form, intercept, gamma="both"), epsilon, delta, "classic")
     step = distill(
@@ -69,4 +61,4 @@ def fedaux(
         distill_share=DISTILL_SHARE,
     )
     way = () if student.idle else (Mechanism(releases=releases_of(scoring)),)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,), way=way)
+    return Method(cross_entropy(), with_buffers(average("uniform"), "local"), (step,), way=way)

@@ -90,7 +90,7 @@ def test_the_script_says_in_words_of_methods_what_the_recipe_s_rows_mean(script)
 def test_its_feddf_is_fedaux_with_equal_scores(script):
     """The same part of the unlabeled rows, and the same average: only the scores are missing."""
     ours = script["baseline"]()
-    assert ours == 'feddf(student.steps=100, student.lr=0.001, distill_share=0.8, weighting="size")'
+    assert ours == "feddf(student.steps=100, student.lr=0.001, distill_share=0.8)+average"
     (feddf,), (fedaux,) = build_method(ours), build_method(script["method"]("sum", 0.01, "probability"))
     assert feddf.method.aggregate == fedaux.method.aggregate
 

@@ -14,7 +14,7 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.types import Batch, Local, Method, Objective, Output, Round, Weights
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedbe import SWA, ensemble
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student, divergence
 from fedstill.server.distill.targets import soft_belief
@@ -25,27 +25,23 @@ def fedbe(
     *,
     student: Student = replace(SWA, lr_schedule="constant", average_after=500),
     sampling: Literal["direction", "dirichlet"] = "direction",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedBE's public code. A tensor that nobody moved stays, where the code divides 0 by 0.
 
     Args:
         student: how the average learns.
         sampling: ten models by `direction_samples`, or by a Dirichlet mixture of the clients'.
-        weighting: of the average.
-        buffers: of the average.
     """
     draw = partial(direction_samples, count=10)
     if sampling == "dirichlet":
-        draw = partial(dirichlet_samples, count=10, weighting=weighting)
+        draw = partial(dirichlet_samples, count=10)
     step = distill(
         student,
         teachers=ensemble(draw),
         pool=soft_belief("probabilities", exponent=2.0),
         loss=class_mean_loss,
     )
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+    return Method(cross_entropy(), average(), (step,))
 
 
 def class_mean_loss(temperature: float) -> Objective:

@@ -86,7 +86,6 @@ FORMS: dict[str, dict[str, Any]] = {
         "student_loss": "reverse_kl",
         "student_scale": "batch",
         "student.batch_norm": "train",
-        "weighting": "uniform",
     },
     "released": {"clients": "each", "cls_weights": "client", "student.batch_norm": "train"},
     "bn-train": {"student.batch_norm": "train"},
@@ -96,6 +95,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 RELEASED = f"{Path(__file__).resolve().with_name('released.py')}:fedftg"  # with fedftg's defaults it is fedftg
 ROWS = {"fedavg": "fedavg", **{name: write(RELEASED, options) for name, options in FORMS.items()}}
+ROWS["paper"] += '+average(weighting="uniform")'
 ROWS |= {name: name for name in ("scaffold", "scaffold+fedftg", "feddf_gen")}
 ROWS |= {f"feddf_gen-{name}": write("feddf_gen", FORMS[name]) for name in ("bn-train", "bn-frozen", "bn-restore")}
 TAIL = 5  # rounds that "last" is the mean of: single rounds jump by several points

@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "feddf_gen": {},
     "fedftg": {},
 }
-EVENLY = {"weighting": "uniform"}  # Algorithm 1
+EVENLY = {"aggregate": 'average(weighting="uniform")'}  # Algorithm 1
 BY_BATCH = {"student.batch_norm": "train"}  # statistics of invented images
 PRINTED = {
     "discrepancy": "kl",
@@ -77,10 +77,10 @@ RELEASED_FILE = Path(__file__).with_name("released.py")  # has these options bes
 OF_RELEASED = {"clients", "cls_weights", "discrepancy_through", "student_loss", "student_scale", "reestimate"}
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
-    "paper": {name: {**own, **EVENLY} for name, own in OPTIONS.items()}
-    | {
-        "feddf_gen": {**EVENLY, **BY_BATCH, "generator.network": "conv_paper"},
-        "fedftg": {**PRINTED, **EVENLY, **BY_BATCH, "generator.network": "conv_paper"},
+    "paper": {
+        **OPTIONS,
+        "feddf_gen": {**BY_BATCH, "generator.network": "conv_paper"},
+        "fedftg": {**PRINTED, **BY_BATCH, "generator.network": "conv_paper"},
     },
     "released": {**OPTIONS, "feddf_gen": BY_BATCH, "fedftg": {**CODE, **BY_BATCH}},
 }
@@ -160,6 +160,8 @@ def cell(
     wide: Options = {} if data == "cifar10" else dict.fromkeys(INVENTING, WIDE_NOISE)
     own = {part: {**wide.get(part, {}), **(options or {}).get(part, {})} for part in OPTIONS}
     local = {**LOCAL, **changes.pop("local", {})}
+    if preset == "paper":
+        changes["server"] = EVENLY
     if preset == "released":
         changes["sampling"] = "poisson"
         local |= {"weight_decay": FEDPROX_AS_DECAY} if row.startswith("fedprox") else {}

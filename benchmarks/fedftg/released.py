@@ -31,7 +31,7 @@ from fedstill.methods.data_free.hard_samples import (
     discrepancy as distance,
 )
 from fedstill.methods.data_free.inventing import Generator, InventedStudent
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 StudentLoss = Literal["forward_kl", "reverse_kl", "mse"]
 
@@ -52,8 +52,6 @@ def fedftg(
     student_loss: StudentLoss = "forward_kl",
     student_scale: Literal["class", "batch"] = "class",
     reestimate: bool = False,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedFTG with forms that the paper prints, that its code has, or that we compared with both.
 
@@ -88,7 +86,7 @@ def fedftg(
     )
     step = hard_samples(generator.invents(features=input == "feature"), contest)
     instead = 'fedftg(labels="uniform", ensemble="uniform")'
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,), without_counts=instead)
+    return Method(cross_entropy(), average(), (step,), without_counts=instead)
 
 
 def lesson(kind: Distance, student: Tensor, teachers: Tensor, share: Tensor, *, per_class: bool) -> Tensor:

@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fedcurv": {"lam": 1.0, "fisher": "per_batch"},  # the released strength goes with the released Fisher
     "fedprox": {"mu": 1.0},
     "fednova": {},
-    "scaffold": {"option": "II", "weighting": "uniform"},
+    "scaffold": {"option": "II"},
     "moon": {"mu": 0.1, "temperature": 0.5},
     "fedrs": {"alpha": 0.5, "rule": "binary"},
     "kd": DISTILLATION,
@@ -73,7 +73,7 @@ RELEASED_FILE = Path(__file__).with_name("released.py")
 NAMES = {"released": {name: f"{RELEASED_FILE}:{name}" for name in ("fednova", "scaffold", "moon")}}
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
-    "paper": {name: {**options, "weighting": "uniform"} for name, options in OPTIONS.items()},
+    "paper": OPTIONS,
     "released": {**OPTIONS, **RELEASED},
 }
 
@@ -114,6 +114,9 @@ def cell(
     plain = preset == "paper" or changes["data"] == DATA["cinic10"]  # the released code has no Cutout for CINIC-10
     augment = ("crop", "flip") if plain else ("crop", "flip", "cutout")
     changes["local"] = {**LOCAL, "augment": augment, **(local or {})}
+    if preset == "paper":  # Algorithm 1, line 12
+        kind = "normalized_average" if row == "fednova" else "average"
+        changes["server"] = {"aggregate": f'{kind}(weighting="uniform")'}
     return Cell(row, column, SETTING.replace(method=method or method_of(row, preset), **changes))
 
 

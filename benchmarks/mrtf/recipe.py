@@ -39,7 +39,8 @@ DIGITS, CIFAR, LEAF = ("mnist", "mnistm", "svhn"), ("cifar10", "cifar100"), ("fe
 # Section 5: SGD with momentum 0.9, batches of 64 (LEAF: 10); rates are the one that text and code share, see README.
 RATES = {**dict.fromkeys(DIGITS, 0.01), **dict.fromkeys(CIFAR, 0.03), "femnist": 0.004, "shakespeare": 1.47}
 CODE_ONLY = {"weight_decay": 1e-5, "clip": 100.0}  # on the clients; the text has neither
-SETTING = Experiment(name="mrtf", rounds=200, cohort=10, checkpoint_every=50)
+EVENLY = {"aggregate": 'average(weighting="uniform")'}  # Section 3.2: theta_{t+1} is the plain mean over S_t
+SETTING = Experiment(name="mrtf", rounds=200, cohort=10, checkpoint_every=50, server=EVENLY)
 
 SPLITS: dict[str, dict[str, Any]] = {
     "label-5": {"scheme": "label_split", "classes_per_client": 5},
@@ -58,13 +59,12 @@ OWNERS: dict[str, dict[str, Any]] = {
     "shakespeare": {"scheme": "natural", "keys": ["play", "role"], "clients": 112},
 }
 
-EVENLY = {"weighting": "uniform"}  # Section 3.2: theta_{t+1} is the plain mean over S_t
 OPTIONS: dict[str, dict[str, Any]] = {
-    "fedavg": EVENLY,
-    "fedprox": {"mu": 0.01, **EVENLY},
-    "fedmmd": {"lam": 0.01, **EVENLY},
-    "fedopt": {"optimizer": "sgd", "server_lr": 0.1, "momentum": 0.9, **EVENLY},
-    "scaffold": {"option": "II", **EVENLY},
+    "fedavg": {},
+    "fedprox": {"mu": 0.01},
+    "fedmmd": {"lam": 0.01},
+    "fedopt": {"optimizer": "sgd", "server_lr": 0.1, "momentum": 0.9},
+    "scaffold": {"option": "II"},
     "feddf": {"student": {"lr": 3e-4, "lr_schedule": "constant", "batch_size": 64, "clip": None}},
     "mrtf": {"feedback": True},
 }

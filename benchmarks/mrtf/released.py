@@ -14,7 +14,7 @@ from fedstill.core.tree import full_precision
 from fedstill.core.types import Method, Need, Round, ServerStep, Tree, Weights
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.mrtf.refinery import trust_in_clients
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.step import distill, loss_of
 from fedstill.server.distill.student import Student, divergence, learner
 from fedstill.server.distill.targets import (
@@ -40,19 +40,15 @@ def feddf(
     *,
     student: Student = STUDENT,
     teacher_batch: Count = 640,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedDF as MrTF's code has it: softer targets of teachers in train mode; the student is reported, never sent.
 
     Args:
         student: how the average learns.
         teacher_batch: rows at a time, by which the teachers' BatchNorm normalises.
-        weighting: of the average.
-        buffers: of the average.
     """
     step = distill(student, pool=soft_belief(exponent=0.75), teacher_batch=teacher_batch)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (report_only(step),))
+    return Method(cross_entropy(), average("uniform"), (report_only(step),))
 
 
 def mrtf(
@@ -63,8 +59,6 @@ def mrtf(
     refine: bool = True,
     every: Count = 1,
     teacher_batch: Count = 640,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """MrTF's public code. The refined model is reported, never sent.
 
@@ -75,12 +69,10 @@ def mrtf(
         refine: replace the targets by nearness to class centres.
         every: refine in rounds `every`, 2 `every`, ... only.
         teacher_batch: rows at a time, by which the teachers' BatchNorm normalises.
-        weighting: of the average.
-        buffers: of the average.
     """
     step = refinement(student, stabilise=stabilise, rectify=rectify, refine=refine, batch=teacher_batch)
     step = every_so_often(every, step) if every > 1 else step
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (report_only(step),))
+    return Method(cross_entropy(), average("uniform"), (report_only(step),))
 
 
 def prior_mixture(clients: Tensor, known: Tensor, u: float) -> Tensor:

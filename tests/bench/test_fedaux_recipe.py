@@ -111,7 +111,7 @@ def test_table_1_has_every_baseline_with_and_without_pre_training():
 def test_distillation_is_one_epoch_of_adam_at_5e_5_in_batches_of_128():
     feddf = FEDAUX.method("1", "feddf", "stl10-alpha-0.01-c-0.2")
     student = {"epochs": 1, "lr": 5e-5, "lr_schedule": "constant", "clip": "none"}
-    assert feddf == {"name": "feddf", "weighting": "size", "distill_share": 0.8, "student": student}
+    assert feddf == {"name": "feddf", "distill_share": 0.8, "student": student}
     aux = fedaux_options("1", "fedaux", "stl10-alpha-0.01-c-0.2")
     assert aux == {"form": "sum", "lam": 0.01, "student": student}
     be = FEDAUX.method("1", "fedbe", "stl10-alpha-0.01-c-0.2")
@@ -140,8 +140,9 @@ def test_the_released_code_keeps_adam_and_evaluates_by_the_batch():
         assert cell.experiment.evaluate.endswith("train_mode.py:in_train_mode")
     column = "stl10-alpha-0.01-c-0.2"
     assert FEDAUX.method("1", "feddf", column, "released") == {"name": f"{BENCHMARKS}/fedaux/released.py:feddf"}
-    evenly = {"weighting": "uniform", "buffers": "local"}
-    assert FEDAUX.method("1", "fedavg", column, "released") == {"name": "fedavg", **evenly}
+    assert FEDAUX.method("1", "fedavg", column, "released") == {"name": "fedavg"}
+    server = FEDAUX.experiment("1", "fedavg", column, "released").server
+    assert (server.aggregate, server.buffers) == ('average(weighting="uniform")', "local")
 
 
 def test_one_pre_training_is_asked_for_by_all_that_could_share_it():

@@ -118,19 +118,16 @@ def test_the_paper_and_the_released_code_are_forms_of_the_papers_file():
         "discrepancy_through": "both",
         "student_loss": "reverse_kl",
         "student_scale": "batch",
-        "weighting": "uniform",
         "student": {"batch_norm": "train"},
         "generator": {"network": "conv_paper"},
     }
-    assert printed["scaffold"]["weighting"] == "uniform"
     code = {"clients": "each", "cls_weights": "client", "student": {"batch_norm": "train"}}
     assert parts("1", "scaffold+fedftg", DEFAULT, "released")["fedftg"] == code
     for preset in ("paper", "released"):
         text = FEDFTG.experiment("1", "scaffold+fedftg", DEFAULT, preset).method.name
         assert f"+{FEDFTG.folder / 'released.py'}:fedftg(" in text
-    assert all(
-        "weighting" in options for text in methods_of("1", "paper") for options in list(parts_of(text).values())[:1]
-    )
+    evenly = {cell.experiment.server.aggregate for cell in FEDFTG.cells("1", "paper")}
+    assert evenly == {'average(weighting="uniform")'}
 
 
 def test_every_method_of_every_cell_can_be_built():

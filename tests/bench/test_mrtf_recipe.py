@@ -19,7 +19,6 @@ STUDENT = {"lr": 3e-4, "lr_schedule": "constant", "batch_size": 64, "clip": "non
 CODE = BENCHMARKS / "mrtf" / "released.py"
 NAMES = ("2", "3", "figure-7", "figure-8", "figure-9", "figure-10", "figure-11")
 AT_HAND = {"cifar10", "mnist", "shakespeare"}
-EVENLY = {"weighting": "uniform"}
 SENT = {"feedback": True}
 
 
@@ -45,6 +44,12 @@ def test_every_server_is_asked_about_the_test_set_itself():
     assert {cell.experiment.data.unlabeled for cell in MRTF.all_cells()} == {"test"}
 
 
+def test_models_are_averaged_evenly():
+    """Section 3.2: theta_{t+1} is the plain mean over S_t."""
+    sections = {(one.server.aggregate, one.server.buffers) for one in (cell.experiment for cell in MRTF.all_cells())}
+    assert sections == {('average(weighting="uniform")', "average")}
+
+
 def test_table_3_has_the_setting_of_section_5_5():
     """CIFAR-10, alpha = 1, K = 100, E = 5, T = 200, VGG8; 10 clients a round as everywhere."""
     one = MRTF.experiment("3", "mrtf", "sigma-0")
@@ -58,11 +63,11 @@ def test_table_3_has_the_setting_of_section_5_5():
 
 def test_table_3_adds_noise_to_the_updates_and_none_at_sigma_0():
     assert [MRTF.method("3", row, "sigma-0") for row in ("fedavg", "feddf", "mrtf")] == [
-        {"name": "fedavg", **EVENLY},
+        {"name": "fedavg"},
         {"name": "feddf", "student": STUDENT},
         {"name": "mrtf", **SENT},
     ]
-    assert MRTF.method("3", "fedavg", "sigma-0.01") == 'fedavg(weighting="uniform")+update_noise(sigma=0.01)'
+    assert MRTF.method("3", "fedavg", "sigma-0.01") == "fedavg+update_noise(sigma=0.01)"
     assert (
         MRTF.method("3", "feddf", "sigma-0.001") == f"{write('feddf', {'student': STUDENT})}+update_noise(sigma=0.001)"
     )
@@ -75,7 +80,7 @@ def test_figure_11_takes_the_modules_away_one_by_one_in_50_rounds():
     assert table.rows == ("pa", "al", "st", "st+rd", "st+rd+clr")
     column, off = "cifar10-dir-0.1", False
     assert {row: MRTF.method("figure-11", row, column) for row in table.rows} == {
-        "pa": {"name": "fedavg", **EVENLY},
+        "pa": {"name": "fedavg"},
         "al": {"name": "mrtf", **SENT, "stabilise": off, "rectify": off, "refine": off},
         "st": {"name": "mrtf", **SENT, "rectify": off, "refine": off},
         "st+rd": {"name": "mrtf", **SENT, "refine": off},

@@ -259,7 +259,7 @@ def test_a_client_receives_and_sends_its_own_prototype():
 def test_a_method_that_reports_another_model_reports_it_of_all_prototypes():
     result = run("feddf(student.steps=3, feedback=false)")
     assert result.weights.params.keys() == mixed().init(0).params.keys()
-    sent = run('fedavg(weighting="uniform")')
+    sent = run('fedavg+average(weighting="uniform")')
     assert not same_bits(result.weights, sent.weights)
 
 

@@ -61,9 +61,9 @@ def test_a_mixture_is_the_sum_of_its_terms_and_the_chain_of_its_steps():
 
 @pytest.mark.parametrize("text", ["fedprox(mu=0.3)+scaffold", "scaffold+fedprox(mu=0.3)"])
 def test_with_scaffold_models_are_averaged_evenly_as_the_controls_are(text):
-    even = train(mixture("scaffold+fedprox(mu=0.3, weighting=uniform)"))
+    even = train(mixture("scaffold+fedprox(mu=0.3)+average(weighting=uniform)"))
     assert torch.allclose(train(mixture(text)).params["weight"], even.params["weight"], atol=1e-12)
-    by_size = train(mixture("scaffold+fedprox(mu=0.3, weighting=size)"))
+    by_size = train(mixture("scaffold+fedprox(mu=0.3)+average(weighting=size)"))
     assert not torch.allclose(by_size.params["weight"], even.params["weight"], atol=1e-6)
 
 
@@ -83,8 +83,6 @@ def test_a_refinement_runs_after_the_servers_step_whatever_the_order():
     [
         ("fedadam+fedavgm", "fedadam and fedavgm both decide the server's step"),
         ("feddyn+fedavgm", "feddyn and fedavgm both decide the server's step"),
-        ("fedprox(weighting=size)+scaffold(weighting=uniform)", "models are averaged once"),
-        ("fedprox(buffers=local)+fedavgm(buffers=reset)", "give both the same buffers"),
     ],
 )
 def test_two_methods_that_want_one_place_are_named(text, told):
@@ -109,16 +107,19 @@ def test_two_methods_with_one_client_slot_are_named():
         join({"one": scaffold(), "two": scaffold()})
 
 
-def test_two_averages_that_differ_clash_in_python_too():
-    with pytest.raises(FedstillError, match="aggregate differently"):
-        join({"one": fedavg(weighting="size"), "two": fedprox(weighting="uniform")})
+def test_two_aggregates_that_differ_clash_until_the_run_names_one():
+    clash = r"scaffold \(average, uniform\) and fednova \(normalized_average, size\) aggregate differently"
+    cure = r"scaffold\+fednova\+average\(weighting='uniform'\), .*\[server\] aggregate"
+    with pytest.raises(FedstillError, match=f"{clash}: .*{cure}"):
+        build_method("scaffold+fednova")
+    assert mixture("scaffold+fednova+average(weighting=uniform)").aggregate == average("uniform")
+    assert mixture("scaffold+fednova+normalized_average").aggregate.name == "normalized_average"
 
 
-def test_a_function_of_ones_own_that_fixes_how_it_averages_is_told_to_take_it_as_an_option():
+def test_the_average_by_size_gives_way_in_methods_of_ones_own_too():
     mine = Method(cross_entropy(), average())
-    told = r"mine \(average\) and scaffold \(average\) .*mine\+scaffold\+average\("
-    with pytest.raises(FedstillError, match=told):
-        join({"mine": mine, "scaffold": scaffold()})
+    for parts in ({"mine": mine, "scaffold": scaffold()}, {"scaffold": scaffold(), "mine": mine}):
+        assert join(parts).aggregate == average("uniform")
 
 
 def test_two_methods_with_one_server_step_are_named():
@@ -160,7 +161,7 @@ def test_terms_that_differentiate_the_risk_take_the_one_that_replaced_it():
 
 def test_feddyn_with_fednovas_average_still_reaches_the_joint_optimum():
     """h is the mean of the clients' g_k, however the candidate was made: two quadratics, 2 and 20 steps."""
-    method = mixture("feddyn(alpha=0.5)+fednova")
+    method = mixture("feddyn(alpha=0.5)+fednova+normalized_average(weighting=uniform)")
     stages = [step.stage for step in method.steps]
     assert stages == [Stage.AGGREGATE, Stage.MOVE]
     moves = method.steps[1]

@@ -19,6 +19,7 @@ from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Method, Model, Need, Output, Tokenizer, Training
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
+from fedstill.server.aggregate import average
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Row:
     def build(self, **changes: Any) -> Method:
         student = {**self.options.get("student", {}), **changes.get("student", {})}
         options = {**self.options, **changes, **({"student": student} if student else {})}
-        return build_method(self.name, options)[0].method
+        aggregate = options.pop("aggregate", None)
+        method = build_method(self.name, options)[0].method
+        return method if aggregate is None else dataclasses.replace(method, aggregate=aggregate)
 
 
 SHORT = {"student": {"steps": 5, "batch_size": 8}}
@@ -55,7 +58,7 @@ HARD_STUDENT = {"epochs": 2, "batch_size": 8, "optimizer": "adam", "lr_schedule"
 
 CODE = BENCHMARKS  # <paper>/released.py
 
-PLAIN = {"weighting": "size", "buffers": "average"}
+BY_SIZE = {"aggregate": average()}
 
 VALIDATED = {"steps": 6, "batch_size": 8, "patience": 2, "look_every": 2}
 
@@ -127,13 +130,13 @@ ROWS = (
     Row("next_token", {"training": {"epochs": 2, "batch_size": 8, "seed": 3}}, UNTRAINED, net="text"),
     Row("avglogit", SHORT, IDLE),
     Row("avgprob", SHORT, IDLE),
-    Row("feddf", SHORT, {**IDLE, "weighting": "size"}),
-    Row("feddf", {"student": VALIDATED, "teacher_weighting": "validation"}, {**IDLE, "weighting": "size"}),
-    Row(f"{CODE}/mrtf/released.py:feddf", SHORT, {**IDLE, "weighting": "size"}),
-    Row("feddf", {**HARD, "student": HARD_STUDENT, "weighting": "size"}, {"student": {"epochs": 0}}),
-    Row("feddf", {**SHORT, "distill_share": 0.8}, {**IDLE, "weighting": "size"}),
-    Row(f"{CODE}/fedaux/released.py:feddf", REFINED, {**IDLE, **PLAIN}),
-    Row("feddf", {"student": {"steps": 5, "batch_size": 8, "part": "head"}, "weighting": "size"}, IDLE),
+    Row("feddf", SHORT, {**IDLE, **BY_SIZE}),
+    Row("feddf", {"student": VALIDATED, "teacher_weighting": "validation"}, {**IDLE, **BY_SIZE}),
+    Row(f"{CODE}/mrtf/released.py:feddf", SHORT, {**IDLE, **BY_SIZE}),
+    Row("feddf", {**HARD, "student": HARD_STUDENT}, {"student": {"epochs": 0}, **BY_SIZE}),
+    Row("feddf", {**SHORT, "distill_share": 0.8}, {**IDLE, **BY_SIZE}),
+    Row(f"{CODE}/fedaux/released.py:feddf", REFINED, {**IDLE, **BY_SIZE}),
+    Row("feddf", {"student": {"steps": 5, "batch_size": 8, "part": "head"}}, {**IDLE, **BY_SIZE}),
     Row("feddf_gen", INVENTED, IDLE, noise_by_place=True),
     Row("feddf_gen", {**INVENTED, "ensemble": "class", "pool": "logits"}, IDLE, noise_by_place=True),
     Row(
@@ -142,7 +145,7 @@ ROWS = (
         noise_by_place=True,
     ),
     Row("fedftg", {**HARD_SAMPLES, "student": {"steps": 2, "lr": 0.3}}, {"iterations": 0}, noise_by_place=True),
-    Row("fedftg", {**HARD_SAMPLES, "discrepancy": "kl", "weighting": "uniform"}, noise_by_place=True),
+    Row("fedftg", {**HARD_SAMPLES, "discrepancy": "kl"}, noise_by_place=True),
     Row(
         "fedftg",
         {**HARD_SAMPLES, "input": "feature", "labels": "uniform", "report": "average"},
@@ -153,7 +156,7 @@ ROWS = (
     Row("fedaux", SHORT, IDLE),
     Row("fedaux", {**REFINED, "form": "mean", "lam": 0.01, "epsilon": 4.0}, IDLE, noise_by_place=True),
     Row("fedaux", {**REFINED, "score": "odds", "intercept": True, "gamma": "both", "feedback": False}, IDLE),
-    Row(f"{CODE}/fedaux/released.py:fedaux", {**REFINED, "scorer": "one_class_svm"}, {**IDLE, **PLAIN}),
+    Row(f"{CODE}/fedaux/released.py:fedaux", {**REFINED, "scorer": "one_class_svm"}, {**IDLE, **BY_SIZE}),
     Row(
         "fedbe",
         {"student": {"epochs": 4, "batch_size": 8, "lr": 0.3, "lr_cycle": 2}},
@@ -163,9 +166,9 @@ ROWS = (
     Row(f"{CODE}/fedbe/released.py:fedbe", {"student": {"epochs": 4, "batch_size": 8, "lr": 0.3}}, noise_by_place=True),
     Row("fedbe", {"student": {"epochs": 4, "batch_size": 8, "lr": 0.3}, "distill_share": 0.8}, noise_by_place=True),
     Row("fedbe", {**HARD, "sampling": "dirichlet", "student": HARD_STUDENT}, {"student": {"epochs": 0}}),
-    Row("mrtf", {**REFINED, "warm_up": 1}, {**IDLE, "weighting": "size"}),
-    Row(f"{CODE}/mrtf/released.py:mrtf", REFINED, {**IDLE, "weighting": "size"}),
-    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": True}, {**IDLE, "weighting": "size"}),
+    Row("mrtf", {**REFINED, "warm_up": 1}, {**IDLE, **BY_SIZE}),
+    Row(f"{CODE}/mrtf/released.py:mrtf", REFINED, {**IDLE, **BY_SIZE}),
+    Row("mrtf", {**REFINED, "warm_up": 1, "feedback": True}, {**IDLE, **BY_SIZE}),
     Row("mrtf", {**REFINED, "refine": False}),
     Row("mrtf", {**REFINED, "rectify": False, "refine": False}),
     Row("mrtf", {**REFINED, "stabilise": False, "rectify": False, "refine": False}),

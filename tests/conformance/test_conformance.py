@@ -36,6 +36,7 @@ from method_rows import (
 )
 from quick import EITHER_ENGINE, first_quick, quick_if
 from running import changed_on_the_way
+from weighed import weighed
 from whole_server import as_one, whole
 
 from fedstill.compose.combine import bound_to, on_the_way
@@ -172,7 +173,7 @@ def test_with_its_knob_at_zero_a_method_is_fedavg_bit_for_bit(row, engine):
 @every_engine
 @pytest.mark.parametrize("option", first_quick(["II", "I"]))
 def test_the_first_round_of_scaffold_is_uniform_fedavg_bit_for_bit(engine, option):
-    methods = (METHODS["scaffold"](option=option), fedavg(weighting="uniform"))
+    methods = (METHODS["scaffold"](option=option), weighed(fedavg(), "uniform"))
     for rounds, equal in ((1, True), (2, False)):
         found, wanted = (run(method, engine=engine, rounds=rounds).weights for method in methods)
         assert same_bits(found, wanted) == equal

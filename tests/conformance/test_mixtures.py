@@ -46,10 +46,10 @@ NAMED = (
     "moon+kd",
     "fedcurv+fedlmd_tf+fednova",
     "mrtf(student.steps=5, student.batch_size=8)+fedlmd",
-    'd2cfl(past=1, threshold=0.3, student.epochs=2, student.batch_size=4, mix_alpha=0.5)+scaffold(weighting="size")',
+    "d2cfl(past=1, threshold=0.3, student.epochs=2, student.batch_size=4, mix_alpha=0.5)+scaffold+average",
     "fedbe(samples=2, student.steps=5, student.batch_size=8)+moon+update_noise(sigma=0.01)",
     f"scaffold+fedlmd+{write('fedftg', HARD_SAMPLES)}",
-    f"{write('fedgen', FEATURES_INVENTED)}+fedprox(mu=0.1)+scaffold(weighting='size')",
+    f"{write('fedgen', FEATURES_INVENTED)}+fedprox(mu=0.1)+scaffold+average",
 )
 ROBUST = (
     "fedlmd+median",

@@ -94,7 +94,8 @@ def test_a_model_that_was_reported_in_one_phase_is_not_reported_in_the_next():
     """Which only warms up, and so has none of its own."""
     first, second = f"mrtf({REFINED})", f"feddf({REFINED}, feedback=false, warm_up=5)"
     found, plain = (
-        run(build_method(f"{first} until 2 then {one}"), rounds=4) for one in (second, "fedavg(weighting=uniform)")
+        run(build_method(f"{first} until 2 then {one}"), rounds=4)
+        for one in (second, "fedavg+average(weighting=uniform)")
     )
     told, wanted = ([row["loss"] for row in result.history.rows] for result in (found, plain))
     assert told == wanted

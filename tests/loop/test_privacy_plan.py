@@ -146,10 +146,7 @@ def test_clients_of_two_architectures_may_be_asked_for_one_release_in_turn():
 
 def test_a_budget_for_rounds_that_open_scores_steer_is_refused():
     """It ran at epsilon = 0.0065, and replacing a client moved the model by 2.5 where 0.0005 was possible."""
-    method = build_method(
-        'dp_fedavg(trust="nobody", noise_multiplier=1000, clip=0.001)'
-        '+fedaux(weighting="uniform", buffers="local", student.steps=2)'
-    )
+    method = build_method('dp_fedavg(trust="nobody", noise_multiplier=1000, clip=0.001)+fedaux(student.steps=2)')
     with pytest.raises(FedstillError, match="certainty scores leave without noise that hides all that one client"):
         run(method, privacy=Privacy(epsilon=0.1, against="server", partial=True))
 

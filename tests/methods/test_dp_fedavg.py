@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 from running import federate
+from weighed import weighed
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join
@@ -129,7 +130,7 @@ def test_a_broken_move_is_sent_as_no_move_with_its_noise(bad):
 @pytest.mark.parametrize("trust", ["server", "nobody"])
 def test_without_noise_and_with_a_bound_nobody_reaches_it_is_uniform_fedavg(trust):
     found = run(dp_fedavg(clip=1e6, noise_multiplier=0.0, trust=trust)).weights.params
-    wanted = run(fedavg(weighting="uniform")).weights.params
+    wanted = run(weighed(fedavg(), "uniform")).weights.params
     assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
@@ -249,7 +250,6 @@ def test_two_of_them_cannot_stand_between_clients_and_server():
         ),
         ({"noise_multiplier": 1e160}, "method.noise_multiplier = 1e+160 is impossible"),
         ({"trust": "everybody"}, 'method.trust = "everybody" is unknown'),
-        ({"weighting": "size"}, 'method.weighting = "size" is unknown'),
     ],
 )
 def test_impossible_options_are_one_line(options, told):

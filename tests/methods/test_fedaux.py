@@ -8,6 +8,7 @@ import torch
 from papers import released
 from server_rounds import CLASSES, FEATURES, federation, furthest, network, points, run, same_bits
 from students import form
+from weighed import weighed
 from whole_server import as_one, watched, whole
 
 from fedstill.about.explain import explain
@@ -177,7 +178,7 @@ def test_what_leaves_a_client_before_the_first_round_are_as_many_numbers_as_feat
 def test_with_equal_scores_it_is_feddf_on_the_same_rows_bit_for_bit(options):
     """T6.4, through three rounds."""
     found = run(form("fedaux", **SHORT, scorer="uniform", **options))
-    wanted = run(form("feddf", **SHORT, distill_share=0.8, weighting="size", **options))
+    wanted = run(weighed(form("feddf", **SHORT, distill_share=0.8, **options), "size"))
     assert same_bits(found.weights, wanted.weights)
     assert same_bits(found.targets._asdict(), wanted.targets._asdict())
     assert int(found.targets.kept.sum()) == 16  # of 20
@@ -294,7 +295,7 @@ def test_more_of_its_targets_are_right_than_of_feddfs_where_clients_know_one_cla
     "text",
     [
         "fedaux(student.steps=5, student.batch_size=8)+fedprox(mu=0.5)",
-        "fedaux(student.steps=5, student.batch_size=8, weighting=uniform)+scaffold",
+        "fedaux(student.steps=5, student.batch_size=8)+scaffold",
         "fedaux(student.steps=5, student.batch_size=8)+fedavgm",
         "fedaux(student.steps=5, student.batch_size=8)+update_noise(sigma=0.01)",
     ],
@@ -312,8 +313,8 @@ def test_it_joins_methods_that_change_the_clients_or_the_servers_step(text):
 def test_what_its_page_says_to_join_for_the_rounds_makes_a_claim_about_all_that_leaves_a_client():
     page = (Path(__file__).parents[2] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
     advice = page.partition("It does not protect\nthe models")[2].partition("privacy statement")[0]
-    assert all(words in advice for words in ('dp_fedavg(trust="nobody")', 'weighting = "uniform"', 'buffers = "local"'))
-    scores = "fedaux(form=mean, epsilon=1.0, weighting=uniform, buffers=local)"
+    assert 'dp_fedavg(trust="nobody")' in advice
+    scores = "fedaux(form=mean, epsilon=1.0)"
     (phase,) = build_method(f"dp_fedavg(trust=nobody, noise_multiplier=8)+{scores}")
     assert {release.when for release in phase.method.releases} == {"once", "round"}
     assert all(release.multiplier for release in phase.method.releases)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import students
 import torch
+from by_hand import number, round_of, uploads_of
 from server_rounds import (
     CLASSES,
     clients_models,
@@ -20,17 +21,17 @@ from server_rounds import (
     server_round,
 )
 from students import form, student_of
+from weighed import weighed
 from whole_server import watched, whole
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.tree import clone, rows, stack
-from fedstill.core.types import Dataset, Need, Training
+from fedstill.core.types import Dataset, Need, Training, Weights
 from fedstill.engine.plan import make_plan
 from fedstill.methods import fedavg, fedbe, feddf
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
-from fedstill.server import average
 from fedstill.server.distill.student import Snapshots
 from fedstill.server.distill.targets import targets_of
 
@@ -113,19 +114,22 @@ def test_the_student_is_trained_as_published(name, preset):
 
 
 @pytest.mark.parametrize(
-    ("preset", "weighting", "buffers"),
+    ("preset", "model", "statistics"),
     [
-        ("paper", "uniform", "average"),
-        ("released", "uniform", "last"),
-        ("mrtf", "uniform", "average"),
-        ("mrtf_released", "uniform", "average"),
-        ("fedaux", "size", "average"),
-        ("fedaux_released", "uniform", "local"),
-        ("d2cfl", "size", "average"),
+        ("paper", 2.0, 2.0),
+        ("released", 2.0, 4.0),
+        ("mrtf", 2.0, 2.0),
+        ("mrtf_released", 2.0, 2.0),
+        ("fedaux", 3.0, 3.0),
+        ("fedaux_released", 2.0, 9.0),
+        ("d2cfl", 3.0, 3.0),
     ],
 )
-def test_feddf_averages_as_each_of_them_does(preset, weighting, buffers):
-    assert form("feddf", preset).aggregate == average(weighting, buffers=buffers)
+def test_feddf_averages_as_each_of_them_does(preset, model, statistics):
+    """Clients of 1 and 3 samples send 0 and 4: evenly 2, by size 3, of the last client 4; the server had 9."""
+    start, first, last = (Weights({"w": number(x)}, {"bn.running_mean": number(x)}) for x in (9.0, 0.0, 4.0))
+    found, _ = form("feddf", preset).aggregate.apply(start, {}, round_of(start, uploads_of([first, last], [1, 3])))
+    assert (found.params["w"].item(), found.buffers["bn.running_mean"].item()) == (model, statistics)
 
 
 @pytest.mark.parametrize(("name", "preset"), FORMS)
@@ -225,7 +229,7 @@ def test_without_feedback_clients_get_the_average_and_the_student_is_reported():
     short = student_of(feddf, steps=5, batch_size=8, lr=0.05)
     method, sent = feddf(feedback=False, student=short), []
     result = run(watched(method, lambda candidate, state, round: sent.append(clone(candidate))))
-    plain = [run(fedavg(weighting="uniform"), rounds=rounds).weights for rounds in (1, 2, 3)]
+    plain = [run(weighed(fedavg(), "uniform"), rounds=rounds).weights for rounds in (1, 2, 3)]
     assert all(same_bits(found, wanted) for found, wanted in zip(sent, plain, strict=True))
     assert furthest(result.weights, plain[-1]) > 1e-2
     assert same_bits(run(method, rounds=1).weights, run(feddf(student=short), rounds=1).weights)

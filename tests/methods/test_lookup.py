@@ -37,8 +37,8 @@ def test_what_is_written_is_read_back(mixtures, rounds):
 
 
 def test_words_need_no_quotes_and_spaces_do_not_matter():
-    assert parse(" fedprox ( mu = 0.1 , weighting=uniform ) + fedavgm ") == (
-        PhaseText((Part("fedprox", {"mu": 0.1, "weighting": "uniform"}), Part("fedavgm"))),
+    assert parse(" fedrs ( alpha = 0.1 , rule=binary ) + fedavgm ") == (
+        PhaseText((Part("fedrs", {"alpha": 0.1, "rule": "binary"}), Part("fedavgm"))),
     )
 
 
@@ -194,7 +194,7 @@ def test_a_line_break_is_a_space():
 
 def test_options_of_an_odd_kind_are_told_not_raised():
     with pytest.raises(FedstillError, match="weighting"):
-        Experiment(method="fedavg(weighting=[1])+fedprox")
+        Experiment(method="fedprox+average(weighting=[1])")
 
 
 def test_phases_that_run_backwards_are_told_before_a_folder_is_made(tmp_path):

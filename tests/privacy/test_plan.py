@@ -177,7 +177,7 @@ from fedstill.methods import fedavg
 
 
 def own():
-    return fedavg(weighting="uniform", buffers="local")
+    return fedavg()
 """
 
 

@@ -167,7 +167,7 @@ def test_noise_for_clients_before_a_method_that_protects_samples_gives_two_lines
 
 
 VOID = Release("scores", "sample", None, "once", "server", why="no noise")
-DP_AND_FEDAUX = 'dp_fedavg(trust="nobody", noise_multiplier=8)+fedaux(weighting="uniform", buffers="local"{})'
+DP_AND_FEDAUX = 'dp_fedavg(trust="nobody", noise_multiplier=8)+fedaux({})'
 
 
 def after_ten_rounds(options: str):
@@ -175,7 +175,7 @@ def after_ten_rounds(options: str):
     return statement(stretches_of(phases, weights, Privacy())(10), DELTA)
 
 
-@pytest.mark.parametrize("options", ["", ', scorer="kde"', ", intercept=true"])
+@pytest.mark.parametrize("options", ["", 'scorer="kde"', "intercept=true"])
 def test_scores_without_a_claim_void_the_rounds_that_they_steer(options):
     """It said epsilon = 3.341 for all that one client holds, against the server: false, the shares are open."""
     made = after_ten_rounds(options)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from by_hand import F64, federate_by_hand, linear, linear_model
 from own_counts import counting, counts_of
+from weighed import weighed
 
 from fedstill.core.types import Batch
 from fedstill.local import majority, target_mask
@@ -133,7 +134,7 @@ def test_smoothed_labels_bound_the_margin_that_hard_labels_let_grow():
 def test_uniform_weighting_reaches_the_server():
     data = [SKEWED[0], samples_of(1, 0, 0, 0, seed=1)]
     for name in ("kd", "fedntd_tf", "fedlmd", "fedlmd_tf", "label_smoothing", "fedrs"):
-        by_size, evenly = (trained(METHODS[name](weighting=w), data) for w in ("size", "uniform"))
+        by_size, evenly = (trained(weighed(METHODS[name](), w), data) for w in ("size", "uniform"))
         alone = [trained(METHODS[name](), [batch]) for batch in data]
         for weights, shares in ((by_size, (15 / 16, 1 / 16)), (evenly, (0.5, 0.5))):
             expected = sum(p * one.params["weight"] for p, one in zip(shares, alone, strict=True))

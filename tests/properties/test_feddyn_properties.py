@@ -2,6 +2,7 @@
 
 import pytest
 from by_hand import federate_by_hand, number, quadratic_data, scalar, scalar_model, train_client, with_quadratic
+from weighed import weighed
 
 from fedstill.compose.combine import combine
 from fedstill.local import dynamic_regularization, proximal
@@ -13,7 +14,7 @@ ROUGH = {"steps": 15, "lr": 0.3}  # the fixed point does not ask for exact solve
 
 
 def run(rounds, alpha=0.5, *, clients=CLIENTS, start=1.0, weighting="uniform", cohorts=None, **how):
-    method = with_quadratic(feddyn(alpha=alpha, weighting=weighting), dynamic_regularization(alpha))
+    method = with_quadratic(weighed(feddyn(alpha=alpha), weighting), dynamic_regularization(alpha))
     return federate_by_hand(
         method, scalar_model(), clients, scalar(start), rounds=rounds, cohorts=cohorts, **(how or EXACT)
     )

@@ -22,6 +22,7 @@ from server_rounds import (
     server_round,
 )
 from torch import nn
+from weighed import weighed
 
 from fedstill.compose.combine import on_the_way
 from fedstill.compose.head_only import head_names, head_of, heads_only
@@ -35,6 +36,7 @@ from fedstill.methods import METHODS, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
 from fedstill.models.mixed import mixed_model
+from fedstill.server.aggregate import average
 
 THREE = {"net": "norm", "cohort": 3}  # thirds: a sum of three is not what it was
 HEAD_ONLY = dataclasses.replace(LOCAL, part="head", weight_decay=0.01)
@@ -86,7 +88,7 @@ def test_so_it_does_with_other_optimisers(engine, local):
 def test_so_it_does_in_a_mixture_with_momentum_and_noise():
     parts = {name: build_method(name)[0].method for name in ("fedprox", "fedavgm", "update_noise")}
     mixture = join(
-        {**parts, "feddf": build_method("feddf", {"student": {**SHORT, "part": "head"}, "weighting": "size"})[0].method}
+        {**parts, "feddf": build_method("feddf", {"student": {**SHORT, "part": "head"}})[0].method}, average()
     )
     found = run(mixture, training=HEAD_ONLY, **THREE).weights
     assert same_bits(extractor_of(found, "norm"), extractor_of(first_weights("norm"), "norm"))
@@ -108,12 +110,12 @@ def test_head_only_feddf_is_head_only_fedavg(net, optimizer):
     options = {"student": student}
     how = {"net": net, "training": HEAD_ONLY, "engine_options": {"precision": "float64"}}
     feddf = run(build_method("feddf", options)[0].method, **how)
-    average = run(fedavg(weighting="uniform"), **how)
+    plain = run(weighed(fedavg(), "uniform"), **how)
     assert all(abs(row["server/distill_loss_before"]) < 1e-14 for row in feddf.history.rows)
     assert all(row["server/teacher_agreement"] < 1.0 for row in feddf.history.rows), "the clients differ"
     if optimizer == "sgd":  # Adam makes steps of a gradient that is rounding
-        assert furthest(feddf.weights, average.weights) < 1e-12
-    other = run(build_method("feddf", {**options, "weighting": "size"})[0].method, **how)
+        assert furthest(feddf.weights, plain.weights) < 1e-12
+    other = run(weighed(build_method("feddf", options)[0].method, "size"), **how)
     assert same_bits(extractor_of(other.weights, net), extractor_of(feddf.weights, net))
 
 

@@ -15,6 +15,7 @@ from running import federate
 from students import form
 from torch import nn
 from toy import furthest, same_bits
+from weighed import weighed
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation, Training
@@ -55,7 +56,7 @@ def told(result, key: str) -> list:
 def test_without_feedback_clients_get_the_average_and_the_refined_model_is_reported():
     ours, plain, fed = (
         run(method)
-        for method in (form("mrtf", **QUICK), fedavg(weighting="uniform"), form("mrtf", feedback=True, **QUICK))
+        for method in (form("mrtf", **QUICK), weighed(fedavg(), "uniform"), form("mrtf", feedback=True, **QUICK))
     )
     assert told(ours, "train_loss") == told(plain, "train_loss")
     assert told(ours, "accuracy_aggregated") == told(plain, "accuracy")
@@ -101,7 +102,7 @@ def test_every_second_round_the_rest_is_fedavg(feedback):
     result = run(form("mrtf", every=2, feedback=feedback, **QUICK), rounds=5)
     assert [value is not None for value in told(result, "server/u")] == [False, True, False, True, False]
     assert [value is not None for value in told(result, "accuracy_aggregated")] == [False, True, False, True, False]
-    plain = run(fedavg(weighting="uniform"), rounds=5)
+    plain = run(weighed(fedavg(), "uniform"), rounds=5)
     assert told(result, "accuracy")[0] == told(plain, "accuracy")[0]
     assert same_bits(result.weights, plain.weights) != feedback
 

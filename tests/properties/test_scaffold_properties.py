@@ -16,6 +16,7 @@ from by_hand import (
 from papers import released
 from quick import first_quick
 from torch.nn.functional import cross_entropy
+from weighed import weighed
 
 from fedstill.local import control_variates
 from fedstill.methods import fedavg, scaffold
@@ -26,7 +27,7 @@ CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 def run(
     option="II", *, clients=CLIENTS, rounds=1, steps=2, lr=0.1, weighting="uniform", global_lr=1.0, recipe=None, **how
 ):
-    recipe = recipe or scaffold(option=option, weighting=weighting, global_lr=global_lr)
+    recipe = recipe or weighed(scaffold(option=option, global_lr=global_lr), weighting)
     method = with_quadratic(recipe, control_variates(option, risk=quadratic()))
     return federate_by_hand(method, scalar_model(), clients, scalar(1.0), rounds=rounds, steps=steps, lr=lr, **how)
 
@@ -66,7 +67,7 @@ def test_unequal_local_work_does_not_move_the_optimum(option):
 
 def test_fedavg_stops_elsewhere():
     history = federate_by_hand(
-        with_quadratic(fedavg(weighting="uniform")), scalar_model(), CLIENTS, scalar(1.0), rounds=200, steps=2, lr=0.1
+        with_quadratic(weighed(fedavg(), "uniform")), scalar_model(), CLIENTS, scalar(1.0), rounds=200, steps=2, lr=0.1
     )
     assert values(history)[-1] == pytest.approx(2.9142857, abs=1e-7)
 
@@ -142,8 +143,8 @@ def test_the_recipe_reaches_a_joint_optimum_of_cross_entropy_that_fedavg_misses(
     data, start = [blobs(k, 20 * (k + 1)) for k in range(2)], linear(3, 4)
     shares = [0.5, 0.5] if weighting == "uniform" else [1 / 3, 2 / 3]
     how = {"rounds": 150, "steps": 5, "lr": 0.3}
-    ours = federate_by_hand(scaffold(option=option, weighting=weighting), linear_model(), data, start, **how)
-    plain = federate_by_hand(fedavg(weighting=weighting), linear_model(), data, start, **how)
+    ours = federate_by_hand(weighed(scaffold(option=option), weighting), linear_model(), data, start, **how)
+    plain = federate_by_hand(weighed(fedavg(), weighting), linear_model(), data, start, **how)
     left = joint_gradient(ours.weights[-1], data, shares)
     halfway, stalled = (joint_gradient(plain.weights[t], data, shares) for t in (74, 149))
     assert left < 1e-6

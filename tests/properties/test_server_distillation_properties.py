@@ -8,6 +8,7 @@ import torch
 from server_rounds import CLASSES, clients_models, federation, furthest, network, run, same_bits, served, server_round
 from students import form, student_of
 from torch import nn
+from weighed import weighed
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone
@@ -101,7 +102,7 @@ def test_heads_on_one_body_average_to_what_they_say_together(form):
     """Models that differ in their last affine layer only: head-only FedDF is head-only FedAvg."""
     this = round_of_models(clients_models(network(), 4, only="head."))
     method, swing = HEADS[form]
-    assert furthest(served(method, this), served(fedavg(weighting="uniform"), this)) < swing
+    assert furthest(served(method, this), served(weighed(fedavg(), "uniform"), this)) < swing
     assert this.metrics["distill_loss_before"] < 1e-10
     assert this.metrics["distill_loss_after"] < max(swing**2, 1e-10)
 
@@ -214,8 +215,8 @@ def test_fedbe_without_its_own_ideas_is_avgprob_bit_for_bit():
 def test_avglogit_and_avgprob_are_feddf_without_its_schedule_and_clipping_bit_for_bit():
     how = {"steps": 7, "batch_size": 8, "lr": 0.01, "temperature": 2.0}
     for method, pool in (("avglogit", "logits"), ("avgprob", "probabilities")):
-        same = {"pool": pool, "lr_schedule": "constant", "clip": None, "weighting": "size"}
-        assert same_bits(run(form(method, **how)).weights, run(form("feddf", **how, **same)).weights)
+        same = {"pool": pool, "lr_schedule": "constant", "clip": None}
+        assert same_bits(run(form(method, **how)).weights, run(weighed(form("feddf", **how, **same), "size")).weights)
 
 
 @pytest.mark.parametrize(("rule", "threshold"), [("max", 0.45), ("mean", 0.37)])
@@ -247,9 +248,9 @@ def test_no_label_that_is_sure_enough_leaves_fedavg_bit_for_bit():
 
 JOINED = [
     ("feddf(student.steps=5, student.batch_size=8)", fedlmd),
-    ('feddf(labels="hard", threshold=0.5, student.epochs=5, weighting="size")', fedlmd),
+    ('feddf(labels="hard", threshold=0.5, student.epochs=5)+average', fedlmd),
     ("avgprob(student.steps=5, student.batch_size=8)", fedlmd),
-    ("fedbe(student.epochs=3, student.batch_size=8, student.lr=0.1, weighting='uniform')", scaffold),
+    ("fedbe(student.epochs=3, student.batch_size=8, student.lr=0.1)+average(weighting='uniform')", scaffold),
 ]
 
 

@@ -75,7 +75,7 @@ def pictures(text, **how):
     return federate(**{**settings, **how})
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox(mu=0.1)", 'scaffold(weighting="size")'])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox(mu=0.1)", "scaffold+average"])
 def test_without_an_epoch_it_is_the_other_method_bit_for_bit(method):
     assert same_bits(pictures(f"{method}+simclr(training.epochs=0)").weights, pictures(method).weights)
     assert not same_bits(pictures(f"{method}+simclr(training.epochs=1, {SMALL})").weights, pictures(method).weights)
@@ -94,7 +94,7 @@ def test_every_method_starts_from_the_same_extractor(tmp_path, monkeypatch):
         return type(method)(method.objective, method.aggregate, (ServerStep("look", prepare=look),))
 
     monkeypatch.setitem(METHODS, "watched", watched)
-    simclr, feddf = f"simclr(training.epochs=2, {SMALL})", 'feddf(weighting="size", student.steps=2)'
+    simclr, feddf = f"simclr(training.epochs=2, {SMALL})", "feddf(student.steps=2)+average"
     for text in (f"watched+{simclr}", f"{simclr}+watched", f"watched+fedprox+{simclr}", f"watched+{feddf}+{simclr}"):
         pictures(text, cache=cache, rounds=1)
     assert [epochs for _, epochs in seen] == [2.0, 0.0, 0.0, 0.0]

@@ -7,6 +7,7 @@ import torch
 from by_hand import blobs, federation_of, number
 from running import federate
 from students import form
+from weighed import weighed
 from whole_server import as_one, whole
 
 from fedstill.core.tree import flatten
@@ -74,8 +75,9 @@ class Handed:
 def test_two_rounds_of_fedaux_equal_its_equations_in_numpy(options, monkeypatch):
     handed, seen = Handed(), []
     monkeypatch.setattr(certainty, "private_normal", handed)
-    words = {"lr" if key == "server_lr" else key: value for key, value in options.items()}
+    words = {"lr" if key == "server_lr" else key: value for key, value in options.items() if key != "weighting"}
     method = form("fedaux", batch_size=64, distill_share=0.8, mechanism="classic", **words)
+    method = weighed(method, options.get("weighting", "size"))
     result = federate(
         method=watched(method, seen), model=hidden_layer(), federation=federation_of(DATA, UNLABELED),
         training=Training(batch_size=64, epochs=EPOCHS, lr=RATE), rounds=2, cohort=3, seed=2, engine="looped",

@@ -8,6 +8,7 @@ from by_hand import blobs, federate_by_hand, local_view, number, scalar
 from hypothesis import given
 from hypothesis import strategies as st
 from own_counts import counting
+from weighed import weighed
 
 from fedstill.core.types import Batch, Model, Output, Weights
 from fedstill.local import (
@@ -129,8 +130,10 @@ def test_the_clients_differ_in_what_they_lack_and_in_what_they_have_much_of():
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda v: v if isinstance(v, str) else "")
 def test_the_method_equals_its_equations_in_numpy(name, options, momentum):
     expected = reference.federated(name, START, CLIENTS, COHORTS, lr=0.1, momentum=momentum, **options)
+    own = {key: value for key, value in options.items() if key != "weighting"}
+    method = weighed(METHODS[name](**own), options.get("weighting", "size"))
     history = federate_by_hand(
-        counting(METHODS[name](**options)),
+        counting(method),
         without_bias(),
         DATA,
         Weights({"W": torch.from_numpy(START)}, {}),

@@ -119,8 +119,8 @@ def weights(values) -> Weights:
     return Weights({"w": number(values).reshape(2, 2)}, {})
 
 
-def drawn(sampler, sizes=SIZES, **how) -> np.ndarray:
-    round = round_of(weights(START), uploads_of([weights(model) for model in MODELS], sizes))
+def drawn(sampler, sizes=SIZES, weighting="size", **how) -> np.ndarray:
+    round = round_of(weights(START), uploads_of([weights(model) for model in MODELS], sizes), weighting=weighting)
     return sampler(weights(START), round, count=MANY, **how).params["w"].reshape(MANY, 4).numpy()
 
 

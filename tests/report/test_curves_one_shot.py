@@ -11,6 +11,7 @@ import torch
 from pictures import assert_no_label_is_clipped
 from server_rounds import CLIENTS, LOCAL, federation, network, run, same_bits
 from typer.testing import CliRunner
+from weighed import weighed
 
 from fedstill import Experiment
 from fedstill import run as run_experiment
@@ -33,7 +34,7 @@ def test_the_reported_model_is_the_one_that_was_evaluated():
         data = federation()
         answer = network().apply(result.weights, data.test.x)[0].logits.argmax(1)
         assert float((answer == data.test.y).double().mean()) == pytest.approx(result.history.rows[0]["accuracy"])
-    averaged = run(fedavg(weighting="uniform"), **ONE)
+    averaged = run(weighed(fedavg(), "uniform"), **ONE)
     assert same_bits(result.weights, averaged.weights)  # a warm-up of five rounds leaves one round of FedAvg
 
 
@@ -147,7 +148,7 @@ def test_more_rounds_are_lines_with_whole_rounds_below_them(monkeypatch, tmp_pat
 
 def test_torch_is_the_judge_of_one_shot_averaging():
     """The model of one round is the mean of what each client trained alone from the same start."""
-    together = run(fedavg(weighting="uniform"), **ONE).weights
+    together = run(weighed(fedavg(), "uniform"), **ONE).weights
     alone = [
         run(fedavg(), rounds=1, cohort=1, training=ONE["training"], federation=only(k)).weights for k in range(CLIENTS)
     ]

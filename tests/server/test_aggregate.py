@@ -5,11 +5,11 @@ from by_hand import number, round_of, scalar, uploads_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Need, Weights
 from fedstill.server import average, normalized_average
-from fedstill.server.aggregate import shares
+from fedstill.server.aggregate import shares, with_buffers
 
 
-def averaged(models, sizes, weighting="size", **options):
-    step = average(weighting, **options)
+def averaged(models, sizes, weighting="size", buffers="average"):
+    step = with_buffers(average(weighting), buffers)
     return step.apply(models[0], {}, round_of(models[0], uploads_of(models, sizes)))[0]
 
 
@@ -82,33 +82,16 @@ def normed(mean: float, variance: float, count: int) -> Weights:
         ("pooled", 1.0, 2.0, 9),
         ("reset", 0.0, 1.0, 0),
         ("local", 0.5, 4.0, 2),
-        ("last", 2.0, 1.0, 4),
     ],
 )
 def test_each_policy_gives_its_batchnorm_statistics(policy, mean, variance, count):
     start, models = normed(0.5, 4.0, 2), [normed(0.0, 1.0, 9), normed(2.0, 1.0, 4)]
     this = round_of(start, uploads_of(models, [50, 50]))
-    buffers = average(buffers=policy).apply(start, {}, this)[0].buffers
+    buffers = with_buffers(average(), policy).apply(start, {}, this)[0].buffers
     assert buffers["bn.running_mean"].tolist() == [mean]
     assert buffers["bn.running_var"].tolist() == [variance]
     assert buffers["bn.num_batches_tracked"].item() == count
     assert buffers["bn.num_batches_tracked"].dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("ids", "sizes", "mean"), [([3, 9, 5], [1, 1, 1], 20.0), ([9, 3, 5], [1, 1, 1], 10.0), ([3, 9, 5], [1, 0, 1], 30.0)]
-)
-def test_the_last_client_is_the_one_of_the_largest_number_that_has_any_data(ids, sizes, mean):
-    models = [normed(mean, 1.0, 1) for mean in (10.0, 20.0, 30.0)]
-    uploads = uploads_of(models, sizes)._replace(ids=torch.tensor(ids))
-    merged = average(buffers="last").apply(models[0], {}, round_of(models[0], uploads))[0]
-    assert merged.buffers["bn.running_mean"].tolist() == [mean]
-
-
-@pytest.mark.parametrize("step", [average, normalized_average])
-def test_one_clients_statistics_cannot_be_had_from_a_sum_over_clients(step):
-    assert Need.INDIVIDUAL_UPLOADS in step(buffers="last").needs
-    assert Need.INDIVIDUAL_UPLOADS not in step().needs
 
 
 def test_statistics_are_weighted_like_the_parameters():
@@ -120,11 +103,11 @@ def test_statistics_are_weighted_like_the_parameters():
     assert pooled["bn.running_var"].tolist() == [0.75 * 1.0 + 0.25 * (5.0 + 16.0) - 1.0]
 
 
-@pytest.mark.parametrize("policy", ["average", "pooled", "reset", "local", "last"])
+@pytest.mark.parametrize("policy", ["average", "pooled", "reset", "local"])
 def test_the_result_shares_no_memory_with_what_came_in(policy):
     start = normed(0.5, 4.0, 2)
     uploads = uploads_of([normed(1.0, 1.0, 1)], [5])
-    result = average(buffers=policy).apply(start, {}, round_of(start, uploads))[0]
+    result = with_buffers(average(), policy).apply(start, {}, round_of(start, uploads))[0]
     for tree in (result.params, result.buffers):
         for leaf in tree.values():
             leaf.fill_(77)
@@ -133,10 +116,9 @@ def test_the_result_shares_no_memory_with_what_came_in(policy):
     assert start.buffers["bn.running_var"].tolist() == [4.0]
 
 
-@pytest.mark.parametrize(("options", "near"), [({"weighting": "sizes"}, "size"), ({"buffers": "pool"}, "pooled")])
-def test_an_unknown_choice_is_named_with_the_nearest_right_one(options, near):
-    with pytest.raises(FedstillError, match=f"did you mean '{near}'"):
-        average(**options)
+def test_an_unknown_weighting_is_named_with_the_nearest_right_one():
+    with pytest.raises(FedstillError, match="did you mean 'size'"):
+        average("sizes")
 
 
 def nova(start, ends, sizes, travel, weighting="size"):

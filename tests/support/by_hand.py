@@ -182,7 +182,9 @@ def uploads_of(models: list[Weights], sizes, *, travel=None, extra=None) -> Uplo
     )
 
 
-def round_of(start: Weights, uploads: Uploads, *, model=None, population=None, unlabeled=None, number=1) -> Round:
+def round_of(
+    start: Weights, uploads: Uploads, *, model=None, population=None, unlabeled=None, number=1, weighting="uniform"
+) -> Round:
     model = model or scalar_model()
     return Round(
         number=number,
@@ -193,6 +195,7 @@ def round_of(start: Weights, uploads: Uploads, *, model=None, population=None, u
         unlabeled=unlabeled,
         seed=7,
         trainer=DescentTrainer(model),
+        weighting=weighting,
     )
 
 

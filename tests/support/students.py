@@ -11,7 +11,7 @@ from papers import BENCHMARKS
 
 from fedstill.bench.recipe import load_recipe
 from fedstill.core.types import Method
-from fedstill.methods.lookup import build_method, parse
+from fedstill.methods.lookup import Part, PhaseText, aggregate_part, build_phases, check_phase_texts, parse
 from fedstill.server.distill.student import Student
 
 FIELDS = {field.name for field in dataclasses.fields(Student)}
@@ -55,15 +55,17 @@ def nested(options: dict[str, Any]) -> dict[str, Any]:
 def form(name: str, preset: str = "correct", **changes: Any) -> Method:
     """A method as a paper ran it, with some options and fields of its student changed.
 
-    >>> form("feddf", "mrtf", steps=5).server[0].name
-    'distill'
+    >>> form("feddf", "mrtf", steps=5).aggregate.weighting
+    'uniform'
     """
+    aggregate, buffers = "", "average"
     place = FORMS.get((name, preset), name)
     if isinstance(place, tuple):
         paper, of_paper, table, row = place
         cells = load_recipe(BENCHMARKS / paper).tables[of_paper][table].cells
-        section = next(cell for cell in cells if cell.row == row).experiment.method
-        text, options = section.name, section.options
+        experiment = next(cell for cell in cells if cell.row == row).experiment
+        text, options = experiment.method.name, experiment.method.options
+        aggregate, buffers = experiment.server.aggregate, experiment.server.buffers
     else:
         part = parse(place)[0].parts[0]
         text, options = part.name, part.options
@@ -72,4 +74,5 @@ def form(name: str, preset: str = "correct", **changes: Any) -> Method:
         student = options.get("student", {})
         kept = student if "steps" not in changed["student"] else {k: v for k, v in student.items() if k != "epochs"}
         changed["student"] = {**kept, **changed["student"]}
-    return build_method(text, {**options, **changed})[0].method
+    texts = check_phase_texts((PhaseText((Part(text, {**options, **changed}),)),), {})
+    return build_phases(texts, aggregate=aggregate_part(aggregate), buffers=buffers)[0].method

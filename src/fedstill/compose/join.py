@@ -12,6 +12,7 @@ from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import (
+    Aggregate,
     Method,
     Need,
     Objective,
@@ -27,7 +28,7 @@ PLAIN_RISK = "cross_entropy"
 def join(methods: Named, aggregate: ServerStep | None = None) -> Method:
     """One method from several, by the names that mistakes should mention.
 
-    aggregate: the one that a run names; without it the method decides whose aggregate is not FedAvg's plain average.
+    aggregate: the one that a run names; without it the method decides whose aggregate is not FedAvg's average by size.
 
         client:  one risk (cross-entropy, unless one method replaces it) + the terms of all
         server:  one aggregate -> at most one move -> whatever is kept -> refinements, in the order given -> one whose
@@ -48,10 +49,10 @@ def join(methods: Named, aggregate: ServerStep | None = None) -> Method:
     kept = [step for stage in (Stage.KEEP, Stage.REFINE, Stage.REPORT) for step in _steps_at(stage, methods)]
     _check_reports(kept, methods)
     server = (*_move(methods), *kept)
-    _check_names(server, methods)
     trusted = [name for name, one in methods.items() if one.trusted is not None]
     if len(trusted) > 1:
         raise FedstillError(f"{' and '.join(trusted)} both stand between clients and server: use one of them")
+    _check_names(server, methods)
     way = tuple(mechanism for one in methods.values() for mechanism in one.way)
     return Method(objective, aggregate or _aggregate(methods), server, way, _without_counts(methods))
 
@@ -93,21 +94,22 @@ def _risk(methods: Named) -> Objective:
 
 
 def _aggregate(methods: Named) -> ServerStep:
-    """The one way in which all make a model from the cohort's.
-
-    One may stand in for the plain average of the others.
-    """
-    found: dict[ServerStep, str] = {}
-    for name, one in methods.items():
-        found.setdefault(one.aggregate, name)
-    left = {step: name for step, name in found.items() if step.name != "average"} or found
-    if len(left) > 1:
-        told = " and ".join(f"{method} ({step.name})" for step, method in left.items())
+    """The aggregate of the mixture: another than FedAvg's average by size where a method has one."""
+    owners: dict[ServerStep, str] = {}
+    for name, method in methods.items():
+        owners.setdefault(method.aggregate, name)
+    chosen = {step: name for step, name in owners.items() if _in_words(step) != "average, size"} or owners
+    if len(chosen) > 1:
+        clash = " and ".join(f"{name} ({_in_words(step)})" for step, name in chosen.items())
         raise FedstillError(
-            f"{told} aggregate differently: say how, e.g. {'+'.join(methods)}+average(weighting='uniform') "
-            "or [server] aggregate = 'median'"
+            f"{clash} aggregate differently: choose one, e.g. {'+'.join(methods)}+average(weighting='uniform'), "
+            "or for the whole run [server] aggregate = 'median'"
         )
-    return next(iter(left))
+    return next(iter(chosen))
+
+
+def _in_words(step: ServerStep) -> str:
+    return f"{step.name}, {step.weighting}" if isinstance(step, Aggregate) else step.name
 
 
 def _check_names(steps: Sequence[ServerStep], methods: Named) -> None:

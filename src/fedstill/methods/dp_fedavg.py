@@ -6,7 +6,8 @@ from typing import Literal
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import NotNegative, Positive
-from fedstill.core.types import Mechanism, Method, Release
+from fedstill.core.tree import clone
+from fedstill.core.types import Mechanism, Method, Release, Round, ServerStep, Stage, Tree, Weights
 from fedstill.local.terms import cross_entropy
 from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
 from fedstill.server.aggregate import average
@@ -19,8 +20,6 @@ def dp_fedavg(
     clip: Positive = 1.0,
     noise_multiplier: NotNegative = 1.0,
     trust: Literal["server", "nobody"] = "server",
-    weighting: Literal["uniform"] = "uniform",
-    buffers: Literal["local"] = "local",
 ) -> Method:
     """DP-FedAvg: FedAvg with bounded moves and noise, so that no client's data can be told from the models.
 
@@ -32,15 +31,16 @@ def dp_fedavg(
     z / 2. The rounds are composed over the run; with sampling = "poisson" and a trusted server each client's chance to
     be away counts too. It is made to be joined: dp_fedavg+fedprox(mu=0.01), dp_fedavg(trust="nobody")+feddf.
 
+    Clients count alike, because a weight by size would tell the size. BatchNorm statistics are never taken from
+    clients: the model keeps its first ones. Use a network without BatchNorm, or join a method that re-estimates them on
+    unlabeled data, as feddf does.
+
     Args:
         clip: bound of the norm of a client's move over all parameters (C; the paper's S).
         noise_multiplier: standard deviation of the noise in units of clip (z); 0 adds none and claims nothing.
         trust: "server": a trusted server adds the noise once, to the sum, and shows its steps nothing else; the claim
             holds against everybody else. "nobody": every client adds its own; the claim holds against the server too,
             at the price of sqrt(|S|) times as much noise in the average.
-        weighting: "uniform" only: a weight by size would tell the size.
-        buffers: "local" only: BatchNorm statistics are never taken from clients, the model keeps its first ones (use
-            a network without BatchNorm, or one that a server with unlabeled data re-estimates, as feddf does).
 
     Reveals: with trust = "server" the trained model, its size and loss go to the server as in FedAvg, and the noisy
         mean to everybody else; with trust = "nobody" a noisy model, and in place of size, steps, loss and BatchNorm
@@ -66,9 +66,17 @@ def dp_fedavg(
         covers=("model", "buffers", "numbers"),
         without_trust="" if local else "dp_fedavg(trust='nobody')",
     )
-    plain = average(weighting, buffers=buffers)
     if local:
         stage = Mechanism(per_client=noisy_moves(clip, noise_multiplier), releases=(release,))
     else:
         stage = Mechanism(on_cohort=noisy_mean(clip, noise_multiplier), releases=(release,))
-    return Method(cross_entropy(), plain, way=(stage,))
+    return Method(cross_entropy(), average("uniform"), (keep_statistics(),), way=(stage,))
+
+
+def keep_statistics() -> ServerStep:
+    """The BatchNorm statistics that the server sent stay the model's, whatever the aggregate made of the uploads'."""
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return candidate._replace(buffers=clone(round.start.buffers)), state
+
+    return ServerStep("statistics", apply, stage=Stage.KEEP)

@@ -11,7 +11,7 @@ from fedstill.core.limits import CountOrNone, NotNegative, Positive, PositiveSha
 from fedstill.core.tree import concatenate, stack
 from fedstill.core.types import Method, Round, Weights
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Labels, Rule, hard_belief, soft_belief
@@ -45,14 +45,13 @@ def fedbe(
     threshold: NotNegative = 0.75,
     distill_share: PositiveShare = 1.0,
     warm_up: CountOrNone = 0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedBE: models drawn from a distribution over the clients' teach the average, beside it and the clients.
 
         mu = w_0 = sum_{k in S} p_k w_k,    v = sum_{k in S} p_k (w_k - mu)^2,    w_s ~ N(mu, diag v), s = 1 .. samples
         p(x) = mean of softmax(z(x; .)) over w_0, all w_s and all w_k, sharpened: p_c^(1/T) / sum_j p_j^(1/T)
         w <- mean of snapshots of SGD on mean_x KL(p(x) || softmax(z(x; w))) from w_0
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         student: how the average learns; with student.epochs = 0 it is FedAvg bit for bit.
@@ -67,9 +66,6 @@ def fedbe(
         threshold: probability from which a hard label is kept (tau).
         distill_share: part of the unlabeled rows that is distilled on, the same for all methods of a run.
         warm_up: first rounds without distillation.
-        weighting: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform"), of the average and of mu, v, g.
-        buffers: BatchNorm statistics of the average and of drawn models: "average", "pooled", "reset", "local" or
-            "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
@@ -82,9 +78,9 @@ def fedbe(
     """
     sampler: Teachers | None = None
     if samples and sampling == "dirichlet":
-        sampler = partial(dirichlet_samples, count=samples, alpha=alpha, weighting=weighting)
+        sampler = partial(dirichlet_samples, count=samples, alpha=alpha)
     elif samples:
-        sampler = partial(gaussian_samples, count=samples, weighting=weighting)
+        sampler = partial(gaussian_samples, count=samples)
     hard = labels == "hard"
     step = distill(
         student,
@@ -93,7 +89,7 @@ def fedbe(
         distill_share=distill_share,
         hard=hard,
     )
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (after(warm_up, step) if warm_up else step,))
+    return Method(cross_entropy(), average(), (after(warm_up, step) if warm_up else step,))
 
 
 def ensemble(sampler: Teachers | None, *, with_average: bool = True, with_clients: bool = True) -> Teachers:

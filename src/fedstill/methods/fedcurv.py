@@ -7,7 +7,7 @@ from fedstill.core.limits import NotNegative
 from fedstill.core.types import Method
 from fedstill.local.curvature import Fisher, curvature
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.memory import sum_curvature
 
 
@@ -15,8 +15,6 @@ def fedcurv(
     *,
     lam: NotNegative = 1.0,
     fisher: Fisher = "per_batch",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedCurv: each weight is held where the other clients left it, as firmly as it matters to them.
 
@@ -25,13 +23,12 @@ def fedcurv(
                  then u_k+ = diagonal of the Fisher matrix at w_k,    v_k+ = u_k+ w_k
         server:  w <- sum_{k in S} p_k w_k
                  U <- U + sum_{k in S} (u_k+ - u_k),    V <- V + sum_{k in S} (v_k+ - v_k)
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         lam: weight of the penalty (lambda); 0 is FedAvg bit for bit, and so is the first round.
         fisher: "per_batch" squares the mean gradient of a batch, as the released code of FedNTD and FedLMD does;
             "per_sample" squares the gradient of each sample, as the definition does. lam does not carry over.
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and the changes of u_k and v_k (mean squared gradients of its
         data; each as large as the model). Each client keeps its pair (u_k, v_k) between rounds.
@@ -43,4 +40,4 @@ def fedcurv(
         Federated Learning for Data Privacy and Confidentiality.
     """
     objective = combine(cross_entropy(), curvature(lam, fisher=fisher))
-    return Method(objective, average(weighting, buffers=buffers), (sum_curvature(),))
+    return Method(objective, average(), (sum_curvature(),))

@@ -9,7 +9,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.limits import CountOrNone, NotNegative, PositiveShare, Temperature
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import (
@@ -35,12 +35,11 @@ def feddf(
     distill_share: PositiveShare = 1.0,
     warm_up: CountOrNone = 0,
     feedback: bool = True,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedDF: the averaged model learns, on unlabeled data, what the clients' models say together.
 
         w_0 = sum_{k in S} p_k w_k,    w <- Adam on mean_x KL(softmax(mean_k z_k(x)) || softmax(z(x; w))) from w_0
+        p_k = 1 / |S|
 
     Clients with several architectures (model.name = "mixed"): each prototype starts at the average of its own clients,
     or stays where it was when none of them came; the models of all clients teach every prototype the same.
@@ -58,9 +57,6 @@ def feddf(
             others are left to FedAUX's clients, and here to nobody.
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
-        weighting: of the average: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size").
-        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see
-            fedavg); distillation then re-estimates them on the unlabeled data.
 
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
@@ -84,7 +80,7 @@ def feddf(
     )
     step = after(warm_up, step) if warm_up else step
     refine = step if feedback else report_only(step)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,))
+    return Method(cross_entropy(), average("uniform"), (refine,))
 
 
 PLAIN: dict[str, Any] = {"lr_schedule": "constant", "clip": None}
@@ -94,19 +90,16 @@ def avglogit(
     *,
     student: Student = Student(**PLAIN),
     teacher_weighting: TeacherWeighting = "uniform",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """AvgLogit: plain distillation on the server, from the mean of the clients' logits.
 
         w_0 = sum_{k in S} p_k w_k,    p(x) = softmax(sum_k s_k z_k(x)),    s_k = 1 / |S|
         w <- Adam on mean_x KL(p(x) || softmax(z(x; w))) from w_0
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
         teacher_weighting: s_k: "uniform", "size" (n_k / sum_j n_j), "validation" or "drop_worst" (see feddf).
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
@@ -119,26 +112,23 @@ def avglogit(
         pool=soft_belief("logits", temperature=student.temperature),
         shares=teacher_shares(teacher_weighting),
     )
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+    return Method(cross_entropy(), average(), (step,))
 
 
 def avgprob(
     *,
     student: Student = Student(**PLAIN),
     teacher_weighting: TeacherWeighting = "uniform",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """AvgProb: plain distillation on the server, from the mean of the clients' probabilities.
 
         w_0 = sum_{k in S} p_k w_k,    p(x) = sum_k s_k softmax(z_k(x)),    s_k = 1 / |S|
         w <- Adam on mean_x KL(p(x) || softmax(z(x; w))) from w_0
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
         teacher_weighting: s_k: "uniform", "size" (n_k / sum_j n_j), "validation" or "drop_worst" (see feddf).
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
@@ -152,4 +142,4 @@ def avgprob(
         pool=soft_belief("probabilities", temperature=student.temperature),
         shares=teacher_shares(teacher_weighting),
     )
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+    return Method(cross_entropy(), average(), (step,))

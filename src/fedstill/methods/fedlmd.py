@@ -7,26 +7,23 @@ from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.distillation import label_masked_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 
 def fedlmd(
     *,
     beta: NotNegative = 1.0,
     tau: Temperature = 1.0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedLMD: clients keep what the global model knows of the classes of which they have little.
 
         F_k + beta tau^2 mean KL(softmax_{i in M}(z_global / tau) || softmax_{i != y}(z / tau)),
         M = {i != y: n_k^i <= n_k / C},    w <- sum_{k in S} p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
     Differs from the paper: a class is majority when n_k^y > n_k / C, as in the released code; the paper prints
@@ -36,26 +33,23 @@ def fedlmd(
         prints 1 / |S|.
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 3-6.
     """
-    return _masked(beta, tau, True, weighting, buffers)
+    return _masked(beta, tau, True)
 
 
 def fedlmd_tf(
     *,
     beta: NotNegative = 1.0,
     tau: Temperature = 1.0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedLMD-Tf: FedLMD for clients without room for a teacher, whose place an even guess takes.
 
         F_k + beta tau^2 mean KL(uniform over M || softmax_{i != y}(z / tau)),
         M = {i != y: n_k^i <= n_k / C},    w <- sum_{k in S} p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
     Differs from the paper: the mass 1 / (C - C_k) is 1 / |M| here, the same where y is a majority class and normalised
@@ -63,9 +57,9 @@ def fedlmd_tf(
         this follows the equation. Majority rule, tau^2 and weights as in fedlmd.
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 7-8.
     """
-    return _masked(beta, tau, False, weighting, buffers)
+    return _masked(beta, tau, False)
 
 
-def _masked(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Method:
+def _masked(beta: float, tau: float, teacher: bool) -> Method:
     objective = combine(cross_entropy(), label_masked_distillation(beta, tau=tau, teacher=teacher))
-    return Method(objective, average(weighting, buffers=buffers))
+    return Method(objective, average())

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, normalized_average
+from fedstill.server.aggregate import normalized_average
 
 
-def fednova(
-    *,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
-) -> Method:
+def fednova() -> Method:
     """FedNova: clients that take more steps do not pull harder.
 
         d_k = (w - w_k) / a_k,    a_k = sum_s b_s,    b_s = momentum b_{s-1} + 1   (plain SGD: a_k = steps)
         w <- w - tau_eff sum_{k in S} p_k d_k,    tau_eff = sum_{k in S} p_k a_k
+        p_k = n_k / sum_{j in S} n_j
 
     With equal steps it is FedAvg bit for bit.
-
-    Args:
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model, never divided by a_k: "average", "pooled", "reset", "local" or
-            "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and a_k (which n_k and the batch size already tell).
     Differs from the paper: clients send w_k and a_k, the server divides. No server momentum of its own, no proximal
@@ -30,4 +22,4 @@ def fednova(
     Reference: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization,
         NeurIPS 2020.
     """
-    return Method(cross_entropy(), normalized_average(weighting, buffers=buffers))
+    return Method(cross_entropy(), normalized_average())

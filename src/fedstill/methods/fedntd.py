@@ -7,26 +7,23 @@ from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.distillation import not_true_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 
 def fedntd(
     *,
     beta: NotNegative = 1.0,
     tau: Temperature = 1.0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedNTD: clients keep what the global model knows of the classes that a sample is not.
 
         F_k + beta tau^2 mean KL(softmax_{i != y}(z_global / tau) || softmax_{i != y}(z / tau)),
         w <- sum_{k in S} p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: the factor tau^2 is in the released code, not in the text. The true class is masked by
@@ -34,26 +31,23 @@ def fedntd(
     Reference: Lee et al., Preservation of the Global Knowledge by Not-True Distillation in Federated Learning,
         NeurIPS 2022.
     """
-    return _not_true(beta, tau, True, weighting, buffers)
+    return _not_true(beta, tau, True)
 
 
 def fedntd_tf(
     *,
     beta: NotNegative = 1.0,
     tau: Temperature = 1.0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedNTD-Tf: FedNTD for clients without room for a teacher, whose place an even guess takes.
 
         F_k + beta tau^2 mean KL(uniform over i != y || softmax_{i != y}(z / tau)),
         w <- sum_{k in S} p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: FedLMD, which compares with it, prints neither its loss nor beta and tau, and released no
@@ -61,9 +55,9 @@ def fedntd_tf(
         as in fedntd.
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Table 2.
     """
-    return _not_true(beta, tau, False, weighting, buffers)
+    return _not_true(beta, tau, False)
 
 
-def _not_true(beta: float, tau: float, teacher: bool, weighting: Weighting, buffers: BufferPolicy) -> Method:
+def _not_true(beta: float, tau: float, teacher: bool) -> Method:
     objective = combine(cross_entropy(), not_true_distillation(beta, tau=tau, teacher=teacher))
-    return Method(objective, average(weighting, buffers=buffers))
+    return Method(objective, average())

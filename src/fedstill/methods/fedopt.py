@@ -7,7 +7,7 @@ from typing import Literal
 from fedstill.core.limits import Decay, Positive
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.optimizers import AdaptiveRule, adam, adaptive, sgd
 
 
@@ -15,25 +15,22 @@ def fedavgm(
     *,
     beta: Decay = 0.9,
     server_lr: Positive = 1.0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedAvgM: FedAvg with heavy-ball momentum on the server.
 
         D = sum_k p_k w_k - w,    v <- beta v - D,    w <- w - server_lr v
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         beta: momentum (beta); with 0 and server_lr 1 it is FedAvg bit for bit.
         server_lr: the server's learning rate (eta_s).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: nothing known. Some code damps v by (1 - beta) or uses Nesterov's form; this does not.
     Reference: Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for Federated Visual
         Classification, 2019.
     """
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (sgd(server_lr, momentum=beta),))
+    return Method(cross_entropy(), average(), (sgd(server_lr, momentum=beta),))
 
 
 def _adaptive(
@@ -43,11 +40,9 @@ def _adaptive(
     beta1: float,
     beta2: float,
     tau: float,
-    weighting: Weighting,
-    buffers: BufferPolicy,
 ) -> Method:
     step = adaptive(rule, lr=server_lr, beta1=beta1, beta2=beta2, tau=tau)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+    return Method(cross_entropy(), average(), (step,))
 
 
 def fedadam(
@@ -56,27 +51,25 @@ def fedadam(
     beta1: Decay = 0.9,
     beta2: Decay = 0.99,
     tau: Positive = 1e-3,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedAdam: the server takes Adam steps along the clients' mean move.
 
         D = sum_k p_k w_k - w,    m <- beta1 m + (1 - beta1) D,    v <- beta2 v + (1 - beta2) D^2
         w <- w + server_lr m / (sqrt(v) + tau),    m_0 = 0,    v_0 = tau^2
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         server_lr: the server's learning rate (eta).
         beta1: decay of the mean move (beta_1).
         beta2: decay of its square (beta_2).
         tau: adaptivity, the floor of sqrt(v) (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
-    Differs from the paper: weights by n_k unless weighting = "uniform". torch's Adam, with bias correction, is fedopt.
+    Differs from the paper: clients count by n_k; the paper counts them alike. torch's Adam, with bias
+        correction, is fedopt.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
     """
-    return _adaptive("adam", server_lr, beta1=beta1, beta2=beta2, tau=tau, weighting=weighting, buffers=buffers)
+    return _adaptive("adam", server_lr, beta1=beta1, beta2=beta2, tau=tau)
 
 
 def fedyogi(
@@ -85,27 +78,24 @@ def fedyogi(
     beta1: Decay = 0.9,
     beta2: Decay = 0.99,
     tau: Positive = 1e-3,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedYogi: FedAdam whose second moment changes additively, so that it falls slowly.
 
         D = sum_k p_k w_k - w,    m <- beta1 m + (1 - beta1) D,    v <- v - (1 - beta2) D^2 sign(v - D^2)
         w <- w + server_lr m / (sqrt(v) + tau),    m_0 = 0,    v_0 = tau^2
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         server_lr: the server's learning rate (eta).
         beta1: decay of the mean move (beta_1).
         beta2: 1 - beta2 is how fast the second moment follows (beta_2).
         tau: adaptivity, the floor of sqrt(v) (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
-    Differs from the paper: weights by n_k unless weighting = "uniform".
+    Differs from the paper: clients count by n_k; the paper counts them alike.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
     """
-    return _adaptive("yogi", server_lr, beta1=beta1, beta2=beta2, tau=tau, weighting=weighting, buffers=buffers)
+    return _adaptive("yogi", server_lr, beta1=beta1, beta2=beta2, tau=tau)
 
 
 def fedadagrad(
@@ -113,26 +103,23 @@ def fedadagrad(
     server_lr: Positive = 0.1,
     beta1: Decay = 0.0,
     tau: Positive = 1e-3,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedAdagrad: the server divides each coordinate's step by the root of all its past moves.
 
         D = sum_k p_k w_k - w,    m <- beta1 m + (1 - beta1) D,    v <- v + D^2
         w <- w + server_lr m / (sqrt(v) + tau),    m_0 = 0,    v_0 = tau^2
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         server_lr: the server's learning rate (eta).
         beta1: decay of the mean move (beta_1); 0 in the paper.
         tau: adaptivity, the floor of sqrt(v) (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
-    Differs from the paper: weights by n_k unless weighting = "uniform".
+    Differs from the paper: clients count by n_k; the paper counts them alike.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
     """
-    return _adaptive("adagrad", server_lr, beta1=beta1, beta2=0.0, tau=tau, weighting=weighting, buffers=buffers)
+    return _adaptive("adagrad", server_lr, beta1=beta1, beta2=0.0, tau=tau)
 
 
 def fedopt(
@@ -141,24 +128,21 @@ def fedopt(
     server_lr: Positive = 0.1,
     momentum: Decay = 0.9,
     beta2: Decay = 0.999,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedOpt: the mean move, as a gradient, goes into an ordinary optimiser that lives on the server.
 
         g = w - sum_k p_k w_k,    w <- optimizer(w, g)
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         optimizer: "sgd" (with momentum) or "adam" (torch's: bias correction, eps 1e-8).
         server_lr: its learning rate; 0.1 suits sgd, 3e-4 suits adam. sgd with 1 and momentum 0 is FedAvg bit for bit.
         momentum: sgd's momentum, adam's beta_1.
         beta2: adam's beta_2; sgd has no use for it.
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: "adam" is the library optimiser that other papers run under this name, not FedAdam.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 1.
     """
     step = adam(server_lr, beta1=momentum, beta2=beta2) if optimizer == "adam" else sgd(server_lr, momentum=momentum)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,))
+    return Method(cross_entropy(), average(), (step,))

@@ -6,18 +6,17 @@ from fedstill.compose.combine import combine
 from fedstill.core.limits import NotNegative
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy, proximal
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 
-def fedprox(*, mu: NotNegative = 0.01, weighting: Weighting = "size", buffers: BufferPolicy = "average") -> Method:
+def fedprox(*, mu: NotNegative = 0.01) -> Method:
     """FedProx: FedAvg whose clients are held near the model they received.
 
         w_k ~ argmin_v F_k(v) + (mu / 2) ||v - w||^2,    w <- sum_{k in S} p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         mu: strength of the pull (mu); 0 is FedAvg bit for bit.
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: all clients do the same number of epochs; the paper also allows inexact local solves, and
@@ -25,4 +24,4 @@ def fedprox(*, mu: NotNegative = 0.01, weighting: Weighting = "size", buffers: B
         mean smooth-L1 by this name; this is the quadratic term.
     Reference: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2.
     """
-    return Method(combine(cross_entropy(), proximal(mu)), average(weighting, buffers=buffers))
+    return Method(combine(cross_entropy(), proximal(mu)), average())

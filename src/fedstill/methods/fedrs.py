@@ -7,7 +7,7 @@ from typing import Literal
 from fedstill.core.limits import Share
 from fedstill.core.types import Method
 from fedstill.local.labels import restricted_softmax
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 ScaleRule = Literal["binary", "proportional"]
 
@@ -16,20 +16,17 @@ def fedrs(
     *,
     alpha: Share = 0.5,
     rule: ScaleRule = "binary",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedRS: clients hold back the classes that they lack, which their own data would only push down.
 
         F_k = mean cross-entropy of softmax(alpha_c z_c),    w <- sum_{k in S} p_k w_k
         binary:        alpha_c = 1 if client k has class c, else alpha
         proportional:  alpha_c = (1 - alpha) n_k^c / max_j n_k^j + alpha
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         alpha: scale of the logit of a missing class (alpha), from 0 to 1; 1 is FedAvg bit for bit.
         rule: "binary" (the paper's) or "proportional" (classes that the client has little of are scaled too).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k. The label counts n_k^c stay on the client.
     Differs from the paper: the whole logit is scaled, bias included; the authors' classifier has no bias. The
@@ -38,4 +35,4 @@ def fedrs(
         KDD 2021.
     """
     objective = restricted_softmax(alpha, proportional=rule == "proportional")
-    return Method(objective, average(weighting, buffers=buffers))
+    return Method(objective, average())

@@ -7,25 +7,22 @@ from fedstill.core.limits import NotNegative, Temperature
 from fedstill.core.types import Method
 from fedstill.local.distillation import plain_distillation
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 
 def kd(
     *,
     beta: NotNegative = 1.0,
     tau: Temperature = 1.0,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """KD: clients imitate the model they received while they fit their own data.
 
         F_k + beta tau^2 mean KL(softmax(z_global / tau) || softmax(z / tau)),    w <- sum_{k in S} p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: FedLMD compares with this under the name FedAvg+KD and gives neither beta nor tau; the
@@ -33,4 +30,4 @@ def kd(
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 2; the loss is that of
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
     """
-    return Method(combine(cross_entropy(), plain_distillation(beta, tau=tau)), average(weighting, buffers=buffers))
+    return Method(combine(cross_entropy(), plain_distillation(beta, tau=tau)), average())

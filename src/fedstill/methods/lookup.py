@@ -16,14 +16,10 @@ from typing import Any
 
 from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.types import Method, Phase, ServerStep
-from fedstill.methods import METHODS
+from fedstill.core.types import Method, Phase
 from fedstill.methods.options import NONE, check, find
 from fedstill.server.aggregate import AGGREGATES, BufferPolicy, with_buffers
 from fedstill.storage import toml as toml_io
-
-Factory = Callable[..., Method]
-SHARED = ("weighting", "buffers")  # how models are averaged: one answer for all parts of a mixture
 
 
 def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
@@ -94,41 +90,16 @@ def _build(parts: Sequence[Part], aggregate: Part | None, buffers: BufferPolicy)
         raise FedstillError(f"{alone} makes one model from the cohort's: write a method beside it, e.g. fedavg+{alone}")
     chosen = named[0] if named else aggregate
     step = None if chosen is None else AGGREGATES[chosen.name](**chosen.options)
-    method = _joined(parts, step)
+    method = join({part.name: _method(part) for part in parts}, step)
     return replace(method, aggregate=with_buffers(method.aggregate, buffers))
 
 
-def _joined(parts: Sequence[Part], aggregate: ServerStep | None) -> Method:
-    factories = {part.name: find("method", part.name) for part in parts}
-    shared = _shared_options(parts, factories)
-    built: dict[str, Method] = {}
-    for part in parts:
-        factory = factories[part.name]
-        takes = inspect.signature(factory).parameters
-        agreed = {key: value for key, value in shared.items() if key in takes}
-        method = factory(**check("method", part.name, {**agreed, **part.options}))
-        if not isinstance(method, Method):
-            wrong = f"{part.name} returned a {type(method).__name__}"
-            raise FedstillError(f"{wrong}: a method is a function that returns a Method")
-        built[part.name] = method
-    return join(built, aggregate)
-
-
-def _shared_options(parts: Sequence[Part], factories: Mapping[str, Factory]) -> dict[str, Any]:
-    """How a mixture averages: as its parts say, else as the part whose own way is not FedAvg's."""
-    agreed: dict[str, Any] = {}
-    usual = inspect.signature(METHODS["fedavg"]).parameters
-    for key in SHARED if len(parts) > 1 else ():
-        said = {part.name: part.options[key] for part in parts if key in part.options}
-        if any(value != other for value in said.values() for other in said.values()):
-            told = " and ".join(f"{name}({key}={value})" for name, value in said.items())
-            raise FedstillError(f"{told} cannot run together: models are averaged once, give both the same {key}")
-        taken = [inspect.signature(factories[part.name]).parameters.get(key) for part in parts]
-        defaults = [parameter.default for parameter in taken if parameter is not None]
-        own = [value for value in defaults if isinstance(value, str) and value != usual[key].default]
-        if said or own:
-            agreed[key] = next(iter(said.values())) if said else own[0]
-    return agreed
+def _method(part: Part) -> Method:
+    method = find("method", part.name)(**check("method", part.name, part.options))
+    if not isinstance(method, Method):
+        wrong = f"{part.name} returned a {type(method).__name__}"
+        raise FedstillError(f"{wrong}: a method is a function that returns a Method")
+    return method
 
 
 _PART = re.compile(r"\s*([^\s()=,+]+)\s*(?:\((.*)\))?\s*", re.DOTALL)

@@ -6,7 +6,7 @@ from fedstill.compose.combine import combine
 from fedstill.core.limits import Positive
 from fedstill.core.types import Method
 from fedstill.local.terms import ControlOption, control_variates, cross_entropy
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.memory import update_control
 from fedstill.server.optimizers import sgd
 
@@ -15,8 +15,6 @@ def scaffold(
     *,
     option: ControlOption = "II",
     global_lr: Positive = 1.0,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """SCAFFOLD: control variates turn each client's direction into the federation's, so that clients do not drift.
 
@@ -25,12 +23,11 @@ def scaffold(
                  option II:  c_k+ = c_k - c + (w - w_k) / sum_s lr_s b_s,    b_s = momentum b_{s-1} + 1
         server:  w <- w + global_lr sum_{k in S} p_k (w_k - w)
                  c <- c + (|S| / N) sum_{k in S} p_k (c_k+ - c_k)
+        p_k = 1 / |S|
 
     Args:
         option: how a client renews its control, "I" or "II".
         global_lr: the server's step size (eta_g).
-        weighting: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size"), for models and controls alike.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and the change of the client's control (a mean gradient of
         its data, the size of the model). Each client keeps its control between rounds.
@@ -42,4 +39,4 @@ def scaffold(
     """
     step = [sgd(global_lr)] if global_lr != 1 else []  # at 1 it is the average itself
     server = (*step, update_control())
-    return Method(combine(cross_entropy(), control_variates(option)), average(weighting, buffers=buffers), server)
+    return Method(combine(cross_entropy(), control_variates(option)), average("uniform"), server)

@@ -18,12 +18,7 @@ from fedstill.core.tree import clone, rows, select
 from fedstill.core.types import Aggregate, Need, Params, Round, ServerStep, Tree, Uploads, Weights
 
 Weighting = Literal["size", "uniform"]
-BufferPolicy = Literal["average", "pooled", "reset", "local", "last"]
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise FedstillError(f"{key} '{value}' is unknown: {suggest(value, choices)}")
+BufferPolicy = Literal["average", "pooled", "reset", "local"]
 
 
 def shares(uploads: Uploads, weighting: Weighting) -> Tensor:
@@ -59,54 +54,26 @@ def weighted_sum(stacked: Params, weight: Tensor) -> Params:
     return {name: total(leaf) for name, leaf in stacked.items()}
 
 
-def merge_buffers(round: Round, share: Tensor, policy: BufferPolicy) -> Params:
-    """BatchNorm statistics of the new model.
+def average(weighting: Weighting = "size") -> ServerStep:
+    """w = sum_k p_k w_k, with p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform"). One upload comes back as it is.
 
-    average: mean_k p_k of means and of variances, as most code does.
-    pooled:  var = sum_k p_k (var_k + mean_k^2) - mean^2, the variance of the union of the clients' data.
-    reset:   the initial statistics (mean 0, variance 1, count 0).
-    local:   the server keeps the ones it sent; clients' statistics are not used.
-    last:    those of one client, the last of the cohort by its id (FedDF's released code); integer ones too.
-    Other buffers are averaged, integer ones take the maximum.
+    BatchNorm statistics are averaged alike; integer buffers take the maximum. Two calls with the same weighting return
+    the same step, because `join` asks whether two methods aggregate alike.
     """
-    if policy == "local":
-        return clone(round.start.buffers)
-    stacked = round.uploads.weights.buffers
-    if policy == "last":
-        ids = round.uploads.ids.to(share.device)
-        return clone(rows(stacked, int(torch.where(share > 0, ids, -1).argmax())))
-    merged = weighted_sum(stacked, share)
-    for name, leaf in merged.items():
-        if policy == "reset" and name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-            merged[name] = torch.full_like(leaf, 1 if name.endswith("running_var") else 0)
-        if policy == "pooled" and name.endswith("running_var"):
-            mean = name.removesuffix("var") + "mean"
-            raw = weighted_sum({name: stacked[name] + stacked[mean].square()}, share)[name]
-            merged[name] = (raw - merged[mean].square()).clamp_min(0.0)
-    return merged
-
-
-def average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average") -> ServerStep:
-    """w = sum_k p_k w_k, with p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform"). One upload comes back as it is."""
-    _check_choice("weighting", weighting, get_args(Weighting))
-    _check_choice("buffers", buffers, get_args(BufferPolicy))
+    if weighting not in get_args(Weighting):
+        raise FedstillError(f"weighting '{weighting}' is unknown: {suggest(weighting, get_args(Weighting))}")
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         share = shares(round.uploads, weighting)
-        params = weighted_sum(round.uploads.weights.params, share)
-        return Weights(params, merge_buffers(round, share, buffers)), state
+        return Weights(*(weighted_sum(part, share) for part in round.uploads.weights)), state
 
-    needs = frozenset({Need.INDIVIDUAL_UPLOADS} if buffers == "last" else ())
-    step = Aggregate("average", apply, needs=needs, weighting=weighting)
-    return _MADE.setdefault((weighting, buffers), step)
+    return _AVERAGES.setdefault(weighting, Aggregate("average", apply, weighting=weighting))
 
 
-_MADE: dict[
-    tuple[Weighting, BufferPolicy], ServerStep
-] = {}  # averages of one kind are one step: joined methods compare
+_AVERAGES: dict[Weighting, ServerStep] = {}
 
 
-def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy = "average") -> ServerStep:
+def normalized_average(weighting: Weighting = "size") -> ServerStep:
     """FedNova's average: every client's move counts per unit of its travel a_k, then all take the mean travel.
 
         w - tau_eff sum_k p_k (w - w_k) / a_k,   tau_eff = sum_k p_k a_k
@@ -114,7 +81,7 @@ def normalized_average(weighting: Weighting = "size", *, buffers: BufferPolicy =
     computed as the plain average plus sum_k p_k (tau_eff / a_k - 1) (w_k - w), which is 0 to the last bit when all
     clients travel equally. Only ratios of a_k matter, so Uploads.travel (a_k times the learning rate) serves.
     """
-    plain = average(weighting, buffers=buffers)
+    plain = average(weighting)
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         candidate, state = plain.apply(candidate, state, round)

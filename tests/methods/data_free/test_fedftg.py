@@ -14,7 +14,6 @@ from server_rounds import federation, furthest, network, run, same_bits
 from whole_server import as_one, whole
 
 from fedstill.about.toy import trial_federation, trial_model
-from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import numpy_generator, seed_for
@@ -184,15 +183,7 @@ def test_joined_it_takes_the_other_methods_average():
             assert method_of(text).aggregate == average(weighting)
     assert method_of("fedftg+fednova").aggregate.name == "normalized_average"
     assert fedftg().aggregate == average("size")
-    assert method_of('scaffold+fedftg(weighting="size")').aggregate == average("size")
-
-
-def test_methods_joined_in_python_must_average_alike():
-    found = join({"fedftg": fedftg(weighting="uniform"), "scaffold": METHODS["scaffold"]()})
-    assert found.aggregate == average("uniform")
-    for own in ({}, {"weighting": "uniform", "buffers": "pooled"}):
-        with pytest.raises(FedstillError, match="aggregate differently: give both the same weighting"):
-            join({"fedftg": fedftg(**own), "scaffold": METHODS["scaffold"]()})
+    assert method_of("scaffold+fedftg+average").aggregate == average("size")
 
 
 def test_defaults_are_those_of_the_released_code_but_for_one_generator_step_on_all_clients_and_eval_mode():
@@ -211,7 +202,6 @@ PAPER = {
     "discrepancy_through": "both",
     "student_loss": "reverse_kl",
     "student_scale": "batch",
-    "weighting": "uniform",
 }
 RELEASED = {"clients": "each", "cls_weights": "client"}
 TRAIN = {"student": dataclasses.replace(SHORT["student"], batch_norm="train")}

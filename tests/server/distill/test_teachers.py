@@ -72,7 +72,7 @@ def test_no_unlabeled_data_is_one_line_with_its_cure():
      ([1, 3], "uniform", [2.0, 2.0], [1.0, 0.0])],
 )  # fmt: skip
 def test_gaussian_samples_have_the_mean_and_variance_of_the_clients(sizes, weighting, mean, variance):
-    drawn = gaussian_samples(at(0.0, 0.0), this_round(PAIR, sizes), count=MANY, weighting=weighting).params["w"]
+    drawn = gaussian_samples(at(0.0, 0.0), this_round(PAIR, sizes, weighting=weighting), count=MANY).params["w"]
     assert drawn.shape == (MANY, 2)
     for column in range(2):
         spread = math.sqrt(variance[column])
@@ -132,7 +132,7 @@ def test_dirichlet_samples_lie_between_the_clients(values, alpha, seed):
 
 def test_a_large_alpha_gives_the_average_and_a_small_one_a_client():
     models = [at(1.0, 0.0), at(2.0, 0.0), at(7.0, 0.0)]
-    round = this_round(models, [1, 2, 1])
+    round = this_round(models, [1, 2, 1], weighting="size")
     near = dirichlet_samples(at(0.0, 0.0), round, count=20, alpha=1e8).params["w"][:, 0]
     assert near.tolist() == pytest.approx([3.0] * 20, abs=2e-3)
     far = dirichlet_samples(at(0.0, 0.0), round, count=300, alpha=1e-4).params["w"][:, 0]
@@ -161,7 +161,7 @@ def test_dirichlet_samples_of_equal_clients_have_the_moments_of_the_distribution
 def test_larger_clients_count_more_in_a_dirichlet_sample():
     round = this_round([at(0.0, 0.0), at(1.0, 0.0)], [1, 3])
     by_size, alike = (
-        dirichlet_samples(at(0.0, 0.0), round, count=4000, weighting=w).params["w"].mean().item() * 2
+        dirichlet_samples(at(0.0, 0.0), replace(round, weighting=w), count=4000).params["w"].mean().item() * 2
         for w in ("size", "uniform")
     )
     assert alike == pytest.approx(0.5, abs=0.03)

@@ -7,7 +7,7 @@ from fedstill.core.limits import Count, CountOrNone, NotNegative, Share
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.d2cfl.migrate import Migration, Restart, StudentStart, migrate
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Rule
 
@@ -25,8 +25,6 @@ def d2cfl(
     rollback: Restart = "fresh",
     student_start: StudentStart = "carried",
     feedback: bool = True,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """D2C-FL: past global models label the server's data, a student learns the labels and is mixed into the average.
 
@@ -36,6 +34,7 @@ def d2cfl(
                          w_stu <- Adam on mean cross-entropy with y from beta w_stu + (1 - beta) w_new
                          teacher w'_g = alpha w_g + (1 - alpha) w_stu
         w'_g is sent to the clients and takes the place of the oldest teacher; too few labels: w_stu = w'_g = w_g
+        p_k = n_k / sum_{j in S} n_j
 
     Args:
         student: how the student learns the kept labels each round; an epoch is a pass over the kept samples.
@@ -49,9 +48,6 @@ def d2cfl(
         rollback: w_new, a newly initialised model each round ("fresh") or the very first model ("fixed").
         student_start: what beta counts, the last student ("carried") or this round's average ("average").
         feedback: send the teacher to the clients; false sends them the average and only reports the teacher.
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the average: "average", "pooled", "reset", "local" or "last" (see fedavg); they
-            are then mixed as the weights are, integer ones are those of the average.
 
     Reveals: the trained model and the number of samples n_k; the server looks at the average only, so secure
         aggregation is possible.
@@ -65,4 +61,4 @@ def d2cfl(
         student,
         Migration(mix_alpha, beta, past, warm_up, threshold, least, rule, rollback, student_start),
     )
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step if feedback else report_only(step),))
+    return Method(cross_entropy(), average(), (step if feedback else report_only(step),))

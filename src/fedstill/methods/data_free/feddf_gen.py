@@ -7,7 +7,7 @@ from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.data_free.inventing import Generator, InventedStudent, turn_of
 from fedstill.methods.data_free.teach_invented import Ensemble, Labels, Teaching, teach_invented
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.targets import Pool
 
 
@@ -19,13 +19,12 @@ def feddf_gen(
     pool: Pool = "probabilities",
     labels: Labels = "quota",
     ensemble: Ensemble = "uniform",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedDF (generator): FedDF whose unlabeled samples a generator on the server invents.
 
         G <- Adam on exp(-mean_{i, j} d_z(i, j) d_x(i, j)) + mean_k CE(z(G(e, y); w_k), y),   e ~ N(0, 1)
         w <- SGD on KL(mean_k softmax(z(x; w_k)) || softmax(z(x; w))),   x = G(e, y),   from sum_k p_k w_k
+        p_k = n_k / sum_{j in S} n_j
 
     d_z is the mean square and d_x the mean absolute difference of two noises and of the samples made of them. G
     persists from round to round.
@@ -39,8 +38,6 @@ def feddf_gen(
         labels: classes y are asked for in the proportions that the cohort's clients hold ("quota"), or all as often
             ("uniform"), for which nobody must tell them.
         ensemble: teachers count alike ("uniform"), or for class y by the share of it that they hold ("class").
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
         ensemble are "uniform"); the server runs every client's model on its own, so secure aggregation is impossible.
@@ -63,4 +60,4 @@ def feddf_gen(
         batch_norm=student.batch_norm,
     )
     step, instead = teach_invented(teaching, generator.invents()), 'feddf_gen(labels="uniform", ensemble="uniform")'
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step,), without_counts=instead)
+    return Method(cross_entropy(), average(), (step,), without_counts=instead)

@@ -18,7 +18,7 @@ from fedstill.methods.data_free.hard_samples import (
     hardness,
 )
 from fedstill.methods.data_free.inventing import Generator, InventedStudent
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 Discrepancy = Literal["l1", "kl", "mse", "none"]
 SOUGHT: dict[Discrepancy, Distance] = {"l1": "l1", "kl": "reverse_kl", "mse": "mse"}
@@ -36,8 +36,6 @@ def fedftg(
     labels: Labels = "quota",
     ensemble: Ensemble = "class",
     report: Report = "tuned",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedFTG: the averaged model learns from the clients' models on samples that a generator finds hard for it.
 
@@ -65,8 +63,6 @@ def fedftg(
         report: the run's model, whose accuracy is told: the "tuned" one, which the next clients start from, or the
             "average" of this round's clients, which is better with student.batch_norm = "train". Training is the same.
             Nothing may refine the model after "average".
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics before fine-tuning: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
         ensemble are both "uniform"); the server runs every client's model on its own, so secure aggregation is
@@ -94,4 +90,4 @@ def fedftg(
     step = hard_samples(generator.invents(features=input == "feature"), contest)
     tuning = send_only(step) if report == "average" and iterations else step
     instead = 'fedftg(labels="uniform", ensemble="uniform")'
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (tuning,), without_counts=instead)
+    return Method(cross_entropy(), average(), (tuning,), without_counts=instead)

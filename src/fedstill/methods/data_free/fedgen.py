@@ -14,7 +14,7 @@ from fedstill.methods.data_free.feature_generator import (
     train_generator,
 )
 from fedstill.methods.data_free.generators import build_generator, check_generator
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 
 
 def fedgen(
@@ -27,8 +27,6 @@ def fedgen(
     ratio: NotNegative = 1.0,
     generator: FeatureGenerator = FeatureGenerator(),
     class_weights: ClassWeights = "sample",
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedGen: clients also learn from features that a generator on the server invents for every class.
 
@@ -52,8 +50,6 @@ def fedgen(
         generator: the generator on the server and how it learns each round.
         class_weights: a client's cross-entropy counts by its share of the sample's class ("sample"); "uniform" needs no
             label counts: omega = 1 / |S|, all classes.
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless class_weights
         is "uniform"); the server runs every client's head on its own, so secure aggregation is impossible. What the
@@ -70,7 +66,7 @@ def fedgen(
         Non-IID Federated Learning, CVPR 2022.
     """
     how = GeneratorTraining(generator, class_weights, label_weight, match_weight, decay, floor)
-    return with_generated_features(how, average(weighting, buffers=buffers), gen_batch=gen_batch, ratio=ratio)
+    return with_generated_features(how, average(), gen_batch=gen_batch, ratio=ratio)
 
 
 def with_generated_features(

@@ -21,7 +21,7 @@ from fedstill.methods.fedaux.certainty import (
     certainty_shares,
 )
 from fedstill.privacy import accountant as gaussian
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Pool, soft_belief
@@ -45,8 +45,6 @@ def fedaux(
     pool: Pool = "logits",
     warm_up: CountOrNone = 0,
     feedback: bool = True,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """FedAUX: FedDF whose teachers count, for each sample, by how sure they are that it is like their own data.
 
@@ -78,9 +76,6 @@ def fedaux(
         pool: "logits" weighs the teachers' logits, "probabilities" their softmax outputs.
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see
-            fedavg); distillation then re-estimates them on the unlabeled data.
 
     Reveals: once, w_i (as many numbers as there are features), with noise only if epsilon is set; the other scorers
         send a score for every unlabeled row, without any protection. Then each round the trained model and the number
@@ -106,7 +101,7 @@ def fedaux(
     step = after(warm_up, step) if warm_up else step
     refine = step if feedback else report_only(step)
     way = () if student.idle else (Mechanism(releases=releases_of(scoring)),)
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (refine,), way=way)
+    return Method(cross_entropy(), average(), (refine,), way=way)
 
 
 def _faults(scoring: Scoring) -> dict[str, str]:

@@ -8,7 +8,7 @@ from fedstill.core.limits import Count, CountOrNone, Share, Temperature
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.mrtf.refinery import Refinery, rectified_distillation
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.distill.student import Student
 
 
@@ -25,8 +25,6 @@ def mrtf(
     warm_up: CountOrNone = 5,
     feedback: bool = False,
     every: Count = 1,
-    weighting: Weighting = "uniform",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """MrTF: the averaged model is refined on the very data that the server wants labelled.
 
@@ -35,6 +33,7 @@ def mrtf(
                    v(x) = softmax_k(-entropy of q_k(x)),  u = floor + (1 - floor) (mean_k loss_k) / ln K
         refine:    c_j = sum_x q_j(x) h(x) / sum_x q_j(x),  q(x) <- softmax_j(-refine_sharpness (1 - cos(h(x), c_j)))
         student:   w <- Adam on mean_x KL(q(x) || softmax(z(x; w))) from w_0 = sum_{k in S} p_k w_k
+        p_k = 1 / |S|
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
@@ -51,9 +50,6 @@ def mrtf(
             of 16 rounds and more false was far better (CIFAR-10, VGG8, Dirichlet 1 and 0.1: 78.7 and 42.3 against 35.6
             and 25.1), in the first six on digits true.
         every: refine in rounds `every`, 2 `every`, ... only; in the others the average is all.
-        weighting: of the average: p_k = 1 / |S| ("uniform") or n_k / sum_j n_j ("size").
-        buffers: BatchNorm statistics before distillation: "average", "pooled", "reset", "local" or "last" (see fedavg);
-            distillation then re-estimates them on the unlabeled data.
 
     Reveals: the trained model, the number of samples n_k and the mean training loss, which sets u_t; the server runs
         every client's model on its own, so secure aggregation is impossible.
@@ -66,4 +62,4 @@ def mrtf(
     form = Refinery(stabilise, rectify, refine, sharpness, refine_sharpness, floor, bounded, warm_up)
     step = rectified_distillation(student, form)
     step = every_so_often(every, step) if every > 1 else step
-    return Method(cross_entropy(), average(weighting, buffers=buffers), (step if feedback else report_only(step),))
+    return Method(cross_entropy(), average("uniform"), (step if feedback else report_only(step),))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fedstill.core.limits import Count, OpenShare
-from fedstill.core.types import Method, ServerStep
+from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.pretraining.words import masked_tokens, next_words
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.pretrain import Pretext, Pretraining, pretrain
 
 
@@ -16,8 +16,6 @@ def masked_lm(
     share: OpenShare = 0.15,
     mask_id: Count | None = None,
     first_word_id: Count | None = None,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """Masked prediction: before round 1 the text network learns to guess hidden words of the unlabeled text.
 
@@ -33,8 +31,6 @@ def masked_lm(
         mask_id: id of [MASK]; None takes the tokenizer's (4 in one that fedstill trains, 103 in bert-base-uncased).
         first_word_id: smaller ids are marks, never hidden and never put in place of a word; None takes the first that
             is no mark in the tokenizer (5 in one that fedstill trains, 999 in bert-base-uncased).
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: nothing beyond what the method that it is joined with sends: clients have no part in it.
     Differs from the paper: FedAUX pre-trains by next-word prediction (see next_token); this is BERT's own task, without
@@ -43,14 +39,12 @@ def masked_lm(
         al., FedAUX, TNNLS 2021, Sect. V.
     """
     pretext = masked_tokens(share, training.by("adamw"), mask_id=mask_id, first_word_id=first_word_id)
-    return _from_pretrained(pretext, training, average(weighting, buffers=buffers))
+    return _from_pretrained(pretext, training)
 
 
 def next_token(
     *,
     training: Pretraining = Pretraining(clip=1.0),
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """Next-token prediction: before round 1 the text network learns to continue the unlabeled text.
 
@@ -63,17 +57,15 @@ def next_token(
 
     Args:
         training: how AdamW trains; a step has batch_size texts.
-        weighting: "size" takes p_k = n_k / sum_j n_j, "uniform" takes p_k = 1 / |S|.
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: nothing beyond what the method that it is joined with sends: clients have no part in it.
     Differs from the paper: FedAUX names next-word prediction on BookCorpus and no more; optimiser, rate and epochs are
         ours, and words are tokens.
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, TNNLS 2021, Sect. V.
     """
-    return _from_pretrained(next_words(training.by("adamw")), training, average(weighting, buffers=buffers))
+    return _from_pretrained(next_words(training.by("adamw")), training)
 
 
-def _from_pretrained(pretext: Pretext, training: Pretraining, step: ServerStep) -> Method:
+def _from_pretrained(pretext: Pretext, training: Pretraining) -> Method:
     server = (pretrain(pretext, seed=training.seed),) if training.epochs else ()
-    return Method(cross_entropy(), step, server)
+    return Method(cross_entropy(), average(), server)

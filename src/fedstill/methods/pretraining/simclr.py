@@ -7,7 +7,7 @@ from fedstill.core.limits import Count, CountOrNone, Temperature
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.pretraining.contrastive import neighbour_probe, simclr_pretext
-from fedstill.server.aggregate import BufferPolicy, Weighting, average
+from fedstill.server.aggregate import average
 from fedstill.server.pretrain import Pretraining, pretrain
 
 
@@ -18,8 +18,6 @@ def simclr(
     projection: Count = 128,
     hidden: Count = 512,
     neighbours: CountOrNone = 200,
-    weighting: Weighting = "size",
-    buffers: BufferPolicy = "average",
 ) -> Method:
     """SimCLR: before the first round the server teaches the extractor, on unlabeled images, to know two views of one.
 
@@ -37,8 +35,6 @@ def simclr(
         hidden: width of the layer between the features and z.
         neighbours: k of the nearest-neighbour look at the extractor before and after; 0 leaves it out. It needs labels
             that only a simulation has (of the unlabeled images, else of the test set), and decides nothing.
-        weighting: of the average: p_k = n_k / sum_j n_j ("size") or 1 / |S| ("uniform").
-        buffers: BatchNorm statistics of the new model: "average", "pooled", "reset", "local" or "last" (see fedavg).
 
     Reveals: what FedAvg reveals; pre-training asks nothing of the clients.
     Differs from the paper: the last epoch is kept, where the reference code keeps the one whose nearest-neighbour
@@ -50,9 +46,8 @@ def simclr(
     if training.batch_size < 2:
         told = f"method.training.batch_size = {training.batch_size!r} is impossible"
         raise FedstillError(f"{told}: it must be 2 or more, because views are told from those of other images")
-    step = average(weighting, buffers=buffers)
     if not training.epochs:
-        return Method(cross_entropy(), step)
+        return Method(cross_entropy(), average())
     pretext = simclr_pretext(training.by("adam"), temperature=temperature, projection=projection, hidden=hidden)
     probe = neighbour_probe(k=neighbours) if neighbours else None
-    return Method(cross_entropy(), step, (pretrain(pretext, seed=training.seed, probe=probe),))
+    return Method(cross_entropy(), average(), (pretrain(pretext, seed=training.seed, probe=probe),))

@@ -13,7 +13,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import numpy_generator, seed_for, torch_generator
 from fedstill.core.types import Need, Output, Params, Round, Weights
-from fedstill.server.aggregate import Weighting, shares
+from fedstill.server.aggregate import shares
 
 Teachers = Callable[[Weights, Round], Weights]  # (candidate, round) -> stacked weights
 
@@ -77,9 +77,9 @@ def parameter_noise(like: Tensor, count: int, seed: int) -> Tensor:
     return torch.randn(count, *like.shape, generator=generator, device=like.device, dtype=dtype).to(like)
 
 
-def gaussian_samples(candidate: Weights, round: Round, *, count: int, weighting: Weighting = "size") -> Weights:
+def gaussian_samples(candidate: Weights, round: Round, *, count: int) -> Weights:
     """`count` models w ~ N(mu, diag v), mu = sum_k p_k w_k, v = sum_k p_k (w_k - mu)^2; buffers are the candidate's."""
-    share = shares(round.uploads, weighting)
+    share = shares(round.uploads, round.weighting)
 
     def draw(name: str, stacked: Tensor) -> Tensor:
         weight = share.to(stacked).reshape(-1, *[1] * (stacked.dim() - 1))
@@ -90,11 +90,9 @@ def gaussian_samples(candidate: Weights, round: Round, *, count: int, weighting:
     return sampled({name: draw(name, leaf) for name, leaf in round.uploads.weights.params.items()}, candidate, count)
 
 
-def dirichlet_samples(
-    candidate: Weights, round: Round, *, count: int, alpha: float = 1.0, weighting: Weighting = "size"
-) -> Weights:
+def dirichlet_samples(candidate: Weights, round: Round, *, count: int, alpha: float = 1.0) -> Weights:
     """`count` models sum_k g_k p_k w_k / sum_j g_j p_j with g ~ Dir(alpha 1); buffers are the candidate's."""
-    share = shares(round.uploads, weighting)
+    share = shares(round.uploads, round.weighting)
     generator, shape = numpy_generator(seed_for(round.seed, "dirichlet")), (count, len(share))
     # ln Gamma(alpha) = ln Gamma(alpha + 1) + ln U / alpha: a small alpha's own draws are all 0 in floating point
     logs = np.log(generator.standard_gamma(alpha + 1.0, shape)) + np.log1p(-generator.random(shape)) / alpha
