@@ -70,6 +70,12 @@ def test_the_public_names_are_the_registry_and_its_methods():
     ("name", "options", "message"),
     [
         ("fedavgg", {}, r"method\.name = 'fedavgg' is unknown: did you mean"),
+        (
+            "fedavg",
+            {"weighting": "uniform"},
+            r"for fedavg: write fedavg\+average\(weighting='uniform'\), or \[server\]",
+        ),
+        ("fedprox", {"buffers": "local"}, r"for fedprox: it stands in the section \[server\]"),
         ("fedprox", {"mo": 1}, r"unknown key 'method\.mo' for fedprox: did you mean 'mu'"),
         ("fedprox", {"mu": -1.0}, r"method\.mu = -1\.0 must be a number, at least 0: e\.g\. method\.mu = 0\.01"),
         ("fedprox", {"mu": "big"}, r'method\.mu = "big" must be a number'),

@@ -136,8 +136,16 @@ def _checked_table(
     return checked
 
 
+SEAT = {  # keys that say how models are averaged: options of no method
+    "weighting": "write {name}+average(weighting='uniform'), or [server] aggregate",
+    "buffers": "it stands in the section [server]",
+}
+
+
 def _nearest(key: str, name: str, values: Mapping[str, Any]) -> str:
     """Name the option that was meant; one of the same name inside a table comes first."""
+    if key in SEAT:
+        return SEAT[key].format(name=name)
     if not values:
         return f"{name} has no keys of its own"
     for option, default in values.items():
