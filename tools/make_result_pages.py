@@ -242,7 +242,7 @@ def result_page(paper: Paper) -> tuple[str, list[Picture]]:
     lines += [
         f"{len(paper.runs)} runs, {hours:.1f} hours of runs on {', '.join(devices)}. The runs as data, every round of "
         f"them: [{paper.name}.json]({paper.name}.json). [How to run it, what we chose and what is not reproduced]"
-        f"(../../benchmarks/{paper.name}/README.md).",
+        f"(../../benchmarks/{paper.name}/README.md)."
     ]
     drawn: list[Picture] = []
     for preset, meaning in paper.recipe.presets.items():

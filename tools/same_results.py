@@ -244,10 +244,7 @@ CASES = (
         new={"method": "feddf(student.steps=5, student.patience=2, student.look_every=2)"},
     ),
     Case(
-        "preset_feddf_mrtf",
-        'feddf(preset="mrtf", steps=5)',
-        POOL,
-        new={"method": f"feddf({AS_MRTF}, student.steps=5)"},
+        "preset_feddf_mrtf", 'feddf(preset="mrtf", steps=5)', POOL, new={"method": f"feddf({AS_MRTF}, student.steps=5)"}
     ),
     Case(
         "preset_feddf_mrtf_released",
@@ -309,12 +306,7 @@ CASES = (
         POOL,
         new={"method": dotted(f"mrtf({STUDENT}, bounded=false, feedback=true)")},
     ),
-    Case(
-        "preset_mrtf_released",
-        f'mrtf(preset="released", {STUDENT})',
-        POOL,
-        new=released("mrtf", f"mrtf({STUDENT})"),
-    ),
+    Case("preset_mrtf_released", f'mrtf(preset="released", {STUDENT})', POOL, new=released("mrtf", f"mrtf({STUDENT})")),
     Case(
         "preset_fedftg_paper",
         f'fedftg(preset="paper", {HARD_SAMPLES})',
@@ -424,11 +416,7 @@ CASES = (
         ),
     ),
     Case("batch_norm_fedftg", "fedftg(iterations=1, student_steps=1, batch_size=4, noise=6)", BATCH_NORM),
-    Case(
-        "weighting_uniform",
-        'fedprox(weighting="uniform")',
-        new={"method": 'fedprox+average(weighting="uniform")'},
-    ),
+    Case("weighting_uniform", 'fedprox(weighting="uniform")', new={"method": 'fedprox+average(weighting="uniform")'}),
     # Networks
     Case("network_cnn", "fedavg", cnn(network="cnn")),
     Case("network_fecnn", "fedavg", cnn(network="fecnn")),
@@ -469,11 +457,7 @@ CASES = (
         'feddf(steps=8, batch_size=16, patience=2, look_every=2, teacher_weighting="validation")',
         VALIDATED,
     ),
-    Case(
-        "validation_drop_worst",
-        f'avglogit({STUDENT}, teacher_weighting="drop_worst")',
-        VALIDATED,
-    ),
+    Case("validation_drop_worst", f'avglogit({STUDENT}, teacher_weighting="drop_worst")', VALIDATED),
     # Partitions
     Case("partition_iid", "fedavg", {"partition": {"scheme": "iid", "clients": 12, "stratified": True}}),
     Case("partition_shards", "fedavg", {"partition": {"scheme": "shards", "clients": 10}}),

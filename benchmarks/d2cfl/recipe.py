@@ -38,13 +38,7 @@ FEDBE = {
     "with_clients": False,
     "labels": "hard",
     "warm_up": 10,
-    "student": {
-        **STUDENT,
-        "optimizer": "adam",
-        "weight_decay": 0.0,
-        "average_after": None,
-        "reestimate": False,
-    },
+    "student": {**STUDENT, "optimizer": "adam", "weight_decay": 0.0, "average_after": None, "reestimate": False},
 }
 DEFAULT = ("cnn", "cifar10")
 SPLITS = ("iid", "0.8-bias", "2-class")

@@ -16,11 +16,7 @@ STUDENT = Student(steps=None, epochs=1, lr=5e-5, lr_schedule="constant", clip=No
 TEACHER_BATCH, DISTILL_SHARE = 128, 0.8
 
 
-def feddf(
-    *,
-    student: Student = STUDENT,
-    distill_share: PositiveShare = DISTILL_SHARE,
-) -> Method:
+def feddf(*, student: Student = STUDENT, distill_share: PositiveShare = DISTILL_SHARE) -> Method:
     """FedDF as FedAUX's code has it.
 
     Args:

@@ -36,10 +36,7 @@ def fedbe(
     if sampling == "dirichlet":
         draw = partial(dirichlet_samples, count=10)
     step = distill(
-        student,
-        teachers=ensemble(draw),
-        pool=soft_belief("probabilities", exponent=2.0),
-        loss=class_mean_loss,
+        student, teachers=ensemble(draw), pool=soft_belief("probabilities", exponent=2.0), loss=class_mean_loss
     )
     return Method(cross_entropy(), average(), (step,))
 

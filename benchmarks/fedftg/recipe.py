@@ -66,12 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 EVENLY = {"aggregate": 'average(weighting="uniform")'}  # Algorithm 1
 BY_BATCH = {"student.batch_norm": "train"}  # statistics of invented images
-PRINTED = {
-    "discrepancy": "kl",
-    "discrepancy_through": "both",
-    "student_loss": "reverse_kl",
-    "student_scale": "batch",
-}
+PRINTED = {"discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl", "student_scale": "batch"}
 CODE = {"clients": "each", "cls_weights": "client"}
 RELEASED_FILE = Path(__file__).with_name("released.py")  # has these options beside fedftg's own
 OF_RELEASED = {"clients", "cls_weights", "discrepancy_through", "student_loss", "student_scale", "reestimate"}

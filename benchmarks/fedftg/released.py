@@ -27,9 +27,7 @@ from fedstill.methods.data_free.hard_samples import (
     recognition,
     wrong,
 )
-from fedstill.methods.data_free.hard_samples import (
-    discrepancy as distance,
-)
+from fedstill.methods.data_free.hard_samples import discrepancy as distance
 from fedstill.methods.data_free.inventing import Generator, InventedStudent
 from fedstill.server.aggregate import average
 

@@ -64,11 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "label_smoothing": {"epsilon": 0.1},  # Section 5.2
     "fedavgm": {"beta": 0.7},
 }
-RELEASED: dict[str, dict[str, Any]] = {
-    "fednova": {},
-    "scaffold": {},
-    "moon": {"mu": 0.1, "temperature": 0.5},
-}
+RELEASED: dict[str, dict[str, Any]] = {"fednova": {}, "scaffold": {}, "moon": {"mu": 0.1, "temperature": 0.5}}
 RELEASED_FILE = Path(__file__).with_name("released.py")
 NAMES = {"released": {name: f"{RELEASED_FILE}:{name}" for name in ("fednova", "scaffold", "moon")}}
 OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
@@ -101,13 +97,7 @@ def switch(until: int, preset: str) -> str:
 
 
 def cell(
-    row: str,
-    column: str,
-    preset: str,
-    *,
-    method: str = "",
-    local: Mapping[str, Any] | None = None,
-    **changes: Any,
+    row: str, column: str, preset: str, *, method: str = "", local: Mapping[str, Any] | None = None, **changes: Any
 ) -> Cell:
     """One experiment; the data of the default column unless `changes` say otherwise."""
     changes = {**COLUMNS[DEFAULT], **changes}

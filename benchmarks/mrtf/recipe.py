@@ -84,11 +84,7 @@ MODULES: dict[str, dict[str, bool]] = {  # Section 5.3; without any of the three
     "st+rd+clr": {},
 }
 # Not in the paper: the refined model is sent to the clients, only reported, or sent after gentler steps.
-SENT: dict[str, dict[str, Any]] = {
-    "sent": {},
-    "reported": {"feedback": False},
-    "gentle": {"student": {"lr": 3e-5}},
-}
+SENT: dict[str, dict[str, Any]] = {"sent": {}, "reported": {"feedback": False}, "gentle": {"student": {"lr": 3e-5}}}
 # Figure 10: clients and epochs are the paper's, rounds those of the released script for FedAvg.
 SCALES = {(100, 2): 200, (100, 10): 100, (100, 50): 50, (1000, 5): 1000, (1000, 50): 500, (1000, 100): 200}
 

@@ -36,11 +36,7 @@ STUDENT = Student(batch_size=64, weight_decay=1e-6, clip=100.0)
 SHARPNESS, REFINE_SHARPNESS, WINDOW = 1.0, 8.0, 5
 
 
-def feddf(
-    *,
-    student: Student = STUDENT,
-    teacher_batch: Count = 640,
-) -> Method:
+def feddf(*, student: Student = STUDENT, teacher_batch: Count = 640) -> Method:
     """FedDF as MrTF's code has it: softer targets of teachers in train mode; the student is reported, never sent.
 
     Args:

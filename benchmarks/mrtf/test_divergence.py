@@ -7,13 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from divergence import (
-    features_in_plane,
-    gradient_variance,
-    measure_divergence,
-    principal_plane,
-    weight_divergence,
-)
+from divergence import features_in_plane, gradient_variance, measure_divergence, principal_plane, weight_divergence
 
 import fedstill
 from fedstill.compose.combine import weighted_mean

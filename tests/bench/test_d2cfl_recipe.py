@@ -149,11 +149,7 @@ def test_figure_14_varies_the_teachers_and_figure_15_the_optimiser():
     assert options == {f"teachers-{count}": count for count in (1, 5, 10, 20)}
     sgd = D2C.experiment("figure-15", "sgd", MAIN[0])
     assert (sgd.local.optimizer, sgd.local.lr, sgd.local.lr_epoch_decay, sgd.local.momentum) == ("sgd", 1e-3, 1.0, 0.0)
-    assert sgd.method.options == {
-        "mix_alpha": 0.2,
-        "beta": 0.8,
-        "student": {"optimizer": "sgd", "lr_epoch_decay": 1.0},
-    }
+    assert sgd.method.options == {"mix_alpha": 0.2, "beta": 0.8, "student": {"optimizer": "sgd", "lr_epoch_decay": 1.0}}
     assert D2C.experiment("figure-15", "sgd-momentum", MAIN[0]).local.momentum == 0.9
 
 

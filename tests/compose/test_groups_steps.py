@@ -56,10 +56,7 @@ def round_of(*ids):
     rows = torch.tensor([[100.0 + k] for k in ids])
     mine = torch.tensor([[MEMBER[k] == "a"] for k in ids])
     start = MODEL.init(0)
-    params = {
-        "a/w": torch.where(mine, rows, start.params["a/w"]),
-        "b/w": torch.where(mine, start.params["b/w"], rows),
-    }
+    params = {"a/w": torch.where(mine, rows, start.params["a/w"]), "b/w": torch.where(mine, start.params["b/w"], rows)}
     facts = {name: torch.ones(len(ids)) for name in ("size", "steps", "travel", "loss")}
     uploads = Uploads(Weights(params, {}), extra={}, label_counts=None, ids=torch.tensor(ids), **facts)
     return Round(1, start, uploads, MODEL, len(MEMBER), None, 7, Engines())

@@ -50,11 +50,7 @@ def test_cross_entropy_counts_once():
 
 
 def test_a_mixture_is_the_sum_of_its_terms_and_the_chain_of_its_steps():
-    by_hand = Method(
-        combine(cross_entropy(), proximal(0.3)),
-        average("size"),
-        (sgd(1.0, momentum=0.7),),
-    )
+    by_hand = Method(combine(cross_entropy(), proximal(0.3)), average("size"), (sgd(1.0, momentum=0.7),))
     assert same_bits(train(mixture("fedprox(mu=0.3)+fedavgm(beta=0.7)")), train(by_hand))
     assert not same_bits(train(by_hand), train(fedprox(mu=0.3)))
 

@@ -10,17 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quick import EITHER_ENGINE
-from server_rounds import (
-    CLIENTS,
-    EACH,
-    clients_models,
-    federation,
-    furthest,
-    network,
-    run,
-    same_bits,
-    server_round,
-)
+from server_rounds import CLIENTS, EACH, clients_models, federation, furthest, network, run, same_bits, server_round
 from students import form
 from torch import nn
 from whole_server import whole

@@ -279,11 +279,7 @@ def first_broadcast(method: Method, net: str = "mlp") -> Any:
         seen.append(whole(method).broadcast(state))
         return seen[-1]
 
-    run(
-        as_one(method, broadcast=broadcast),
-        net=net,
-        rounds=1,
-    )
+    run(as_one(method, broadcast=broadcast), net=net, rounds=1)
     return seen[-1]
 
 

@@ -117,11 +117,7 @@ def test_a_client_keeps_the_model_it_sent_with_its_buffers(policy):
     first = term.init(FIRST)
     assert previous_model(local_view(FIRST, state=first)).params["w"].tolist() == [1.0, 2.0]
     trained = local_view(
-        FIRST,
-        params={"w": number([5.0, 6.0])},
-        buffers={"count": torch.tensor(9)},
-        state=first,
-        size=number(7.0),
+        FIRST, params={"w": number([5.0, 6.0])}, buffers={"count": torch.tensor(9)}, state=first, size=number(7.0)
     )
     state, extra = term.finish(trained, {})
     last = previous_model(local_view(FIRST, state=state))

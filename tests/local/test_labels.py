@@ -81,10 +81,7 @@ def test_a_smoothed_label_is_met_best_by_its_own_log_probabilities():
     assert pull.abs().max() < 1e-15
 
 
-@pytest.mark.parametrize(
-    ("alpha", "expected"),
-    [(1.0, 0.680270), (0.5, 0.503429), (0.0, 0.407606)],
-)
+@pytest.mark.parametrize(("alpha", "expected"), [(1.0, 0.680270), (0.5, 0.503429), (0.0, 0.407606)])
 def test_the_restricted_softmax_gives_the_cards_values(alpha, expected):
     """Class 2 is missing on the client."""
     found = value(restricted_softmax(alpha), LOGITS, [0], counts=(5.0, 3.0, 0.0))

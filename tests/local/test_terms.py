@@ -117,10 +117,7 @@ def test_option_two_subtracts_the_server_control():
 
 def test_a_client_that_took_no_step_keeps_its_control():
     view = local_view(
-        scalar(1.0),
-        received={"control": {"w": number(5.0)}},
-        state={"control": {"w": number(3.0)}},
-        travel=number(0.0),
+        scalar(1.0), received={"control": {"w": number(5.0)}}, state={"control": {"w": number(3.0)}}, travel=number(0.0)
     )
     state, extra = control_variates("II").finish(view, {})
     assert state["control"]["w"].item() == 3.0

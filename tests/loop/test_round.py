@@ -152,11 +152,7 @@ def test_no_method_sees_the_truth_and_labeled_data_only_those_that_declare_it():
     seen: list = []
     held = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     run(believing(seen), federation=with_server_data(validation=held), rounds=1)
-    run(
-        believing(seen, (Need.UNLABELED, Need.VALIDATION)),
-        federation=with_server_data(validation=held),
-        rounds=1,
-    )
+    run(believing(seen, (Need.UNLABELED, Need.VALIDATION)), federation=with_server_data(validation=held), rounds=1)
     truth = with_server_data().unlabeled_truth
     for round in seen:
         tensors = [value for value in vars(round).values() if isinstance(value, torch.Tensor)]

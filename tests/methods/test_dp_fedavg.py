@@ -244,10 +244,7 @@ def test_two_of_them_cannot_stand_between_clients_and_server():
     [
         ({"clip": 0.0}, "method.clip = 0.0 must be a number above 0"),
         ({"noise_multiplier": -1.0}, "method.noise_multiplier = -1.0 must be a number, at least 0"),
-        (
-            {"noise_multiplier": 1e-6},
-            "method.noise_multiplier = 1e-06 is impossible: it must be from 0.0001 to 1e+06",
-        ),
+        ({"noise_multiplier": 1e-6}, "method.noise_multiplier = 1e-06 is impossible: it must be from 0.0001 to 1e+06"),
         ({"noise_multiplier": 1e160}, "method.noise_multiplier = 1e+160 is impossible"),
         ({"trust": "everybody"}, 'method.trust = "everybody" is unknown'),
     ],

@@ -41,11 +41,7 @@ def noise_of(lam, count, **options):
 
 @pytest.mark.parametrize(
     ("count", "lam", "epsilon", "delta", "sigma"),
-    [
-        (22_500, 0.1, 0.1, 1e-5, 0.0430649),
-        (22_500, 0.01, 0.1, 1e-5, 0.4306494),
-        (21_250, 0.01, 0.04, 1e-6, 1.2467771),
-    ],
+    [(22_500, 0.1, 0.1, 1e-5, 0.0430649), (22_500, 0.01, 0.1, 1e-5, 0.4306494), (21_250, 0.01, 0.04, 1e-6, 1.2467771)],
 )
 def test_the_papers_noise_is_the_cards(count, lam, epsilon, delta, sigma):
     """T6.2."""
@@ -97,10 +93,7 @@ def test_an_epsilon_that_cannot_be_kept_is_refused_with_the_setting_at_fault_and
         ({"distill_share": 0.0}, "distill_share = 0.0 must be"),
         ({"distill_share": 1.2}, "distill_share = 1.2"),
         ({"form": "mean", "epsilon": 0.0}, "epsilon = 0.0"),
-        (
-            {"form": "mean", "epsilon": 1.0, "delta": 1.0},
-            "method.delta = 1.0 must be a number above 0 and below 1",
-        ),
+        ({"form": "mean", "epsilon": 1.0, "delta": 1.0}, "method.delta = 1.0 must be a number above 0 and below 1"),
         ({"mechanism": "classic", "epsilon": 5.0}, "epsilon is 5: .*method.mechanism = 'analytic'"),
         ({"scorer": "kde", "epsilon": 1.0}, "epsilon = 1.0 has no use with scorer = 'kde'"),
         ({"scorer": "uniform", "score": "odds"}, "score = 'odds'"),

@@ -144,8 +144,7 @@ SETTING = {
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"partition": {**SETTING["partition"], "alpha": 5.0}}, {"method": {**SETTING["method"], "clip": 5.0}}],
+    "change", [{"partition": {**SETTING["partition"], "alpha": 5.0}}, {"method": {**SETTING["method"], "clip": 5.0}}]
 )
 def test_a_private_run_is_not_resumed_with_another_split_or_other_options(tmp_path, change):
     """Rounds since the last checkpoint would come again with the same noise on other moves."""

@@ -38,10 +38,7 @@ AT_REST = {
     ),
     "fedbe": (form("fedbe", steps=20, lr=0.5, **PLAIN), EXACT),
     "fedbe, dirichlet": (form("fedbe", steps=20, lr=0.5, sampling="dirichlet", **PLAIN), EXACT),
-    "fedbe, averaged": (
-        form("fedbe", steps=20, lr=0.5, average_after=5, lr_cycle=5, **PLAIN),
-        EXACT,
-    ),
+    "fedbe, averaged": (form("fedbe", steps=20, lr=0.5, average_after=5, lr_cycle=5, **PLAIN), EXACT),
 }
 every_form_at_rest = pytest.mark.parametrize("form", AT_REST)
 

@@ -78,12 +78,7 @@ CASES = [
     ("fedadagrad", adaptive_options(), reference.fedavg, adaptive("adagrad")),
     ("scaffold", {"option": "I", "global_lr": 0.7}, reference.scaffold, {"option": "I", "global_lr": 0.7}),
     ("scaffold", {"option": "II"}, reference.scaffold, {"option": "II", "global_lr": 1.0}),
-    (
-        "scaffold+average",
-        {},
-        reference.scaffold,
-        {"option": "II", "global_lr": 1.0, "weighting": "size"},
-    ),
+    ("scaffold+average", {}, reference.scaffold, {"option": "II", "global_lr": 1.0, "weighting": "size"}),
     (
         f"{RELEASED}:scaffold",
         {},

@@ -26,10 +26,7 @@ FORMS = {  # name -> (the contest, the words of the slow version)
         },
         {**CODE, "sought": "reverse_kl", "through": "both", "learnt": "reverse_kl", "per_class": False},
     ),
-    "released": (
-        {"recognise": paper.recognition_of_clients, "generator": {"steps": 2}},
-        {**CODE, "cls": "client"},
-    ),
+    "released": ({"recognise": paper.recognition_of_clients, "generator": {"steps": 2}}, {**CODE, "cls": "client"}),
     "mse": (
         {"hardness": hardness("mse"), "lesson": partial(paper.lesson, "mse", per_class=True)},
         {**CODE, "sought": "mse", "learnt": "mse"},

@@ -50,10 +50,7 @@ def close(found, wanted):
 def test_pooled_targets_equal_their_equations(logits, temperature, random):
     share = [random.random() + 0.1 for _ in logits]
     share = [part / sum(share) for part in share]
-    for pool, slow in (
-        ("logits", reference.averaged_logits),
-        ("probabilities", reference.averaged_probabilities),
-    ):
+    for pool, slow in (("logits", reference.averaged_logits), ("probabilities", reference.averaged_probabilities)):
         found = pool_targets(torch.from_numpy(logits), pool, temperature=temperature, share=number(share))
         close(found, slow(logits.tolist(), share, temperature))
         plain = pool_targets(torch.from_numpy(logits), pool, temperature=temperature)

@@ -77,12 +77,7 @@ def normed(mean: float, variance: float, count: int) -> Weights:
 
 @pytest.mark.parametrize(
     ("policy", "mean", "variance", "count"),
-    [
-        ("average", 1.0, 1.0, 9),
-        ("pooled", 1.0, 2.0, 9),
-        ("reset", 0.0, 1.0, 0),
-        ("local", 0.5, 4.0, 2),
-    ],
+    [("average", 1.0, 1.0, 9), ("pooled", 1.0, 2.0, 9), ("reset", 0.0, 1.0, 0), ("local", 0.5, 4.0, 2)],
 )
 def test_each_policy_gives_its_batchnorm_statistics(policy, mean, variance, count):
     start, models = normed(0.5, 4.0, 2), [normed(0.0, 1.0, 9), normed(2.0, 1.0, 4)]

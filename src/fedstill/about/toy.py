@@ -75,13 +75,7 @@ def trial_model(*, text: bool = False) -> Model:
     return build_model("mlp", input_shape=SHAPE, classes=CLASSES, hidden=(16,))
 
 
-def trial_run(
-    method: Method,
-    *,
-    rounds: int = 1,
-    engine: str = "looped",
-    device: str = "cpu",
-) -> Result:
+def trial_run(method: Method, *, rounds: int = 1, engine: str = "looped", device: str = "cpu") -> Result:
     text = Need.TOKENS in needs_of(method)
     return federate(
         Built(

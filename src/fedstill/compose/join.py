@@ -11,15 +11,7 @@ import torch
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.types import (
-    Aggregate,
-    Method,
-    Need,
-    Objective,
-    ServerStep,
-    Stage,
-    Weights,
-)
+from fedstill.core.types import Aggregate, Method, Need, Objective, ServerStep, Stage, Weights
 
 Named = Mapping[str, Method]
 PLAIN_RISK = "cross_entropy"

@@ -149,13 +149,7 @@ def _receive(message: bytes | Mapping[str, Any] | Exception, template: Uploads, 
 
 
 def _settle(
-    uploads: Uploads | None,
-    kept: np.ndarray,
-    records: list[AuditRecord],
-    guard: Guard,
-    *,
-    cohort: int,
-    round: int,
+    uploads: Uploads | None, kept: np.ndarray, records: list[AuditRecord], guard: Guard, *, cohort: int, round: int
 ) -> Admitted:
     """Apply the quorum."""
     needed = guard.needed(cohort)

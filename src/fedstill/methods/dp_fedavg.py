@@ -16,10 +16,7 @@ LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
 
 
 def dp_fedavg(
-    *,
-    clip: Positive = 1.0,
-    noise_multiplier: NotNegative = 1.0,
-    trust: Literal["server", "nobody"] = "server",
+    *, clip: Positive = 1.0, noise_multiplier: NotNegative = 1.0, trust: Literal["server", "nobody"] = "server"
 ) -> Method:
     """DP-FedAvg: FedAvg with bounded moves and noise, so that no client's data can be told from the models.
 

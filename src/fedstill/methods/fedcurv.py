@@ -11,11 +11,7 @@ from fedstill.server.aggregate import average
 from fedstill.server.memory import sum_curvature
 
 
-def fedcurv(
-    *,
-    lam: NotNegative = 1.0,
-    fisher: Fisher = "per_batch",
-) -> Method:
+def fedcurv(*, lam: NotNegative = 1.0, fisher: Fisher = "per_batch") -> Method:
     """FedCurv: each weight is held where the other clients left it, as firmly as it matters to them.
 
         client:  F_k(v) + lam sum_{j != k} (v - w_j)' diag(u_j) (v - w_j)

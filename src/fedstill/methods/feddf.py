@@ -86,11 +86,7 @@ def feddf(
 PLAIN: dict[str, Any] = {"lr_schedule": "constant", "clip": None}
 
 
-def avglogit(
-    *,
-    student: Student = Student(**PLAIN),
-    teacher_weighting: TeacherWeighting = "uniform",
-) -> Method:
+def avglogit(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherWeighting = "uniform") -> Method:
     """AvgLogit: plain distillation on the server, from the mean of the clients' logits.
 
         w_0 = sum_{k in S} p_k w_k,    p(x) = softmax(sum_k s_k z_k(x)),    s_k = 1 / |S|
@@ -108,18 +104,12 @@ def avglogit(
     Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
     """
     step = distill(
-        student,
-        pool=soft_belief("logits", temperature=student.temperature),
-        shares=teacher_shares(teacher_weighting),
+        student, pool=soft_belief("logits", temperature=student.temperature), shares=teacher_shares(teacher_weighting)
     )
     return Method(cross_entropy(), average(), (step,))
 
 
-def avgprob(
-    *,
-    student: Student = Student(**PLAIN),
-    teacher_weighting: TeacherWeighting = "uniform",
-) -> Method:
+def avgprob(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherWeighting = "uniform") -> Method:
     """AvgProb: plain distillation on the server, from the mean of the clients' probabilities.
 
         w_0 = sum_{k in S} p_k w_k,    p(x) = sum_k s_k softmax(z_k(x)),    s_k = 1 / |S|

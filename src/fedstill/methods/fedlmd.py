@@ -10,11 +10,7 @@ from fedstill.local.terms import cross_entropy
 from fedstill.server.aggregate import average
 
 
-def fedlmd(
-    *,
-    beta: NotNegative = 1.0,
-    tau: Temperature = 1.0,
-) -> Method:
+def fedlmd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
     """FedLMD: clients keep what the global model knows of the classes of which they have little.
 
         F_k + beta tau^2 mean KL(softmax_{i in M}(z_global / tau) || softmax_{i != y}(z / tau)),
@@ -36,11 +32,7 @@ def fedlmd(
     return _masked(beta, tau, True)
 
 
-def fedlmd_tf(
-    *,
-    beta: NotNegative = 1.0,
-    tau: Temperature = 1.0,
-) -> Method:
+def fedlmd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
     """FedLMD-Tf: FedLMD for clients without room for a teacher, whose place an even guess takes.
 
         F_k + beta tau^2 mean KL(uniform over M || softmax_{i != y}(z / tau)),

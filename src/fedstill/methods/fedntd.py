@@ -10,11 +10,7 @@ from fedstill.local.terms import cross_entropy
 from fedstill.server.aggregate import average
 
 
-def fedntd(
-    *,
-    beta: NotNegative = 1.0,
-    tau: Temperature = 1.0,
-) -> Method:
+def fedntd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
     """FedNTD: clients keep what the global model knows of the classes that a sample is not.
 
         F_k + beta tau^2 mean KL(softmax_{i != y}(z_global / tau) || softmax_{i != y}(z / tau)),
@@ -34,11 +30,7 @@ def fedntd(
     return _not_true(beta, tau, True)
 
 
-def fedntd_tf(
-    *,
-    beta: NotNegative = 1.0,
-    tau: Temperature = 1.0,
-) -> Method:
+def fedntd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
     """FedNTD-Tf: FedNTD for clients without room for a teacher, whose place an even guess takes.
 
         F_k + beta tau^2 mean KL(uniform over i != y || softmax_{i != y}(z / tau)),

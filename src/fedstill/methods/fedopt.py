@@ -11,11 +11,7 @@ from fedstill.server.aggregate import average
 from fedstill.server.optimizers import AdaptiveRule, adam, adaptive, sgd
 
 
-def fedavgm(
-    *,
-    beta: Decay = 0.9,
-    server_lr: Positive = 1.0,
-) -> Method:
+def fedavgm(*, beta: Decay = 0.9, server_lr: Positive = 1.0) -> Method:
     """FedAvgM: FedAvg with heavy-ball momentum on the server.
 
         D = sum_k p_k w_k - w,    v <- beta v - D,    w <- w - server_lr v
@@ -33,25 +29,12 @@ def fedavgm(
     return Method(cross_entropy(), average(), (sgd(server_lr, momentum=beta),))
 
 
-def _adaptive(
-    rule: AdaptiveRule,
-    server_lr: float,
-    *,
-    beta1: float,
-    beta2: float,
-    tau: float,
-) -> Method:
+def _adaptive(rule: AdaptiveRule, server_lr: float, *, beta1: float, beta2: float, tau: float) -> Method:
     step = adaptive(rule, lr=server_lr, beta1=beta1, beta2=beta2, tau=tau)
     return Method(cross_entropy(), average(), (step,))
 
 
-def fedadam(
-    *,
-    server_lr: Positive = 0.1,
-    beta1: Decay = 0.9,
-    beta2: Decay = 0.99,
-    tau: Positive = 1e-3,
-) -> Method:
+def fedadam(*, server_lr: Positive = 0.1, beta1: Decay = 0.9, beta2: Decay = 0.99, tau: Positive = 1e-3) -> Method:
     """FedAdam: the server takes Adam steps along the clients' mean move.
 
         D = sum_k p_k w_k - w,    m <- beta1 m + (1 - beta1) D,    v <- beta2 v + (1 - beta2) D^2
@@ -72,13 +55,7 @@ def fedadam(
     return _adaptive("adam", server_lr, beta1=beta1, beta2=beta2, tau=tau)
 
 
-def fedyogi(
-    *,
-    server_lr: Positive = 0.01,
-    beta1: Decay = 0.9,
-    beta2: Decay = 0.99,
-    tau: Positive = 1e-3,
-) -> Method:
+def fedyogi(*, server_lr: Positive = 0.01, beta1: Decay = 0.9, beta2: Decay = 0.99, tau: Positive = 1e-3) -> Method:
     """FedYogi: FedAdam whose second moment changes additively, so that it falls slowly.
 
         D = sum_k p_k w_k - w,    m <- beta1 m + (1 - beta1) D,    v <- v - (1 - beta2) D^2 sign(v - D^2)
@@ -98,12 +75,7 @@ def fedyogi(
     return _adaptive("yogi", server_lr, beta1=beta1, beta2=beta2, tau=tau)
 
 
-def fedadagrad(
-    *,
-    server_lr: Positive = 0.1,
-    beta1: Decay = 0.0,
-    tau: Positive = 1e-3,
-) -> Method:
+def fedadagrad(*, server_lr: Positive = 0.1, beta1: Decay = 0.0, tau: Positive = 1e-3) -> Method:
     """FedAdagrad: the server divides each coordinate's step by the root of all its past moves.
 
         D = sum_k p_k w_k - w,    m <- beta1 m + (1 - beta1) D,    v <- v + D^2
@@ -123,11 +95,7 @@ def fedadagrad(
 
 
 def fedopt(
-    *,
-    optimizer: Literal["sgd", "adam"] = "sgd",
-    server_lr: Positive = 0.1,
-    momentum: Decay = 0.9,
-    beta2: Decay = 0.999,
+    *, optimizer: Literal["sgd", "adam"] = "sgd", server_lr: Positive = 0.1, momentum: Decay = 0.9, beta2: Decay = 0.999
 ) -> Method:
     """FedOpt: the mean move, as a gradient, goes into an ordinary optimiser that lives on the server.
 

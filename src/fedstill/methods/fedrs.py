@@ -12,11 +12,7 @@ from fedstill.server.aggregate import average
 ScaleRule = Literal["binary", "proportional"]
 
 
-def fedrs(
-    *,
-    alpha: Share = 0.5,
-    rule: ScaleRule = "binary",
-) -> Method:
+def fedrs(*, alpha: Share = 0.5, rule: ScaleRule = "binary") -> Method:
     """FedRS: clients hold back the classes that they lack, which their own data would only push down.
 
         F_k = mean cross-entropy of softmax(alpha_c z_c),    w <- sum_{k in S} p_k w_k

@@ -10,11 +10,7 @@ from fedstill.local.terms import cross_entropy
 from fedstill.server.aggregate import average
 
 
-def kd(
-    *,
-    beta: NotNegative = 1.0,
-    tau: Temperature = 1.0,
-) -> Method:
+def kd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
     """KD: clients imitate the model they received while they fit their own data.
 
         F_k + beta tau^2 mean KL(softmax(z_global / tau) || softmax(z / tau)),    w <- sum_{k in S} p_k w_k

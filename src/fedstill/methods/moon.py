@@ -10,11 +10,7 @@ from fedstill.local.terms import cross_entropy
 from fedstill.server.aggregate import average
 
 
-def moon(
-    *,
-    mu: NotNegative = 0.1,
-    temperature: Temperature = 0.5,
-) -> Method:
+def moon(*, mu: NotNegative = 0.1, temperature: Temperature = 0.5) -> Method:
     """MOON: a client's representation stays near the global model's and leaves its own last one.
 
         F_k + mu mean -log(e^{cos(z, z_global) / T} / (e^{cos(z, z_global) / T} + e^{cos(z, z_previous) / T})),

@@ -11,11 +11,7 @@ from fedstill.server.memory import update_control
 from fedstill.server.optimizers import sgd
 
 
-def scaffold(
-    *,
-    option: ControlOption = "II",
-    global_lr: Positive = 1.0,
-) -> Method:
+def scaffold(*, option: ControlOption = "II", global_lr: Positive = 1.0) -> Method:
     """SCAFFOLD: control variates turn each client's direction into the federation's, so that clients do not drift.
 
         client:  v <- v - lr (grad F_k(v) + c - c_k) from v = w, which gives w_k

@@ -9,11 +9,7 @@ from fedstill.privacy.mechanisms import clip_and_noise
 from fedstill.server.aggregate import average
 
 
-def update_noise(
-    *,
-    sigma: NotNegative = 0.01,
-    clip: Positive | None = None,
-) -> Method:
+def update_noise(*, sigma: NotNegative = 0.01, clip: Positive | None = None) -> Method:
     """Update noise: FedAvg whose clients add Gaussian noise to the model that they send.
 
         w_k' = w + (w_k - w) min(1, clip / ||w_k - w||) + sigma e_k,  e_k ~ N(0, I),    w <- sum_{k in S} p_k w_k'

@@ -242,12 +242,7 @@ def _apply(module: nn.Module, reads_features: str | None, *, fold: bool) -> Appl
             skeleton.keep_features_of(reads_features)
 
     def apply(
-        weights: Weights,
-        x: Tensor,
-        *,
-        training: bool = False,
-        weight: Tensor | None = None,
-        seed: Tensor | None = None,
+        weights: Weights, x: Tensor, *, training: bool = False, weight: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[Output, Params]:
         if weight is not None and uses_batch[training]:
             # padding is replaced by a real row, so that whatever it holds (NaN too) cannot reach a gradient

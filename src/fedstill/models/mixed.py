@@ -50,12 +50,7 @@ def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], re
         return merge({name: model.init(seed) for name, model in models.items()})
 
     def apply(
-        weights: Weights,
-        x: Tensor,
-        *,
-        training: bool = False,
-        weight: Tensor | None = None,
-        seed: Tensor | None = None,
+        weights: Weights, x: Tensor, *, training: bool = False, weight: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[Output, Params]:
         ran = {
             name: model.apply(part_of(weights, name), x, training=training, weight=weight, seed=seed)

@@ -20,18 +20,7 @@ from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
 from fedstill.core.setup import Preparation
 from fedstill.core.trainer import Fitted, Trainer, threads
 from fedstill.core.tree import flatten, to_device, tree_map
-from fedstill.core.types import (
-    Model,
-    Need,
-    Objective,
-    Outlook,
-    Seed,
-    ServerStep,
-    Stage,
-    Training,
-    Tree,
-    Weights,
-)
+from fedstill.core.types import Model, Need, Objective, Outlook, Seed, ServerStep, Stage, Training, Tree, Weights
 
 VERSION = 2  # raise it when the same pretext, data and seed give another extractor
 PROBE_ROWS = 4  # what a network computes is told by so many inputs

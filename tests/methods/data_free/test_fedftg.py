@@ -23,12 +23,7 @@ from fedstill.methods.data_free.inventing import Generator, InventedStudent
 from fedstill.methods.lookup import build_method
 from fedstill.server.aggregate import average
 
-SHORT = {
-    "iterations": 2,
-    "batch_size": 4,
-    "generator": Generator(noise=3),
-    "student": InventedStudent(steps=2, lr=0.3),
-}
+SHORT = {"iterations": 2, "batch_size": 4, "generator": Generator(noise=3), "student": InventedStudent(steps=2, lr=0.3)}
 TINY = "fedftg(iterations=2, student.steps=2, batch_size=4, generator.noise=3, student.lr=0.3)"
 ELSEWHERE = {"simclr", "masked_lm", "next_token", "fedftg"}  # images or text, and itself
 SERVERS = {"avglogit", "avgprob", "feddf", "feddf_gen", "fedaux", "fedbe", "mrtf", "d2cfl"}  # refine models too
@@ -197,12 +192,7 @@ def test_defaults_are_those_of_the_released_code_but_for_one_generator_step_on_a
     assert student.batch_norm == "frozen"
 
 
-PAPER = {
-    "discrepancy": "kl",
-    "discrepancy_through": "both",
-    "student_loss": "reverse_kl",
-    "student_scale": "batch",
-}
+PAPER = {"discrepancy": "kl", "discrepancy_through": "both", "student_loss": "reverse_kl", "student_scale": "batch"}
 RELEASED = {"clients": "each", "cls_weights": "client"}
 TRAIN = {"student": dataclasses.replace(SHORT["student"], batch_norm="train")}
 FORMS = {"correct": fedftg(**SHORT)}

@@ -58,8 +58,7 @@ def test_where_no_part_is_on_nothing_is_asked_of_the_clients():
 
 
 @pytest.mark.parametrize(
-    "other",
-    [*("fedprox(mu=0.1)", "moon", "fedlmd", "fedavgm"), "scaffold+average", "feddyn+average"],
+    "other", [*("fedprox(mu=0.1)", "moon", "fedlmd", "fedavgm"), "scaffold+average", "feddyn+average"]
 )
 def test_it_joins_any_local_method_and_is_that_method_in_the_first_round(other):
     together, alone = joined(with_fedgen(other)), joined(other)

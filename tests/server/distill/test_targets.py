@@ -217,8 +217,7 @@ BOTH = [[[0.8, 0.1, 0.1], [0.4, 0.35, 0.25]], [[0.1, 0.85, 0.05], [0.5, 0.3, 0.2
 
 
 @pytest.mark.parametrize(
-    ("rule", "sure", "kept"),
-    [(maximum_rule, [0.85, 0.5], [True, False]), (mean_rule, [0.475, 0.45], [False, False])],
+    ("rule", "sure", "kept"), [(maximum_rule, [0.85, 0.5], [True, False]), (mean_rule, [0.475, 0.45], [False, False])]
 )
 def test_both_rules_as_worked_by_hand(rule, sure, kept):
     targets = rule(number(BOTH), 0.75)

@@ -118,11 +118,7 @@ def test_clients_that_agree_leave_nothing_to_sample(sampler):
     torch.testing.assert_close(drawn, mean.expand(4, 2), rtol=1e-12, atol=1e-12)
 
 
-@given(
-    st.lists(st.floats(-5, 5), min_size=1, max_size=5),
-    st.floats(1e-4, 1e4),
-    st.integers(0, 2**32),
-)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=5), st.floats(1e-4, 1e4), st.integers(0, 2**32))
 def test_dirichlet_samples_lie_between_the_clients(values, alpha, seed):
     round = this_round([at(value, 0.0) for value in values], [k + 1 for k in range(len(values))], start=at(0.0, 0.0))
     drawn = dirichlet_samples(at(0.0, 0.0), replace(round, seed=seed), count=50, alpha=alpha).params["w"][:, 0]

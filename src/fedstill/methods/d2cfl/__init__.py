@@ -57,8 +57,5 @@ def d2cfl(
     Reference: Wang et al., Migrating Federated Learning to Centralized Learning with the Leverage of Unlabeled Data,
         2022, Algorithm 1.
     """
-    step = migrate(
-        student,
-        Migration(mix_alpha, beta, past, warm_up, threshold, least, rule, rollback, student_start),
-    )
+    step = migrate(student, Migration(mix_alpha, beta, past, warm_up, threshold, least, rule, rollback, student_start))
     return Method(cross_entropy(), average(), (step if feedback else report_only(step),))

@@ -8,15 +8,7 @@ from fedstill.compose.wrappers import send_only
 from fedstill.core.limits import CountOrNone, Several
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.data_free.hard_samples import (
-    Contest,
-    Distance,
-    Ensemble,
-    Labels,
-    Level,
-    hard_samples,
-    hardness,
-)
+from fedstill.methods.data_free.hard_samples import Contest, Distance, Ensemble, Labels, Level, hard_samples, hardness
 from fedstill.methods.data_free.inventing import Generator, InventedStudent
 from fedstill.server.aggregate import average
 

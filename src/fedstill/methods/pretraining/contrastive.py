@@ -154,12 +154,7 @@ def _first_projection(width: int, hidden: int, projection: int, seed: Seed) -> P
 
 def _two_views(model: Model) -> Apply:
     def apply(
-        weights: Weights,
-        x: Tensor,
-        *,
-        training: bool = False,
-        weight: Tensor | None = None,
-        seed: Tensor | None = None,
+        weights: Weights, x: Tensor, *, training: bool = False, weight: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[Output, Params]:
         head = {name: weights.params[name] for name in PROJECTION}
         own = Weights({n: p for n, p in weights.params.items() if n not in head}, weights.buffers)

@@ -42,10 +42,7 @@ def masked_lm(
     return _from_pretrained(pretext, training)
 
 
-def next_token(
-    *,
-    training: Pretraining = Pretraining(clip=1.0),
-) -> Method:
+def next_token(*, training: Pretraining = Pretraining(clip=1.0)) -> Method:
     """Next-token prediction: before round 1 the text network learns to continue the unlabeled text.
 
         L = mean over i of -log p(x_{i+1} | x_1, ..., x_i)
