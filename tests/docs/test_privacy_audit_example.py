@@ -21,7 +21,8 @@ from fedstill.core.types import Uploads, Weights
 from fedstill.methods import fedaux
 from fedstill.methods.fedaux import certainty
 from fedstill.methods.fedaux.certainty import Scoring, client_answer, sensitivity
-from fedstill.privacy import analytic_gaussian_multiplier, classic_multiplier, noisy_mean
+from fedstill.privacy.accountant import analytic_gaussian_multiplier, classic_multiplier
+from fedstill.privacy.mechanisms import noisy_mean
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "privacy_audit.py"))
 audit, allowed_advantage = EXAMPLE["audit"], EXAMPLE["allowed_advantage"]

@@ -21,7 +21,7 @@ from fedstill.loop.setup import Asked
 from fedstill.methods import METHODS, dp_fedavg, fedaux, fedavg, scaffold
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
-from fedstill.privacy import Event, analytic_gaussian_multiplier, epsilon_after, epsilon_of
+from fedstill.privacy.accountant import Event, analytic_gaussian_multiplier, epsilon_after, epsilon_of
 from fedstill.privacy.plan import Privacy
 from fedstill.server.aggregate import average
 

@@ -21,7 +21,7 @@ from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
 from fedstill.methods import dp_fedavg, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
-from fedstill.privacy import noisy_mean, noisy_moves
+from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
 
 START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"mean": torch.tensor([7.0])})
 MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5

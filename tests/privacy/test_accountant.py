@@ -14,19 +14,18 @@ from quick import quick_if
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Release
 from fedstill.methods import dp_fedavg
-from fedstill.privacy import (
+from fedstill.privacy import accountant as accountant_module
+from fedstill.privacy.accountant import (
+    SMALLEST_DELTA,
     Event,
-    Privacy,
-    Stretch,
     analytic_gaussian_multiplier,
     classic_multiplier,
     delta_of,
     epsilon_after,
     epsilon_of,
-    statement,
 )
-from fedstill.privacy import accountant as accountant_module
-from fedstill.privacy.accountant import SMALLEST_DELTA
+from fedstill.privacy.plan import Privacy
+from fedstill.privacy.statement import Stretch, statement
 
 DELTA = 1e-5
 ALL = ("model", "buffers", "numbers")

@@ -21,7 +21,7 @@ from fedstill.loop.guard import Guard, admit
 from fedstill.methods import update_noise
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
-from fedstill.privacy import clip_and_noise
+from fedstill.privacy.mechanisms import clip_and_noise
 
 START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"seen": torch.tensor(7)})
 MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5

@@ -14,8 +14,8 @@ from fedstill.core.tree import byte_size
 from fedstill.core.types import Model, Release, Training, Weights
 from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method
-from fedstill.privacy import Privacy, Stretch, statement
-from fedstill.privacy.statement import shown
+from fedstill.privacy.plan import Privacy
+from fedstill.privacy.statement import Stretch, shown, statement
 
 DELTA = 1e-5
 ALL = ("model", "buffers", "numbers")

@@ -18,19 +18,6 @@ from fedstill.core.types import Federation, Model
 from fedstill.engine.engine import Engine
 from fedstill.engine.mixed import MixedEngine
 
-__all__ = [
-    "ENGINES",
-    "PRECISIONS",
-    "Engine",
-    "Engines",
-    "MixedEngine",
-    "build_engine",
-    "build_engines",
-    "check_compiler",
-    "check_engine",
-    "choose_device",
-]
-
 PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
 
 
