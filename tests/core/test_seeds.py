@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fedstill.core.seeds import (
     bits,
+    cohort_size,
     normal,
     numpy_generator,
     seed_for,
@@ -148,3 +149,8 @@ def test_the_global_stream_is_lent_and_given_back_even_after_an_error():
         raise KeyError
     assert torch.equal(drawn[0], drawn[1])
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_share_of_the_population_is_rounded_to_the_nearest_count():
+    """A quarter of 7 clients is 1.75 and of 5 is 1.25; a thousandth of 7 is still one client."""
+    assert [cohort_size(0.25, 7), cohort_size(0.25, 5), cohort_size(0.001, 7)] == [2, 1, 1]

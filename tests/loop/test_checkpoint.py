@@ -155,6 +155,25 @@ def test_every_bit_of_the_state_itself_is_watched(damaged_folder, newest_bytes):
         assert damage(damaged_folder, bytes(content)).round == 1
 
 
+@pytest.mark.parametrize("part", ["state.safetensors", "clients-0001.safetensors", "state.json"])
+def test_a_part_that_was_replaced_in_a_sound_zip_is_noticed(damaged_folder, newest_bytes, part):
+    """The zip's own checksums fit the new bytes, so only the digest in the manifest can tell."""
+    rewritten = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(newest_bytes)) as old, zipfile.ZipFile(rewritten, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == part:
+                # another number of the same length: the last byte of the tensors, or the round
+                swapped = content[:-1] + bytes([content[-1] ^ 1])
+                content = content.replace(b'"round": 2', b'"round": 3', 1) if part == "state.json" else swapped
+                assert content != old.read(name)
+                assert len(content) == len(old.read(name))
+            new.writestr(name, content)
+    with zipfile.ZipFile(rewritten) as archive:
+        assert archive.testzip() is None
+    assert_is_state(damage(damaged_folder, rewritten.getvalue()), state_of(1))
+
+
 def test_falling_back_is_told_in_the_log_and_the_damaged_one_is_set_aside(tmp_path, caplog):
     for number in (1, 2):
         save_checkpoint(state_of(number), tmp_path)

@@ -185,6 +185,15 @@ def test_a_missed_quorum_voids_the_round_and_says_so(door):
 
 
 @DOORS
+@pytest.mark.parametrize("quorum", [3, 0.75])
+def test_a_quorum_of_exactly_the_uploads_that_are_left_is_met(door, quorum):
+    uploads, start = toy_uploads(label_counts=True)
+    admitted = door(poison_params(uploads, math.nan), start, Guard(quorum=quorum))
+    assert admitted.uploads.ids.tolist() == [10, 11, 13]
+    assert [r["client"] for r in admitted.records] == [12]
+
+
+@DOORS
 def test_nobody_left_is_a_missed_quorum_whatever_it_is(door):
     uploads, start = toy_uploads(label_counts=True)
     admitted = door(uploads._replace(size=torch.zeros(4, dtype=torch.float64)), start, Guard(quorum=0))

@@ -14,7 +14,7 @@ from toy import same_bits
 
 from fedstill.compose.wrappers import report_only, send_only
 from fedstill.core.tree import tree_map
-from fedstill.core.types import Method, Need, Objective, ServerStep, Targets, Training
+from fedstill.core.types import Method, Need, Objective, Phase, ServerStep, Targets, Training
 from fedstill.loop.checkpoint import load_weights
 from fedstill.loop.resume import TARGETS_FILE
 from fedstill.loop.round import look_at_targets
@@ -159,3 +159,30 @@ def test_no_method_sees_the_truth_and_labeled_data_only_those_that_declare_it():
         assert not any(tensor.shape == truth.shape and torch.equal(tensor, truth) for tensor in tensors)
     assert seen[0].validation is None
     assert torch.equal(seen[1].validation[1], held[1])
+
+
+def test_label_counts_leave_only_in_the_phases_whose_method_declares_them():
+    """Two rounds without, two with: the bytes that clients send grow by a float32 for each class."""
+    seen: list = []
+
+    def counting(*needs: Need) -> Method:
+        def apply(candidate, state, round):
+            seen.append(round.uploads.label_counts)
+            return candidate, state
+
+        return Method(Objective(cross_entropy), average(), (ServerStep("look", apply, needs=frozenset(needs)),))
+
+    federation, model = toy_federation(), linear_model()
+    result = federate(
+        method=(Phase(counting(), until=2), Phase(counting(Need.LABEL_COUNTS_UPLOADED))),
+        model=model,
+        federation=federation,
+        engine=LoopEngine(model, federation),
+        training=Training(batch_size=6, lr=0.2),
+        rounds=4,
+        cohort=5,
+    )
+    assert [counts is None for counts in seen] == [True, True, False, False]
+    assert seen[2].sum(dim=1).tolist() == [12.0] * 5
+    sent = [row["bytes_up"] for row in result.history.rows]
+    assert [later - sent[0] for later in sent] == [0, 0, 5 * CLASSES * 4, 5 * CLASSES * 4]
