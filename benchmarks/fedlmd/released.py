@@ -11,10 +11,10 @@ from torch import Tensor
 from fedstill.compose.combine import combine
 from fedstill.core.tree import dot, zeros_like
 from fedstill.core.types import Batch, Local, Method, Need, Objective, Output, Tree, Weights, nothing
-from fedstill.local.contrast import Previous, model_contrast
 from fedstill.local.terms import control_variates, cross_entropy
+from fedstill.methods.moon import Previous, model_contrast
+from fedstill.methods.scaffold import update_control
 from fedstill.server.aggregate import average, normalized_average
-from fedstill.server.memory import update_control
 
 
 def scaffold() -> Method:

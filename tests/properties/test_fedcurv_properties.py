@@ -13,8 +13,8 @@ from by_hand import (
     with_quadratic,
 )
 
-from fedstill.local import curvature
 from fedstill.methods import fedavg, fedcurv
+from fedstill.methods.fedcurv import curvature
 
 CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0), quadratic_data(2.0, -1.0)]
 DATA = [blobs(k, 8 + 4 * k) for k in range(3)]

@@ -1,9 +1,6 @@
 """What clients minimise: terms that add up."""
 
 from fedstill.core.tree import full_precision
-from fedstill.local.contrast import contrast_loss, model_contrast, previous_model
-from fedstill.local.curvature import curvature
-from fedstill.local.discrepancy import kernel_discrepancy, mean_discrepancy
 from fedstill.local.distillation import (
     label_masked_distillation,
     masked_distillation_loss,
@@ -17,21 +14,15 @@ from fedstill.local.terms import control_variates, cross_entropy, dynamic_regula
 
 __all__ = [
     "class_scales",
-    "contrast_loss",
     "control_variates",
     "cross_entropy",
-    "curvature",
     "dynamic_regularization",
     "full_precision",
-    "kernel_discrepancy",
     "label_masked_distillation",
     "majority",
     "masked_distillation_loss",
-    "mean_discrepancy",
-    "model_contrast",
     "not_true_distillation",
     "plain_distillation",
-    "previous_model",
     "proximal",
     "restricted_softmax",
     "smoothed_cross_entropy",

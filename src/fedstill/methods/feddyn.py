@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from fedstill.compose.combine import combine
 from fedstill.core.limits import Positive
-from fedstill.core.types import Method
+from fedstill.core.tree import add, zeros_like
+from fedstill.core.types import Method, Round, ServerStep, Stage, Tree, Weights
 from fedstill.local.terms import cross_entropy, dynamic_regularization
-from fedstill.server.aggregate import average
-from fedstill.server.memory import dynamic_correction
+from fedstill.server.aggregate import average, participation, shares, weighted_sum
+
+
+def dynamic_correction(alpha: float) -> ServerStep:
+    """h <- h - alpha (|S| / N) sum_k p_k (w_k - w), then w = candidate - h / alpha (FedDyn).
+
+    h stays the mean of all clients' g_k, whatever the candidate was made by; buffers are the candidate's. p_k is that
+    of the method's aggregate.
+    """
+
+    def init(weights: Weights) -> Tree:
+        return {"dyn_mean": zeros_like(weights.params)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        moves = {name: now - round.start.params[name] for name, now in round.uploads.weights.params.items()}
+        move = weighted_sum(moves, shares(round.uploads, round.weighting))
+        mean = add(state["dyn_mean"], move, -alpha * participation(round))
+        return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
+
+    return ServerStep("dyn", apply, init, stage=Stage.MOVE)
 
 
 def feddyn(*, alpha: Positive = 0.01) -> Method:

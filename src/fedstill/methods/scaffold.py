@@ -4,11 +4,34 @@ from __future__ import annotations
 
 from fedstill.compose.combine import combine
 from fedstill.core.limits import Positive
-from fedstill.core.types import Method
+from fedstill.core.tree import add, zeros_like
+from fedstill.core.types import Method, Round, ServerStep, Stage, Tree, Weights
 from fedstill.local.terms import ControlOption, control_variates, cross_entropy
-from fedstill.server.aggregate import average
-from fedstill.server.memory import update_control
+from fedstill.server.aggregate import Weighting, average, participation, shares, weighted_sum
 from fedstill.server.optimizers import sgd
+
+
+def update_control(weighting: Weighting | None = None) -> ServerStep:
+    """c <- c + (|S| / N) sum_k p_k (c_k+ - c_k); the model passes through (SCAFFOLD, Alg. 1).
+
+    Under full participation c stays sum_k p_k c_k. p_k is that of the method's aggregate unless `weighting` says
+    otherwise, because with other weights the corrections c - c_k no longer cancel over the cohort.
+
+    Slots: reads the upload "control_delta", broadcasts "control".
+    """
+
+    def init(weights: Weights) -> Tree:
+        return {"control": zeros_like(weights.params)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        share = shares(round.uploads, weighting or round.weighting)
+        delta = weighted_sum(round.uploads.extra["control_delta"], share)
+        return candidate, {"control": add(state["control"], delta, participation(round))}
+
+    def broadcast(state: Tree) -> Tree:
+        return {"control": state["control"]}
+
+    return ServerStep("control", apply, init, broadcast, stage=Stage.KEEP)
 
 
 def scaffold(*, option: ControlOption = "II", global_lr: Positive = 1.0) -> Method:

@@ -11,7 +11,6 @@ from fedstill.server.aggregate import (
     trimmed_mean,
 )
 from fedstill.server.distill.step import distill
-from fedstill.server.memory import dynamic_correction, sum_curvature, update_control
 from fedstill.server.optimizers import adam, adaptive, sgd
 
 __all__ = [
@@ -20,14 +19,11 @@ __all__ = [
     "adaptive",
     "average",
     "distill",
-    "dynamic_correction",
     "geometric_median",
     "krum",
     "median",
     "norm_bound",
     "normalized_average",
     "sgd",
-    "sum_curvature",
     "trimmed_mean",
-    "update_control",
 ]

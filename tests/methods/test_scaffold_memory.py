@@ -2,7 +2,9 @@ import pytest
 from by_hand import number, round_of, scalar, uploads_of
 
 from fedstill.core.types import Stage
-from fedstill.server import dynamic_correction, sum_curvature, update_control
+from fedstill.methods.fedcurv import sum_curvature
+from fedstill.methods.feddyn import dynamic_correction
+from fedstill.methods.scaffold import update_control
 
 
 def control_after(deltas, sizes, *, population, weighting="uniform", control=1.0):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 from fedstill.core.types import Batch, Need, Output
-from fedstill.local import kernel_discrepancy, mean_discrepancy, start_model
+from fedstill.local import start_model
+from fedstill.methods.fedmmd import kernel_discrepancy, mean_discrepancy
 
 H, R = number([[0.0], [2.0]]), number([[1.0], [3.0]])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Traits, Weights
-from fedstill.local import curvature
+from fedstill.methods.fedcurv import curvature
 from fedstill.models import build_model
 
 U, THETA = (2.0, 1.0, 0.5), (1.0, -1.0, 3.0)
@@ -98,7 +98,7 @@ def test_padding_does_not_count(fisher, expected):
 
 @pytest.mark.parametrize("entries", [1, 2, 4, 1 << 24])
 def test_how_many_samples_run_at_once_changes_nothing(monkeypatch, entries):
-    home = import_module("fedstill.local.curvature")
+    home = import_module("fedstill.methods.fedcurv")
     monkeypatch.setattr(home, "_ENTRIES", entries)  # one parameter: so many samples
     assert measured("per_sample", slopes_of(1.0, 2.0, 3.0, 4.0, 5.0)) == pytest.approx(11.0)
 
@@ -164,7 +164,7 @@ def test_many_clients_at_once_are_measured_as_one_after_the_other(monkeypatch, f
         lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, stack([model.init(s) for s in (1, 2)])
     )
     parameters = sum(leaf[0].numel() for leaf in clients.params.values())
-    monkeypatch.setattr(import_module("fedstill.local.curvature"), "_ENTRIES", 3 * parameters)
+    monkeypatch.setattr(import_module("fedstill.methods.fedcurv"), "_ENTRIES", 3 * parameters)
     x = torch.randn(2, 5, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batches = Batch(x, torch.arange(10).reshape(2, 5) % 3, number([[1.0] * 5, [1.0] * 2 + [0.0] * 3]))
 

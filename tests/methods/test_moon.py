@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Need, Output, Weights
-from fedstill.local import contrast_loss, cross_entropy, model_contrast, not_true_distillation, previous_model
+from fedstill.local import cross_entropy, not_true_distillation
+from fedstill.methods.moon import contrast_loss, model_contrast, previous_model
 
 X, Y = number([[1.0, 0.0]]), number([[0.0, 1.0]])
 POLICIES = ("skip", "init", "start")
