@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quick import EITHER_ENGINE
-from server_rounds import CLIENTS, EACH, clients_models, federation, furthest, network, run, same_bits, server_round
+from server_rounds import CLIENTS, EACH, clients_models, federation, network, run, server_round
 from students import form
 from torch import nn
+from toy import furthest, same_bits
 from whole_server import whole
 
 from fedstill.core.errors import FedstillError
@@ -164,5 +165,5 @@ def test_the_released_preset_keeps_it():
 
 
 def test_it_is_refused_where_the_result_is_not_the_last_model():
-    with pytest.raises(FedstillError, match=r"method\.keep_optimizer has no use with patience"):
-        build_method("feddf", {"keep_optimizer": True, "patience": 5})
+    with pytest.raises(FedstillError, match=r"method\.student\.keep_optimizer has no use with patience"):
+        build_method("feddf", {"student": {"keep_optimizer": True, "patience": 5}})

@@ -11,8 +11,10 @@ import dataclasses
 import pytest
 import safetensors.torch
 import torch
-from method_rows import CLASSES, ROWS, SIZES, distance, federation, form_of, network, run, same_bits
+from method_rows import CLASSES, ROWS, SIZES, distance, federation, form_of, network, run
 from quick import EITHER_ENGINE
+from running import changed_on_the_way
+from toy import same_bits
 from whole_server import watched
 
 from fedstill.core.needs import needs_of
@@ -48,7 +50,7 @@ def sent(method, **how) -> list[Uploads]:
         seen.append(uploads)
         return uploads
 
-    run(dataclasses.replace(method, transmit=look), **how)
+    run(changed_on_the_way(method, look), **how)
     return seen
 
 

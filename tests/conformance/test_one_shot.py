@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from method_rows import ROWS, SIZES, network, row_of, run, same_bits
+from method_rows import ROWS, SIZES, network, row_of, run
 from quick import quick_if
+from toy import same_bits
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import leaves

@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from method_rows import network, run, same_bits
+from method_rows import network, run
+from papers import BENCHMARKS
 from quick import EITHER_ENGINE, first_quick
 from students import student_of
+from toy import same_bits
 from whole_server import watched
 
 from fedstill.compose.phases import method_at, phases_of, share_states
@@ -62,7 +64,7 @@ def test_a_switch_before_the_first_or_after_the_last_round_is_no_switch(engine):
     first_quick(
         [
             "scaffold+fedavgm",
-            f'mrtf({REFINED}, preset="released")',
+            f"{BENCHMARKS}/mrtf/released.py:mrtf({REFINED})",
             f'd2cfl({LABELS}, rule="mean", rollback="fixed")',
             "scaffold",
             "fedavgm",

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from papers import released
-from server_rounds import CLASSES, FEATURES, federation, furthest, network, points, run, same_bits
+from server_rounds import CLASSES, FEATURES, federation, network, points, run
 from students import form
+from toy import furthest, same_bits
 from weighed import weighed
 from whole_server import as_one, watched, whole
 

@@ -8,19 +8,9 @@ import pytest
 import students
 import torch
 from by_hand import number, round_of, uploads_of
-from server_rounds import (
-    CLASSES,
-    clients_models,
-    federation,
-    furthest,
-    network,
-    points,
-    run,
-    same_bits,
-    served,
-    server_round,
-)
+from server_rounds import CLASSES, clients_models, federation, network, points, run, served, server_round
 from students import form, student_of
+from toy import furthest, same_bits
 from weighed import weighed
 from whole_server import watched, whole
 

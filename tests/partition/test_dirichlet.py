@@ -8,7 +8,7 @@ import pytest
 from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts
 from fedstill.partition.by_class import cut_evenly
-from fedstill.partition.common import hold_out
+from fedstill.partition.common import keep_large
 from fedstill.partition.dirichlet import column_counts, floor_counts, sinkhorn
 from fedstill.partition.skew import top_class_share
 
@@ -127,9 +127,11 @@ def test_a_fifth_of_each_clients_rows_is_left_unused_as_in_mrtfs_code(name: str,
 
 def test_at_least_one_row_is_held_out_and_one_is_left() -> None:
     parts = [np.arange(4), np.array([7]), np.arange(0), np.arange(29)]
-    assert [part.tolist() for part in hold_out(parts, 0.2)] == [[0, 1, 2], [7], [], list(range(24))]
-    assert [len(part) for part in hold_out([np.arange(100)], 0.29)] == [71]  # 0.29 * 100 is 28.999999999999996
-    assert hold_out(parts, 0.0) is parts
+    assert [part.tolist() for part in keep_large(parts, 0, held_out=0.2)] == [[0, 1, 2], [7], [], list(range(24))]
+    assert [len(part) for part in keep_large([np.arange(100)], 0, held_out=0.29)] == [
+        71
+    ]  # 0.29 * 100 is 28.999999999999996
+    assert keep_large(parts, 0, held_out=0.0) == parts
 
 
 def test_the_papers_class_counts_are_those_of_the_80_percent_that_clients_train_on() -> None:

@@ -8,20 +8,9 @@ import inspect
 import pytest
 import torch
 from quick import EITHER_ENGINE, first_quick
-from server_rounds import (
-    CLASSES,
-    FEATURES,
-    LOCAL,
-    clients_models,
-    federation,
-    furthest,
-    in_float64,
-    network,
-    run,
-    same_bits,
-    server_round,
-)
+from server_rounds import CLASSES, FEATURES, LOCAL, clients_models, federation, in_float64, network, run, server_round
 from torch import nn
+from toy import furthest, same_bits
 from weighed import weighed
 
 from fedstill.compose.combine import on_the_way
@@ -37,11 +26,16 @@ from fedstill.methods.lookup import build_method
 from fedstill.models import from_module
 from fedstill.models.mixed import mixed_model
 from fedstill.server.aggregate import average
+from fedstill.server.distill.student import Student
 
 THREE = {"net": "norm", "cohort": 3}  # thirds: a sum of three is not what it was
 HEAD_ONLY = dataclasses.replace(LOCAL, part="head", weight_decay=0.01)
 SHORT = {"steps": 6, "batch_size": 8}
-STUDENTS = {name for name, method in METHODS.items() if "student" in inspect.signature(method).parameters} - {"d2cfl"}
+STUDENTS = {
+    name
+    for name, method in METHODS.items()
+    if (option := inspect.signature(method).parameters.get("student")) and isinstance(option.default, Student)
+} - {"d2cfl"}
 # the server of these trains or mixes whole models, and has no option for a part
 WHOLE = {name for name in METHODS if name not in STUDENTS and Need.UNLABELED in needs_of(build_method(name)[0].method)}
 WHOLE.add("feddf_gen")  # which is refused
@@ -120,7 +114,7 @@ def test_head_only_feddf_is_head_only_fedavg(net, optimizer):
 
 
 def test_with_whole_models_there_is_something_to_learn():
-    found = run(build_method("feddf", SHORT)[0].method, training=LOCAL)
+    found = run(build_method("feddf", {"student": SHORT})[0].method, training=LOCAL)
     assert all(row["server/distill_loss_before"] > 1e-4 for row in found.history.rows)
 
 
@@ -195,15 +189,15 @@ class Headless(nn.Module):
         (
             "fedavg",
             HEAD_ONLY,
-            r"^fedavg with local\.part = 'head' needs a model whose last layer can be called alone \(",
+            r"^method\.name = 'fedavg' with local\.part = 'head' needs a model whose last layer can be called alone \(",
         ),
-        ("feddf", LOCAL, r"^feddf needs .*a model whose last layer can be called alone \(use a model whose last layer"),
+        ("feddf", LOCAL, r"^method\.name = 'feddf' needs .*a model whose last layer can be called alone \(use a model"),
     ],
 )
 def test_a_model_without_a_head_is_told_before_the_first_round(name, training, told):
     model = from_module(Headless, input_shape=(FEATURES,), classes=CLASSES)
     with pytest.raises(FedstillError, match=told):
-        run(build_method(name, options_of(name))[0].method, model=model, training=training, method=name)
+        run(build_method(name, options_of(name))[0].method, model=model, training=training, label=name)
 
 
 def test_the_student_declares_that_it_needs_a_head():

@@ -5,9 +5,10 @@ import math
 import pytest
 import students
 import torch
-from server_rounds import CLASSES, clients_models, federation, furthest, network, run, same_bits, served, server_round
+from server_rounds import CLASSES, clients_models, federation, network, run, served, server_round
 from students import form, student_of
 from torch import nn
+from toy import furthest, same_bits
 from weighed import weighed
 
 from fedstill.core.seeds import seed_for

@@ -8,7 +8,7 @@ import pytest
 import slow_fedftg as reference
 from hard_rounds import COUNTS, contest, models_of, network, play
 from papers import module_of
-from server_rounds import furthest
+from toy import furthest
 
 from fedstill.core.types import Weights
 from fedstill.methods.data_free.hard_samples import discrepancy, hardness

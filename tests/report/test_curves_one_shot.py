@@ -9,7 +9,8 @@ import re
 import pytest
 import torch
 from pictures import assert_no_label_is_clipped
-from server_rounds import CLIENTS, LOCAL, federation, network, run, same_bits
+from server_rounds import CLIENTS, LOCAL, federation, network, run
+from toy import same_bits
 from typer.testing import CliRunner
 from weighed import weighed
 

@@ -54,6 +54,7 @@ class Watched:
     engine: Any
     trainings: list[Training] = field(default_factory=list)
     looks: list[int] = field(default_factory=list)
+    steps: int = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -61,11 +62,20 @@ class Watched:
     def fit(self, objective, start, x, y, training, seed, *, watch=None, **how):
         self.trainings.append(training)
 
-        def noted(done: int, now: Weights) -> bool:
-            self.looks.append(done)
+        def counted(done: int, now: Weights) -> bool:
+            self.steps = done
             return watch(done, now)
 
-        return self.engine.fit(objective, start, x, y, training, seed, watch=None if watch is None else noted, **how)
+        fitted = self.engine.fit(
+            objective, start, x, y, training, seed, watch=None if watch is None else counted, **how
+        )
+        self.steps = 0
+        return fitted
+
+    def outputs(self, *given, **how):
+        if self.steps:
+            self.looks.append(self.steps)
+        return self.engine.outputs(*given, **how)
 
 
 def server_round(

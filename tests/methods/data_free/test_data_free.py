@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 import torch
-from server_rounds import LOCAL, furthest, run, same_bits
+from server_rounds import LOCAL, run
+from toy import furthest, same_bits
 from whole_server import as_one, whole
 
 from fedstill.core.errors import FedstillError

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from papers import module_of
-from server_rounds import CLASSES, clients_models, network, preparation_of, same_bits, server_round
+from server_rounds import CLASSES, clients_models, network, preparation_of, server_round
 from torch import nn
+from toy import same_bits
 
 from fedstill.core.seeds import seed_for
 from fedstill.core.tree import rows

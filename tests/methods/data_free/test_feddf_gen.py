@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from server_rounds import furthest, run, same_bits
+from server_rounds import run
+from toy import furthest, same_bits
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join

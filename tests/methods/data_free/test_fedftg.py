@@ -10,7 +10,8 @@ import pytest
 import torch
 from papers import released
 from server_rounds import LOCAL as TRAINING
-from server_rounds import federation, furthest, network, run, same_bits
+from server_rounds import federation, network, run
+from toy import furthest, same_bits
 from whole_server import as_one, whole
 
 from fedstill.about.toy import trial_federation, trial_model

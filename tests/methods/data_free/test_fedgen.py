@@ -9,7 +9,8 @@ import pytest
 import torch
 from papers import released
 from quick import EITHER_ENGINE
-from server_rounds import CLASSES, furthest, network, run, same_bits
+from server_rounds import CLASSES, network, run
+from toy import furthest, same_bits
 
 from fedstill.compose.combine import bound_to
 from fedstill.core.errors import FedstillError

@@ -22,8 +22,9 @@ from hard_rounds import (
     play,
 )
 from papers import module_of
-from server_rounds import furthest, preparation_of, same_bits
+from server_rounds import preparation_of
 from torch import nn
+from toy import furthest, same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, unflatten

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from server_rounds import CLASSES, clients_models, network, preparation_of, same_bits, server_round
+from server_rounds import CLASSES, clients_models, network, preparation_of, server_round
+from toy import same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Model, Outlook, Output, Weights

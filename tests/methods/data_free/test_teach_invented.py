@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from server_rounds import CLASSES, FEATURES, clients_models, furthest, network, preparation_of, same_bits
+from server_rounds import CLASSES, FEATURES, clients_models, network, preparation_of
 from server_rounds import server_round as plain_round
 from torch import nn
+from toy import furthest, same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import clone, flatten, unflatten
