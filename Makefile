@@ -24,7 +24,7 @@ lint: .venv/for-test
 	$(BIN)/mypy
 
 unit: .venv/for-test
-	$(PYTEST) -n $(WORKERS) src tests
+	$(PYTEST) -n $(WORKERS) src tests benchmarks
 
 test-all: lint .venv/for-test  ## lint and every test that needs no GPU (the whole matrix, slow ones too); prints the coverage
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu' --cov --cov-report=term:skip-covered

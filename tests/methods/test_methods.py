@@ -2,7 +2,6 @@ import inspect
 
 import pytest
 
-from fedstill import methods
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.types import Method, Need
@@ -60,10 +59,6 @@ def test_every_docstring_says_what_it_reveals_and_where_it_differs(name):
     sections = [*options, "Reveals:", "Differs from the paper:", "Reference:"]
     places = [text.index(f"\n{section}") for section in sections]
     assert places == sorted(places)
-
-
-def test_the_public_names_are_the_registry_and_its_methods():
-    assert sorted(methods.__all__) == sorted(["METHODS", *METHODS])
 
 
 @pytest.mark.parametrize(
