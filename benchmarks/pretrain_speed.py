@@ -7,7 +7,7 @@ On random bytes, in one process; an image counts once, though two views of it ar
 the repeats counts (other work on the machine only ever adds).
 
     views    `Feed.batch` with two random views a sample, normalised; on a GPU replayed as a CUDA graph, as in a step.
-    step     One epoch of `Trainer.proceed` as the server's pre-training calls it: plan, views, two forward passes,
+    step     One epoch of `Trainer.fit` as the server's pre-training calls it: plan, views, two forward passes,
              NT-Xent, gradient and Adam. The first call (which compiles and captures the step) is not timed.
 
 With --check the exit code is 1 if a GPU takes 50,000 images a second or fewer through whole steps. An H200 takes
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.seeds import bits, seed_for
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import to_device
 from fedstill.core.types import Dataset, Federation, Training
 from fedstill.engine import Engine, build_engine
@@ -103,7 +104,7 @@ def whole_steps(engine: Engine, x: Tensor, batch: int) -> Callable[[], object]:
     pretext = simclr_pretext(Training(epochs=1, batch_size=batch, optimizer="adam", lr=1e-3, weight_decay=1e-6))
     model = pretext.model(engine.model)
     trainer, start, y = engine.lend(model), to_device(model.init(0), engine.device), pretext.targets(x)
-    return lambda: trainer.proceed(pretext.objective, start, x, y, pretext.training, 0, optimizer={}).loss.item()
+    return lambda: trainer.fit(Lesson(pretext.objective, x, y, pretext.training), start, 0, optimizer={}).loss.item()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -37,6 +37,7 @@ import torch
 from costs import HEAD, Line, shortest, show
 from torch import Tensor, nn
 
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import byte_size, rows, stack, to_device
 from fedstill.core.types import Dataset, Federation, Training, Weights
 from fedstill.engine import Engine, build_engine, build_engines, choose_device
@@ -173,7 +174,7 @@ def measure_round(name: str, options: argparse.Namespace, device: torch.device) 
             "the teachers' pass": lambda: engine.outputs(teachers, x, stacked=True, features=False),
             "the sent model's pass": lambda: engine.outputs(one, x, features=False),
             "the average's pass, with features": lambda: engine.outputs(one, x),
-            "the student's steps": lambda: engine.fit(objective, one, x, targets, student, 0),
+            "the student's steps": lambda: engine.fit(Lesson(objective, x, targets, student), one, 0).weights,
         },
         options.repeats,
         device,

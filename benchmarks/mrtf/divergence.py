@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
-from fedstill.core.trainer import LocalWork, Trainer
+from fedstill.core.trainer import Lesson, LocalWork, Trainer
 from fedstill.core.tree import to_device
 from fedstill.core.types import Federation, Model, Objective, Params, Seed, Training, Weights
 from fedstill.engine import Engine, build_engine
@@ -71,7 +71,9 @@ def train_centrally(
 ) -> Weights:
     """One model on the union of all clients' data (a row that several hold counts once)."""
     union = torch.unique(federation.indices)
-    return engine.fit(objective, start, federation.train.x[union], federation.train.y[union], training, seed)
+    return engine.fit(
+        Lesson(objective, federation.train.x[union], federation.train.y[union], training), start, seed
+    ).weights
 
 
 def measure_divergence(

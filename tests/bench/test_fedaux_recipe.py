@@ -338,8 +338,8 @@ def pictures(tmp_path, monkeypatch):
 
 def test_two_seeds_and_all_methods_of_a_table_share_one_pre_training(pictures, monkeypatch):
     """Counted where the epochs are trained: two of them, in the first of eight runs."""
-    proceed, epochs = Engine.proceed, []
-    monkeypatch.setattr(Engine, "proceed", lambda self, *given, **how: epochs.append(1) or proceed(self, *given, **how))
+    fit, epochs = Engine.fit, []
+    monkeypatch.setattr(Engine, "fit", lambda self, *given, **how: epochs.append(1) or fit(self, *given, **how))
     found = []
     for seed in (0, 1):
         for row in ("fedavg+p", "fedprox+p", "feddf+p", "fedaux"):

@@ -28,6 +28,7 @@ from torch import nn
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import rows
 from fedstill.core.types import Objective, Training, Weights
 from fedstill.engine import build_engine
@@ -301,7 +302,7 @@ def test_a_student_on_the_server_trains_its_head_alone(engine, steps, watched):
         return False
 
     how = {"watch": watch} if watched else {}
-    found = engine_for(engine, "norm").fit(soft_target_loss(), start, x, y, training, 5, **how)
+    found = engine_for(engine, "norm").fit(Lesson(soft_target_loss(), x, y, training), start, 5, **how).weights
     assert_same_bits(split(found.params)[1], split(start.params)[1])
     assert_same_bits(found.buffers, start.buffers)
     assert torch.equal(found.params["head.weight"], start.params["head.weight"]) == (steps == 0)

@@ -14,6 +14,7 @@ from engine_cases import assert_close, assert_same_bits, dataset, federation, in
 from quick import first_quick
 
 from fedstill.compose.combine import combine, weighted_mean
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, rows, stack, tree_map
 from fedstill.core.types import Objective, Training, Weights
 from fedstill.engine import Engine
@@ -209,7 +210,7 @@ def test_steps_captured_for_another_kind_of_targets_are_dropped():
     distilling, supervised = soft_target_loss(), cross_entropy()
     kept = []
     for objective, y in ((distilling, soft), (distilling, soft.flip(0)), (supervised, hard), (distilling, soft)):
-        engine.fit(objective, start, x, y, training, 1)
+        engine.fit(Lesson(objective, x, y, training), start, 1)
         ((program, _),) = engine.programs.values()
         kept.append(program)
     assert kept[0] is kept[1]
@@ -227,9 +228,9 @@ def test_the_head_that_a_replayed_student_learns_is_its_own_after_the_next_call(
     engine, objective = engine_of("norm", stacked=True, graphs=True), soft_target_loss()
     x, y = dataset(20, images=False).x, torch.softmax(torch.arange(80.0).reshape(20, 4).sin(), 1)
     training = Training(steps=3, batch_size=4, lr=0.1, part="head")
-    first = engine.fit(objective, network("norm").init(0), x, y, training, 5)
+    first = engine.fit(Lesson(objective, x, y, training), network("norm").init(0), 5).weights
     before = clone(first)
-    engine.fit(objective, network("norm").init(1), x, y, training, 5)
+    engine.fit(Lesson(objective, x, y, training), network("norm").init(1), 5)
     assert_same_bits(first, before)
     ids = [2, 3]
     cross = cross_entropy()

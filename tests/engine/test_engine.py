@@ -22,6 +22,7 @@ from torch import nn
 
 from fedstill.compose.combine import combine
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, flatten
 from fedstill.core.types import Training
 from fedstill.engine.engine import FEEDS
@@ -65,7 +66,7 @@ def in_torch(net: str, x: torch.Tensor, y: torch.Tensor, training: Training, see
 @pytest.mark.parametrize("net", ["mlp", "norm"])
 def test_fit_equals_a_plain_pytorch_loop_towards_soft_targets(name, net):
     engine, x, y = engine_for(name, net), dataset(COUNT, images=False).x, soft_targets()
-    found = engine.fit(soft_target_loss(), engine.model.init(0), x, y, DISTILLING, 5)
+    found = engine.fit(Lesson(soft_target_loss(), x, y, DISTILLING), engine.model.init(0), 5).weights
     assert_close(found.params, in_torch(net, x, y, DISTILLING, 5))
 
 
@@ -73,7 +74,8 @@ def test_fit_equals_a_plain_pytorch_loop_towards_soft_targets(name, net):
 def test_both_engines_fit_alike(net):
     x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
     batched, looped = (
-        engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, DISTILLING, 5) for name in ENGINES
+        engine_for(name, net).fit(Lesson(soft_target_loss(), x, y, DISTILLING), network(net).init(0), 5).weights
+        for name in ENGINES
     )
     assert_same_bits(batched, looped)
 
@@ -83,12 +85,12 @@ def test_a_set_that_comes_back_with_new_targets_is_fitted_to_the_new_ones(name):
     used, x = engine_for(name), dataset(COUNT, images=False).x
     objective, start = soft_target_loss(), network().init(0)
     for seed in range(3):
-        again = used.fit(objective, start, x, soft_targets(seed), DISTILLING, seed)
-        fresh = engine_for(name).fit(objective, start, x, soft_targets(seed), DISTILLING, seed)
+        again = used.fit(Lesson(objective, x, soft_targets(seed), DISTILLING), start, seed).weights
+        fresh = engine_for(name).fit(Lesson(objective, x, soft_targets(seed), DISTILLING), start, seed).weights
         assert_same_bits(again, fresh)
     hard = torch.arange(COUNT) % CLASSES
-    again = used.fit(cross_entropy(), start, x, hard, DISTILLING, 1)
-    assert_same_bits(again, engine_for(name).fit(cross_entropy(), start, x, hard, DISTILLING, 1))
+    again = used.fit(Lesson(cross_entropy(), x, hard, DISTILLING), start, 1).weights
+    assert_same_bits(again, engine_for(name).fit(Lesson(cross_entropy(), x, hard, DISTILLING), start, 1).weights)
 
 
 @pytest.mark.parametrize("name", EITHER_ENGINE)
@@ -98,7 +100,7 @@ def test_fitting_disturbs_neither_what_is_lent_nor_the_clients(name):
     lent = {"start": engine.model.init(0), "x": x, "y": y}
     kept = clone(lent)
     before = train(engine, training).uploads.weights
-    engine.fit(soft_target_loss(), lent["start"], x, y, DISTILLING, 5)
+    engine.fit(Lesson(soft_target_loss(), x, y, DISTILLING), lent["start"], 5)
     assert_same_bits(lent, kept)
     assert_same_bits(train(engine, training).uploads.weights, before)
 
@@ -106,7 +108,7 @@ def test_fitting_disturbs_neither_what_is_lent_nor_the_clients(name):
 def test_the_seed_chooses_the_batches():
     engine, x, y = engine_for("looped"), dataset(COUNT, images=False).x, soft_targets()
     one, same, other = (
-        engine.fit(soft_target_loss(), network().init(0), x, y, DISTILLING, seed).params["head.bias"]
+        engine.fit(Lesson(soft_target_loss(), x, y, DISTILLING), network().init(0), seed).weights.params["head.bias"]
         for seed in (1, 1, 2)
     )
     assert torch.equal(one, same)
@@ -116,7 +118,9 @@ def test_the_seed_chooses_the_batches():
 @pytest.mark.parametrize("name", EITHER_ENGINE)
 def test_no_steps_leave_the_model_as_it_is(name):
     engine, start = engine_for(name, "norm"), network("norm").init(0)
-    found = engine.fit(soft_target_loss(), start, dataset(COUNT, images=False).x, soft_targets(), Training(steps=0), 5)
+    found = engine.fit(
+        Lesson(soft_target_loss(), dataset(COUNT, images=False).x, soft_targets(), Training(steps=0)), start, 5
+    ).weights
     assert_same_bits(found, start)
 
 
@@ -125,7 +129,7 @@ def test_a_server_that_trains_on_new_samples_every_round_does_not_fill_the_memor
     objective, start = soft_target_loss(), network("mlp").init(0)
     for round in range(3 * FEEDS):
         x = dataset(COUNT, images=False, seed=round).x
-        engine.fit(objective, start, x, soft_targets(round), DISTILLING, seed=0)
+        engine.fit(Lesson(objective, x, soft_targets(round), DISTILLING), start, 0)
     assert len(engine.feeds) <= FEEDS
     assert len(engine.programs) <= FEEDS
 
@@ -142,8 +146,8 @@ CHOSEN = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 20])
 def test_some_rows_of_a_set_are_fitted_like_a_set_of_their_own(name, net, training):
     x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
     objective, start = soft_target_loss(), network(net).init(0)
-    some = engine_for(name, net).fit(objective, start, x, y, training, 5, rows=CHOSEN)
-    alone = engine_for(name, net).fit(objective, start, x[CHOSEN], y[CHOSEN], training, 5)
+    some = engine_for(name, net).fit(Lesson(objective, x, y, training, CHOSEN), start, 5).weights
+    alone = engine_for(name, net).fit(Lesson(objective, x[CHOSEN], y[CHOSEN], training), start, 5).weights
     assert_same_bits(some, alone)
 
 
@@ -154,10 +158,10 @@ def test_rows_may_change_from_call_to_call_and_other_targets_do_not_count(name):
     elsewhere = y.clone()
     elsewhere[[0, 1, 4]] = 1 / CLASSES
     for rows in (CHOSEN, CHOSEN[:1], torch.arange(COUNT)):
-        found = used.fit(objective, start, x, y, DISTILLING, 5, rows=rows)
-        assert_same_bits(found, engine_for(name).fit(objective, start, x[rows], y[rows], DISTILLING, 5))
+        found = used.fit(Lesson(objective, x, y, DISTILLING, rows), start, 5).weights
+        assert_same_bits(found, engine_for(name).fit(Lesson(objective, x[rows], y[rows], DISTILLING), start, 5).weights)
         if len(rows) < COUNT:
-            assert_same_bits(found, used.fit(objective, start, x, elsewhere, DISTILLING, 5, rows=rows))
+            assert_same_bits(found, used.fit(Lesson(objective, x, elsewhere, DISTILLING, rows), start, 5).weights)
 
 
 @pytest.mark.parametrize("name", EITHER_ENGINE)
@@ -167,10 +171,12 @@ def test_no_rows_leave_the_model_as_it_is(name, watched):
     how = {"watch": lambda done, now: False} if watched else {}
     none = torch.zeros(0, dtype=torch.int64)
     x = dataset(COUNT, images=False).x
-    assert_same_bits(engine.fit(soft_target_loss(), start, x, soft_targets(), DISTILLING, 5, rows=none, **how), start)
+    assert_same_bits(
+        engine.fit(Lesson(soft_target_loss(), x, soft_targets(), DISTILLING, none), start, 5, **how).weights, start
+    )
 
 
-def watched_fit(name, net, training, *, until=None, **how):
+def watched_fit(name, net, training, *, until=None, rows=None):
     """(the result, {step: the weights that the watcher saw})."""
     engine, seen = engine_for(name, net), {}
 
@@ -179,7 +185,7 @@ def watched_fit(name, net, training, *, until=None, **how):
         return done == until
 
     x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
-    found = engine.fit(soft_target_loss(), network(net).init(0), x, y, training, 5, watch=watch, **how)
+    found = engine.fit(Lesson(soft_target_loss(), x, y, training, rows), network(net).init(0), 5, watch=watch).weights
     return found, seen
 
 
@@ -191,7 +197,7 @@ def test_a_watcher_sees_the_weights_after_every_step(name, net):
     assert list(seen) == list(range(1, 8))
     for steps, weights in seen.items():
         training = Training(steps=steps, batch_size=4, lr=0.1)
-        shorter = engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, training, 5)
+        shorter = engine_for(name, net).fit(Lesson(soft_target_loss(), x, y, training), network(net).init(0), 5).weights
         assert_same_bits(weights, shorter)
     assert_same_bits(found, seen[7])
 
@@ -201,7 +207,9 @@ def test_a_watcher_sees_the_weights_after_every_step(name, net):
 @pytest.mark.parametrize("training", [DISTILLING, Training(epochs=2, batch_size=8, lr=0.05, momentum=0.9)])
 def test_being_watched_changes_nothing(name, net, training):
     x, y = dataset(COUNT, images=reads_images(net)).x, soft_targets()
-    plain = engine_for(name, net).fit(soft_target_loss(), network(net).init(0), x, y, training, 5, rows=CHOSEN)
+    plain = (
+        engine_for(name, net).fit(Lesson(soft_target_loss(), x, y, training, CHOSEN), network(net).init(0), 5).weights
+    )
     found, _ = watched_fit(name, net, training, rows=CHOSEN)
     assert_same_bits(found, plain)
 
@@ -224,7 +232,7 @@ def test_the_weights_that_a_watcher_sees_are_one_tree_of_views(name):
         return False
 
     x, y = dataset(COUNT, images=False).x, soft_targets()
-    engine.fit(soft_target_loss(), network("norm").init(0), x, y, PLAIN, 5, watch=watch)
+    engine.fit(Lesson(soft_target_loss(), x, y, PLAIN), network("norm").init(0), 5, watch=watch)
     assert len(seen) == 7
     assert all(now is seen[0] for now in seen)
 
@@ -241,8 +249,8 @@ def test_a_watcher_may_run_the_model_it_sees(name):
         return False
 
     start = network().init(0)
-    found = engine.fit(soft_target_loss(), start, x, y, PLAIN, 5, watch=watch)
-    assert_same_bits(found, engine_for(name).fit(soft_target_loss(), start, x, y, PLAIN, 5))
+    found = engine.fit(Lesson(soft_target_loss(), x, y, PLAIN), start, 5, watch=watch).weights
+    assert_same_bits(found, engine_for(name).fit(Lesson(soft_target_loss(), x, y, PLAIN), start, 5).weights)
     last = {str(i): logits for i, logits in enumerate(answers[-1])}
     assert_same_bits(last, {str(i): engine.outputs(found, other).logits for i, other in enumerate(others)})
 
@@ -254,9 +262,9 @@ def test_a_watched_student_that_also_learns_from_its_start_learns_from_this_star
     hard, objective = torch.arange(COUNT) % CLASSES, combine(cross_entropy(), plain_distillation(2.0))
     for seed in range(2):
         start = network().init(seed)
-        plain = engine.fit(objective, start, x, hard, PLAIN, 5)
-        other = engine.fit(objective, network().init(9), x, hard, PLAIN, 5)
-        watched = engine.fit(objective, start, x, hard, PLAIN, 5, watch=lambda done, now: False)
+        plain = engine.fit(Lesson(objective, x, hard, PLAIN), start, 5).weights
+        other = engine.fit(Lesson(objective, x, hard, PLAIN), network().init(9), 5).weights
+        watched = engine.fit(Lesson(objective, x, hard, PLAIN), start, 5, watch=lambda done, now: False).weights
         assert_same_bits(watched, plain)
         assert not torch.equal(other.params["head.bias"], plain.params["head.bias"])
 
@@ -277,7 +285,7 @@ def test_a_cyclic_rate_is_followed_step_by_step(name):
         with torch.no_grad():
             for leaf, pull in zip(module.parameters(), pulls, strict=True):
                 leaf -= (0.3, 0.2, 0.1)[step % 3] * pull
-    found = engine_for(name).fit(soft_target_loss(), start, x, y, training, 5)
+    found = engine_for(name).fit(Lesson(soft_target_loss(), x, y, training), start, 5).weights
     assert_close(found.params, {name: leaf.detach() for name, leaf in module.named_parameters()})
 
 
@@ -288,7 +296,7 @@ ADAM = Training(epochs=2, batch_size=8, optimizer="adam", lr=5e-3, weight_decay=
 MOMENTUM = Training(epochs=2, batch_size=8, lr=0.05, momentum=0.9)
 
 
-def in_torch_proceed(net, data, training, seeds):
+def in_parts_by_torch(net, data, training, seeds):
     """One optimiser of torch over the batches of all parts."""
     module, start = MODULES[net](), network(net).init(0)
     module.load_state_dict({**start.params, **start.buffers})
@@ -316,7 +324,7 @@ def in_parts(engine, net, data, training, seeds, *, forget=False, objective=None
     objective = objective or cross_entropy()
     weights, optimizer = network(net).init(0), {}
     for seed in seeds:
-        fitted = engine.proceed(objective, weights, data.x, data.y, training, seed, optimizer=optimizer)
+        fitted = engine.fit(Lesson(objective, data.x, data.y, training), weights, seed, optimizer=optimizer)
         weights, optimizer = fitted.weights, {} if forget else fitted.optimizer
     return fitted
 
@@ -326,7 +334,7 @@ def in_parts(engine, net, data, training, seeds, *, forget=False, objective=None
 def test_parts_are_one_training_of_torch(net, training):
     engine, data = engine_for("looped", net), dataset(COUNT, images=reads_images(net))
     found = in_parts(engine, net, data, training, (1, 2, 3))
-    wanted, losses = in_torch_proceed(net, data, training, (1, 2, 3))
+    wanted, losses = in_parts_by_torch(net, data, training, (1, 2, 3))
     assert_close({**found.weights.params, **found.weights.buffers}, wanted)
     assert float(found.loss) == pytest.approx(np.mean(losses[-6:]), rel=1e-5)  # two epochs of three steps
     forgetful = in_parts(engine, net, data, training, (1, 2, 3), forget=True)
@@ -341,18 +349,16 @@ def test_a_part_is_a_function_of_what_it_is_given():
     first = in_parts(engine_for("looped", "mlp"), "mlp", data, ADAM, (1,))
     stored = {name: leaf.numpy().copy() for name, leaf in flatten(first.optimizer).items()}
     engine = engine_for("looped", "mlp")
-    engine.proceed(cross_entropy(), network("mlp").init(3), data.x, data.y, ADAM, 9, optimizer={})
+    engine.fit(Lesson(cross_entropy(), data.x, data.y, ADAM), network("mlp").init(3), 9, optimizer={})
     assert all(np.array_equal(stored[name], leaf.numpy()) for name, leaf in flatten(first.optimizer).items())
-    second = engine.proceed(
-        cross_entropy(), first.weights, data.x, data.y, ADAM, 2, optimizer=first.optimizer
-    )  # fmt: skip
+    second = engine.fit(Lesson(cross_entropy(), data.x, data.y, ADAM), first.weights, 2, optimizer=first.optimizer)
     assert_same_bits(second.weights, whole.weights)
     assert_same_bits(second.optimizer, whole.optimizer)
 
 
 def test_the_first_part_is_a_fit():
     engine, data, objective = engine_for("looped", "mlp"), dataset(COUNT, images=False), cross_entropy()
-    wanted = engine.fit(objective, network("mlp").init(0), data.x, data.y, ADAM, 1)
+    wanted = engine.fit(Lesson(objective, data.x, data.y, ADAM), network("mlp").init(0), 1).weights
     assert_same_bits(in_parts(engine, "mlp", data, ADAM, (1,), objective=objective).weights, wanted)
 
 
@@ -367,10 +373,8 @@ def test_captured_steps_go_on_with_the_optimiser_too():
     weights, optimizer, objective = network("norm").init(0), {}, cross_entropy()
     weights = type(weights)(*({name: leaf.cuda() for name, leaf in part.items()} for part in weights))
     for seed in (1, 2, 3):
-        fitted = engine.proceed(
-            objective, weights, data.x.cuda(), data.y.cuda(), ADAM, seed, optimizer=optimizer
-        )  # fmt: skip
+        fitted = engine.fit(Lesson(objective, data.x.cuda(), data.y.cuda(), ADAM), weights, seed, optimizer=optimizer)
         weights, optimizer = fitted.weights, fitted.optimizer
-    wanted, _ = in_torch_proceed("norm", data, ADAM, (1, 2, 3))
+    wanted, _ = in_parts_by_torch("norm", data, ADAM, (1, 2, 3))
     for name, leaf in weights.params.items():
         assert float((leaf.cpu() - wanted[name]).abs().max()) < 1e-4

@@ -26,6 +26,7 @@ from engine_cases import (
 from running import federate
 
 from fedstill.compose.combine import combine
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, rows, stack, to_device
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
@@ -153,11 +154,16 @@ def test_fitting_follows_new_targets_and_new_kinds_of_targets(name):
     for kind, device in ((name, GPU), ("looped", "cpu")):
         engine = engine_for(kind, "mlp", device=device, precision="float32")
         stored = x.to(engine.device)
-        both.append([
-            engine.fit(objective, to_device(network().init(number), engine.device), stored, y.to(engine.device),
-                       training, number)
-            for number, (objective, y) in enumerate(tasks)
-        ])  # fmt: skip
+        both.append(
+            [
+                engine.fit(
+                    Lesson(objective, stored, y.to(engine.device), training),
+                    to_device(network().init(number), engine.device),
+                    number,
+                ).weights
+                for number, (objective, y) in enumerate(tasks)
+            ]
+        )
     for found, wanted in zip(*both, strict=True):
         assert_close(found, wanted, tolerance=1e-4)
 
@@ -183,8 +189,8 @@ def test_fitting_some_rows_under_watch_gives_what_the_cpu_gives(net):
                 return number == 1 and done == 4
 
             start = to_device(engine.model.init(number), engine.device)
-            how = {"rows": piece.to(engine.device), "watch": watch}
-            found += [engine.fit(objective, start, stored, targets, training, number, **how), *seen]
+            lesson = Lesson(objective, stored, targets, training, piece.to(engine.device))
+            found += [engine.fit(lesson, start, number, watch=watch).weights, *seen]
         both.append(found)
     assert len(both[0]) == len(both[1]) == 3 + 4 + 2 + 1
     for one, other in zip(*both, strict=True):

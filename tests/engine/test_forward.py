@@ -28,6 +28,7 @@ from largest_tensor import LargestTensor
 from quick import EITHER_ENGINE
 from torch import nn
 
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, rows, stack
 from fedstill.core.types import Training
 from fedstill.engine import build_engine
@@ -300,7 +301,9 @@ def in_train_mode(net: str, weights, x, batch: int):
 def trained_weights(engine, net: str, seed: int = 0):
     """Weights whose statistics are not those of a fresh network."""
     x, y = dataset(30, images=reads_images(net), seed=8).x, torch.arange(30) % CLASSES
-    return engine.fit(cross_entropy(), engine.model.init(seed), x, y, Training(steps=5, batch_size=8, lr=0.1), 1)
+    return engine.fit(
+        Lesson(cross_entropy(), x, y, Training(steps=5, batch_size=8, lr=0.1)), engine.model.init(seed), 1
+    ).weights
 
 
 @pytest.mark.parametrize("name", EITHER_ENGINE)

@@ -13,7 +13,7 @@ from engine_cases import MODULES, assert_close, dataset, engine_for, network, re
 
 from fedstill import Experiment, run
 from fedstill.core.errors import FedstillError
-from fedstill.core.trainer import LocalWork
+from fedstill.core.trainer import Lesson, LocalWork
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
 from fedstill.engine import check_compiler
@@ -53,7 +53,7 @@ def both(net, train):
 @pytest.mark.parametrize("net", sorted(MODULES))
 def test_a_compiled_fit_is_the_same_training(net, traces):
     data, start, objective = dataset(COUNT, images=reads_images(net)), network(net).init(0), cross_entropy()
-    plain, other = both(net, lambda engine: engine.fit(objective, start, data.x, data.y, ADAM, 3))
+    plain, other = both(net, lambda engine: engine.fit(Lesson(objective, data.x, data.y, ADAM), start, 3).weights)
     assert len(traces) == STEPS
     assert_close(other, plain)
     moved = [(a - b).abs().max() for a, b in zip(flatten(plain).values(), flatten(start).values(), strict=True)]
@@ -63,7 +63,7 @@ def test_a_compiled_fit_is_the_same_training(net, traces):
 @pytest.mark.slow
 def test_a_compiled_part_of_a_training_hands_on_the_same_optimiser(traces):
     data, start, objective = dataset(COUNT, images=reads_images("norm")), network("norm").init(0), cross_entropy()
-    parts = both("norm", lambda engine: engine.proceed(objective, start, data.x, data.y, ADAM, 3, optimizer={}))
+    parts = both("norm", lambda engine: engine.fit(Lesson(objective, data.x, data.y, ADAM), start, 3, optimizer={}))
     assert len(traces) == STEPS
     assert_close(parts[1].optimizer, parts[0].optimizer)
     assert float(parts[1].loss) == pytest.approx(float(parts[0].loss), rel=1e-5)
@@ -77,8 +77,8 @@ def test_compiled_pre_training_with_two_views_is_the_same(traces):
     def train(engine):
         model = pretext.model(engine.model)
         lent = engine.lend(model)
-        return lent.proceed(
-            pretext.objective, model.init(0), x, pretext.targets(x), pretext.training, 0, optimizer={}
+        return lent.fit(
+            Lesson(pretext.objective, x, pretext.targets(x), pretext.training), model.init(0), 0, optimizer={}
         ).weights
 
     plain, other = both("convnorm", train)
@@ -100,7 +100,7 @@ def test_sets_of_many_sizes_take_two_traces_and_give_the_same(net, traces):
 
     def train(engine):
         sets = [torch.arange(rows) for rows in range(9, COUNT)]
-        return [engine.fit(objective, start, data.x, data.y, ADAM, 3, rows=rows) for rows in sets]
+        return [engine.fit(Lesson(objective, data.x, data.y, ADAM, rows), start, 3).weights for rows in sets]
 
     plain, other = both(net, train)
     assert_close(dict(enumerate(other)), dict(enumerate(plain)))
@@ -114,7 +114,7 @@ def test_trainings_do_not_share_the_number_of_traces_that_torch_allows(traces):
     engine = engine_for("looped", "mlp", compile=True)
     for size in (1, 2, 3, 4, 6, 8, 12, 24, 23, 22, 21):
         before = len(traces)
-        engine.fit(objective, start, data.x, data.y, replace(ADAM, batch_size=size), 3)
+        engine.fit(Lesson(objective, data.x, data.y, replace(ADAM, batch_size=size)), start, 3)
         assert len(traces) == before + 2 * math.ceil(COUNT / size)
 
 

@@ -8,7 +8,7 @@ from toy import same_bits
 
 from fedstill.compose.groups import only, part_of
 from fedstill.core.errors import FedstillError
-from fedstill.core.trainer import LocalWork
+from fedstill.core.trainer import Lesson, LocalWork
 from fedstill.engine import Engine, MixedEngine, build_engine
 from fedstill.local.terms import control_variates, cross_entropy
 
@@ -118,7 +118,7 @@ def test_batch_statistics_are_taken_for_every_prototype():
 def test_the_union_is_not_trained_as_one_model():
     engine = engine_of()
     with pytest.raises(FedstillError, match="prototype by prototype"):
-        engine.fit(RISK, engine.model.init(0), federation().test.x, federation().test.y, LOCAL, 0)
+        engine.fit(Lesson(RISK, federation().test.x, federation().test.y, LOCAL), engine.model.init(0), 0)
 
 
 def test_a_cohort_of_nobody_has_uploads_of_no_rows():

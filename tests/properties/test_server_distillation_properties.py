@@ -12,6 +12,7 @@ from toy import furthest, same_bits
 from weighed import weighed
 
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone
 from fedstill.core.types import Dataset, Training, Weights
 from fedstill.local.terms import cross_entropy
@@ -232,7 +233,9 @@ def test_hard_label_feddf_is_d2c_fls_student_that_starts_at_the_average_and_is_n
     assert 3 < len(kept) < len(this.unlabeled)
     training = Training(epochs=5, batch_size=8, optimizer="adam", lr=0.01, lr_epoch_decay=0.95)
     average, seed = served(fedavg(), this), seed_for(this.seed, "distill")
-    student = this.trainer.fit(cross_entropy(), average, this.unlabeled, label % CLASSES, training, seed, rows=kept)
+    student = this.trainer.fit(
+        Lesson(cross_entropy(), this.unlabeled, label % CLASSES, training, kept), average, seed
+    ).weights
     assert furthest(found, student) < 1e-9
     assert furthest(found, average) > 1e-2
 

@@ -171,16 +171,16 @@ def test_an_unfinished_training_is_saved_when_it_is_time_and_not_before(tmp_path
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory"), SystemExit(1)], ids=repr)
 def test_whatever_ends_it_in_the_middle_of_an_epoch_the_last_whole_epoch_is_kept(tmp_path, monkeypatch, error):
     whole, _ = sent_first(pretrained())
-    proceed, calls = Engine.proceed, []
+    fit, calls = Engine.fit, []
 
     def breaking(self, *args, **how):
-        fitted = proceed(self, *args, **how)
+        fitted = fit(self, *args, **how)
         calls.append(fitted)
         if len(calls) == 2:
             raise error
         return fitted
 
-    monkeypatch.setattr(Engine, "proceed", breaking)
+    monkeypatch.setattr(Engine, "fit", breaking)
     with pytest.raises(type(error)):
         run(pretrained(), cache=Cache("prepared", tmp_path))
     monkeypatch.undo()
@@ -190,12 +190,12 @@ def test_whatever_ends_it_in_the_middle_of_an_epoch_the_last_whole_epoch_is_kept
 
 
 def test_a_training_that_would_break_again_is_not_kept(tmp_path, monkeypatch):
-    proceed, losses = Engine.proceed, iter([1.0, float("nan")])
+    fit, losses = Engine.fit, iter([1.0, float("nan")])
 
     def diverging(self, *args, **how):
-        return proceed(self, *args, **how)._replace(loss=torch.tensor(next(losses)))
+        return fit(self, *args, **how)._replace(loss=torch.tensor(next(losses)))
 
-    monkeypatch.setattr(Engine, "proceed", diverging)
+    monkeypatch.setattr(Engine, "fit", diverging)
     with pytest.raises(FedstillError, match=r"loss of epoch 2 is nan: use a lower training\.lr"):
         run(pretrained(), cache=Cache("prepared", tmp_path))
     assert not list((tmp_path / "prepared").iterdir())
@@ -332,13 +332,13 @@ def test_a_digest_tells_names_forms_and_values_apart():
 
 
 def test_all_epochs_share_one_optimiser_and_each_has_batches_of_its_own(monkeypatch):
-    calls, proceed = [], Engine.proceed
+    calls, fit = [], Engine.fit
 
     def listening(self, *args, optimizer, **how):
         calls.append((int(optimizer["count"]) if optimizer else 0, args[-1]))
-        return proceed(self, *args, optimizer=optimizer, **how)
+        return fit(self, *args, optimizer=optimizer, **how)
 
-    monkeypatch.setattr(Engine, "proceed", listening)
+    monkeypatch.setattr(Engine, "fit", listening)
     run(pretrained())
     steps, seeds = zip(*calls, strict=True)
     assert steps == (0, 2, 4)  # Adam's count before each epoch of two steps

@@ -11,6 +11,7 @@ import torch
 from whole_server import whole
 
 from fedstill.compose.combine import combine
+from fedstill.core.trainer import Fitted
 from fedstill.core.tree import rows, stack
 from fedstill.core.types import (
     Batch,
@@ -148,18 +149,19 @@ class DescentTrainer:
     model: Model
     asked: list = field(default_factory=list)
 
-    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None):
+    def fit(self, lesson, start, seed, *, optimizer=None, watch=None):
+        objective, x, y, training, rows = lesson
         self.asked.append((training, seed))
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         data = Batch(x, y, torch.ones(len(x), dtype=F64))
         how = {"received": {}, "state": {}, "lr": training.lr}
         if watch is None:
-            return train_client(objective, self.model, start, data, steps=training.steps, **how)[0]
-        for done in range(1, training.steps + 1):  # descent has no memory, so a step is a step
+            start = train_client(objective, self.model, start, data, steps=training.steps, **how)[0]
+        for done in range(1, 0 if watch is None else training.steps + 1):  # descent has no memory: a step is a step
             start = train_client(objective, self.model, start, data, steps=1, **how)[0]
             if watch(done, start):
                 break
-        return start
+        return Fitted(start, {}, torch.tensor(0.0))
 
     def outputs(self, weights, x, stacked=False, *, features=True, batch=None, seed=0):
         if not stacked:

@@ -59,16 +59,14 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def fit(self, objective, start, x, y, training, seed, *, watch=None, **how):
-        self.trainings.append(training)
+    def fit(self, lesson, start, seed, *, watch=None, **how):
+        self.trainings.append(lesson.training)
 
         def counted(done: int, now: Weights) -> bool:
             self.steps = done
             return watch(done, now)
 
-        fitted = self.engine.fit(
-            objective, start, x, y, training, seed, watch=None if watch is None else counted, **how
-        )
+        fitted = self.engine.fit(lesson, start, seed, watch=None if watch is None else counted, **how)
         self.steps = 0
         return fitted
 

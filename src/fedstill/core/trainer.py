@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -12,8 +13,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from fedstill.core.types import Model, Objective, Output, Params, Seed, Training, Tree, Uploads, Weights
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 @dataclass(frozen=True)
@@ -58,32 +57,34 @@ class CohortEngine(Protocol):
 Watch = Callable[[int, "Weights"], bool]  # (steps done, weights now, which the next step overwrites) -> stop?
 
 
+class Lesson(NamedTuple):
+    """What one model is taught: an objective on (x, y), or on some rows of them."""
+
+    objective: Objective
+    x: Tensor
+    y: Tensor  # labels (M,) or soft targets (M, K)
+    training: Training
+    rows: Tensor | None = None  # None: all of them
+
+
 class Fitted(NamedTuple):
-    """A model in the middle of its training."""
+    """A trained model, and all that is needed to train it further."""
 
     weights: Weights
     optimizer: Tree  # what its optimiser remembers
-    loss: Tensor  # mean over the steps of this part
+    loss: Tensor  # mean over the steps
 
 
 class Trainer(Protocol):
     """Trains and asks models on the server's own device, with the training loop of the clients."""
 
     def fit(
-        self,
-        objective: Objective,
-        start: Weights,
-        x: Tensor,
-        y: Tensor,
-        training: Training,
-        seed: Seed,
-        *,
-        rows: Tensor | None = None,
-        watch: Watch | None = None,
-    ) -> Weights:
-        """Train one model on (x, y), or on some `rows` of them; `y` may be soft targets (M, K).
+        self, lesson: Lesson, start: Weights, seed: Seed, *, optimizer: Tree | None = None, watch: Watch | None = None
+    ) -> Fitted:
+        """Train one model from `start` by a lesson.
 
-        `watch` is called after each step and may end the training.
+        optimizer: what the optimiser remembers from an earlier part of the same training; None or empty: a fresh one.
+        watch: is called after each step, and may end the training.
         """
         ...
 
@@ -109,21 +110,6 @@ class Trainer(Protocol):
 
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
         """Buffers with BatchNorm's statistics taken anew over all of x: the mean over batches, by their rows."""
-        ...
-
-    def proceed(
-        self,
-        objective: Objective,
-        start: Weights,
-        x: Tensor,
-        y: Tensor,
-        training: Training,
-        seed: Seed,
-        *,
-        optimizer: Tree,
-        rows: Tensor | None = None,
-    ) -> Fitted:
-        """`fit` as one part of a longer training: the optimiser goes on from `optimizer` (empty: a fresh one)."""
         ...
 
     def take_turns(

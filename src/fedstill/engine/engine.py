@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.seeds import seed_for
-from fedstill.core.trainer import Fitted, LocalWork, Trained, Watch
+from fedstill.core.trainer import Fitted, Lesson, LocalWork, Trained, Watch
 from fedstill.core.tree import rows as row_of
 from fedstill.core.types import (
     Dataset,
@@ -114,55 +114,10 @@ class Engine:
         return Trained(uploads, {**new_states, OPTIMIZER: optimizer} if optimizer else new_states)
 
     def fit(
-        self,
-        objective: Objective,
-        start: Weights,
-        x: Tensor,
-        y: Tensor,
-        training: Training,
-        seed: Seed,
-        *,
-        rows: Tensor | None = None,
-        watch: Watch | None = None,
-    ) -> Weights:
-        """Train one model on (x, y), or some rows of them, with the loop of the clients; see core.trainer.Trainer."""
-        program, runner, plan, inputs, held = self._plan_alone(objective, start, x, y, training, seed, rows)
-        with precision_mode(self.precision, alone=True):
-            if watch is None:
-                return row_of(self._run(program, runner, plan, inputs, held).weights, 0)
-            self._keep_outputs(program, plan, inputs, held)
-            return runner.run_alone(plan, inputs, watch).weights
-
-    def proceed(
-        self,
-        objective: Objective,
-        start: Weights,
-        x: Tensor,
-        y: Tensor,
-        training: Training,
-        seed: Seed,
-        *,
-        optimizer: Tree,
-        rows: Tensor | None = None,
+        self, lesson: Lesson, start: Weights, seed: Seed, *, optimizer: Tree | None = None, watch: Watch | None = None
     ) -> Fitted:
-        """One part of a longer training; see core.trainer.Trainer."""
-        program, runner, plan, inputs, held = self._plan_alone(objective, start, x, y, training, seed, rows)
-        with precision_mode(self.precision, alone=True):
-            self._keep_outputs(program, plan, inputs, held)
-            return runner.run_alone(plan, inputs, lambda done, now: False, optimizer)
-
-    def _plan_alone(
-        self,
-        objective: Objective,
-        start: Weights,
-        x: Tensor,
-        y: Tensor,
-        training: Training,
-        seed: Seed,
-        rows: Tensor | None,
-    ) -> tuple[Program, Looped, Plan, Inputs, Held]:
-        """All that one model's training on some rows of (x, y) runs with."""
-        places = np.arange(len(x)) if rows is None else rows.cpu().numpy()
+        """Train one model with the loop of the clients; see core.trainer.Trainer."""
+        training, x, y = lesson.training, lesson.x, lesson.y
         check_training(training)
         check_augmentations(training.augment, tuple(x.shape[1:]), "method.augment")
         feed = self._feed_of(x)
@@ -172,12 +127,16 @@ class Engine:
             feed.y = y.to(self.device).clone()
             # captured steps read the old targets in place
             self.programs = {key: pair for key, pair in self.programs.items() if pair[0].feed is not feed}
+        places = np.arange(len(x)) if lesson.rows is None else lesson.rows.cpu().numpy()
         sizes = np.array([len(places)])
         plan = make_plan(places, sizes, np.zeros(1, np.int64), training=training, round=1, seed=seed_for(seed, "fit"))
         counts = torch.full((1, len(self.dataset.classes)), float("nan"), device=self.device, dtype=self.dtype)
-        program, runner = self._program(objective, training, feed, start, {})
+        program, runner = self._program(lesson.objective, training, feed, start, {})
         assert isinstance(runner, Looped)
-        return program, runner, plan, make_inputs(plan, {}, counts, sizes, self.dtype), (places, sizes)
+        inputs = make_inputs(plan, {}, counts, sizes, self.dtype)
+        with precision_mode(self.precision, alone=True):
+            self._keep_outputs(program, plan, inputs, (places, sizes))
+            return runner.run_alone(plan, inputs, watch, optimizer or {})
 
     def outputs(
         self,

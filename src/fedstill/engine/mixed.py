@@ -83,7 +83,7 @@ class MixedEngine:
     def fit(self, *_: Any, **__: Any) -> NoReturn:
         raise FedstillError("a mixed model is trained prototype by prototype: use per_group, or lend(its model)")
 
-    proceed = take_turns = fit
+    take_turns = fit
 
 
 def _written(here: Tensor, before: Tensor, now: Tensor) -> Tensor:

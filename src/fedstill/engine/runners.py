@@ -63,20 +63,20 @@ class Looped:
         self.lane_count = lanes if graphs else 1
         self.lanes: list[CapturedGroup] = []
 
-    def run_alone(self, plan: Plan, inputs: Inputs, watch: Watch, optimizer: Tree | None = None) -> Fitted:
+    def run_alone(self, plan: Plan, inputs: Inputs, watch: Watch | None, optimizer: Tree) -> Fitted:
         """Train the only column of the plan; `watch` sees the weights after every step and may end it.
 
-        optimizer: what an earlier part of the same training left; None or empty: a fresh one.
+        optimizer: what an earlier part of the same training left; empty: a fresh one.
         """
         results = Results(self.program.moving, 1, inputs.facts)
         results.fill(self.program.moving)
         stack, steps = self._steps_of_one(plan, inputs, results)
         stack.reset(self.program.moving)
-        stack.go_on(optimizer or {})
+        stack.go_on(optimizer)
         now = self.program.whole(rows(Weights(stack.params, stack.buffers), 0))  # views: every step writes into them
         done = 0
         for done, _ in enumerate(steps, 1):
-            if watch(done, now):
+            if watch is not None and watch(done, now):
                 break
         if len(plan.index):
             results.take(stack, slice(0, 1), slice(0, 1))

@@ -18,7 +18,7 @@ from fedstill.core.limits import Count, CountOrNone, NotNegative, Positive
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
 from fedstill.core.setup import Preparation
-from fedstill.core.trainer import Fitted, Trainer, threads
+from fedstill.core.trainer import Fitted, Lesson, Trainer, threads
 from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import Model, Need, Objective, Outlook, Seed, ServerStep, Stage, Training, Tree, Weights
 
@@ -212,9 +212,8 @@ class _Training:
         batch, rate = min(plan.batch_size, len(self.x)), plan.lr * plan.lr_epoch_decay**epoch
         once = replace(plan, epochs=1, steps=len(self.x) // batch, batch_size=batch, lr=rate, lr_epoch_decay=1.0)
         seed = seed_for(self.seed, "pretrain", epoch)
-        return self.trainer.proceed(
-            self.pretext.objective, fitted.weights, self.x, y, once, seed, optimizer=fitted.optimizer
-        )
+        lesson = Lesson(self.pretext.objective, self.x, y, once)
+        return self.trainer.fit(lesson, fitted.weights, seed, optimizer=fitted.optimizer)
 
     def _keep(self, fitted: Fitted, done: int) -> None:
         if self.setup.cache is not None:

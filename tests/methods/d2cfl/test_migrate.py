@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Fitted
 from fedstill.core.tree import stack
 from fedstill.core.types import Need, Output, Training, Weights
 from fedstill.local import cross_entropy
@@ -152,9 +153,9 @@ class Scripted:
     started: list = field(default_factory=list)
     passes: int = 0
 
-    def fit(self, objective, start, x, y, training, seed, **how):
+    def fit(self, lesson, start, seed, **how):
         self.started.append(start.params["w"].item())
-        return scalar(3.0)
+        return Fitted(scalar(3.0), {}, torch.tensor(0.0))
 
     def outputs(self, weights, x, **how):
         self.passes += 1
@@ -241,8 +242,9 @@ def test_only_unlabeled_data_are_needed_so_secure_aggregation_is_possible():
 class EpochDescent(DescentTrainer):
     """Full-batch descent, a step an epoch."""
 
-    def fit(self, objective, start, x, y, training, seed, **how):
-        return super().fit(objective, start, x, y, replace(training, steps=training.epochs), seed, **how)
+    def fit(self, lesson, start, seed, **how):
+        training = replace(lesson.training, steps=lesson.training.epochs)
+        return super().fit(lesson._replace(training=training), start, seed, **how)
 
 
 DATA = [blobs(client, 12) for client in range(3)]

@@ -6,8 +6,9 @@ import torch
 from by_hand import blobs, linear, linear_model, local_view, number, round_of, scalar, uploads_of
 from papers import released
 
+from fedstill.core.trainer import Fitted
 from fedstill.core.types import Batch, Output, Targets, Training, Weights
-from fedstill.server.distill.student import Snapshots, Student, divergence, learner, lesson, soft_target_loss
+from fedstill.server.distill.student import Snapshots, Student, divergence, learner, shown, soft_target_loss
 from fedstill.server.distill.targets import entropy, pool_targets
 
 TRAINING = Training(steps=6, lr=0.3)
@@ -68,8 +69,8 @@ def this_round(samples=20, **changes):
 
 def test_a_hard_lesson_is_the_most_probable_class_alone():
     targets = Targets(number([[0.2, 0.5, 0.3], [0.4, 0.3, 0.3]]), torch.ones(2, dtype=torch.bool))
-    assert lesson(targets, hard=True).tolist() == [[0, 1, 0], [1, 0, 0]]
-    assert lesson(targets, hard=False) is targets.probabilities
+    assert shown(targets, hard=True).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert shown(targets, hard=False) is targets.probabilities
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -111,15 +112,15 @@ class ScriptedTrainer:
     steps_done: int = 0
     looked: list = field(default_factory=list)
 
-    def fit(self, objective, start, x, y, training, seed, *, rows=None, watch=None):
+    def fit(self, lesson, start, seed, *, optimizer=None, watch=None):
         now = Weights({"w": start.params["w"].clone()}, {"count": torch.tensor(0)})
-        for done in range(1, training.steps + 1):
+        for done in range(1, lesson.training.steps + 1):
             now.params["w"] += 1
             now.buffers["count"] += 1
             self.steps_done = done
             if watch is not None and watch(done, now):
                 break
-        return now
+        return Fitted(now, {}, torch.tensor(0.0))
 
     def outputs(self, weights, x, stacked=False, *, features=True, batch=None, seed=0):
         self.looked.append(int(weights.params["w"]))

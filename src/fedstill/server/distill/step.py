@@ -15,7 +15,7 @@ from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.tree import full_precision, leaves
 from fedstill.core.types import Need, Round, Seed, ServerStep, Targets, Tree, Weights
-from fedstill.server.distill.student import Loss, Student, divergence, keep_learning, lesson, soft_target_loss
+from fedstill.server.distill.student import Loss, Student, divergence, keep_learning, shown, soft_target_loss
 from fedstill.server.distill.targets import (
     PoolStep,
     Prepare,
@@ -62,7 +62,7 @@ def distill(
         targets = said if rows is None else spread(said, rows, len(unlabeled_data(round)))
         learnt, memory = learn(candidate, targets, round, state.get("optimizer", {}))
         state = {**state, "optimizer": memory} if memory else state
-        taught = targets._replace(probabilities=lesson(targets, hard=hard))
+        taught = targets._replace(probabilities=shown(targets, hard=hard))
         round.metrics["teacher_agreement"] = agreement(logits, said.probabilities)
         round.metrics["distill_loss_before"] = loss_of(candidate, taught, round, student.temperature, rows=rows)
         round.metrics["distill_loss_after"] = loss_of(learnt, taught, round, student.temperature, rows=rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from fedstill.compose.combine import weighted_mean
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import Count, CountOrNone, Positive, Temperature
 from fedstill.core.seeds import seed_for
+from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, full_precision, tree_map
 from fedstill.core.types import Batch, Local, Need, Objective, Output, Round, Targets, Training, Tree, Weights
 from fedstill.server.distill.teachers import unlabeled_data
@@ -108,7 +109,7 @@ Loss = Callable[[float], Objective]  # temperature -> a term that compares logit
 KeepLearning = Callable[[Weights, Targets, Round, Tree], tuple[Weights, Tree]]
 
 
-def lesson(targets: Targets, *, hard: bool) -> Tensor:
+def shown(targets: Targets, *, hard: bool) -> Tensor:
     """(M, K) what the student is shown: the probabilities, or (`hard`) 1 for the most probable class."""
     soft = targets.probabilities
     return torch.zeros_like(soft).scatter(1, soft.argmax(1, keepdim=True), 1.0) if hard else soft
@@ -134,20 +135,17 @@ def keep_learning(student: Student, *, hard: bool = False, loss: Loss = soft_tar
         rows = None if bool(targets.kept.all()) else targets.kept.nonzero().flatten()
         if student.idle or (rows is not None and not len(rows)):
             return candidate, memory
-        x, y, seed = unlabeled_data(round), lesson(targets, hard=hard), seed_for(round.seed, "distill")
         training = replace(usual, lr=student.lr * student.lr_decay ** (round.number - 1), lr_decay=1.0)
+        lesson = Lesson(objective, unlabeled_data(round), shown(targets, hard=hard), training, rows)
         watcher = _watcher(student, round)
+        watch = None if watcher is None else lambda done, now: done % watcher.every == 0 and watcher.see(done, now)
+        fitted = round.trainer.fit(lesson, candidate, seed_for(round.seed, "distill"), optimizer=memory, watch=watch)
+        last = fitted.weights
         if student.keep_optimizer:
-            fitted = round.trainer.proceed(objective, candidate, x, y, training, seed, optimizer=memory, rows=rows)
-            last, memory = fitted.weights, fitted.optimizer
-        else:
-            extra: dict[str, Any] = {} if rows is None else {"rows": rows}
-            if watcher is not None:
-                extra["watch"] = lambda done, now: done % watcher.every == 0 and watcher.see(done, now)
-            last = round.trainer.fit(objective, candidate, x, y, training, seed, **extra)
+            memory = fitted.optimizer
         found = last if watcher is None else watcher.result(last)
         if student.reestimate and student.part == "all":
-            found = found._replace(buffers=round.trainer.batch_statistics(found, x))
+            found = found._replace(buffers=round.trainer.batch_statistics(found, lesson.x))
         return found, memory
 
     return learn
