@@ -48,7 +48,7 @@ def main() -> None:
         classes=["healthy", "sick"],
     )
     model = fedstill.from_module(Net, input_shape=(8,), classes=2)
-    for name, options in (("fedavg", {}), ("feddf", {"steps": 50})):
+    for name, options in (("fedavg", {}), ("feddf", {"student": {"steps": 50}})):
         result = fedstill.federate(
             fedstill.Built(
                 method=fedstill.build_method(name, options)[0].method,
