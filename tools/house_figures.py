@@ -1,52 +1,51 @@
 """Measure how large the package is and how much one run does twice, and hold the figures against their limits.
 
-    python tools/house_figures.py               print the figures
-    python tools/house_figures.py --json        print them as JSON, with the modules that a run enters
+    python tools/house_figures.py               print the figures; list the things of each that is above its limit
     python tools/house_figures.py --markdown    print the table of docs/concepts.md
     python tools/house_figures.py --check       exit with 1 if a figure is above its limit
 
-The script reads the tree that it stands in. It counts lines and parameters in the source, and it runs `fedstill run`
-once in a second process, on a small experiment, to count the calls.
+The script measures the fedstill that Python imports, so PYTHONPATH decides. It counts lines and parameters in the
+source, and it counts calls while `fedstill run` works on a small experiment.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
-import importlib
 import inspect
 import io
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import tokenize
-import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "fedstill"
+import fedstill.cli
+from fedstill.methods import METHODS
+from fedstill.methods.lookup import parse
+from fedstill.models import MODELS
+
+PACKAGE = Path(fedstill.__file__).parent
 MOST_PARAMETERS = 8
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 EXPERIMENT = """
 rounds = 2
 cohort = 3
-data = {{source = "digits", unlabeled = 100}}
-partition = {{scheme = "lda", clients = 5, alpha = 0.5}}
-model = {{name = "mlp", hidden = [8]}}
-{section} = {{name = "feddf", student.steps = 2}}
+data = {source = "digits", unlabeled = 100}
+partition = {scheme = "lda", clients = 5, alpha = 0.5}
+model = {name = "mlp", hidden = [8]}
+method = {name = "feddf", student.steps = 2}
 """
 
 
 class Figure(NamedTuple):
-    """A measured number, the largest that is allowed, and the things that were counted where a list helps."""
+    """A measured number, the largest that is allowed, and the counted things where a list helps."""
 
     name: str
     value: int
@@ -55,23 +54,77 @@ class Figure(NamedTuple):
 
 
 class Function(NamedTuple):
-    """Where a function of the package is defined, how many parameters a caller sees, and whether it is a GPU kernel.
+    """A function of a module, how many parameters a caller sees, and whether it is a GPU kernel.
 
     A kernel may have many parameters, because a GPU takes neither records nor dicts.
     """
 
-    path: str
     name: str
-    line: int
     parameters: int
-    on_device: bool = False
+    on_device: bool
+
+
+def main() -> None:
+    """Read the command line and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/concepts.md")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is above its limit")
+    arguments = parser.parse_args()
+    figures = measure()
+    print(as_markdown(figures) if arguments.markdown else as_text(figures))
+    too_large = [figure.name for figure in figures if figure.value > figure.limit]
+    if arguments.check and too_large:
+        sys.exit(f"above the limit: {', '.join(too_large)}")
+
+
+def measure() -> list[Figure]:
+    """Return all figures of the tree, in the order in which docs/concepts.md shows them."""
+    sources = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    root = tuple(path for path in sources if os.sep not in path)
+    factories = [inspect.unwrap(factory) for factory in METHODS.values()]
+    options = sum(len(inspect.signature(factory).parameters) for factory in factories)
+    # the parameters of a method or a network are the options of its section in an experiment's file
+    allowed = {
+        (Path(factory.__code__.co_filename).relative_to(PACKAGE), factory.__qualname__)
+        for factory in (*factories, *MODELS.values())
+    }
+    long = tuple(
+        f"{path}: {function.name} ({function.parameters})"
+        for path, source in sources.items()
+        for function in functions(source)
+        if function.parameters > MOST_PARAMETERS
+        and (Path(path), function.name) not in allowed
+        and not function.on_device
+    )
+    step_fields, method_fields = (
+        tuple(field.name for field in dataclasses.fields(kind)) for kind in (fedstill.ServerStep, fedstill.Method)
+    )
+    calls, validations = observe_run()
+    entered = tuple(sorted({str(Path(code.co_filename).relative_to(PACKAGE)) for code in calls}))
+    return [
+        Figure("modules at the root of the package", len(root), 3, root),
+        Figure("modules", len(sources), 190),
+        Figure("lines of code (neither blank, comment nor docstring)", sum(map(code_lines, sources.values())), 18_500),
+        Figure("options of all methods together", options, 200),
+        Figure(f"functions with more than {MOST_PARAMETERS} parameters", len(long), 0, long),
+        Figure("fields of `ServerStep`", len(step_fields), 8, step_fields),
+        Figure("fields of `Method`", len(method_fields), 5, method_fields),
+        Figure("modules that one `fedstill run` enters", len(entered), 70, entered),
+        Figure("times that a run parses the method's text", calls[parse.__code__], 1),
+        Figure("times that a run builds the method", calls[inspect.unwrap(METHODS["feddf"]).__code__], 1),
+        Figure("times that a run validates the experiment", len(validations), 1),
+    ]
+
+
+# ---- Counting in the source -----------------------------------------------------------------------------------------
 
 
 def code_lines(source: str) -> int:
     """Count the lines of a module that are neither blank nor comment nor docstring."""
-    docstrings = [
-        ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in _docstrings(source)
-    ]
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    places = [node.body[0] for node in nodes]
+    docstrings = [((place.lineno, place.col_offset), (place.end_lineno, place.end_col_offset)) for place in places]
     texts, lines = source.splitlines(), set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in LAYOUT or any(first <= token.start < last for first, last in docstrings):
@@ -80,19 +133,7 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-def _docstrings(source: str) -> Iterator[ast.expr]:
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-            and isinstance(first := node.body[0], ast.Expr)
-            and isinstance(first.value, ast.Constant)
-            and isinstance(first.value.value, str)
-        ):
-            yield first.value
-
-
-def functions(source: str, path: str = "") -> list[Function]:
+def functions(source: str) -> list[Function]:
     """List the functions of a module, without the `__init__` of dataclasses; `self` and `cls` are no parameters."""
     listed: list[Function] = []
 
@@ -101,8 +142,7 @@ def functions(source: str, path: str = "") -> list[Function]:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 name = prefix + child.name
                 if not (child.name == "__init__" and "dataclass" in _decorators(node)):
-                    parameters, on_device = _parameters(child, within=node), "jit" in _decorators(child)
-                    listed.append(Function(path, name, child.lineno, parameters, on_device))
+                    listed.append(Function(name, _parameters(child, within=node), "jit" in _decorators(child)))
                 visit(child, f"{name}.")
             else:
                 visit(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
@@ -125,6 +165,9 @@ def _decorators(node: ast.AST) -> set[str]:
     return {ast.unparse(part).rpartition(".")[2] for part in decorators}
 
 
+# ---- Counting calls -------------------------------------------------------------------------------------------------
+
+
 class CallCounter:
     """A profile function that counts calls of functions in a folder, without the calls that an import makes."""
 
@@ -143,137 +186,27 @@ class CallCounter:
         elif event == "call" and not self._importing.get(thread):
             self.calls[code] += 1
 
-    def modules(self) -> set[str]:
-        """Return the files, below the folder, of which at least one function was called."""
-        return {code.co_filename.removeprefix(self._folder) for code in self.calls}
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the figures as JSON")
-    form.add_argument("--markdown", action="store_true", help="print the table of docs/concepts.md")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure is above its limit")
-    parser.add_argument("--observe-into", type=Path, help=argparse.SUPPRESS)  # what the second process is called with
-    words = parser.parse_args()
-    if words.observe_into:
-        observe_run(words.observe_into)
-        return
-    figures = measure()
-    print(as_json(figures) if words.json else as_markdown(figures) if words.markdown else as_text(figures))
-    too_large = [figure.name for figure in figures if figure.value > figure.limit]
-    if words.check and too_large:
-        sys.exit(f"above the limit: {', '.join(too_large)}")
-
-
-def measure() -> list[Figure]:
-    """Return all figures of the tree, in the order in which docs/concepts.md shows them."""
-    sources = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-    roots = tuple(path for path in sources if os.sep not in path)
-    run = observed()
-    # the parameters of a method or a network are the options of its section in an experiment's file
-    factories = {(path, line) for path, line in run["factories"]}
-    long = tuple(
-        f"{one.path}: {one.name} ({one.parameters})"
-        for path, source in sources.items()
-        for one in functions(source, path)
-        if one.parameters > MOST_PARAMETERS and (one.path, one.line) not in factories and not one.on_device
-    )
-    return [
-        Figure("modules at the root of the package", len(roots), 3, roots),
-        Figure("modules", len(sources), 190),
-        Figure("lines of code (neither blank, comment nor docstring)", sum(map(code_lines, sources.values())), 18_500),
-        Figure("options of all methods together", run["options"], 200),
-        Figure(f"functions with more than {MOST_PARAMETERS} parameters", len(long), 0, long),
-        Figure("fields of `ServerStep`", len(run["step_fields"]), 8, tuple(run["step_fields"])),
-        Figure(f"fields of `{run['method_type']}`", len(run["method_fields"]), 5, tuple(run["method_fields"])),
-        Figure("modules that one `fedstill run` enters", len(run["entered"]), 70, tuple(run["entered"])),
-        Figure("times that a run parses the method's text", run["parsed"], 1),
-        Figure("times that a run builds the method", run["built"], 1),
-        Figure("times that a run validates the experiment", run["validated"], 1),
-    ]
-
-
-def observed() -> dict[str, Any]:
-    """Observe a run in a second process, which imports the package of this tree and nothing that was imported here."""
+def observe_run() -> tuple[Counter[CodeType], list[str]]:
+    """Run `fedstill run FILE`; return how often each function was called, and one word for each validation."""
+    counter, validations, printed = CallCounter(PACKAGE), count_validations(fedstill.Experiment), io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "observed.json"
-        environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent), "XDG_CACHE_HOME": folder}
-        command = [sys.executable, __file__, "--observe-into", str(answer)]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-        if not answer.exists():
-            sys.exit(f"the observed run failed:\n{done.stdout}{done.stderr}")
-        return json.loads(answer.read_text("utf-8"))
-
-
-def observe_run(answer: Path) -> None:
-    """Run `fedstill run FILE` in this process, count calls, and write the counts to `answer`."""
-    import fedstill
-
-    assert Path(fedstill.__file__).parent == PACKAGE, f"{fedstill.__file__} is another tree than {PACKAGE}"
-    factories = [inspect.unwrap(factory) for factory in registered_methods().values()]
-    method_type = getattr(fedstill, "Method", None) or fedstill.Algorithm
-    section = "method" if "method" in fedstill.Experiment.model_fields else "algorithm"
-    file = answer.with_name("experiment.toml")
-    file.write_text(EXPERIMENT.format(section=section), "utf-8")
-
-    counter, validated = CallCounter(PACKAGE), count_validations(fedstill.Experiment)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    module, _, name = project["scripts"]["fedstill"].partition(":")
-    command_line = getattr(importlib.import_module(module), name)
-    sys.argv = ["fedstill", "run", str(file), "--out", str(answer.with_name("run"))]
-    threading.setprofile(counter)
-    sys.setprofile(counter)
-    try:
-        command_line()
-    except SystemExit as end:
-        if end.code:
-            raise
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-    built_by = inspect.unwrap(registered_methods()["feddf"]).__code__
-    counts = {
-        "options": sum(len(inspect.signature(factory).parameters) for factory in factories),
-        "factories": sorted({definition(factory) for factory in (*factories, *registered_networks())}),
-        "step_fields": [field.name for field in dataclasses.fields(fedstill.ServerStep)],
-        "method_type": method_type.__name__,
-        "method_fields": [field.name for field in dataclasses.fields(method_type)],
-        "entered": sorted(counter.modules()),
-        "parsed": counter.calls[parser_of_methods().__code__],
-        "built": counter.calls[built_by],
-        "validated": len(validated),
-    }
-    answer.write_text(json.dumps(counts), "utf-8")
-
-
-def registered_networks() -> list[Callable[..., Any]]:
-    """Return the functions that build the networks of this tree."""
-    return list(importlib.import_module("fedstill.models").MODELS.values())
-
-
-def registered_methods() -> dict[str, Callable[..., Any]]:
-    for home in ("fedstill.methods", "fedstill.algorithms"):
+        os.environ["FEDSTILL_CACHE"] = folder
+        file = Path(folder) / "experiment.toml"
+        file.write_text(EXPERIMENT, "utf-8")
+        sys.argv = ["fedstill", "run", str(file), "--out", f"{folder}/run"]
+        threading.setprofile(counter)
+        sys.setprofile(counter)
         try:
-            methods = getattr(importlib.import_module(home), "METHODS", None)
-        except ModuleNotFoundError:
-            continue
-        if methods:
-            return dict(methods)
-    sys.exit("no METHODS in fedstill.methods: say in tools/house_figures.py where methods are registered")
-
-
-def parser_of_methods() -> Callable[..., Any]:
-    """Find the one function of the package that is called `parse`: it reads the text of a method."""
-    homes = [
-        path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-        for path in PACKAGE.rglob("*.py")
-        if any(function.name == "parse" for function in functions(path.read_text("utf-8")))
-    ]
-    if len(homes) != 1:
-        sys.exit(f"`parse` is defined in {homes or 'no module'}: say in tools/house_figures.py which reads methods")
-    return importlib.import_module(homes[0]).parse
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                fedstill.cli.main()
+        except SystemExit as end:
+            if end.code:
+                sys.exit(f"the observed run failed:\n{printed.getvalue()}")
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    return counter.calls, validations
 
 
 def count_validations(model: Any) -> list[str]:
@@ -291,32 +224,22 @@ def count_validations(model: Any) -> list[str]:
     return calls
 
 
-def definition(function: Callable[..., Any]) -> tuple[str, int]:
-    """Return the file of a function below the package and the line of its `def`, as `ast` gives it."""
-    code = function.__code__
-    path = Path(code.co_filename).relative_to(PACKAGE)
-    lines = inspect.getsource(function).splitlines()
-    before = next(i for i, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def ")))
-    return str(path), code.co_firstlineno + before
+# ---- Printing -------------------------------------------------------------------------------------------------------
 
 
 def as_text(figures: list[Figure]) -> str:
+    """Return a table for the terminal; below a figure above its limit stand the things that it counts."""
     lines = [f"{'figure':<58}{'is':>8}{'limit':>8}"]
     for name, value, limit, counted in figures:
         lines.append(f"{name:<58}{value:>8,}{limit:>8,}{'' if value <= limit else '  ABOVE'}")
-        if name.startswith("functions") or (value > limit and len(counted) <= 50):
-            lines += [f"    {thing}" for thing in counted]
+        lines += [f"    {thing}" for thing in counted if value > limit]
     return "\n".join(lines)
 
 
 def as_markdown(figures: list[Figure]) -> str:
-    """Return a table without the lists."""
+    """Return the table of docs/concepts.md."""
     rows = [f"| {figure.name} | {figure.value:,} | {figure.limit:,} |" for figure in figures]
     return "\n".join(["| figure | is | at most |", "|---|--:|--:|", *rows])
-
-
-def as_json(figures: list[Figure]) -> str:
-    return json.dumps([figure._asdict() for figure in figures], indent=2)
 
 
 if __name__ == "__main__":
