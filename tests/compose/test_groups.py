@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from toy import same_bits
+from wire import own_upload, whole_upload
 
 from fedstill.about.toy import trial_federation
 from fedstill.compose.groups import (
@@ -14,7 +15,6 @@ from fedstill.compose.groups import (
     merge,
     merge_uploads,
     only,
-    own_upload,
     part_of,
     places_of,
     reported_name,
@@ -22,7 +22,6 @@ from fedstill.compose.groups import (
     split_uploads,
     targets_together,
     together,
-    whole_upload,
 )
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits
@@ -79,9 +78,9 @@ def test_a_prototypes_tensors_are_named_after_it_and_come_back_under_their_own_n
     parts = {name: weights_of(place + 1, seed=place) for place, name in enumerate(NAMES)}
     whole = merge(parts)
     assert sorted(whole.params) == sorted(f"{name}/{leaf}" for name in NAMES for leaf in ("w", "body.b"))
-    assert split(whole, groups_of(NAMES)).keys() == parts.keys()
+    assert split(whole, NAMES).keys() == parts.keys()
     for name, part in parts.items():
-        assert same_bits(split(whole, groups_of(NAMES))[name], part)
+        assert same_bits(split(whole, NAMES)[name], part)
         assert same_bits(merge({name: part}), only(whole, name))
 
 
@@ -114,7 +113,7 @@ def test_what_one_client_sends_alone_is_its_row_again(member, extra):
     parts, start, places = uploads_of(ids, groups, extra=extra)
     whole = merge_uploads(parts, start, places)
     for place in ids:
-        own = own_upload(whole, place, groups)
+        own = own_upload(whole, place, member[place])
         assert own.weights.params.keys() == {"w", "body.b"}
         assert same_bits(as_tree(whole_upload(own, member[place], start, whole)), as_tree(select(whole, place)))
 
@@ -122,12 +121,12 @@ def test_what_one_client_sends_alone_is_its_row_again(member, extra):
 def test_a_client_is_charged_for_its_own_prototype_alone():
     groups, ids = groups_of(["a", "c", "c"]), [0, 1, 2]
     parts, start, places = uploads_of(ids, groups, label_counts=True)
-    whole = merge_uploads(parts, start, places)
+    whole, model = merge_uploads(parts, start, places), Model("mixed", lambda seed: None, None, groups=groups)
     # "a": 1x2 + 1 + 3 floats and an int64; "c": 3x2 + 3 + 3. Extra: a float. Beside: a double, three floats, 4 counts
     own = {"a": 4 * (2 + 1 + 3) + 8, "c": 4 * (6 + 3 + 3) + 8}
-    assert bytes_sent(whole, groups) == own["a"] + 2 * own["c"] + 3 * (4 + 8 + 3 * 4 + 4 * 4)
+    assert bytes_sent(whole, model) == own["a"] + 2 * own["c"] + 3 * (4 + 8 + 3 * 4 + 4 * 4)
     received = {"a": {"control": torch.zeros(5)}, "c": {"control": torch.zeros(7)}, "a.b": {"control": torch.zeros(9)}}
-    assert bytes_received(start, received, ids, groups) == own["a"] + 20 + 2 * (own["c"] + 28)
+    assert bytes_received(start, received, ids, model) == own["a"] + 20 + 2 * (own["c"] + 28)
 
 
 def test_an_ensemble_is_the_mean_of_logits_and_a_reported_prototype_speaks_alone():

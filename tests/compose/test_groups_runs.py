@@ -77,7 +77,7 @@ def one_round(method="feddf(student.steps=4)", ids=(0, 1, 2, 3, 4, 5), sizes=Non
     start, ids = model.init(0), np.array(ids)
     server = phase.method.aggregate
     state = server.init(start)
-    states = ClientStore(share_states_of((phase,), start, model.groups)[0], 6).read(ids)
+    states = ClientStore(share_states_of((phase,), start, model)[0], 6).read(ids)
     work = LocalWork(phase.method.objective, LOCAL, start, server.broadcast(state), seed=5)
     uploads = engine.train(work, ids, states).uploads
     if sizes is not None:
@@ -265,8 +265,8 @@ def test_a_method_that_reports_another_model_reports_it_of_all_prototypes():
 
 def test_only_heads_are_trained_in_every_group():
     result = run("fedavg", training=Training(batch_size=8, lr=0.05, part="head"))
-    start = split(_first_weights(), mixed().groups)
-    for name, part in split(result.weights, mixed().groups).items():
+    start = split(_first_weights(), mixed().networks)
+    for name, part in split(result.weights, mixed().networks).items():
         moved = {key for key, leaf in part.params.items() if not torch.equal(leaf, start[name].params[key])}
         assert moved == set(NETS[name].head_names)
         assert same_bits(part.buffers, start[name].buffers)

@@ -251,7 +251,7 @@ def keeping(slot, width):
 
 def test_clients_keep_the_slots_of_all_phases_for_each_prototype():
     phases = (Phase(keeping("control", 2), 1), Phase(keeping("previous", 3)))
-    first, kept = share_states_of(phases, MODEL.init(0), GROUPS)
+    first, kept = share_states_of(phases, MODEL.init(0), MODEL)
     assert first.keys() == {"a", "b"}
     assert all(own.keys() == {"control", "previous"} for own in first.values())
     assert len(kept) == 2

@@ -14,9 +14,9 @@ from fedstill.core.seeds import numpy_generator
 from fedstill.core.types import Dataset, Federation, Output
 from fedstill.loop.evaluate import (
     METRICS,
-    Forgetting,
     Metric,
     calibration_error,
+    forgetting,
     global_test,
     label_counts,
     make_test_set,
@@ -122,19 +122,17 @@ def test_label_counts_count_what_each_client_holds():
 
 
 def test_forgetting_is_the_mean_fall_from_each_class_peak():
-    forgetting = Forgetting()
-    assert forgetting.see([0.2, 0.8, None]) == 0.0
-    assert forgetting.see([0.6, 0.5, None]) == pytest.approx((0.0 + 0.3) / 2)
-    assert forgetting.see([0.1, 0.9, None]) == pytest.approx((0.5 + 0.0) / 2)
+    first, second, third = [0.2, 0.8, None], [0.6, 0.5, None], [0.1, 0.9, None]
+    assert forgetting([], first) == 0.0
+    assert forgetting([first], second) == pytest.approx((0.0 + 0.3) / 2)
+    assert forgetting([first, second], third) == pytest.approx((0.5 + 0.0) / 2)
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_forgetting_is_never_negative_and_zero_at_a_peak(series):
-    forgetting = Forgetting()
-    for values in series:
-        assert forgetting.see(values) >= 0
-    assert forgetting.see([1.0, 1.0, 1.0]) == 0.0
-    assert not math.isnan(forgetting.see([0.0, 0.0, 0.0]))
+    assert forgetting(series[:-1], series[-1]) >= 0
+    assert forgetting(series, [1.0, 1.0, 1.0]) == 0.0
+    assert not math.isnan(forgetting(series, [None, None, None]))
 
 
 def test_a_metric_that_gives_several_numbers_is_named(monkeypatch):

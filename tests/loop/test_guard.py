@@ -10,10 +10,11 @@ from run_helpers import toy_uploads
 from running import changed_on_the_way, federate
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.trainer import Messages
 from fedstill.core.tree import as_tree, flatten, select
 from fedstill.core.types import Training, Weights
 from fedstill.data import federation_from_tensors
-from fedstill.loop.guard import Guard, admit, admit_messages, find_faults
+from fedstill.loop.guard import Guard, admit, find_faults
 from fedstill.loop.message import encode, template_of
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
@@ -76,12 +77,12 @@ def through_stack(uploads, start, guard, **how):
 
 def through_bytes(uploads, start, guard, **how):
     messages = {int(c): encode(select(uploads, i), round=5) for i, c in enumerate(uploads.ids)}
-    return admit_messages(messages, template_of(uploads), start, guard, round=5, **how)
+    return admit(Messages(messages, template_of(uploads)), start, guard, round=5, **how)
 
 
 def through_mappings(uploads, start, guard, **how):
     messages = {int(c): as_tree(select(uploads, i)) for i, c in enumerate(uploads.ids)}
-    return admit_messages(messages, template_of(uploads), start, guard, round=5, **how)
+    return admit(Messages(messages, template_of(uploads)), start, guard, round=5, **how)
 
 
 DOORS = pytest.mark.parametrize("door", [through_stack, through_bytes, through_mappings])
@@ -205,7 +206,7 @@ def test_a_client_that_raised_is_one_bad_client():
     uploads, start = toy_uploads()
     messages = {int(c): encode(select(uploads, i), round=1) for i, c in enumerate(uploads.ids)}
     messages[12] = RuntimeError("out of\nmemory")
-    admitted = admit_messages(messages, template_of(uploads), start, Guard(), round=1)
+    admitted = admit(Messages(messages, template_of(uploads)), start, Guard(), round=1)
     assert admitted.records == [{"round": 1, "client": 12, "reason": "client raised RuntimeError: out of memory"}]
     assert admitted.kept.tolist() == [0, 1, 3]
 

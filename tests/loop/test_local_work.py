@@ -38,7 +38,7 @@ def network(kind: str):
 def work_of(text: str, training: Training, kind: str = "mlp"):
     """(the work of a round in which slots and states are not zero, the clients' states)."""
     model = network(kind)
-    first, phases = share_states_of(suited(build_method(text), model, training), model.init(0), model.groups)
+    first, phases = share_states_of(suited(build_method(text), model, training), model.init(0), model)
     method, start = method_at(phases, 2), model.init(1)
     noise = torch.Generator().manual_seed(0)
     received = broadcast_of(method, first_state(method, start))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
-import struct
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-from running import federate
+from running import changed_on_the_way, federate
 
 from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
+from fedstill.core.trainer import CohortEngine
 from fedstill.core.types import Mechanism, Method, Need, Phase, ServerStep, Training
+from fedstill.engine import build_engine
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.evaluate import label_counts
 from fedstill.methods import METHODS, dp_fedavg, fedavg, fedprox
@@ -99,27 +98,19 @@ def test_a_resumed_run_sends_the_same_noise_and_is_charged_once(tmp_path):
         run(counter([]), resume=True, **{**where, "privacy": Privacy(label_counts="dp")})
 
 
-def lying(counts):
-    """Clients 0 and 1 send other label counts."""
-
-    def tamper(_, client, data):
-        if client > 1:
-            return data
-        tensors = safetensors.torch.load(data)
-        tensors["label_counts"] = counts(tensors["label_counts"])
-        (length,) = struct.unpack("<Q", data[:8])
-        return safetensors.torch.save(tensors, metadata=json.loads(data[8 : 8 + length])["__metadata__"])
-
-    return tamper
+LIARS = torch.tensor([True, True, False, False])  # clients 0 and 1
 
 
 @pytest.mark.parametrize("privacy", [Privacy(), DP])
 def test_label_counts_that_no_client_can_hold_are_quarantined_and_the_run_goes_on(privacy):
     """Two of 3e38 are inf in float32, and labels in such proportions cannot be drawn."""
+
+    def lie(uploads, start, seed):
+        many = uploads.label_counts.index_fill(1, ZERO, 3e38)
+        return uploads._replace(label_counts=torch.where(LIARS[:, None], many, uploads.label_counts))
+
     seen: list = []
-    result = run(
-        counter(seen), rounds=2, cohort=4, privacy=privacy, tamper=lying(lambda c: c.index_fill(0, ZERO, 3e38))
-    )
+    result = run(changed_on_the_way(counter(seen), lie), rounds=2, cohort=4, privacy=privacy)
     told = "label counts hold a number that is not in [0, 1e+09]"
     assert [(r["round"], r["client"], r["reason"]) for r in result.audit] == [
         (t, c, told) for t in (1, 2) for c in (0, 1)
@@ -127,9 +118,24 @@ def test_label_counts_that_no_client_can_hold_are_quarantined_and_the_run_goes_o
     assert [sorted(own) for _, own in seen] == [[2, 3], [2, 3]]
 
 
+@dataclasses.dataclass
+class Boasting:
+    """An engine two of whose clients say that they hold three samples more than they do."""
+
+    engine: CohortEngine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def train(self, work, ids, states):
+        trained = self.engine.train(work, ids, states)
+        return trained._replace(uploads=trained.uploads._replace(size=trained.uploads.size + 3 * LIARS))
+
+
 def test_exact_counts_that_do_not_sum_to_the_size_are_quarantined_and_noisy_ones_are_not():
-    more = {"rounds": 1, "cohort": 4, "tamper": lying(lambda c: c + 1.0)}
-    told = "label counts sum to 27, and size is 24"
+    engine = Boasting(build_engine("looped", "cpu", model=trial_model(), federation=trial_federation()))
+    more = {"rounds": 1, "cohort": 4, "engine": engine}
+    told = "label counts sum to 24, and size is 27"
     assert [(r["client"], r["reason"]) for r in run(counter([]), **more).audit] == [(0, told), (1, told)]
     assert run(counter([]), privacy=DP, **more).audit == []
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
+from wire import Wire
+
 from fedstill.core.types import Mechanism, Method, PerClient
-from fedstill.engine import build_engines
+from fedstill.engine import Engines, build_engines
 from fedstill.loop import federate as loop
 from fedstill.loop.federate import Built, Schedule
 from fedstill.loop.history import Result
@@ -21,8 +22,14 @@ def built(**settings: Any) -> Built:
     schedule = {key: settings.pop(key) for key in _SCHEDULE & settings.keys()}
     engine, device = settings.pop("engine", "auto"), settings.pop("device", "auto")
     options = settings.pop("engine_options", {})
+    tamper = settings.pop("tamper", None)
     settings = {key: value for key, value in settings.items() if value is not None}
-    return Built(engines=partial(build_engines, engine, device, **options), schedule=Schedule(**schedule), **settings)
+
+    def engines(**data: Any) -> Engines:
+        made = build_engines(engine, device, **options, **data)
+        return made if tamper is None else made._replace(cohort=Wire(made.cohort, data["model"], tamper))
+
+    return Built(engines=engines, schedule=Schedule(**schedule), **settings)
 
 
 def federate(**settings: Any) -> Result:

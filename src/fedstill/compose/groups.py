@@ -6,6 +6,7 @@ model to keep, check, save and send, while a client trains and sends its own par
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,27 +42,37 @@ from fedstill.core.types import (
 )
 
 
+def in_union(prototype: str, name: str = "") -> str:
+    """The name in the union of a prototype's tensor; a prototype without a name is alone, and its names stay."""
+    return f"{prototype}/{name}" if prototype else name
+
+
 def only(weights: Weights, prototype: str) -> Weights:
     """One prototype of a union, under the names that it has there; nothing where it is not."""
-    return Weights(*({n: leaf for n, leaf in part.items() if n.startswith(f"{prototype}/")} for part in weights))
+    return Weights(*({n: leaf for n, leaf in part.items() if n.startswith(in_union(prototype))} for part in weights))
 
 
 def part_of(weights: Weights, prototype: str) -> Weights:
     """One prototype of a union, under its own names."""
-    places = len(prototype) + 1
+    places = len(in_union(prototype))
     return Weights(*({name[places:]: leaf for name, leaf in part.items()} for part in only(weights, prototype)))
 
 
-def split(weights: Weights, groups: Groups) -> dict[str, Weights]:
+def slots_of(tree: Tree, prototype: str) -> Tree:
+    """The slots of one prototype, which stand under its name where it has one."""
+    return tree.get(prototype, {}) if prototype else tree
+
+
+def split(weights: Weights, networks: Collection[str]) -> dict[str, Weights]:
     """The prototypes of a union by name."""
-    return {prototype: part_of(weights, prototype) for prototype in groups.models}
+    return {prototype: part_of(weights, prototype) for prototype in networks}
 
 
 def merge(parts: Mapping[str, Weights]) -> Weights:
     """One union of some prototypes: what `split` takes apart."""
 
     def named(kind: int) -> Params:
-        return {f"{group}/{name}": leaf for group, part in parts.items() for name, leaf in part[kind].items()}
+        return {in_union(group, name): leaf for group, part in parts.items() for name, leaf in part[kind].items()}
 
     return Weights(named(0), named(1))
 
@@ -157,38 +168,25 @@ def merge_uploads(parts: Mapping[str, Uploads], start: Weights, places: Mapping[
     return Uploads(weights=Weights(stacked(0), stacked(1)), extra=extra, label_counts=counts, **facts)
 
 
-def own_upload(uploads: Uploads, place: int, groups: Groups) -> Uploads:
-    """What one client of a cohort sends: its own prototype, and what stands beside it."""
-    prototype = groups.member[int(uploads.ids[place])]
-    own = uploads._replace(weights=part_of(uploads.weights, prototype), extra=uploads.extra.get(prototype, {}))
-    return select(own, place)
-
-
-def whole_upload(own: Uploads, prototype: str, start: Weights, like: Uploads) -> Uploads:
-    """One client's row among the cohort's (`like`) from what it sent; the other prototypes are as they were sent."""
-    weights = Weights(*({**sent, **new} for sent, new in zip(start, merge({prototype: own.weights}), strict=True)))
-    others = {name: tree_map(lambda leaf: torch.zeros_like(leaf[0]), extra) for name, extra in like.extra.items()}
-    return own._replace(weights=weights, extra={**others, **({prototype: own.extra} if own.extra else {})})
-
-
 def _filled(leaf: Tensor, count: int) -> Tensor:
     return leaf.expand(count, *leaf.shape).clone(memory_format=torch.contiguous_format)
 
 
-def bytes_sent(uploads: Uploads, groups: Groups) -> int:
-    """Bytes of each client's own part and of what it tells beside it."""
-    count, total = len(uploads.ids), 0
-    for prototype, places in places_of(uploads.ids.tolist(), groups).items():
-        own = byte_size((only(uploads.weights, prototype), uploads.extra.get(prototype, {})))
-        total += own // count * len(places)
-    told = (uploads.size, uploads.steps, uploads.travel, uploads.loss)
-    return total + byte_size(told) + (0 if uploads.label_counts is None else byte_size(uploads.label_counts))
+def bytes_sent(uploads: Uploads, model: Model) -> int:
+    """Bytes of each client's own part of the model, and of all that it sends beside it."""
+    clients, total = Counter(map(model.network_of, uploads.ids.tolist())), 0
+    for prototype, count in clients.items():
+        part = byte_size((only(uploads.weights, prototype), slots_of(uploads.extra, prototype)))
+        total += part // len(uploads.ids) * count
+    numbers = (uploads.size, uploads.steps, uploads.travel, uploads.loss)
+    return total + byte_size(numbers) + (0 if uploads.label_counts is None else byte_size(uploads.label_counts))
 
 
-def bytes_received(start: Weights, received: Tree, ids: Collection[int], groups: Groups) -> int:
+def bytes_received(start: Weights, received: Tree, ids: Collection[int], model: Model) -> int:
+    """Bytes of each client's own part of the model, and of the slots that the server broadcasts to it."""
     return sum(
-        len(places) * byte_size((only(start, prototype), received.get(prototype, {})))
-        for prototype, places in places_of(ids, groups).items()
+        count * byte_size((only(start, prototype), slots_of(received, prototype)))
+        for prototype, count in Counter(map(model.network_of, ids)).items()
     )
 
 
@@ -215,7 +213,7 @@ def rounds_of(round: Round, groups: Groups) -> dict[str, Round]:
     group steps as it would alone.
     """
     rounds: dict[str, Round] = {}
-    starts, uploads = split(round.start, groups), split_uploads(round.uploads, groups)
+    starts, uploads = split(round.start, groups.models), split_uploads(round.uploads, groups)
     for prototype, model in groups.models.items():
         rounds[prototype] = replace(
             round, start=starts[prototype], uploads=uploads[prototype], model=model,
@@ -267,11 +265,13 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
     ]
 
     def init(weights: Weights) -> Tree:
-        return {"each": {name: first_state(methods[name], part) for name, part in split(weights, groups).items()}}
+        return {
+            "each": {name: first_state(methods[name], part) for name, part in split(weights, groups.models).items()}
+        }
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         round = replace(round, weighting=weighting_of(next(iter(methods.values()))))
-        parts, rounds = split(candidate, groups), rounds_of(round, groups)
+        parts, rounds = split(candidate, groups.models), rounds_of(round, groups)
         each = {prototype: dict(own) for prototype, own in state["each"].items()}
         for prototype, step in in_step:
             look = rounds[prototype]
@@ -294,7 +294,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
         }
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-        parts = split(candidate, groups)
+        parts = split(candidate, groups.models)
         looks = preparations_of(preparation, groups, parts)
         each = {prototype: dict(own) for prototype, own in state["each"].items()}
         for prototype, step in in_step:
@@ -332,7 +332,7 @@ def _in_groups(changes: Mapping[str, PerClient | None], groups: Groups) -> PerCl
     """Each client's own part on its way; the other parts of its row stay as they were sent."""
 
     def change_parts(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
-        parts, starts = split_uploads(uploads, groups), split(start, groups)
+        parts, starts = split_uploads(uploads, groups), split(start, groups.models)
         sent = {
             name: change(parts[name], starts[name], seed)
             for name, change in changes.items()

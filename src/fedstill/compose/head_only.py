@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fedstill.compose.groups import in_union
 from fedstill.core.types import Method, Model, PerClient, Round, Seed, ServerStep, Tree, Uploads, Weights
 
 
 def head_names(model: Model) -> tuple[str, ...]:
     """The parameters of the head; of several architectures, those of each."""
-    if model.groups is None:
-        return model.head_names
-    return tuple(f"{group}/{name}" for group, one in model.groups.models.items() for name in one.head_names)
+    return tuple(in_union(group, name) for group, network in model.networks.items() for name in network.head_names)
 
 
 def head_of(weights: Weights, names: tuple[str, ...]) -> Weights:

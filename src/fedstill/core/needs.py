@@ -29,15 +29,15 @@ def needs_of(method: Method) -> frozenset[Need]:
 
 def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, training: Training) -> list[Need]:
     """The needs that this model, federation and local training do not meet."""
-    models = (model,) if model.groups is None else tuple(model.groups.models.values())
+    networks = model.networks.values()
     met = {
         Need.UNLABELED: federation.unlabeled is not None and len(federation.unlabeled) > 0,
         Need.VALIDATION: federation.validation is not None and len(federation.validation[1]) > 0,
-        Need.FEATURES: all(one.traits.features for one in models),
-        Need.HEAD: all(one.head is not None for one in models),
-        Need.TOKENS: all(one.tokens is not None for one in models),
+        Need.FEATURES: all(one.traits.features for one in networks),
+        Need.HEAD: all(one.head is not None for one in networks),
+        Need.TOKENS: all(one.tokens is not None for one in networks),
         Need.PLAIN_SGD: training.optimizer == "sgd" and not (training.keep_optimizer and training.momentum),
-        Need.ONE_ARCHITECTURE: len(models) == 1,
+        Need.ONE_ARCHITECTURE: len(networks) == 1,
     }
     return sorted((need for need in needs if not met.get(need, True)), key=lambda need: need.name)
 
@@ -73,8 +73,8 @@ def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None
 
     Shapes may differ (a dense network flattens an image): what counts is that it runs. What is not known is not asked.
     """
-    for name, one in {model.name: model}.items() if model.groups is None else model.groups.models.items():
-        what = f"{'model' if model.groups is None else 'the prototype'} '{name}'"
+    for name, one in model.networks.items():
+        what = f"the prototype '{name}'" if name else f"model '{model.name}'"
         if 0 < one.classes < classes:
             raise FedstillError(
                 f"{what} tells {one.classes} classes apart, and the federation has {classes}: "

@@ -31,10 +31,17 @@ class LocalWork:
     method: str = ""  # the text that it was built from; empty: it was made in Python, and stays in this process
 
 
+class Messages(NamedTuple):
+    """Uploads in the form in which they arrive from clients that nobody vouches for."""
+
+    by_client: Mapping[int, bytes | Mapping[str, Any] | Exception]  # an exception: the client's call ended with it
+    template: Uploads  # the form of one upload, without data
+
+
 class Trained(NamedTuple):
     """The result of a cohort: uploads go to the server, states stay with the clients."""
 
-    uploads: Uploads
+    uploads: Uploads | Messages
     states: Tree
 
 

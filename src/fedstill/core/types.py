@@ -186,12 +186,21 @@ class Model:
     head: Callable[[Params, Tensor], Tensor] | None = None  # features -> logits
     head_names: tuple[str, ...] = ()  # its parameters, where no other layer shares them: what part = "head" trains
     traits: Traits = field(default_factory=Traits)
-    groups: Groups | None = None  # it stands for several architectures: see core/groups.py
+    groups: Groups | None = None  # it stands for several architectures: see compose/groups.py
     tokens: ReadTokens | None = None  # of a network that reads text
     input_shape: tuple[int, ...] = ()  # of one sample
     classes: int = 0  # K
     feature_size: int = 0  # F; 0 where it has no features
     recipe: Callable[[], Model] | None = None  # builds it again; it can be sent to another process, a Model cannot
+
+    @property
+    def networks(self) -> Mapping[str, Model]:
+        """The prototypes that clients train, by name; a model of one architecture is the only one, named ""."""
+        return {"": self} if self.groups is None else self.groups.models
+
+    def network_of(self, client: int) -> str:
+        """The name of the prototype that a client trains."""
+        return "" if self.groups is None else self.groups.member[client]
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,7 @@ def build_engine(
     where = choose_device(device)
     if compile:
         check_compiler(where)
-    prototypes = {"": model} if model.groups is None else dict(model.groups.models)
-    first = next(iter(prototypes.values()))
+    (name_first, first), *others = model.networks.items()
     engine = Engine(
         first,
         federation,
@@ -111,10 +110,8 @@ def build_engine(
         graphs=where.type == "cuda" if graphs is None else graphs and where.type == "cuda",
         compiled=compile,
     )
-    if model.groups is None:
-        return engine
-    others = {group: engine.lend(one, stacked=_stacked(name, where, one)) for group, one in prototypes.items()}
-    return MixedEngine(model, {**others, next(iter(prototypes)): engine})
+    lent = {network: engine.lend(one, stacked=_stacked(name, where, one)) for network, one in others}
+    return engine if model.groups is None else MixedEngine(model, {name_first: engine, **lent})
 
 
 # Who can train cohorts, by the name that engine.name takes. Each is called as `build_engine` is, without the name.

@@ -16,7 +16,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import LocalWork, Trained
 from fedstill.core.tree import rows as rows_of
 from fedstill.core.tree import tree_map
-from fedstill.core.types import Groups, Model, Output, Params, Tree, Weights
+from fedstill.core.types import Groups, Model, Output, Params, Tree, Uploads, Weights
 from fedstill.engine.engine import Engine
 
 
@@ -50,6 +50,7 @@ class MixedEngine:
             trained = self.engines[prototype].train(
                 replace(work, start=start, received=received), ids[here.numpy()], rows_of(own, here.to(self.device))
             )
+            assert isinstance(trained.uploads, Uploads)  # its engines train in this process
             sent[prototype] = trained.uploads
             after[prototype] = tree_map(partial(_written, here.to(self.device)), own, trained.states) if own else {}
         return Trained(merge_uploads(sent, work.start, places), after)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,15 +137,13 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
 EVALUATIONS: dict[str, Evaluate] = {"global_test": global_test}
 
 
-class Forgetting:
-    """mean_c (best class accuracy so far - class accuracy now) >= 0 (after Lee et al., FedNTD, NeurIPS 2022)."""
+def forgetting(earlier: Iterable[list[float | None]], now: list[float | None]) -> float:
+    """mean_c (best accuracy of class c so far - its accuracy now) >= 0 (after Lee et al., FedNTD, NeurIPS 2022).
 
-    def __init__(self) -> None:
-        self._best: dict[int, float] = {}
-
-    def see(self, class_accuracy: list[float | None]) -> float:
-        """Take in one evaluation and say how much has been forgotten by now."""
-        seen = {c: value for c, value in enumerate(class_accuracy) if value is not None}
-        for c, value in seen.items():
-            self._best[c] = max(value, self._best.get(c, value))
-        return sum(self._best[c] - value for c, value in seen.items()) / max(1, len(seen))
+    earlier: the class accuracies of the evaluated rounds before; None: the class was not in the test set.
+    """
+    by_class: Iterable[tuple[float | None, ...]] = zip(now, *earlier, strict=True)
+    lost = [
+        max(value for value in values if value is not None) - values[0] for values in by_class if values[0] is not None
+    ]
+    return sum(lost) / max(1, len(lost))

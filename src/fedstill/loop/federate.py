@@ -24,20 +24,7 @@ from fedstill.core.needs import check_fits, check_phases, needs_of
 from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
-from fedstill.core.types import (
-    Cache,
-    Federation,
-    Groups,
-    Method,
-    Model,
-    Need,
-    Phase,
-    Seed,
-    Targets,
-    Training,
-    Tree,
-    Weights,
-)
+from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
@@ -56,7 +43,7 @@ from fedstill.loop.privacy_plan import (
     write_statement,
 )
 from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_last
-from fedstill.loop.round import State, Tamper, Task, look_at, play_round, reported
+from fedstill.loop.round import State, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
 
@@ -105,7 +92,6 @@ class Built:
     cache: Cache | None = None
     label: str = ""
     settings: str = ""
-    tamper: Tamper | None = None
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -173,15 +159,11 @@ class _Nowhere:
     device = torch.device("cpu")
 
 
-def share_states_of(
-    phases: tuple[Phase, ...], weights: Weights, groups: Groups | None
-) -> tuple[Tree, tuple[Phase, ...]]:
+def share_states_of(phases: tuple[Phase, ...], weights: Weights, model: Model) -> tuple[Tree, tuple[Phase, ...]]:
     """`share_states`, with a client's first state under each prototype's name where there are several."""
-    if groups is None:
-        return share_states(phases, weights)
-    shared = {prototype: share_states(phases, part) for prototype, part in split(weights, groups).items()}
+    shared = {network: share_states(phases, part) for network, part in split(weights, model.networks).items()}
     kept = next(iter(shared.values()))[1]  # they differ by nothing: which slots are kept is up to the objectives
-    return {prototype: first for prototype, (first, _) in shared.items()}, kept
+    return (shared[""][0] if "" in shared else {network: first for network, (first, _) in shared.items()}), kept
 
 
 def suited(phases: tuple[Phase, ...], model: Model, training: Training) -> tuple[Phase, ...]:
@@ -224,15 +206,15 @@ def _run(
     warn_of_kept_statistics(task)
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
-    template, phases = share_states_of(task.phases, state.weights, task.model.groups)
+    template, phases = share_states_of(task.phases, state.weights, task.model)
     task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
         stack.enter_context(log_to(plan.folder))
         store = ClientStore(template, population, device=task.engine.device, budget=state_budget, folder=plan.folder)
         stack.enter_context(store)
-        earlier = restore(plan, state, store, resume=resume)
+        state, earlier = restore(plan, state, store, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
-        _loop(task, plan, state, store, journal, callbacks, promise)
+        state = _loop(task, plan, state, store, journal, callbacks, promise)
         stated = _state_privacy(plan, promise, state)
         last, belief = reported(task, state), _targets(task, state)
         save_last(plan, state, store, last, belief)
@@ -276,7 +258,6 @@ def _make_task(
         trainer=engines.trainer,
         seed=schedule.seed,
         guard=built.guard,
-        tamper=built.tamper,
         clients=clients,
         cohort=min(cohort_size(schedule.cohort, federation.population), len(clients)),
         test=make_test_set(federation, device, counts),
@@ -334,7 +315,7 @@ def _loop(
     journal: Journal | None,
     callbacks: Sequence[Callback],
     promise: Promise,
-) -> None:
+) -> State:
     info = _describe(task, plan, state)
     answers = [callback.on_start(info) for callback in callbacks]
     if promise.cut:
@@ -342,14 +323,13 @@ def _loop(
     clock = SaveClock()
     while state.round < plan.rounds and not any(answers):
         began = time.perf_counter()
-        state.round += 1
-        row, records = play_round(task, state, store)
+        state, row, records = play_round(task, state, store)
         if plan.evaluates(state.round):
-            look_at(task, state, row)
+            state = look_at(task, state, row)
         row["seconds"] = time.perf_counter() - began
         answers = [callback.on_round(row) for callback in callbacks]
         if any(answers) and "accuracy" not in row:
-            look_at(task, state, row)
+            state = look_at(task, state, row)
         state.history.rows.append(row)
         state.history.audit.extend(records)
         if journal is not None:
@@ -359,6 +339,7 @@ def _loop(
             with clock:
                 _state_privacy(plan, promise, state)
                 save(plan, state, store, reported(task, state), _targets(task, state))
+    return state
 
 
 def _state_privacy(plan: Plan, promise: Promise, state: State) -> PrivacyStatement | None:

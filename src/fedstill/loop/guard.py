@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import SECTION, CountOrNone, Example, NotNegative, Positive, check_limits
+from fedstill.core.trainer import Messages
 from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
 from fedstill.core.types import Params, Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
@@ -66,11 +67,15 @@ class Admitted(NamedTuple):
     records: list[AuditRecord]
 
 
-def admit(uploads: Uploads, start: Weights, guard: Guard, *, round: int, exact_counts: bool = False) -> Admitted:
-    """Check a stacked cohort. One host sync when all is well.
+def admit(
+    uploads: Uploads | Messages, start: Weights, guard: Guard, *, round: int, exact_counts: bool = False
+) -> Admitted:
+    """Check a stacked cohort, or open its messages and check them. One host sync when all is well.
 
     exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
     """
+    if isinstance(uploads, Messages):
+        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts)
     cohort = len(uploads.ids)
     faults = find_faults(uploads, start, guard, exact_counts=exact_counts)
     if faults is None:
@@ -82,34 +87,25 @@ def admit(uploads: Uploads, start: Weights, guard: Guard, *, round: int, exact_c
     return _settle(good, kept, records, guard, cohort=cohort, round=round)
 
 
-def admit_messages(
-    messages: Mapping[int, bytes | Mapping[str, Any] | Exception],
-    template: Uploads,
-    start: Weights,
-    guard: Guard,
-    *,
-    round: int,
-    exact_counts: bool = False,
-) -> Admitted:
-    """Check what each client sent (bytes, a mapping of tensors, or the exception its call ended with)."""
+def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: int, exact_counts: bool) -> Admitted:
     arrived: list[Uploads] = []
     positions: list[int] = []
     records: list[AuditRecord] = []
-    for position, (client, message) in enumerate(messages.items()):
+    for position, (client, message) in enumerate(messages.by_client.items()):
         try:
-            arrived.append(_receive(message, template, client=client, round=round))
+            arrived.append(_receive(message, messages.template, client=client, round=round))
             positions.append(position)
         except FedstillError as error:
             records.append(_record(round, client, str(error)))
     if not arrived:
-        return _settle(None, np.empty(0, np.int64), records, guard, cohort=len(messages), round=round)
+        return _settle(None, np.empty(0, np.int64), records, guard, cohort=len(messages.by_client), round=round)
     device = next(leaves(start)).device
     together = from_tree(stack([as_tree(upload) for upload in arrived]))
     stacked = from_tree(to_device(as_tree(together), device))._replace(ids=together.ids)
     inner = admit(stacked, start, replace(guard, quorum=0), round=round, exact_counts=exact_counts)
     quarantined = [record for record in inner.records if record["client"] is not None]
     kept = np.asarray(positions, np.int64)[inner.kept]
-    return _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages), round=round)
+    return _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages.by_client), round=round)
 
 
 def find_faults(

@@ -63,7 +63,7 @@ class Unpack:
         training, key = Training(**given), json.dumps([facts["method"], facts["training"]])
         if key not in self.built:
             phases = suited(self.build(facts["method"]), self.model, training)
-            self.built[key] = share_states_of(phases, self.model.init(0), self.model.groups)[1]
+            self.built[key] = share_states_of(phases, self.model.init(0), self.model)[1]
         tensors = load(packed.tensors)
         trees = tree_map(lambda name: tensors[name].to(self.device), facts["trees"])
         return LocalWork(

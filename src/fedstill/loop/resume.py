@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,7 +89,6 @@ def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: T
         state.targets_round,
     )
     save_checkpoint(whole, plan.folder / "checkpoints")
-    state.saved = state.round
     _save_models(plan, state, last, targets, durable=False)  # the checkpoint above is the durable copy
 
 
@@ -107,7 +105,7 @@ def _save_models(plan: Plan, state: State, last: Weights, targets: Targets | Non
 def save_last(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
     if plan.folder is None:
         return
-    if state.saved != state.round:
+    if state.round not in dict(list_checkpoints(plan.folder / "checkpoints")):
         save(plan, state, store, last, targets)
     _save_models(plan, state, last, targets, durable=True)
 
@@ -119,31 +117,30 @@ def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
     return told.hexdigest()
 
 
-def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> float:
-    """Put the newest checkpoint into `state` and `store`; seconds that the run had taken by then."""
+def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> tuple[State, float]:
+    """The state of the newest checkpoint, whose client states go into `store`, and the seconds that the run had taken.
+
+    Without a checkpoint the state comes back as it is.
+    """
     if plan.folder is None:
         if resume:
             raise FedstillError("resume needs run_dir: the folder of the run to go on with")
-        return 0.0
+        return state, 0.0
     checkpoints = plan.folder / "checkpoints"
     if not resume:
         if list_checkpoints(checkpoints):
             raise FedstillError(f"{plan.folder} already holds a run: resume it or choose another run_dir")
-        return 0.0
+        return state, 0.0
     saved = load_newest(checkpoints, store.device)
     if saved is None:
         _log.info("no checkpoint to resume from: starting at round 1")
-        return 0.0
+        return state, 0.0
     _check_same_run(plan, state, saved)
-    state.round, state.weights, state.server, state.best = saved.round, saved.weights, saved.server, saved.best
-    state.saved, state.history = saved.round, History(**saved.history)
-    state.targets_round = saved.targets_round
-    state.best_accuracy = max((row["accuracy"] for row in state.history.evaluated), default=-math.inf)
-    for row in state.history.evaluated:
-        state.forgetting.see(row.get("class_accuracy", []))
+    history = History(**saved.history)
+    state = State(saved.round, saved.weights, saved.server, saved.best, history, targets_round=saved.targets_round)
     store.restore(saved.clients)
     _log.info("resuming after round %d", saved.round)
-    return state.history.total("seconds")
+    return state, history.total("seconds")
 
 
 def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:

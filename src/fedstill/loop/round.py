@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from fedstill.compose.combine import broadcast_of, first_state, on_the_way, prepare_steps, run_steps, targets
 from fedstill.compose.combine import reported as reported_by
-from fedstill.compose.groups import bytes_received, bytes_sent, only, own_upload, whole_upload
+from fedstill.compose.groups import bytes_received, bytes_sent, only
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import carry_over, method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import Sampling, draw_cohort, seed_for
 from fedstill.core.setup import Preparation, no_preparation
-from fedstill.core.trainer import CohortEngine, LocalWork, Trained, Trainer
-from fedstill.core.tree import as_tree, byte_size, clone, leaves, rows, select, tree_map
+from fedstill.core.trainer import CohortEngine, LocalWork, Messages, Trained, Trainer
+from fedstill.core.tree import clone, leaves, rows, tree_map
 from fedstill.core.types import (
     Cache,
     Federation,
@@ -39,14 +39,12 @@ from fedstill.core.types import (
     Weights,
 )
 from fedstill.engine.client_store import ClientStore
-from fedstill.loop.evaluate import Evaluate, Forgetting, TestSet
-from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, admit_messages, is_finite
+from fedstill.loop.evaluate import Evaluate, TestSet, forgetting
+from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite
 from fedstill.loop.history import History, Row, plain
-from fedstill.loop.message import decode, encode, on_meta, template_of
 from fedstill.loop.setup import Asked
 from fedstill.privacy.plan import Privacy
 
-Tamper = Callable[[int, int, bytes], bytes]  # (round, client, message) -> message; may raise
 OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and no release speaks of the answers
 
 
@@ -62,7 +60,6 @@ class Task:
     trainer: Trainer
     seed: Seed
     guard: Guard
-    tamper: Tamper | None
     clients: np.ndarray  # ids of clients that hold data
     cohort: int
     test: TestSet
@@ -87,71 +84,67 @@ class Task:
         return method_at(self.phases, round)
 
 
-@dataclass
+@dataclass(frozen=True)
 class State:
-    """What changes from round to round; with the store it is all that a checkpoint holds."""
+    """Where a run stands after a round; with the store it is all that a checkpoint holds."""
 
     round: int
     weights: Weights
     server: Tree
     best: Weights | None = None
-    best_accuracy: float = -math.inf
-    saved: int = 0  # the round of the newest checkpoint
     history: History = field(default_factory=History)
-    forgetting: Forgetting = field(default_factory=Forgetting)
-    models: dict[str, Weights] = field(default_factory=dict)  # what the last server step left to be looked at
+    models: Mapping[str, Weights] = field(default_factory=dict)  # what the last server step left to be looked at
     targets_round: int = 0  # in which the server last formed targets
 
 
-def play_round(task: Task, state: State, store: ClientStore) -> tuple[Row, list[AuditRecord]]:
-    """One round: the state moves on, or stays as it was and the records say why."""
+class Played(NamedTuple):
+    """The state after a round, the round's row, and why uploads were refused or the model stayed."""
+
+    state: State
+    row: Row
+    records: list[AuditRecord]
+
+
+def play_round(task: Task, state: State, store: ClientStore) -> Played:
+    """Play the next round; where it fails, the state that comes back has the old model, and the records say why."""
+    state = replace(state, round=state.round + 1, models={})
     number, method = state.round, task.method(state.round)
-    state.models = {}
-    noted, found = _begin(task, state)
+    state, noted, records = _begin(task, state)
     start = state.weights
     ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)
-    if not len(ids):
-        return _without_cohort(task, state, noted, found)
     received = broadcast_of(method, state.server)
-    work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
-    trained = task.engine.train(work, ids, store.read(ids))
-    uploads = _transmit(task, trained.uploads, start, ids, number)
-    down = _bytes_down(task, start, received, ids)
-    row = _first_facts(number, len(ids), noted, up=_bytes_up(task, uploads), down=down)
-    admitted = _admit(task, uploads, start, number)
-    records = [*found, *admitted.records]
-    left = admitted.uploads
-    if left is None and method.trusted is not None:  # whose uploads broke must not be told by a model that stays
-        left, records[-1] = _no_uploads(start), _noise_alone(number, "no sound upload is left")
-    if left is not None:
-        row["accepted"] = len(admitted.kept)
-        moved, metrics = _serve(task, state, left)
-        row.update(metrics)
-        if moved:
-            _remember(store, ids, trained.states, _with_sound_states(method, trained, admitted.kept))
-        else:
-            reason = "the server's model holds NaN or Inf; the round keeps the old model"
-            records = [*records, {"round": number, "client": None, "reason": reason}]
-    return row, records
+    row: Row = {
+        "round": number, "cohort": len(ids), "accepted": 0, "train_loss": None,
+        "bytes_up": 0, "bytes_down": bytes_received(start, received, ids.tolist(), task.model), **noted,
+    }  # fmt: skip
+    if len(ids):
+        work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
+        trained = task.engine.train(work, ids, store.read(ids))
+        uploads = _transmit(task, trained.uploads, start, ids, number)
+        row["bytes_up"] = _bytes_up(task, uploads)
+        admitted = _admit(task, uploads, start, number)
+        missing = "no sound upload is left"
+    else:
+        missing = "nobody was drawn"
+        admitted = Admitted(None, ids, [_record(number, f"{missing}; the round keeps the old model")])
+    records, accepted = [*records, *admitted.records], admitted.uploads
+    if accepted is None and method.trusted is not None:  # a model that stays would tell that uploads are missing
+        accepted, records[-1] = _no_uploads(start), _record(number, f"{missing}; the model moves by noise alone")
+    if accepted is None:
+        return Played(state, row, records)
+    after, metrics = _serve(task, state, accepted)
+    row |= {"accepted": len(admitted.kept), **metrics}
+    if after is None:
+        reason = "the server's model holds NaN or Inf; the round keeps the old model"
+        return Played(state, row, [*records, _record(number, reason)])
+    if len(admitted.kept):
+        _remember(store, ids, trained.states, _with_sound_states(method, trained, admitted.kept))
+    return Played(after, row, records)
 
 
-def _first_facts(number: int, cohort: int, noted: Row, *, up: int = 0, down: int = 0) -> Row:
-    facts = {"round": number, "cohort": cohort, "accepted": 0, "train_loss": None, "bytes_up": up, "bytes_down": down}
-    return {**facts, **noted}
-
-
-def _without_cohort(task: Task, state: State, noted: Row, found: list[AuditRecord]) -> tuple[Row, list[AuditRecord]]:
-    """Nobody was drawn: the model stays. A trusted party adds its noise all the same, so that nobody can tell."""
-    row = _first_facts(state.round, 0, noted)
-    reason = "nobody was drawn; the round keeps the old model"
-    if task.method(state.round).trusted is not None:
-        row.update(_serve(task, state, _no_uploads(state.weights))[1])
-        return row, [*found, _noise_alone(state.round, "nobody was drawn")]
-    return row, [*found, {"round": state.round, "client": None, "reason": reason}]
-
-
-def _noise_alone(number: int, why: str) -> AuditRecord:
-    return {"round": number, "client": None, "reason": f"{why}; the model moves by noise alone"}
+def _record(number: int, reason: str) -> AuditRecord:
+    """A record about the round as a whole."""
+    return {"round": number, "client": None, "reason": reason}
 
 
 def _no_uploads(start: Weights) -> Uploads:
@@ -160,21 +153,21 @@ def _no_uploads(start: Weights) -> Uploads:
     return Uploads(weights, none.double(), none, none, none, {}, None, torch.zeros(0, dtype=torch.int64))
 
 
-def _begin(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
+def _begin(task: Task, state: State) -> Played:
     """In the first round of a method: what it takes over from the one before, and what it prepares."""
     method, number = task.method(state.round), state.round
     if number > 1 and method is task.method(number - 1):
-        return {}, []
+        return Played(state, {}, [])
     if number > 1:
-        state.server = carry_over(state.server, first_state(method, state.weights))
+        state = replace(state, server=carry_over(state.server, first_state(method, state.weights)))
     return prepare(task, state)
 
 
-def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
-    """What a method does once, before its first round; the state takes its result only if it is finite."""
+def prepare(task: Task, state: State) -> Played:
+    """Do what a method does once, before its first round; the row holds what it cost."""
     method, began = task.method(state.round), time.perf_counter()
     if all(step.prepare is no_preparation for step in method.steps):
-        return {}, []
+        return Played(state, {}, [])
     asked = Asked(
         task.federation, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
         releases=[one.what for one in method.releases if one.when == "once"],
@@ -200,12 +193,12 @@ def prepare(task: Task, state: State) -> tuple[Row, list[AuditRecord]]:
         raise FedstillError(
             f"round {state.round}: what the method prepared holds NaN or Inf: use a lower learning rate"
         )
-    state.weights, state.server = candidate, server
     facts = {f"prepare/{name}": value for name, value in look.metrics.items()}
     spent = {"bytes_prepared": asked.bytes_up, "bytes_prepared_down": asked.bytes_down}
     if asked.questions_open:
         spent[OPEN_QUESTIONS] = asked.questions_open
-    return plain({**facts, **spent, "seconds_prepared": time.perf_counter() - began}), asked.records
+    row = plain({**facts, **spent, "seconds_prepared": time.perf_counter() - began})
+    return Played(replace(state, weights=candidate, server=server), row, asked.records)
 
 
 def _labeled(task: Task) -> tuple[Tensor, Tensor]:
@@ -215,8 +208,12 @@ def _labeled(task: Task) -> tuple[Tensor, Tensor]:
     return task.unlabeled, task.truth
 
 
-def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, number: int) -> Uploads:
-    """What is on its way to the server: label counts only where they are declared."""
+def _transmit(
+    task: Task, uploads: Uploads | Messages, start: Weights, ids: np.ndarray, number: int
+) -> Uploads | Messages:
+    """What reaches the server: label counts only where they are declared. Messages have come all the way."""
+    if isinstance(uploads, Messages):
+        return uploads
     method, counts = task.method(number), None
     if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
@@ -224,51 +221,23 @@ def _transmit(task: Task, uploads: Uploads, start: Weights, ids: np.ndarray, num
     return on_the_way(method, uploads, start, seed_for(task.noise_seed, "transmit", number))
 
 
-def _bytes_up(task: Task, uploads: Uploads) -> int:
-    """What clients have to send: of the model only what they train; the rest is as the server sent it."""
-    weights = uploads.weights
+def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
+    """Bytes that clients have to send: of the model only the part that they train, because the server has the rest."""
+    if isinstance(uploads, Messages):
+        return sum(len(message) for message in uploads.by_client.values() if isinstance(message, bytes))
     if task.training.part == "head":
-        weights = head_of(weights, head_names(task.model))
-    if task.model.groups is not None:
-        return bytes_sent(uploads._replace(weights=weights), task.model.groups)
-    sent = (weights, uploads.extra, uploads.size, uploads.steps, uploads.travel, uploads.loss)
-    return byte_size(sent) + (0 if uploads.label_counts is None else byte_size(uploads.label_counts))
+        uploads = uploads._replace(weights=head_of(uploads.weights, head_names(task.model)))
+    return bytes_sent(uploads, task.model)
 
 
-def _bytes_down(task: Task, start: Weights, received: Tree, ids: np.ndarray) -> int:
-    if task.model.groups is not None:
-        return bytes_received(start, received, ids.tolist(), task.model.groups)
-    return len(ids) * (byte_size(start) + byte_size(received))
-
-
-def _admit(task: Task, uploads: Uploads, start: Weights, number: int) -> Admitted:
+def _admit(task: Task, uploads: Uploads | Messages, start: Weights, number: int) -> Admitted:
     # what a method changes on the way may be the size
     exact = task.privacy.label_counts == "exact" and not task.method(number).per_client
-    if task.tamper is None:
-        return admit(uploads, start, task.guard, round=number, exact_counts=exact)
-    messages: dict[int, bytes | Mapping[str, Any] | Exception] = {}
-    for position, client in enumerate(uploads.ids.tolist()):
-        try:
-            messages[client] = _message(task, uploads, start, position, number)
-        except Exception as error:  # whatever a client's call ends with is that client's fault alone
-            messages[client] = error
-    return admit_messages(messages, template_of(uploads), start, task.guard, round=number, exact_counts=exact)
+    return admit(uploads, start, task.guard, round=number, exact_counts=exact)
 
 
-def _message(task: Task, uploads: Uploads, start: Weights, position: int, number: int) -> bytes | Mapping[str, Any]:
-    """What one client sends, in its wire form; of several architectures its own, opened and put among the others."""
-    assert task.tamper is not None
-    client, groups = int(uploads.ids[position]), task.model.groups
-    if groups is None:
-        return task.tamper(number, client, encode(select(uploads, position), round=number))
-    own = own_upload(uploads, position, groups)
-    data = task.tamper(number, client, encode(own, round=number))
-    opened = decode(data, on_meta(own), client=client, round=number)
-    return as_tree(whole_upload(opened, groups.member[client], start, uploads))
-
-
-def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
-    """The server's step; the state takes its result only if model and server state are finite."""
+def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | None, Row]:
+    """The state after the server's steps, None where they leave NaN or Inf, and what they noted."""
     method = task.method(state.round)
     seen = uploads
     if method.trusted is not None:
@@ -289,14 +258,15 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[bool, Row]:
     sums = [leaf.sum().double().to(uploads.loss.device) for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
-    finite = math.isfinite(total) or is_finite(kept)  # a sum may overflow where no term is Inf
-    if finite:
-        belief = targets(method, server)
-        if _formed(belief, targets(method, state.server)):
-            state.targets_round = state.round
-        state.weights, state.server, state.models = candidate, server, look.models
-        row.update(plain(look_at_targets(belief, task.truth)))
-    return finite, row
+    if not math.isfinite(total) and not is_finite(kept):  # a sum may overflow where no term is Inf
+        return None, row
+    belief = targets(method, server)
+    formed = _formed(belief, targets(method, state.server))
+    after = replace(
+        state, weights=candidate, server=server, models=look.models,
+        targets_round=state.round if formed else state.targets_round,
+    )  # fmt: skip
+    return after, row | plain(look_at_targets(belief, task.truth))
 
 
 def _formed(targets: Targets | None, before: Targets | None) -> bool:
@@ -339,20 +309,22 @@ def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarra
         store.write(ids[kept], rows(states, torch.as_tensor(kept, device=store.device)))
 
 
-def look_at(task: Task, state: State, row: Row) -> None:
-    """Evaluate into `row` and keep the best model."""
-    weights = reported(task, state)
+def look_at(task: Task, state: State, row: Row) -> State:
+    """Write an evaluation into `row`; the state that comes back keeps the best model."""
+    weights, earlier = reported(task, state), state.history.evaluated
     row.update(plain(task.evaluate(weights, task.test, task.trainer)))
     if row.get("accuracy") is None:
         raise FedstillError(
             "the evaluation gave no 'accuracy': its result needs that key, because the best model goes by it"
         )
     if "class_accuracy" in row:
-        row["forgetting"] = state.forgetting.see(row["class_accuracy"])
+        row["forgetting"] = forgetting(
+            (past["class_accuracy"] for past in earlier if "class_accuracy" in past), row["class_accuracy"]
+        )
     others = {name: other for name, other in state.models.items() if other is not weights}
-    if task.model.groups is not None:
-        others |= {prototype: only(weights, prototype) for prototype in task.model.groups.models}
+    others |= {network: only(weights, network) for network in task.model.networks if network}
     for name, other in others.items():
         row[f"accuracy_{name}"] = plain(task.evaluate(other, task.test, task.trainer)["accuracy"])
-    if row["accuracy"] > state.best_accuracy:
-        state.best, state.best_accuracy = clone(weights), row["accuracy"]
+    if earlier and row["accuracy"] <= max(known["accuracy"] for known in earlier):
+        return state
+    return replace(state, best=clone(weights))
