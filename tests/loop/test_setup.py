@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from running import federate
+from running import run_on_trial
 from toy import same_bits
 
-from fedstill.about.toy import trial_federation, trial_model
+from fedstill.about.toy import trial_federation
 from fedstill.compose.wrappers import after, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import tree_map
-from fedstill.core.types import Method, Phase, ServerStep, Training
+from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.local.terms import cross_entropy
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.setup import Asked
@@ -38,8 +38,7 @@ def method(*steps):
 
 
 def run(method, **options):
-    settings = {"rounds": 2, "cohort": 2, "training": Training(batch_size=8, lr=0.1)} | options
-    return federate(method=method, model=trial_model(), federation=trial_federation(), **settings)
+    return run_on_trial(method, **{"rounds": 2, **options})
 
 
 def test_every_client_that_holds_data_is_asked_once_and_what_it_costs_is_noted_in_the_first_round():

@@ -9,15 +9,14 @@ import re
 
 import pytest
 import torch
-from running import federate
+from running import run_on_trial
 from weighed import weighed
 
-from fedstill.about.toy import trial_federation, trial_model
 from fedstill.compose.join import join
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import select, stack
-from fedstill.core.types import ServerStep, Stage, Training, Uploads, Weights
+from fedstill.core.types import ServerStep, Stage, Uploads, Weights
 from fedstill.methods import dp_fedavg, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
@@ -47,12 +46,7 @@ def wide(clients: int, width: int = 20_000) -> tuple[Uploads, Weights]:
 
 
 def run(method, **how):
-    settings = {
-        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
-        "rounds": 3, "cohort": 2, "engine": "looped", "device": "cpu",
-    }  # fmt: skip
-    method = build_method(method) if isinstance(method, str) else method
-    return federate(method=method, **{**settings, **how})
+    return run_on_trial(build_method(method) if isinstance(method, str) else method, **how)
 
 
 def test_a_trusted_party_shows_the_sum_of_bounded_moves_over_the_expected_cohort():

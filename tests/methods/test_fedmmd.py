@@ -5,13 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from by_hand import local_view, number, scalar
+import toy
+from by_hand import blobs, federate_by_hand, linear, local_view, number, scalar, seeing_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import vmap
 
 from fedstill.core.types import Batch, Need, Output
 from fedstill.local import start_model
+from fedstill.methods import fedavg, fedmmd
 from fedstill.methods.fedmmd import kernel_discrepancy, mean_discrepancy
 
 H, R = number([[0.0], [2.0]]), number([[1.0], [3.0]])
@@ -132,3 +134,19 @@ def test_the_term_is_lambda_times_the_discrepancy_to_the_received_model():
 
 def test_half_precision_features_are_compared_in_float32():
     assert plain(H.bfloat16(), R.bfloat16()).dtype == torch.float32
+
+
+def test_fedmmd_starts_like_fedavg_and_then_drifts_less():
+    """On softmax regression whose logits are its features, from the second step on."""
+    data, start = blobs(0, 8), linear(3, 4, seed=1)
+
+    def trained(method, steps):
+        how = {"rounds": 1, "steps": steps, "lr": 0.2, "momentum": 0.5}
+        return federate_by_hand(method, seeing_model(), [data], start, **how).weights[0]
+
+    def drift_of_features(method):
+        before, after = (seeing_model().apply(w, data.x)[0].features for w in (start, trained(method, 20)))
+        return float((after - before).square().sum(-1).mean())
+
+    assert toy.furthest(trained(fedmmd(lam=3.0), 1), trained(fedavg(), 1)) < 1e-14
+    assert drift_of_features(fedmmd(lam=3.0)) < 0.5 * drift_of_features(fedavg())

@@ -1,6 +1,9 @@
 import inspect
 
 import pytest
+import torch
+from label_skew import SKEWED, samples_of, trained
+from weighed import weighed
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
@@ -106,3 +109,13 @@ def test_a_mistake_is_one_line_that_names_the_key(name, options, message):
 )
 def test_whole_numbers_are_numbers_and_none_is_allowed_where_it_means_something(name, options):
     build_method(name, options)
+
+
+def test_uniform_weighting_reaches_the_server_whatever_the_clients_minimise():
+    data = [SKEWED[0], samples_of(1, 0, 0, 0, seed=1)]
+    for name in ("kd", "fedntd_tf", "fedlmd", "fedlmd_tf", "label_smoothing", "fedrs"):
+        by_size, evenly = (trained(weighed(METHODS[name](), w), data) for w in ("size", "uniform"))
+        alone = [trained(METHODS[name](), [batch]) for batch in data]
+        for weights, shares in ((by_size, (15 / 16, 1 / 16)), (evenly, (0.5, 0.5))):
+            expected = sum(p * one.params["weight"] for p, one in zip(shares, alone, strict=True))
+            torch.testing.assert_close(weights.params["weight"], expected)

@@ -4,14 +4,16 @@ import math
 
 import pytest
 import torch
-from by_hand import local_view, number, scalar
+from by_hand import blobs, federate_by_hand, linear, local_view, number, scalar, seeing_model
 from hypothesis import given
 from hypothesis import strategies as st
+from papers import released
 
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Batch, Need, Output, Weights
 from fedstill.local import cross_entropy, not_true_distillation
+from fedstill.methods import fedavg, moon
 from fedstill.methods.moon import contrast_loss, model_contrast, previous_model
 
 X, Y = number([[1.0, 0.0]]), number([[0.0, 1.0]])
@@ -145,3 +147,68 @@ def test_contrast_and_distillation_share_the_received_model():
 def test_two_contrasts_clash_over_the_clients_memory():
     with pytest.raises(FedstillError, match="client state slot 'previous'"):
         combine(model_contrast(1.0), model_contrast(2.0)).init(FIRST)
+
+
+# Over rounds, on softmax regression whose logits are its features.
+
+
+DATA = [blobs(k, 8 + 4 * k) for k in range(3)]
+START = linear(3, 4, seed=1)
+released_moon = released("fedlmd", "moon")
+HOW = {"steps": 3, "lr": 0.2, "momentum": 0.5}
+
+
+def train(method, rounds, cohorts=None, **how):
+    return federate_by_hand(method, seeing_model(), DATA, START, rounds=rounds, cohorts=cohorts, **{**HOW, **how})
+
+
+def gap(ours: Weights, other: Weights) -> float:
+    return max(float((ours.params[name] - other.params[name]).abs().max()) for name in other.params)
+
+
+@pytest.mark.parametrize("previous", ["skip", "init", "start"])
+def test_the_first_round_of_moon_is_fedavg(previous):
+    """Whatever stands for the last model then is the received one, or nothing."""
+    ours, plain = train(released_moon(mu=5.0, previous=previous), 2).weights, train(fedavg(), 2).weights
+    assert gap(ours[0], plain[0]) < 1e-14
+    assert gap(ours[1], plain[1]) > 1e-3
+
+
+def test_skipping_the_first_visit_and_contrasting_with_the_received_model_give_the_same_weights():
+    cohorts = [[0], [1, 2], [0, 1], [2]]
+    skip, start, init = (
+        train(released_moon(mu=5.0, previous=policy), 4, cohorts).weights for policy in ("skip", "start", "init")
+    )
+    assert all(gap(a, b) < 1e-12 for a, b in zip(skip, start, strict=True))
+    assert gap(skip[1], init[1]) > 1e-4  # clients 1 and 2 come first in round 2, when the first model is the past
+
+
+def test_only_clients_that_come_back_feel_the_contrast():
+    cohorts = [[0], [1], [2]]
+    ours, plain = (train(method, 3, cohorts).weights for method in (moon(mu=5.0), fedavg()))
+    assert all(gap(a, b) == 0.0 for a, b in zip(ours, plain, strict=True))
+
+
+def test_the_previous_model_is_the_clients_own_last_upload():
+    cohorts = [[0, 1], [2, 1], [0]]
+    history = train(moon(mu=0.0), 3, cohorts)
+    at_start = [START, *history.weights]
+    for client, last_seen in ((0, 2), (1, 1), (2, 1)):
+        alone = federate_by_hand(
+            fedavg(), seeing_model(), [DATA[client]], at_start[last_seen], rounds=1, **HOW
+        ).weights[0]
+        kept = history.clients[client]["previous"]
+        assert gap(Weights(kept["params"], {}), alone) < 1e-14
+
+
+def test_moon_ends_nearer_to_the_global_features_than_to_its_own_last_ones():
+    """One client comes back after a round with all: cos(z, z_global) - cos(z, z_previous), compared with FedAvg's."""
+    last = train(moon(), 1, steps=5).clients[0]["previous"]["params"]
+
+    def lead(method):
+        result = train(method, 2, [[0, 1, 2], [0]], steps=5)
+        models = (result.weights[1], result.weights[0], Weights(last, {}))
+        z, near, far = (seeing_model().apply(weights, DATA[0].x)[0].features for weights in models)
+        return float((torch.cosine_similarity(z, near) - torch.cosine_similarity(z, far)).mean())
+
+    assert lead(moon(mu=5.0)) > lead(fedavg()) + 0.05

@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
-from running import changed_on_the_way, federate
+from running import changed_on_the_way, run_on_trial
 from students import student_of
 
 import fedstill
-from fedstill.about.toy import trial_federation, trial_model
+from fedstill.about.toy import trial_federation
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import private_normal, torch_generator
 from fedstill.core.tree import flatten
@@ -27,11 +27,7 @@ FOUR = dp_fedavg(clip=0.5, noise_multiplier=4.0)
 
 
 def run(method=FOUR, **how):
-    settings = {
-        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
-        "rounds": 1, "cohort": 4, "engine": "looped", "device": "cpu",
-    }  # fmt: skip
-    return federate(method=method, **{**settings, **how})
+    return run_on_trial(method, **{"rounds": 1, "cohort": 4, **how})
 
 
 def vector(result) -> torch.Tensor:

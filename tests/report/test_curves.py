@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from matplotlib.figure import Figure
+from pictures import assert_no_label_is_clipped, saved_figures
+from server_rounds import CLIENTS, LOCAL, federation, network, run
+from toy import same_bits
+from typer.testing import CliRunner
+from weighed import weighed
+
+from fedstill import Experiment
+from fedstill import run as run_experiment
+from fedstill.cli import app
+from fedstill.methods import fedavg
+from fedstill.methods.lookup import build_method
+from fedstill.report import COLOURS, style
+from fedstill.report import curves as curves_module
+from fedstill.report.curves import learning_curves
 
 pytest.importorskip("matplotlib")
-
-from matplotlib.figure import Figure
-from pictures import saved_figures
-
-from fedstill.report import COLOURS, style
-from fedstill.report.curves import learning_curves
 
 LONG = 'method{}(form="mean", epsilon=0.5, steps=2000)+simclr(epochs=100)'
 
@@ -88,3 +101,150 @@ def test_names_of_many_methods_find_room_beside_the_picture(drawn, count, name):
 
 def test_few_methods_leave_the_picture_as_high_as_ever(drawn):
     assert drawn(3).get_size_inches().tolist() == [8.0, 4.6]
+
+
+# One-shot: a run of a single round in which everybody takes part is a run like any other, and so are its reports.
+
+
+ONE = {"rounds": 1, "cohort": CLIENTS, "training": dataclasses.replace(LOCAL, epochs=8)}
+
+
+def test_the_reported_model_is_the_one_that_was_evaluated():
+    """Also of a method that does not send it on, and of one whose first rounds only warm up."""
+    for name, options in (
+        ("feddf", {"feedback": False, "student": {"steps": 5}}),
+        ("feddf", {"warm_up": 5, "student": {"steps": 5}}),
+    ):
+        result = run(build_method(name, options)[0].method, **ONE)
+        data = federation()
+        answer = network().apply(result.weights, data.test.x)[0].logits.argmax(1)
+        assert float((answer == data.test.y).double().mean()) == pytest.approx(result.history.rows[0]["accuracy"])
+    averaged = run(weighed(fedavg(), "uniform"), **ONE)
+    assert same_bits(result.weights, averaged.weights)  # a warm-up of five rounds leaves one round of FedAvg
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_the_round_is_evaluated_and_saved_however_seldom_others_are(tmp_path, every):
+    result = run(fedavg(), run_dir=tmp_path, evaluate_every=every, checkpoint_every=every, **ONE)
+    assert "accuracy" in result.history.rows[0]
+    again = run(fedavg(), run_dir=tmp_path, evaluate_every=every, checkpoint_every=every, resume=True, **ONE)
+    assert same_bits(again.weights, result.weights)
+    assert len(again.history.rows) == 1
+
+
+ONE_SHOT = {
+    "name": "one-shot",
+    "rounds": 1,
+    "cohort": 4,
+    "target": 0.5,
+    "data": {"source": "digits", "unlabeled": 60},
+    "partition": {"scheme": "iid", "clients": 4},
+    "model": {"name": "mlp", "hidden": [8]},
+    "local": {"epochs": 2, "lr": 0.1},
+    "method": {"name": "feddf", "student": {"steps": 5}},
+}
+
+
+def test_a_run_of_one_round_draws_all_its_pictures(tmp_path):
+    run_experiment(Experiment.model_validate(ONE_SHOT), run_dir=tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"curves.png", "partition.png", "pseudo_labels.png"}
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1]
+
+
+def test_the_command_speaks_of_one_round(tmp_path):
+    file = tmp_path / "one.toml"
+    file.write_text(Experiment.model_validate(ONE_SHOT).to_toml())
+    answer = CliRunner().invoke(app, ["run", str(file), "--out", str(tmp_path / "out")])
+    assert answer.exit_code == 0, answer.output
+    assert "feddf: 1 round in" in answer.output
+    assert not re.search(r"(?<![\d.])1 rounds(?!/s)", answer.output + answer.stderr)
+
+
+class Kept:
+    """Keeps the figure that a picture is drawn with."""
+
+    def __init__(self, monkeypatch) -> None:
+        import matplotlib.figure
+
+        self.figures: list = []
+        real = matplotlib.figure.Figure
+
+        def remembered(*given, **named):
+            self.figures.append(real(*given, **named))
+            return self.figures[-1]
+
+        monkeypatch.setattr(matplotlib.figure, "Figure", remembered)
+
+    @property
+    def axes(self):
+        return self.figures[-1].axes[0]
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("methods", [1, 4, 20])
+def test_one_round_is_drawn_as_a_bar_a_method(monkeypatch, tmp_path, seeds, methods):
+    kept = Kept(monkeypatch)
+    curves = {f"method{m}": [([1], [(1 + m + s) / 40]) for s in range(seeds)] for m in range(methods)}
+    learning_curves(curves, tmp_path / "curves.png", title="a title", target=0.2)
+    assert [bar.get_width() for bar in kept.axes.patches] == pytest.approx(
+        [100 * sum((1 + m + s) / 40 for s in range(seeds)) / seeds for m in range(methods)]
+    )
+    assert [label.get_text() for label in kept.axes.get_yticklabels()] == list(curves)
+    assert kept.axes.get_xlabel() == "test accuracy after round 1 (%); dotted: target 20"
+    assert ("standard deviation" in kept.figures[-1].get_suptitle()) == (seeds > 1)
+    left, right = kept.axes.get_xlim()
+    assert left == 0
+    assert right > 20
+    kept.axes.set_xticks([tick for tick in kept.axes.get_xticks() if tick <= right])  # others are not drawn
+    assert_no_label_is_clipped(kept.figures[-1], at_least=2 * methods + 2)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_long_names_and_titles_are_broken_into_lines_and_nothing_is_cut_off(monkeypatch, tmp_path, rounds):
+    kept, numbers = Kept(monkeypatch), list(range(1, rounds + 1))
+    long = 'fedaux(form="mean", epsilon=0.5, student.steps=2000)+simclr(epochs=100, temperature=0.1)'
+    curves = {name: [(numbers, [0.7] * rounds)] * 2 for name in ("fedavg", long, "feddf")}
+    title = "CIFAR-10: lda(alpha=0.1) over 100 clients; mixed(cnn, mlp, resnet8; reported: ensemble)"
+    learning_curves(curves, tmp_path / "curves.png", title=title)
+    figure, axes = kept.figures[-1], kept.axes
+    texts = [figure._suptitle, *(axes.get_yticklabels() if rounds == 1 else axes.texts)]
+    assert any(" ".join(long.split()) in " ".join(text.get_text().split()).replace("+ ", "+") for text in texts)
+    for text in texts:
+        box = text.get_window_extent()
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.x1
+    assert axes.get_window_extent().width > figure.bbox.width / 2
+
+
+def test_bars_name_no_round_where_methods_were_evaluated_in_different_ones(monkeypatch, tmp_path):
+    kept = Kept(monkeypatch)
+    learning_curves({"a": [([1], [0.5])], "b": [([2], [0.6])]}, tmp_path / "curves.png", title="")
+    assert kept.axes.get_xlabel() == "test accuracy (%)"
+
+
+def test_more_rounds_are_lines_with_whole_rounds_below_them(monkeypatch, tmp_path):
+    kept = Kept(monkeypatch)
+    learning_curves({"a": [([1, 2, 3], [0.1, 0.2, 0.3])], "b": [([1], [0.2])]}, tmp_path / "curves.png", title="")
+    assert not kept.axes.patches
+    assert all(tick == int(tick) for tick in kept.axes.get_xticks())
+    assert curves_module.band([([1], [0.2])])[1].tolist() == [0.2]
+
+
+def test_torch_is_the_judge_of_one_shot_averaging():
+    """The model of one round is the mean of what each client trained alone from the same start."""
+    together = run(weighed(fedavg(), "uniform"), **ONE).weights
+    alone = [
+        run(fedavg(), rounds=1, cohort=1, training=ONE["training"], federation=only(k)).weights for k in range(CLIENTS)
+    ]
+    for name, leaf in together.params.items():
+        mean = torch.stack([weights.params[name] for weights in alone]).mean(0)
+        torch.testing.assert_close(leaf, mean, atol=1e-5, rtol=1e-5)
+
+
+def only(client: int):
+    """The same clients, of whom only one has data left; its id and rows stay."""
+    data = federation()
+    first, last = data.offsets[client : client + 2].tolist()
+    offsets = torch.tensor([0] * (client + 1) + [last - first] * (CLIENTS - client))
+    return dataclasses.replace(data, indices=data.indices[first:last], offsets=offsets)

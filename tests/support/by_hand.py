@@ -57,6 +57,16 @@ def linear_model() -> Model:
     return Model("linear", init=lambda seed: linear(3, 4), apply=apply)
 
 
+def seeing_model() -> Model:
+    """Softmax regression whose features are its logits, so that they move with the weights."""
+
+    def apply(weights, x, *, training=False, weight=None, seed=None):
+        logits = x @ weights.params["weight"].T + weights.params["bias"]
+        return Output(logits, logits), {}
+
+    return Model("seeing", linear_model().init, apply)
+
+
 def linear(classes: int, features: int, seed: int | None = None) -> Weights:
     """Zeros, or random weights from a seed."""
     weight = torch.zeros(classes, features, dtype=F64)

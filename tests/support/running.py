@@ -7,7 +7,8 @@ from typing import Any
 
 from wire import Wire
 
-from fedstill.core.types import Mechanism, Method, PerClient
+from fedstill.about.toy import trial_federation, trial_model
+from fedstill.core.types import Mechanism, Method, PerClient, Training
 from fedstill.engine import Engines, build_engines
 from fedstill.loop import federate as loop
 from fedstill.loop.federate import Built, Schedule
@@ -35,6 +36,15 @@ def built(**settings: Any) -> Built:
 def federate(**settings: Any) -> Result:
     call = {key: settings.pop(key) for key in _CALL if key in settings}
     return loop.federate(built(**settings), **call)
+
+
+def run_on_trial(method: Any, **settings: Any) -> Result:
+    """Run a method on the trial federation of `explain`: four clients, two of them in each of three rounds."""
+    given = {
+        "model": trial_model(), "federation": trial_federation(), "training": Training(batch_size=8, lr=0.05),
+        "rounds": 3, "cohort": 2, "engine": "looped", "device": "cpu",
+    }  # fmt: skip
+    return federate(method=method, **{**given, **settings})
 
 
 def changed_on_the_way(method: Method, change: PerClient) -> Method:

@@ -7,10 +7,13 @@ from by_hand import (
     federate_by_hand,
     linear,
     linear_model,
+    number,
     quadratic,
     quadratic_data,
+    round_of,
     scalar,
     scalar_model,
+    uploads_of,
     with_quadratic,
 )
 from papers import released
@@ -20,6 +23,7 @@ from weighed import weighed
 
 from fedstill.local import control_variates
 from fedstill.methods import fedavg, scaffold
+from fedstill.methods.scaffold import update_control
 
 CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 
@@ -150,3 +154,33 @@ def test_the_recipe_reaches_a_joint_optimum_of_cross_entropy_that_fedavg_misses(
     assert left < 1e-6
     assert stalled == pytest.approx(halfway, rel=0.01)  # FedAvg has converged, elsewhere
     assert stalled > 1000 * left
+
+
+# The server's step alone.
+
+
+def control_after(deltas, sizes, *, population, weighting="uniform", control=1.0):
+    uploads = uploads_of([scalar(0.0)] * len(deltas), sizes, extra={"control_delta": {"w": number(deltas)}})
+    step = update_control(weighting)
+    candidate, state = step.apply(
+        scalar(5.0), {"control": {"w": number(control)}}, round_of(scalar(0.0), uploads, population=population)
+    )
+    assert candidate.params["w"].item() == 5.0
+    assert step.broadcast(state) == {"control": state["control"]}
+    return state["control"]["w"].item()
+
+
+def test_the_control_moves_by_the_sum_of_changes_over_the_population():
+    assert control_after([2.0, -6.0], [1, 9], population=8) == pytest.approx(1.0 + (2.0 - 6.0) / 8)
+
+
+def test_size_weights_apply_to_controls_too():
+    assert control_after([2.0, -6.0], [1, 3], population=2, weighting="size") == pytest.approx(1.0 + 0.5 - 4.5)
+
+
+def test_a_client_without_samples_does_not_count_as_a_participant():
+    assert control_after([2.0, float("nan")], [1, 0], population=4) == pytest.approx(1.0 + 2.0 / 4)
+
+
+def test_the_first_control_is_zero():
+    assert update_control().init(scalar(3.0))["control"]["w"].item() == 0.0

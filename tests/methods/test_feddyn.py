@@ -1,12 +1,23 @@
 """The quadratics of the SCAFFOLD card; local problems are solved exactly, as FedDyn's theory asks."""
 
 import pytest
-from by_hand import federate_by_hand, number, quadratic_data, scalar, scalar_model, train_client, with_quadratic
+from by_hand import (
+    federate_by_hand,
+    number,
+    quadratic_data,
+    round_of,
+    scalar,
+    scalar_model,
+    train_client,
+    uploads_of,
+    with_quadratic,
+)
 from weighed import weighed
 
 from fedstill.compose.combine import combine
 from fedstill.local import dynamic_regularization, proximal
 from fedstill.methods import feddyn
+from fedstill.methods.feddyn import dynamic_correction
 
 CLIENTS = [quadratic_data(1.0, 0.0), quadratic_data(3.0, 4.0)]
 EXACT = {"steps": 60, "lr": 0.3}  # contraction 0.55 and 0.05 a step
@@ -96,3 +107,11 @@ def test_the_first_local_problem_is_fedprox_with_mu_alpha():
 def test_size_weights_lead_to_the_pooled_optimum():
     heavy = [client._replace(weight=client.weight * n) for client, n in zip(CLIENTS, (3.0, 1.0), strict=True)]
     assert values(run(80, clients=heavy, weighting="size", **ROUGH))[-1] == pytest.approx(2.0, abs=1e-6)
+
+
+def test_feddyn_with_one_of_two_clients_lands_where_the_card_says():
+    step = dynamic_correction(0.5)
+    this = round_of(scalar(1.0), uploads_of([scalar(1 / 3)], [1]), population=2)
+    moved, state = step.apply(scalar(1 / 3), step.init(scalar(1.0)), this)
+    assert state["dyn_mean"]["w"].item() == pytest.approx(1 / 6)
+    assert moved.params["w"].item() == pytest.approx(0.0, abs=1e-15)

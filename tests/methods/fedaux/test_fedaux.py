@@ -125,7 +125,7 @@ def test_the_papers_and_the_released_form_claim_nothing():
 
 def test_its_page_names_the_epsilon_that_the_released_noise_certifies():
     """The sum moves n times as far as the mean, for which the noise was made."""
-    page = (Path(__file__).parents[2] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
     for count, told in ((1000, "300"), (4500, "4,709"), (22_500, "110,000")):
         certified = epsilon_of(1e-5, classic_multiplier(0.1, 1e-5) / count)
         assert certified > 0.1 * count
@@ -305,7 +305,7 @@ def test_it_joins_methods_that_change_the_clients_or_the_servers_step(text):
 
 
 def test_what_its_page_says_to_join_for_the_rounds_makes_a_claim_about_all_that_leaves_a_client():
-    page = (Path(__file__).parents[2] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "methods" / "fedaux.md").read_text(encoding="utf-8")
     advice = page.partition("It does not protect\nthe models")[2].partition("privacy statement")[0]
     assert 'dp_fedavg(trust="nobody")' in advice
     scores = "fedaux(form=mean, epsilon=1.0)"
