@@ -553,6 +553,13 @@ def test_the_client_with_such_samples_counts_more(scorer):
     assert (right > 0.5).double().mean() > 0.9
 
 
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_scorer_leaves_numpys_global_stream_alone(scorer):
+    before = np.random.get_state()
+    log_scores(scorer, cloud_scorers(1, 30, 1.0), NEGATIVES, NEGATIVES, 1)
+    np.testing.assert_equal(np.random.get_state(), before)
+
+
 def test_the_density_is_that_of_a_gaussian_kernel_with_scotts_width():
     own, asked = cloud_scorers(1, 9, 1.0, features=2), cloud_scorers(2, 4, 0.0, features=2)
     width = math.sqrt(float(own.var(dim=0, correction=0).mean())) * 9 ** (-1 / 6)

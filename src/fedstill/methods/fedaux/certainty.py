@@ -249,7 +249,9 @@ def _isolation_forest(own: Points, negatives: Points, asked: Points, seed: int) 
 def _one_class_svm(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
     from sklearn.svm import OneClassSVM
 
-    machine = OneClassSVM(gamma=_kernel_width(negatives)).fit(own)
+    machine = OneClassSVM(gamma=_kernel_width(negatives))
+    machine.random_state = seed  # no argument of its own; without it, `fit` draws from numpy's global stream
+    machine.fit(own)
     return _log(machine.score_samples(asked) / max(float(machine.offset_[0]), LEAST))
 
 
@@ -257,7 +259,8 @@ def _two_class_svm(own: Points, negatives: Points, asked: Points, seed: int) -> 
     from sklearn.svm import SVC
 
     sign = np.r_[np.ones(len(own)), -np.ones(len(negatives))]
-    margin = SVC(gamma=_kernel_width(negatives)).fit(np.r_[own, negatives], sign).decision_function(asked)
+    machine = SVC(gamma=_kernel_width(negatives), random_state=seed)
+    margin = machine.fit(np.r_[own, negatives], sign).decision_function(asked)
     return np.asarray(-np.logaddexp(0.0, -margin))
 
 
