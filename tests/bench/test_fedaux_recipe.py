@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 
 import numpy as np
@@ -16,7 +16,7 @@ from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
 from fedstill.engine import Engine
-from fedstill.methods.lookup import build_method, parse
+from fedstill.methods.lookup import build_method, parse, write
 
 FEDAUX = PaperCase("fedaux")
 PRESETS = ("correct", "paper", "released")
@@ -317,7 +317,7 @@ def test_commands_of_the_readme_name_tables_columns_and_methods_that_exist():
 
 def small(cell, unlabeled, seed):
     """The cell with its own methods on a few digits; of the pre-training only its length is another."""
-    text = method_text(cell).replace(
+    text = write(cell.method.name, cell.method.options).replace(
         PRETRAINED, "simclr(training.epochs=2, training.seed=0, training.batch_size=8, neighbours=0)"
     )
     changes = {
@@ -361,7 +361,7 @@ def test_every_method_of_a_table_runs_on_a_few_digits(table, preset, pictures):
         one = small(cell.experiment, pictures, 0)
         if cell.experiment.model.name == "mixed":
             one = one.replace(model={"name": "mixed", "prototypes": ["mlp(hidden=[8])", "mlp(hidden=[9])"]})
-        one = one.replace(local={**one.local.model_dump(), "epochs": 1})
+        one = one.replace(local=replace(one.local, epochs=1))
         if cell_key(one) not in done:
             done.add(cell_key(one))
             (row,) = run(one).history.rows
@@ -375,12 +375,13 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_a_small_table_1_runs_from_end_to_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("preset", ["correct", "released"])
+def test_a_small_table_1_runs_from_end_to_end_in_another_folder(preset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
     settings = [word for setting in SMALL for word in ("--set", setting)]
     words = ["--table", "1", "--columns", "stl10-alpha-0.01-c-0.8", "--methods", "fedavg,feddf", "--jobs", "1"]
-    (column,) = json.loads(FEDAUX.bench(*words, *settings, "--format", "json"))["columns"]
+    (column,) = json.loads(FEDAUX.bench("--preset", preset, *words, *settings, "--format", "json"))["columns"]
     fedavg, feddf = column["rows"]
     assert (fedavg["seeds"], feddf["seeds"]) == (1, 1)
     assert fedavg["paper"] == {"best": 28.9}

@@ -20,7 +20,6 @@ from fedstill.engine import check_compiler
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.pretraining.contrastive import simclr_pretext
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on its first import
 COUNT = 24
 ADAM = Training(epochs=2, batch_size=8, optimizer="adam", lr=5e-3)
 COMPILE = torch.compile
@@ -135,7 +134,7 @@ def test_the_option_of_an_experiment_reaches_the_engine(traces):
         data={"source": "digits", "unlabeled": 60},
         partition={"scheme": "iid", "clients": 3},
         model={"name": "mlp", "hidden": [8]},
-        method={"name": "feddf", "epochs": 1, "batch_size": 32},
+        method={"name": "feddf", "student": {"epochs": 1, "batch_size": 32}},
         engine={"compile": True, "device": "cpu"},
     )
     run(experiment)

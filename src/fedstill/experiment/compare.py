@@ -113,7 +113,7 @@ def compare(
 
     methods: names with options, e.g. ["fedavg", "fedprox(mu=0.1)"], or one text, "fedavg,fedprox(mu=0.1)"; by default
         the experiment's [compare] methods. The bare name of the experiment's own method has the options of its
-        [method] section; with options, "feddf(lr=0.1)", it has only those.
+        [method] section; with options, "feddf(student.lr=0.1)", it has only those.
     callbacks: called with the method and the seed for each run's own callbacks.
     source: already loaded data (by default the experiment's are loaded).
     """

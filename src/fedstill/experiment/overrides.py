@@ -135,7 +135,7 @@ def _beyond(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any
 def parse_method(entry: str, experiment: Experiment) -> MethodSection:
     """One entry of compare: the bare name of the experiment's method has the options of its [method] section.
 
-    With brackets it has only what is in them: `feddf(lr=0.1)` and `feddf()` take nothing from the section.
+    With brackets it has only what is in them: `feddf(student.lr=0.1)` and `feddf()` take nothing from the section.
     """
     own = experiment.method
     return own if entry.strip() == own.name else MethodSection.model_validate({"name": entry.strip()})
