@@ -1,10 +1,10 @@
-"""What a method's local step costs over FedAvg's, held against the card of its paper.
+"""Measure how much more a method's local step costs than FedAvg's, beside the cost that its paper implies (its card).
 
     python benchmarks/cost.py [--device cuda] [--methods fedlmd,moon] [--repeats 7] [--check] [--json FILE]
 
-The CNN of the papers on random images of CIFAR's shape, all methods in one run. Repeats go through all methods in
-turn, and the shortest of each counts (other work on the machine only ever adds). A round is timed as a whole: plan,
-steps, and what a client does after its last step. Two settings:
+All methods train the CNN of the papers on random images of CIFAR's shape in one run. Repeats go through all methods in
+turn, and the shortest of each counts, because other work on the machine can only add time. A round is timed as a whole:
+plan, steps, and a client's work after its last step. There are two settings:
 
     augmented   crop, flip, cutout: a frozen model sees new images and runs in every step
     plain       nothing augments: outputs of a frozen model are computed once a round and kept
@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from costs import synchronize
 
 from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.core.trainer import LocalWork
@@ -43,12 +44,12 @@ CLASSES, IMAGE, BATCH = 10, (3, 32, 32), 50
 SLACK = 1.15
 SETTINGS = {"augmented": ("crop", "flip", "cutout"), "plain": ()}
 PROMISED = ("kd", "fedntd", "fedlmd", "fedlmd_tf", "fedrs", "moon")
-LIMITS = {("fedlmd", "plain"): 1.15}  # where the promise is another one than the card and the slack
+LIMITS = {("fedlmd", "plain"): 1.15}  # promises that do not follow from the card and the slack
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a method adds to a step."""
+    """The work that a method adds to a step."""
 
     frozen: int = 0  # models that run without gradient
     sweep: bool = False  # one more forward and backward pass over all data after the round
@@ -111,7 +112,7 @@ def make_federation(clients: int, samples: int) -> Federation:
 
 
 def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> Callable[[], float]:
-    """A function that plays a round of local training and returns its seconds; states go on from round to round."""
+    """Return a function that plays a round of local training and returns its seconds; states go on to the next call."""
     method = build_method(method, {})[0].method
     weights = to_device(engine.model.init(0), engine.device)
     received = broadcast_of(method, first_state(method, weights))
@@ -132,13 +133,8 @@ def rounds_of(method: str, engine: Engine, training: Training, clients: int) -> 
     return play
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def measure(setting: str, methods: list[str], engine: Engine, options: argparse.Namespace) -> list[Line]:
-    """Every method after every other, `repeats` times; FedAvg first."""
+    """Time all methods in turn, `repeats` times, FedAvg first; return a line for each."""
     training = Training(
         epochs=options.epochs, batch_size=BATCH, lr=0.01, momentum=0.9, weight_decay=1e-5, augment=SETTINGS[setting]
     )
@@ -201,9 +197,15 @@ def main(arguments: list[str] | None = None) -> int:
     model = build_model("cnn", input_shape=IMAGE, classes=CLASSES)
     engine = build_engine("auto", options.device, model=model, federation=federation)
     about: dict[str, Any] = {
-        "torch": torch.__version__, "device": options.device, "threads": torch.get_num_threads(), "engine": engine.name,
-        "clients": options.clients, "samples": options.samples, "epochs": options.epochs, "repeats": options.repeats,
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        "engine": engine.name,
+        "clients": options.clients,
+        "samples": options.samples,
+        "epochs": options.epochs,
+        "repeats": options.repeats,
+    }
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     lines = [
         line for setting in options.settings.split(",") for line in measure(setting, options.methods, engine, options)

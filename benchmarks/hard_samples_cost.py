@@ -1,14 +1,14 @@
-"""What FedFTG's server phase costs: against a loop over clients in plain PyTorch, and against FedAvg's round.
+"""Measure the cost of FedFTG's server phase: against a loop over clients in plain PyTorch, and against FedAvg's round.
 
     python benchmarks/hard_samples_cost.py [--device cuda] [--small] [--model resnet18] [--parts phase,round,memory]
                                            [--clients 10] [--repeats 3] [--precision auto] [--check] [--json FILE]
 
-On random bytes of CIFAR's shape, in one run; repeats alternate and the shortest counts (other work on the machine only
-ever adds). I = 10, I_g = 1, I_d = 5, B = 50, as in the paper. --small takes seconds on a CPU.
+The images are random bytes of CIFAR's shape. Repeats alternate and the shortest counts, because other work on the
+machine can only add time. I = 10, I_g = 1, I_d = 5, B = 50, as in the paper. --small takes seconds on a CPU.
 
     phase    The server step alone, with a step of the generator for each client ("each") and with one for all of them
              ("joint"), against the released code's loop: modules one after the other, teachers asked anew in every step
-             of the student. Same precision; what is set up once (captured graphs) is not timed.
+             of the student. The precision is the same. The set-up (captured graphs) is not timed.
     round    A round of FedFTG (each, joint) against one of FedAvg: E = 5 epochs, 500 samples a client, batches of 50.
     memory   Peak of the server phase beyond the uploads (CUDA only).
 
@@ -66,7 +66,7 @@ def make_engine(options: argparse.Namespace, federation: Federation, device: tor
 
 
 def make_round(engine: Engine, clients: int) -> tuple[Weights, Round]:
-    """An average and the uploads that it is of."""
+    """Return a model and a round whose uploads it is the average of."""
     models = [engine.model.init(seed) for seed in range(clients)]
     uploaded = to_device(stack(models), engine.device)
     candidate = to_device(models[0], engine.device)
@@ -92,7 +92,7 @@ def fedftg(options: argparse.Namespace, way: str) -> Method:
 
 
 def server_phase(way: str, engine: Engine, options: argparse.Namespace) -> Callable[[], Weights]:
-    """The fine-tuning step of `fedftg`, ready to be applied."""
+    """Return the fine-tuning step of `fedftg`, ready to be applied."""
     candidate, round = make_round(engine, options.clients)
     step = fedftg(options, way).steps[-1]
     state: Tree = step.init(candidate)
@@ -152,10 +152,12 @@ class PlainLoop:
     def learn(self, optimizer: torch.optim.Optimizer, z: Tensor, y: Tensor) -> None:
         with torch.no_grad():
             x = self.images(z, y)
-            told = [share[y].unsqueeze(1) * teacher(x)[1].softmax(1)
-                    for teacher, share in zip(self.teachers, self.share, strict=True)]  # fmt: skip
+            targets = [
+                share[y].unsqueeze(1) * teacher(x)[1].softmax(1)
+                for teacher, share in zip(self.teachers, self.share, strict=True)
+            ]
         optimizer.zero_grad()
-        loss = -(F.log_softmax(self.student(x)[1], 1) * torch.stack(told).sum(0)).mean()
+        loss = -(F.log_softmax(self.student(x)[1], 1) * torch.stack(targets).sum(0)).mean()
         loss.backward()
         optimizer.step()
 
@@ -170,13 +172,13 @@ def measure_phase(options: argparse.Namespace, device: torch.device) -> list[Lin
 
 
 def phase_lines(seconds: dict[str, float], device: torch.device) -> list[Line]:
-    """Factors are the loop's time over ours; the promise is about the faster way, on a GPU."""
+    """Return a line for each way with the loop's time over ours; on a GPU the promise is about the faster way."""
     best = max(seconds["loop"] / seconds[way] for way in WAYS)
     lines = []
-    for what, taken in seconds.items():
+    for name, taken in seconds.items():
         factor = seconds["loop"] / taken
-        kept = best >= PHASE_PROMISE if device.type == "cuda" and factor == best and what != "loop" else None
-        lines.append(Line("phase", what, taken, factor, kept))
+        kept = best >= PHASE_PROMISE if device.type == "cuda" and factor == best and name != "loop" else None
+        lines.append(Line("phase", name, taken, factor, kept))
     return lines
 
 
@@ -204,7 +206,7 @@ def measure_round(options: argparse.Namespace, device: torch.device) -> list[Lin
 
 
 def round_lines(fedavg: float, taken: dict[str, float], device: torch.device) -> list[Line]:
-    """Nothing is promised for a CPU."""
+    """Return a line for each way; nothing is promised for a CPU."""
     return [
         Line(
             "round", f"fedftg {way}", one, one / fedavg, one <= ROUND_LIMIT * fedavg if device.type == "cuda" else None
@@ -223,8 +225,8 @@ def measure_memory(options: argparse.Namespace, device: torch.device) -> list[Li
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
-        told = f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB beyond the uploads"
-        lines.append(Line("memory", way, None, None, note=told))
+        note = f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB beyond the uploads"
+        lines.append(Line("memory", way, None, None, note=note))
     return lines
 
 
@@ -239,8 +241,13 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--generator", default="", choices=["", *GENERATORS], help="conv by default (small: small)")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--precision", default="auto")
-    sizes = {"clients": (10, 2), "client_samples": (500, 50), "epochs": (5, 1), "iterations": (10, 1),
-             "repeats": (3, 1)}  # fmt: skip
+    sizes = {
+        "clients": (10, 2),
+        "client_samples": (500, 50),
+        "epochs": (5, 1),
+        "iterations": (10, 1),
+        "repeats": (3, 1),
+    }
     for name, (full, small) in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=0, help=f"{full:,} by default ({small})")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a promise is not kept")
@@ -260,10 +267,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = read_options(arguments)
     device = choose_device(options.device)
     about = {
-        "torch": torch.__version__, "device": str(device), "threads": torch.get_num_threads(),
-        **{key: getattr(options, key) for key in ("model", "generator", "precision", "clients", "client_samples",
-                                                  "epochs", "iterations", "repeats")},
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        **{
+            key: getattr(options, key)
+            for key in (
+                "model",
+                "generator",
+                "precision",
+                "clients",
+                "client_samples",
+                "epochs",
+                "iterations",
+                "repeats",
+            )
+        },
+    }
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(HEAD)
     lines = []

@@ -1,10 +1,10 @@
-"""How fast SimCLR pre-training goes: images a second through the augmentation alone and through whole steps.
+"""Measure the speed of SimCLR pre-training: images a second through the augmentation alone and through whole steps.
 
     python benchmarks/pretrain_speed.py [--device cuda] [--model resnet8_wide] [--batch 512] [--steps 100] [--side 32]
                                         [--precision auto] [--compile] [--repeats 3] [--check]
 
-On random bytes, in one process; an image counts once, though two views of it are made and trained on. The shortest of
-the repeats counts (other work on the machine only ever adds).
+The images are random bytes. An image counts once, though a step trains on two views of it. The shortest of the repeats
+counts, because other work on the machine can only add time.
 
     views    `Feed.batch` with two random views a sample, normalised; on a GPU replayed as a CUDA graph, as in a step.
     step     One epoch of `Trainer.fit` as the server's pre-training calls it: plan, views, two forward passes,
@@ -46,12 +46,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, default in {"batch": 512, "steps": 100, "side": 32, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action="store_true", help="steps by torch.compile, as engine.compile = true")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if a promise is not kept")
     return parser.parse_args(arguments)
 
 
 def make_engine(chosen: argparse.Namespace) -> tuple[Engine, Tensor]:
-    """An engine for the model, and the images it is pre-trained on."""
+    """Return an engine for the model, and the images on which it is pre-trained."""
     generator = torch.Generator().manual_seed(0)
     shape = (chosen.batch * chosen.steps, 3, chosen.side, chosen.side)
     x = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -64,7 +64,7 @@ def make_engine(chosen: argparse.Namespace) -> tuple[Engine, Tensor]:
 
 
 def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The shortest of several runs, after one that does not count."""
+    """Return the seconds of the shortest of several runs, after one that does not count."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kept(rate: float, device: torch.device) -> bool:
-    """Nothing is promised for a CPU."""
+    """Return whether the promise is kept; nothing is promised for a CPU."""
     return device.type != "cuda" or rate > PROMISE
 
 

@@ -1,11 +1,11 @@
-"""What a large population costs: 100,000 clients, 1,000 of them a round, with and without client state.
+"""Measure the cost of a large population: 100,000 clients, 1,000 of them a round, with and without client state.
 
     python benchmarks/scale.py [--population 100000] [--cohort 1000] [--rounds 20] [--on-disk] [--check]
 
-Prints the seconds and the resident memory of every round. Neither may depend on how many rounds have passed: client
-states are allocated before round 1, and a round only touches its own cohort. --check fails when the last five rounds
-take a fifth more CPU time than the first five (after round 1), or memory grows by more than 1 MB a round. --on-disk
-keeps client states in their sparse file, where they are when they do not fit in memory. Use one thread
+The script prints the seconds and the resident memory of every round. Neither may depend on how many rounds have passed,
+because client states are allocated before round 1 and a round only touches its cohort. --check fails if the last five
+rounds take a fifth more CPU time than the first five (after round 1), or memory grows by more than 1 MB a round.
+--on-disk keeps client states in a sparse file, as a run does when they do not fit in memory. Use one thread
 (OMP_NUM_THREADS=1) on a machine that does other work, too.
 """
 
@@ -24,11 +24,11 @@ from fedstill import Built, Callback, Dataset, Federation, Schedule, Training, b
 
 FEATURES, CLASSES = 16, 4
 MEGABYTE = 2**20
-SLOWER, GROWTH = 1.2, 1.0  # what --check allows: last rounds over first ones, MB a round
+SLOWER, GROWTH = 1.2, 1.0  # the limits of --check: last rounds over first ones, MB a round
 
 
 def make_federation(population: int, samples: int) -> Federation:
-    """Clients of 1 to 2 * samples - 1 Gaussian points; the class is the largest of the first features."""
+    """Return clients with 1 to 2 * samples - 1 Gaussian points; the class is the largest of the first features."""
     generator = np.random.Generator(np.random.PCG64(0))
     sizes = generator.integers(1, 2 * samples, population)
     x = generator.standard_normal((int(sizes.sum()), FEATURES), dtype=np.float32)
@@ -43,7 +43,7 @@ def make_federation(population: int, samples: int) -> Federation:
 
 
 def resident() -> float:
-    """Resident memory of this process in MB."""
+    """Return the resident memory of this process in MB."""
     return _status("VmRSS")
 
 
@@ -53,7 +53,7 @@ def _status(key: str) -> float:
 
 
 class Meter(Callback):
-    """Seconds between the ends of rounds, the processor's share of them, and memory at each end."""
+    """A callback that notes seconds, CPU seconds and memory at the end of each round."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -70,7 +70,7 @@ class Meter(Callback):
         return None
 
     def slowdown(self) -> float:
-        """Median work of the last rounds over that of the first; round 1 warms up and is left out."""
+        """Return the median CPU seconds of the last rounds over the first; round 1 is left out, because it warms up."""
         work = self.work[1:]
         edge = min(5, len(work) // 2)
         return statistics.median(work[-edge:]) / statistics.median(work[:edge])
@@ -94,12 +94,12 @@ def measure(method: str, federation: Federation, *, cohort: int, rounds: int, on
 
 
 def slope(values: list[float]) -> float:
-    """Least squares growth a round."""
+    """Return the growth a round by least squares."""
     return float(np.polyfit(np.arange(len(values)), values, 1)[0])
 
 
 def report(method: str, meter: Meter, started: float) -> bool:
-    """Print one method; whether it keeps what --check asks for."""
+    """Print the figures of one method; return whether they are within the limits of --check."""
     seconds, memory = meter.seconds[1:], meter.memory[1:]
     slower, growth = meter.slowdown(), slope(memory)
     print(f"{method}: {started:.0f} MB before the run, round 1 took {meter.seconds[0]:.3f} s")
@@ -125,8 +125,10 @@ def main() -> None:
     if options.rounds < 4:
         parser.error("--rounds: at least 4, so that first and last rounds can be compared")
     federation = make_federation(options.population, options.samples)
-    print(f"{options.population:,} clients, cohort {options.cohort:,}, {len(federation.indices):,} samples, "
-          f"torch {torch.__version__}, {torch.get_num_threads()} threads")  # fmt: skip
+    print(
+        f"{options.population:,} clients, cohort {options.cohort:,}, {len(federation.indices):,} samples, "
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    )
     kept = []
     for method in options.methods.split(","):
         started = resident()

@@ -1,21 +1,21 @@
-"""What the server's own work costs: the pass of all teachers over the unlabeled set, and a round of MrTF.
+"""Measure the cost of the server's work: the pass of all teachers over the unlabeled set, and a round of MrTF.
 
     python benchmarks/server_cost.py [--device cuda] [--small] [--models cnn,vgg8,mlp] [--parts pass,round,memory]
                                      [--repeats 5] [--check] [--json FILE]
 
-On random bytes of CIFAR's shape, in one run; repeats alternate and the shortest counts (other work on the machine only
-ever adds). --small takes seconds on a CPU.
+The images are random bytes of CIFAR's shape. Repeats alternate and the shortest counts, because other work on the
+machine can only add time. --small takes seconds on a CPU.
 
     pass     `engine.outputs` of 10 stacked models on 10,000 images, against loops of plain PyTorch: one module after
              the other in eval mode, images on the device and normalised beforehand, in batches of 64, 128, 640 and as
              many as the engine takes. Same precision. "together" (vmap) and "in turn" (large pieces, one model after
              the other) are the engine's two ways; it should have taken the faster one. On a GPU the promise is held
-             against the loop in batches of 64, which is what the papers' loaders have; a loop with larger batches is
+             against the loop in batches of 64, as the papers' loaders do; a loop with larger batches is
              much nearer. Sets of at least one full piece (4,096 images) run in turn there because that is faster (10
              models x 10,000 images on an H200, in turn and together: cnn 55 and 66 ms, mlp 8.0 and 17.2, VGG8 146 and
              496; VGG8's loops 1918, 1208, 286 in batches of 64, 128, 640).
     round    A round of MrTF with all its modules against the sum of its parts, each timed alone: FedAvg's round, the
-             pass of the teachers, those of the sent model and of the average (with features), the student's steps.
+             passes of the teachers, of the sent model and of the average (with features), the student's steps.
     memory   Peak of the pass beyond weights and outputs for 10 and for 100 teachers (CUDA only).
 
 With --check the exit code is 1 if the pass is slower than promised (on a GPU 5 times the loop in batches of 64, on a
@@ -81,7 +81,7 @@ def some_models(engine: Engine, count: int) -> Weights:
 
 
 def plain_modules(name: str, teachers: Weights, device: torch.device) -> list[nn.Module]:
-    """The same networks as ordinary modules, ready on the device."""
+    """Return the same networks as ordinary modules on the device."""
     modules = []
     for place in range(len(next(iter(teachers.params.values())))):
         module: nn.Module = MODELS[name](IMAGE, CLASSES)
@@ -124,25 +124,26 @@ def measure_pass(name: str, options: argparse.Namespace, device: torch.device) -
 
 def pass_lines(name: str, seconds: dict[str, float], device: torch.device, gap: float) -> list[Line]:
     lines = []
-    for what, taken in seconds.items():
+    for run, taken in seconds.items():
         factor, kept = taken / seconds["engine"], None
-        if what.startswith("loop"):
+        if run.startswith("loop"):
             if device.type == "cpu":
                 kept = factor >= CPU_PROMISE
-            elif what == "loop 64":
+            elif run == "loop 64":
                 kept = factor >= GPU_PROMISE
-        lines.append(Line("pass", f"{name}: {what}", taken, factor, kept))
+        lines.append(Line("pass", f"{name}: {run}", taken, factor, kept))
     faster = min("together", "in turn", key=lambda way: seconds[way])
     note = f"largest difference of a logit {gap:.1e}"
     if seconds["engine"] > 1.25 * seconds[faster]:
-        note += f"; '{faster}' is faster than what the engine chose"
+        note += f"; '{faster}' is faster than the engine's choice"
     lines[0] = Line(**{**asdict(lines[0]), "note": note})
     return lines
 
 
-def round_seconds(method: str, chosen: dict[str, Any], engine: Engine, federation: Federation, how: dict[str, Any],
-                  rounds: int) -> float:  # fmt: skip
-    """The shortest round after the first; the last one, which is evaluated, is left out."""
+def round_seconds(
+    method: str, chosen: dict[str, Any], engine: Engine, federation: Federation, how: dict[str, Any], rounds: int
+) -> float:
+    """Return the seconds of the shortest round, without the first and the last, because the last is evaluated."""
     result = federate(
         Built(
             method=build_method(method, chosen)[0].method,
@@ -181,7 +182,7 @@ def measure_round(name: str, options: argparse.Namespace, device: torch.device) 
     )
     parts = {"FedAvg's round": fedavg, **parts}
     total = sum(parts.values())
-    lines = [Line("round", f"{name}: {what}", taken, taken / total) for what, taken in parts.items()]
+    lines = [Line("round", f"{name}: {part}", taken, taken / total) for part, taken in parts.items()]
     return [*lines, Line("round", f"{name}: MrTF's round", whole, whole / total, whole <= ROUND_LIMIT * total)]
 
 
@@ -203,10 +204,10 @@ def measure_memory(name: str, options: argparse.Namespace, device: torch.device)
         del teachers, output
     few, many = beyond
     factor = many / max(few, 1)
-    told = [f"{size / 2**20:.0f} MiB beyond weights and outputs" for size in beyond]
+    notes = [f"{size / 2**20:.0f} MiB beyond weights and outputs" for size in beyond]
     return [
-        Line("memory", f"{name}: {options.teachers} teachers", None, 1.0, note=told[0]),
-        Line("memory", f"{name}: {10 * options.teachers} teachers", None, factor, factor <= MEMORY_LIMIT, told[1]),
+        Line("memory", f"{name}: {options.teachers} teachers", None, 1.0, note=notes[0]),
+        Line("memory", f"{name}: {10 * options.teachers} teachers", None, factor, factor <= MEMORY_LIMIT, notes[1]),
     ]
 
 
@@ -220,8 +221,15 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default="", help="of the passes; cnn, vgg8 and mlp by default (small: cnn and mlp)")
     parser.add_argument("--round-model", default="", help="vgg8 by default (small: cnn)")
     parser.add_argument("--parts", default=",".join(PARTS))
-    sizes = {"teachers": (10, 3), "samples": (10_000, 160), "clients": (10, 3), "client_samples": (500, 64),
-             "epochs": (5, 1), "steps": (500, 10), "repeats": (5, 3)}  # fmt: skip
+    sizes = {
+        "teachers": (10, 3),
+        "samples": (10_000, 160),
+        "clients": (10, 3),
+        "client_samples": (500, 64),
+        "epochs": (5, 1),
+        "steps": (500, 10),
+        "repeats": (5, 3),
+    }
     for name, (full, small) in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=0, help=f"{full:,} by default ({small})")
     parser.add_argument("--check", action="store_true", help="exit code 1 if a promise is not kept")
@@ -242,10 +250,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = read_options(arguments)
     device = choose_device(options.device)
     about = {
-        "torch": torch.__version__, "device": str(device), "threads": torch.get_num_threads(),
-        **{key: getattr(options, key) for key in ("teachers", "samples", "clients", "client_samples", "epochs",
-                                                  "steps", "repeats")},
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        **{
+            key: getattr(options, key)
+            for key in ("teachers", "samples", "clients", "client_samples", "epochs", "steps", "repeats")
+        },
+    }
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(HEAD)
     lines = []

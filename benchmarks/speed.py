@@ -1,11 +1,11 @@
-"""How fast a round of local training is, as ratios over a well-written sequential PyTorch loop.
+"""Measure how fast a round of local training is: the ratio over a well-written sequential PyTorch loop.
 
     python benchmarks/speed.py [--device cuda] [--only cnn-10,mlp-50] [--repeats 5] [--json FILE]
 
-One run, all variants. The baseline keeps its data on the device, reuses one module and loads the received
+One run measures all cases. The baseline keeps its data on the device, reuses one module and loads the received
 weights in place, as a careful research script does; the network is written as in its paper. Both sides train
-the same clients for the same steps; repeats alternate between the two, and the shortest of each counts (other
-work on the machine only ever adds). Convolutions on a CPU run one epoch instead of five.
+the same clients for the same steps. Repeats alternate between the two, and the shortest of each counts, because other
+work on the machine can only add time. Convolutions on a CPU run one epoch instead of five.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from costs import synchronize
 from torch import nn
 
 from fedstill.core.trainer import LocalWork
@@ -47,7 +48,7 @@ class Case:
 
 
 def uneven(clients: int, total: int, alpha: float = 0.1) -> tuple[int, ...]:
-    """Sizes of the published LDA(0.1) split's kind: a symmetric Dirichlet over ten classes, summed."""
+    """Return client sizes as in the published LDA(0.1) split: Dirichlet draws for ten classes, summed."""
     draws = np.random.Generator(np.random.PCG64(1)).dirichlet([alpha] * clients, size=10) * total / 10
     return tuple(int(size) for size in np.maximum(draws.sum(0), 20))
 
@@ -61,12 +62,28 @@ CASES = [
     Case("cnn-100", "cnn", IMAGE, (500,) * 100, baseline_clients=10, wanted={"cuda": 15}, engines=BOTH),
     Case("cnn-10-uneven", "cnn", IMAGE, uneven(10, 5000), wanted={"cuda": 8}, engines=BOTH),
     Case("cnn-100-uneven", "cnn", IMAGE, uneven(100, 50000), baseline_clients=20, wanted={"cuda": 8}, engines=BOTH),
-    Case("resnet8-10", "resnet8", IMAGE, (500,) * 10, options={"norm": "group"}, baseline_clients=4,
-         wanted={"cuda": 7}, engines=BOTH),
+    Case(
+        "resnet8-10",
+        "resnet8",
+        IMAGE,
+        (500,) * 10,
+        options={"norm": "group"},
+        baseline_clients=4,
+        wanted={"cuda": 7},
+        engines=BOTH,
+    ),
     Case("vgg8-10", "vgg8", IMAGE, (500,) * 10, baseline_clients=4, wanted={"cuda": 6}, engines=BOTH),
-    Case("resnet18-10", "resnet18", IMAGE, (500,) * 10, options={"stem": "imagenet"}, baseline_clients=4,
-         wanted={"cuda": 10}, engines=BOTH),
-]  # fmt: skip
+    Case(
+        "resnet18-10",
+        "resnet18",
+        IMAGE,
+        (500,) * 10,
+        options={"stem": "imagenet"},
+        baseline_clients=4,
+        wanted={"cuda": 10},
+        engines=BOTH,
+    ),
+]
 CPU_CASES = {"mlp-50", "mlp-1000", "cnn-10"}
 
 
@@ -76,10 +93,17 @@ class PaperCNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 32, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(4096, 512),
+            nn.ReLU(),
+            nn.Linear(512, 10),
+        )
 
     def forward(self, x: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, self.body(x)
@@ -96,7 +120,7 @@ def make_federation(case: Case) -> Federation:
 
 
 def sequential(case: Case, federation: Federation, device: torch.device) -> Callable[[], float]:
-    """The baseline: client after client; returns seconds for the whole cohort (scaled when sampled)."""
+    """Return the baseline, which trains client after client and returns the seconds of the whole cohort."""
     network: nn.Module = PaperCNN() if case.model == "cnn" else MODELS[case.model](case.shape, 10, **case.options)
     network.to(device).train()
     x, y = federation.train.x.to(device), federation.train.y.to(device)
@@ -128,7 +152,7 @@ def sequential(case: Case, federation: Federation, device: torch.device) -> Call
 
 
 def ours(case: Case, federation: Federation, device: torch.device, engine_name: str) -> tuple[Callable[[], float], str]:
-    """A round of FedAvg through the library: plan, training, average."""
+    """Return a round of FedAvg through the library (plan, training, average), and the name of its engine."""
     model = build_model(case.model, input_shape=case.shape, classes=10, **case.options)
     engine = build_engine(engine_name, str(device), model=model, federation=federation)
     method = build_method("fedavg", {})[0].method
@@ -150,13 +174,8 @@ def ours(case: Case, federation: Federation, device: torch.device, engine_name: 
     return run, engine.name
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def matmul_rate(device: torch.device) -> float:
-    """TFLOP/s of a large float32 matrix product with the settings convolutions run under (TF32 on a GPU)."""
+    """Return the TFLOP/s of a large float32 matrix product, with the precision of convolutions (TF32 on a GPU)."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     before = torch.get_float32_matmul_precision()
@@ -173,6 +192,7 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def measure(case: Case, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """Time the baseline and each engine in turn; return a row for each engine."""
     if device.type == "cpu" and case.model != "mlp":
         case = replace(case, epochs=1)
     federation = make_federation(case)
@@ -193,19 +213,28 @@ def measure(case: Case, device: torch.device, repeats: int) -> list[dict[str, An
     steps = case.epochs * sum(-(-size // case.batch) for size in case.sizes)
     base = min(slow)
     return [
-        {"case": case.name, "engine": name, "client_steps": steps, "sequential_ms_per_step": base / steps * 1e3,
-         "ours_ms_per_step": min(times) / steps * 1e3, "ratio": base / min(times),
-         "wanted": case.wanted.get(device.type), "first_round_s": first}
+        {
+            "case": case.name,
+            "engine": name,
+            "client_steps": steps,
+            "sequential_ms_per_step": base / steps * 1e3,
+            "ours_ms_per_step": min(times) / steps * 1e3,
+            "ratio": base / min(times),
+            "wanted": case.wanted.get(device.type),
+            "first_round_s": first,
+        }
         for name, _, times, first in contenders
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", default="")
+    parser.add_argument(
+        "--only", default="", help="names of cases, with commas; by default all, on a CPU the small ones"
+    )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", default="")
+    parser.add_argument("--json", default="", help="write the rows to this file")
     options = parser.parse_args()
     device = torch.device(options.device)
     rate = matmul_rate(device)

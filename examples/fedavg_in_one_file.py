@@ -2,8 +2,8 @@
 
     python examples/fedavg_in_one_file.py
 
-It is the reference to read first, and the library is held to it: tests/docs/test_examples.py trains the same clients
-with both and compares the weights.
+Read it first. tests/docs/test_examples.py trains the same clients with this file and with the library, and compares the
+weights.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 clients = 20  # parties that never show their data
-cohort = 5  # of them take part in a round
-alpha = 0.1  # how unlike they are: small means few classes on each
+cohort = 5  # clients that take part in a round
+alpha = 0.1  # small: clients are unlike, each has few classes
 rounds = 30
-epochs = 5  # over a client's own data, each round
+epochs = 5  # passes over a client's data in a round
 batch_size = 20
 lr = 0.1
 seed = 0
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1,797 images of 8 x 8 pixels: every fifth is for testing."""
+    """Return images of 8 x 8 pixels and their classes, to train and to test; every fifth of 1,797 is for testing."""
     digits = load_digits()
     x, y = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
     test = torch.arange(len(x)) % 5 == 0
@@ -35,7 +35,7 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def split(y: Tensor, random: np.random.Generator) -> list[Tensor]:
-    """Each class is spread over the clients by its own draw from Dirichlet(alpha), until all have ten samples."""
+    """Return each client's rows: a draw from Dirichlet(alpha) spreads each class, again until all clients have ten."""
     while True:
         parts: list[list[Tensor]] = [[] for _ in range(clients)]
         for c in range(10):
@@ -53,7 +53,7 @@ def make_model() -> nn.Module:
 
 
 def train_client(received: nn.Module, x: Tensor, y: Tensor, shuffle: torch.Generator) -> nn.Module:
-    """What a client does: SGD on its own data, from the model it received."""
+    """Return the model that a client trains: SGD on its data, from the model it received."""
     model = copy.deepcopy(received)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for _ in range(epochs):
@@ -65,7 +65,7 @@ def train_client(received: nn.Module, x: Tensor, y: Tensor, shuffle: torch.Gener
 
 
 def average(models: list[nn.Module], sizes: list[int]) -> nn.Module:
-    """What the server does: w = sum_k n_k w_k / sum_k n_k."""
+    """Return the model that the server computes: w = sum_k n_k w_k / sum_k n_k."""
     result = copy.deepcopy(models[0])
     with torch.no_grad():
         for name, parameter in result.named_parameters():

@@ -31,9 +31,9 @@ EDGE = 200  # points of the map along each side
 
 
 def three_clients() -> Federation:
-    """The flowers on their two principal components; client k holds species k.
+    """Return the flowers on their two principal components; client k holds species k.
 
-    Not centred: around zero, a linear model that has seen one species would not answer it everywhere.
+    They are not centred, because around zero a linear model that has seen one species would not answer it everywhere.
     """
     iris = load_iris()
     x = torch.from_numpy(iris.data @ PCA(2, svd_solver="full").fit(iris.data).components_.T).float()
@@ -43,7 +43,7 @@ def three_clients() -> Federation:
 
 
 def clients_logits(federation: Federation, places: Tensor) -> Tensor:
-    """(3, M, 3): what the linear classifiers of the clients, each trained alone from zero, say about places."""
+    """Train a linear classifier for each client, alone and from zero; return their logits at places, (3, M, 3)."""
     model = from_module(lambda: nn.Linear(2, 3), input_shape=(2,), classes=3, name="linear")
     engine = build_engine(device="cpu", model=model, federation=federation)
     start, everybody = zeros_like(model.init(0)), np.arange(3)
@@ -53,17 +53,18 @@ def clients_logits(federation: Federation, places: Tensor) -> Tensor:
 
 
 def certainties(federation: Federation, places: Tensor) -> Tensor:
-    """(3, M): each client's share at each place, from a Gaussian kernel estimate of its own data."""
+    """Return each client's share at each place, (3, M), from a Gaussian kernel estimate of its data."""
     x, parts = federation.train.x, federation.indices.split(50)
     return normalised(relative(torch.stack([log_scores("kde", x[rows], x, places, 0) for rows in parts])))
 
 
 def accuracy(federation: Federation, belief: Tensor) -> float:
+    """Return the share of flowers for which the largest belief is on their species."""
     return float((belief.argmax(-1) == federation.train.y).double().mean())
 
 
 def draw(federation: Federation, path: Path) -> None:
-    """The answers of every client (paler where it is less certain) and of both ensembles, over the whole plane."""
+    """Draw the answers of every client (paler where it is less certain) and of both ensembles over the whole plane."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
@@ -75,8 +76,8 @@ def draw(federation: Federation, path: Path) -> None:
     logits, share = clients_logits(federation, places), certainties(federation, places)
     at_flowers, weights = clients_logits(federation, x), certainties(federation, x)
     panels = [(f"client {k + 1}", logits[k], at_flowers[k], 0.15 + 0.65 * share[k]) for k in range(3)]
-    for title, given, own in (("uniform ensemble", None, None), ("weighted ensemble", share, weights)):
-        panels.append((title, pool_targets(logits, share=given), pool_targets(at_flowers, share=own), None))
+    for title, on_map, on_flowers in (("uniform ensemble", None, None), ("weighted ensemble", share, weights)):
+        panels.append((title, pool_targets(logits, share=on_map), pool_targets(at_flowers, share=on_flowers), None))
     figure = Figure(figsize=(12.5, 3.0), dpi=80, layout="constrained")
     FigureCanvasAgg(figure)
     colours = torch.tensor([to_rgb(colour) for colour in COLOURS])
@@ -95,8 +96,9 @@ def draw(federation: Federation, path: Path) -> None:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(allow_abbrev=False)
-    words.add_argument("--picture", type=Path, help="write a PNG (needs matplotlib)")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--picture", type=Path, help="write a PNG (needs matplotlib)")
+    picture = parser.parse_known_args()[0].picture
     federation = three_clients()
     flowers = federation.train.x
     logits = clients_logits(federation, flowers)
@@ -105,9 +107,8 @@ def main() -> None:
     print(f"accuracy of the uniform ensemble: {accuracy(federation, pool_targets(logits)):.1%}")
     weighted = pool_targets(logits, share=certainties(federation, flowers))
     print(f"accuracy of the ensemble weighted by certainty: {accuracy(federation, weighted):.1%}")
-    path = words.parse_known_args()[0].picture
-    if path is not None:
-        draw(federation, path)
+    if picture is not None:
+        draw(federation, picture)
 
 
 if __name__ == "__main__":

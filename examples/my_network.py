@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """One hidden layer; of input_shape, classes and vocabulary a network is given those that it asks for."""
+    """One hidden layer. fedstill passes input_shape, classes and vocabulary to a network whose signature names them."""
 
     def __init__(self, input_shape: tuple[int, ...], classes: int, *, width: int = 16) -> None:
         super().__init__()

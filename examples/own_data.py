@@ -3,7 +3,7 @@
     python examples/own_data.py
 
 Six clinics measure the same eight quantities and see different patients. The server holds measurements that nobody
-has labelled, so that it can distil (FedDF); no clinic's rows leave it.
+has labelled, so that it can distil (FedDF). No rows leave a clinic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RULE = np.array([1.0, -1.0, 0.5, 0.0, 2.0, 0.0, -0.5, 1.5])
 
 
 def patients(random: np.random.Generator, count: int, *, sick: float) -> tuple[np.ndarray, np.ndarray]:
-    """Measurements (count, 8) and diagnoses (count,), a share `sick` of them positive."""
+    """Return measurements (count, 8) and diagnoses (count,), of which a share `sick` is positive."""
     x = random.standard_normal((20 * count, 8)).astype(np.float32)
     y = (x @ RULE + 0.3 * random.standard_normal(len(x)) > 0).astype(np.int64)
     positive = round(sick * count)
@@ -28,7 +28,7 @@ def patients(random: np.random.Generator, count: int, *, sick: float) -> tuple[n
 
 
 class Net(nn.Module):
-    """Returns logits; the features that distillation methods may ask for are what its last nn.Linear reads."""
+    """A network that returns logits. A method that needs features gets the input of its last nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
     python examples/own_method.py
 
-The term holds each client's features near those of the model it received; the step takes the coordinate-wise median
-of the uploaded models, which a minority of broken clients cannot drag away (and which costs accuracy where honest
-clients are unlike, as here). Neither is registered anywhere.
+The term holds each client's features near the features of the received model. The step takes the coordinate-wise median
+of the uploaded models, because a minority of broken clients cannot drag it away; it costs accuracy where honest clients
+are unlike, as here. Neither is registered anywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedstill.server import average, sgd
 def feature_anchor(strength: float) -> Objective:
     """(strength / 2) mean_x ||h(x; w) - h(x; w_start)||^2, h the features before the head.
 
-    Written for one client. `frozen` names the models that run without gradient; "start" is the received one, and
-    another term that names it too shares its outputs. Padding has weight 0, so never take a plain mean.
+    The loss is written for one client. `frozen` names the models that run without gradient. "start" is the received
+    model; another term that names it, too, shares its outputs. Never take a plain mean, because padding has weight 0.
     """
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:

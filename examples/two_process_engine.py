@@ -25,7 +25,7 @@ PROCESSES = 2
 
 
 class TwoProcesses:
-    """Trains cohorts as the looped engine does, bit for bit. Work travels as data; each process has its own model."""
+    """An engine that trains cohorts as the looped engine does, bit for bit. Work travels to the processes as data."""
 
     name = "two_processes"
 
@@ -41,7 +41,7 @@ class TwoProcesses:
         )
 
     def train(self, work: LocalWork, ids: np.ndarray, states: Tree) -> Trained:
-        """Half of the clients each; results are joined in the order of `ids`."""
+        """Let each process train half of the clients; return the results in the order of `ids`."""
         packed = pack(work)
         parts = [places for places in np.array_split(np.arange(len(ids)), PROCESSES) if len(places)]
         calls = [self.pool.submit(train, packed, ids[part], rows(states, torch.from_numpy(part))) for part in parts]
@@ -54,7 +54,7 @@ in_this_process: dict[str, Any] = {}
 
 
 def begin(recipe: Any, federation: Federation, device: str, options: dict[str, Any], threads: int) -> None:
-    """What a process does first: build the model and an engine, once."""
+    """Build the model and an engine, once in each process."""
     torch.set_num_threads(threads)
     model = recipe()
     in_this_process["engine"] = build_engine("looped", device, model=model, federation=federation, **options)
@@ -62,7 +62,7 @@ def begin(recipe: Any, federation: Federation, device: str, options: dict[str, A
 
 
 def train(packed: Packed, ids: np.ndarray, states: Tree) -> Trained:
-    """What a process does in every round."""
+    """Train some clients of a cohort, in one of the processes."""
     trained: Trained = in_this_process["engine"].train(in_this_process["unpack"](packed), ids, states)
     return trained
 

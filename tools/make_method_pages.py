@@ -1,10 +1,10 @@
-"""Write what the documentation can say about methods from their code: nothing in it can go stale.
+"""Write the parts of the documentation that follow from the code of the methods, so that they cannot go stale.
 
     python tools/make_method_pages.py            write
     python tools/make_method_pages.py --check    change nothing; exit with 1 and name the pages that are out of date
 
-Generated are the head of every page in docs/methods (up to its marker; what stands below is written by people),
-docs/methods/README.md and the tables of docs/privacy.md.
+The script writes the head of every page in docs/methods, docs/methods/README.md and the tables of docs/privacy.md.
+People write the text below the marker of a page, and the script leaves it alone.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ FILLED_LATER = {  # a server's slots, in words: M unlabeled rows, K classes, N c
 
 @cache
 def facts_of(method: str) -> dict[str, Any]:
+    """Return the facts that `fedstill explain METHOD` prints, computed once."""
     return explain(method)
 
 
 def title_and_summary(method: str) -> tuple[str, str]:
-    """A method's docstring starts with its name as the paper writes it: 'FedProx: FedAvg whose ...'."""
+    """Split the first line of a docstring, 'FedProx: FedAvg whose ...', into the method's name and its summary."""
     name, _, summary = facts_of(method)["summary"].partition(": ")
     return name, summary[:1].upper() + summary[1:]
 
@@ -56,26 +57,26 @@ def title(method: str) -> str:
 
 
 def models(count: int, one: int) -> str:
-    """Bytes in models of `one` byte each: of the trial network, beside which step counts and the like weigh nothing."""
+    """Say how many models of `one` byte make `count` bytes; step counts and the like round to nothing."""
     share = round(count / one, 1)
     return "nothing" if share == 0 else "1 model" if share == 1 else f"{share:g} models"
 
 
 def kept_by_server(state: Tree, one: int) -> str:
-    """A server's first state in models, and what its first rounds fill: that grows with the data, not the model."""
+    """Say how many models a server keeps from the start, and which slots its first rounds fill."""
     later = [FILLED_LATER.get(slot, slot) for slot in sorted(empty_slots(state))]
     size = models(byte_size(state), one)
     return "; ".join([*([] if size == "nothing" and later else [size]), *later])
 
 
 def empty_slots(state: Tree) -> set[str]:
-    """The slots of all steps that hold nothing yet."""
+    """Return the slots of all steps that hold nothing yet."""
     return {slot for slots in state.values() for slot, value in slots.items() if isinstance(value, dict) and not value}
 
 
 @cache
 def cost(method: str) -> dict[str, str]:
-    """Traffic and memory measured in one tiny round, work read off the objective."""
+    """Measure traffic and memory in one tiny round, and read the work of a step off the objective."""
     method = build_method(method)[0].method
     row = trial_run(method).history.rows[0]
     weights = trial_model(text=Need.TOKENS in needs_of(method)).init(0)
@@ -100,7 +101,7 @@ def cost(method: str) -> dict[str, str]:
 
 
 def head(method: str) -> str:
-    """The generated part of a method's page."""
+    """Return the generated part of a method's page."""
     facts = facts_of(method)
     name, summary = title_and_summary(method)
     lines = [BEGIN, "", f"# {name}", "", summary, ""]
@@ -129,22 +130,22 @@ def head(method: str) -> str:
     ):
         if key != "leaves_a_client_once" or facts[key]:
             lines += ["", f"**{name}**: {'; '.join(facts[key]) or 'nothing special'}."]
-    lines += ["", "| cost | |", "|---|---|", *(f"| {what} | {much} |" for what, much in cost(method).items())]
+    lines += ["", "| cost | |", "|---|---|", *(f"| {name} | {amount} |" for name, amount in cost(method).items())]
     return "\n".join([*lines, "", END])
 
 
 def default(value: Any) -> str:
-    """A default as code; a table has none of its own, its fields follow."""
+    """Return a default as code; nothing for a table, because its fields follow in rows of their own."""
     return "" if value == {} else "`none`" if value is None else f"`{toml_value(value)}`"
 
 
 def cell(text: str) -> str:
-    """Text in a table: a bar would end the cell, a bracket would start a tag."""
+    """Escape text for a table, because a bar would end the cell and a bracket would start a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def index() -> str:
-    """docs/methods/README.md."""
+    """Return docs/methods/README.md."""
     lines = [BEGIN, "", "# Methods", ""]
     lines += [
         "Every method is a sum of client terms and a chain of server steps. Parts are listed by where they run, not in",
@@ -166,7 +167,7 @@ def index() -> str:
 
 
 def privacy_tables() -> str:
-    """The generated part of docs/privacy.md."""
+    """Return the generated part of docs/privacy.md."""
     lines = [
         BEGIN,
         "",
@@ -186,7 +187,7 @@ def privacy_tables() -> str:
 
 
 def replaced(text: str, generated: str, where: Path) -> str:
-    """The page with its generated part renewed; a page without one gets it at the top."""
+    """Return a page with its generated part renewed; a page without one gets it at the top."""
     if BEGIN not in text:
         return f"{generated}\n\n{text.lstrip()}" if text.strip() else f"{generated}\n"
     before, _, rest = text.partition(BEGIN)
@@ -197,7 +198,7 @@ def replaced(text: str, generated: str, where: Path) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Path -> what it should hold."""
+    """Return the text that each page should have, by its path."""
     wanted = {DOCS / "methods" / f"{method}.md": head(method) for method in METHODS}
     wanted[DOCS / "privacy.md"] = privacy_tables()
     texts = {path: path.read_text(encoding="utf-8") if path.exists() else "" for path in wanted}

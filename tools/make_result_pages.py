@@ -1,12 +1,12 @@
-"""Write what the documentation says about reproduced papers from the results of `fedstill bench`.
+"""Write the pages about reproduced papers from the results of `fedstill bench`.
 
     python tools/make_result_pages.py            write
     python tools/make_result_pages.py --check    change nothing; exit with 1 and name the pages that are out of date
 
-Read are benchmarks/<paper>/ (recipe, the paper's numbers) and docs/results/<paper>.json (our runs). Generated are
+The script reads benchmarks/<paper>/ (recipe, the paper's numbers) and docs/results/<paper>.json (our runs). It writes
 docs/results/README.md, docs/results/<paper>.md with its pictures, and the part of benchmarks/<paper>/README.md
-between the markers. A picture is drawn again only when its data have changed: it carries their digest. A run that
-belongs to no cell of the recipe is an error, for no page would show it.
+between the markers. It draws a picture again only if its data have changed, because the picture carries their digest.
+A run that belongs to no cell of the recipe is an error, because no page would show it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ END = "<!-- end of the generated part -->"
 FEWEST_LINES = 3  # a picture of fewer methods says less than the table
 COLOURS = 64  # of a picture
 STRAY = "runs in no cell: put the cell back into the recipe, or take the runs out of the results"
-DIGEST = "data"  # the picture's own text of that name
+DIGEST = "data"  # the key of the digest among a picture's texts
 
 
 @dataclass(frozen=True)
 class Paper:
-    """One folder of benchmarks/ and what has been run of it."""
+    """One folder of benchmarks/ and the runs of its recipe."""
 
     folder: Path
     recipe: Recipe
@@ -60,25 +60,25 @@ class Paper:
         return Records(self.runs)
 
     def done(self, cell: Cell) -> list[Run]:
-        """The runs that stand for a cell, a seed each."""
+        """Return the runs of a cell, one for each seed."""
         return list(self.records.of(cell.experiment).values())
 
     def shown(self, preset: str) -> list[Table]:
-        """Tables of a preset in which something was run, without empty columns and rows.
+        """Return the tables of a preset that have runs, without empty columns and rows.
 
-        Tables and presets share cells. So that nothing is shown that was run for another table only, a table counts
-        when a run was made for one of its cells, and a column when its FedAvg or two of its methods were run; in
-        another preset than the default, when something was run under that preset and no table before shows it all.
+        Tables and presets share cells, and a table that only has runs of another table is not shown. So a table needs
+        a run that was made for one of its cells, and a column needs its FedAvg or two of its methods. Another preset
+        than the default also needs a run of that preset, and a cell that no table before it shows.
         """
-        found: list[Table] = []
+        tables: list[Table] = []
         before: set[tuple[str, ...]] = set()
         for table in self.recipe.tables[preset].values():
             kept = self._kept(table, preset)
             places = {(cell.column, cell.row, *cell_id(cell.experiment)) for cell in kept.cells}
             if places and (preset == self.default or not places <= before):
-                found.append(kept)
+                tables.append(kept)
                 before |= places
-        return found
+        return tables
 
     def _kept(self, table: Table, preset: str) -> Table:
         run = [cell for cell in table.cells if self.done(cell)]
@@ -120,12 +120,13 @@ class Picture:
 
 
 def papers() -> list[Paper]:
-    found = []
+    """Read every recipe of benchmarks/ with its runs."""
+    papers = []
     for file in sorted((ROOT / "benchmarks").glob("*/recipe.py")):
         recipe = load_recipe(file.parent)
         runs = read_runs(results_folder() / f"{file.parent.name}.json", recipe.paper)
-        found.append(Paper(file.parent, recipe, load_expected(file.parent, recipe), runs))
-    return found
+        papers.append(Paper(file.parent, recipe, load_expected(file.parent, recipe), runs))
+    return papers
 
 
 def results_folder() -> Path:
@@ -138,13 +139,13 @@ def table_title(table: Table) -> str:
 
 
 def words_table(rows: Sequence[Sequence[str]]) -> str:
-    """Every column stands left: for words; numbers are for markdown_table."""
+    """Return a table whose columns stand left, as words do; markdown_table sets numbers right."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def matrix(paper: Paper, table: Table) -> str:
-    """Rows by columns, in each cell our best, our mean of the last ten, and the paper's figure where there is one."""
+    """Return rows by columns; a cell has our best, our mean of the last ten, and the paper's figure if there is one."""
     summaries = summarize_table(table, paper.runs, paper.expected)
     texts = {(column.column, row.row): _ours_and_papers(row) for column in summaries for row in column.rows}
     header = ["", *table.columns]
@@ -161,7 +162,7 @@ def _ours_and_papers(row: RowSummary) -> str:
 
 
 def pictures(paper: Paper, preset: str) -> Iterator[tuple[str, Picture]]:
-    """The tables' columns that have enough methods, as (table, picture); none that shows only a part of another's."""
+    """Yield (table, picture) for each column with enough methods, but no picture that is a part of another one."""
     drawn: list[set[tuple[str, str]]] = []
     tables = sorted(paper.shown(preset), key=lambda table: -len(table.rows))
     for table in tables:
@@ -182,7 +183,7 @@ def one_round(curves: dict[str, list[Curve]]) -> bool:
 
 
 def in_few_colours(path: Path, digest: str) -> None:
-    """A third of the size: lines on white do not need 16 million colours."""
+    """Save a picture with few colours, which takes a third of the size, and with the digest of its data."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -194,7 +195,7 @@ def in_few_colours(path: Path, digest: str) -> None:
 
 
 def digest_in(path: Path) -> str | None:
-    """The digest that a PNG carries in a tEXt chunk; None where it has none or is no PNG."""
+    """Return the digest that a PNG carries in a tEXt chunk; None if it has none or is no PNG."""
     content, place = path.read_bytes(), 8  # after the signature: length, kind, data, checksum, and again
     while place + 8 <= len(content):
         length, kind = struct.unpack(">I4s", content[place : place + 8])
@@ -206,16 +207,18 @@ def digest_in(path: Path) -> str | None:
 
 
 def trailing_mean(run: Run) -> Curve:
-    """The mean of the last ten evaluated rounds at every round (fewer at the start): a run's own ups and downs hide
-    what is compared, and the end of the line is the number in the table."""
+    """Return the mean of the last ten evaluated rounds at every round (fewer at the start).
+
+    The ups and downs of a run would hide the comparison, and the end of the line is the number in the table.
+    """
     rounds, values = curve_of(run).at, run["accuracy"]
     means = [sum(part) / len(part) / 100 for i in range(len(values)) if (part := values[max(0, i - LAST + 1) : i + 1])]
     return rounds, [round(mean, 5) for mean in means]
 
 
 def presets_side_by_side(paper: Paper) -> str:
-    """Printed cells that differ between presets and were run in more than one of them."""
-    found: dict[tuple[str, str, str], dict[str, tuple[tuple[str, str], RowSummary]]] = {}
+    """Return a table of the printed cells that differ between presets and were run in more than one of them."""
+    cells: dict[tuple[str, str, str], dict[str, tuple[tuple[str, str], RowSummary]]] = {}
     for preset, tables in paper.recipe.tables.items():
         for table in (tables[name] for name in tables if name in paper.expected):
             keys = {(cell.column, cell.row): cell_id(cell.experiment) for cell in table.cells}
@@ -223,9 +226,9 @@ def presets_side_by_side(paper: Paper) -> str:
                 for row in column.rows:
                     if row.seeds:
                         place = (table.name, column.column, row.row)
-                        found.setdefault(place, {})[preset] = (keys[column.column, row.row], row)
+                        cells.setdefault(place, {})[preset] = (keys[column.column, row.row], row)
     body = []
-    for place, rows in found.items():
+    for place, rows in cells.items():
         if len({key for key, _ in rows.values()}) > 1:
             figure = next(row.figure for _, row in rows.values())
             ours = [_ours(rows[preset][1]) if preset in rows else NOTHING for preset in paper.recipe.presets]
@@ -235,7 +238,7 @@ def presets_side_by_side(paper: Paper) -> str:
 
 
 def result_page(paper: Paper) -> tuple[str, list[Picture]]:
-    """docs/results/<paper>.md and its pictures."""
+    """Return docs/results/<paper>.md and its pictures."""
     devices = sorted({run["device"] for run in paper.runs})
     hours = sum(run["seconds"] for run in paper.runs) / 3600
     lines = [BEGIN, "", f"# {paper.recipe.title}", ""]
@@ -262,7 +265,7 @@ def result_page(paper: Paper) -> tuple[str, list[Picture]]:
 
 
 def _body(paper: Paper, preset: str, table: Table) -> str:
-    """A table with the paper's numbers in full; a figure, of which the paper prints none, in little space."""
+    """Return a table in full if the paper prints its numbers, in little space if it is a figure without numbers."""
     if table.name in paper.expected:
         kept = dataclasses.replace(paper.recipe, tables={preset: {table.name: table}}, presets={preset: ""})
         return render_table(kept, preset, table.name, paper.runs, paper.expected).rstrip()
@@ -270,7 +273,7 @@ def _body(paper: Paper, preset: str, table: Table) -> str:
 
 
 def readme_part(paper: Paper) -> str:
-    """The generated part of benchmarks/<paper>/README.md: what the paper prints, in little space."""
+    """Return the generated part of benchmarks/<paper>/README.md: the tables that the paper prints, in little space."""
     if not paper.runs:
         return f"{BEGIN}\n\nNothing has been run yet.\n\n{END}"
     lines = [
@@ -285,8 +288,8 @@ def readme_part(paper: Paper) -> str:
     return "\n".join([*lines, "", END])
 
 
-def index(found: Sequence[Paper]) -> str:
-    """docs/results/README.md."""
+def index(papers: Sequence[Paper]) -> str:
+    """Return docs/results/README.md."""
     lines = [BEGIN, "", "# Results", ""]
     lines += [
         "Papers reproduced with `fedstill bench`: our numbers beside the printed ones. Each folder of `benchmarks/`",
@@ -294,7 +297,7 @@ def index(found: Sequence[Paper]) -> str:
         "",
     ]
     rows = [["paper", "how", "runs", "tables and figures run"]]
-    for paper in found:
+    for paper in papers:
         run = ", ".join(table.name for table in paper.shown(paper.default)) or NOTHING
         title = f"[{paper.recipe.title}]({paper.name}.md)" if paper.runs else paper.recipe.title
         how = f"[benchmarks/{paper.name}](../../benchmarks/{paper.name}/README.md)"
@@ -303,7 +306,7 @@ def index(found: Sequence[Paper]) -> str:
 
 
 def replaced(text: str, generated: str, where: Path) -> str:
-    """The page with its generated part renewed."""
+    """Return a page with its generated part renewed."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -312,33 +315,33 @@ def replaced(text: str, generated: str, where: Path) -> str:
 
 
 def pages() -> tuple[dict[Path, str], dict[Path, Picture]]:
-    """Path -> text that it should hold, and path -> picture."""
-    found, texts = papers(), {}
+    """Return the text of each page and each picture, by their paths."""
+    read, texts = papers(), {}
     drawn: dict[Path, Picture] = {}
-    for paper in found:
+    for paper in read:
         readme = paper.folder / "README.md"
         texts[readme] = replaced(readme.read_text(encoding="utf-8"), readme_part(paper), readme)
         if paper.runs:
             texts[results_folder() / f"{paper.name}.md"], shown = result_page(paper)
             drawn |= {results_folder() / picture.file: picture for picture in shown}
-    return {**texts, results_folder() / "README.md": index(found)}, drawn
+    return {**texts, results_folder() / "README.md": index(read)}, drawn
 
 
 def strays() -> list[str]:
-    """Runs that stand for no cell of their paper's recipe: it has changed since, or they are of something else."""
-    found = []
+    """Name the runs that belong to no cell of their recipe, because it has changed or they are of another paper."""
+    strays = []
     for paper in papers():
         tables = [table for tables in paper.recipe.tables.values() for table in tables.values()]
         cells = [cell for table in tables for cell in table.cells]
         keys = {cell_key(cell.experiment) for cell in cells}
         shown = {run_id(run) for cell in cells for run in paper.done(cell)}
-        found += [
+        strays += [
             f"{paper.name}.json: {run['row']} {run['column']} seed {run['seed']} (key {run['key']}"
             f"{', of another engine than the one shown' if run['key'] in keys else ''})"
             for run in paper.runs
             if run_id(run) not in shown
         ]
-    return found
+    return strays
 
 
 def main() -> None:
@@ -349,7 +352,9 @@ def main() -> None:
         print(f"in no cell of the recipe: {stray}")
     texts, wanted = pages()
     stale = {path: text for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text}
-    undrawn = {path: one for path, one in wanted.items() if not path.exists() or digest_in(path) != one.digest}
+    undrawn = {
+        path: picture for path, picture in wanted.items() if not path.exists() or digest_in(path) != picture.digest
+    }
     unused = set(results_folder().glob("*/*.png")) - wanted.keys()
     for path in [*stale, *undrawn, *unused]:
         print(f"{'out of date' if check else 'wrote' if path not in unused else 'removed'}: {path.relative_to(ROOT)}")

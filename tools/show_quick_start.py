@@ -28,12 +28,12 @@ SHOWN = re.compile(r"<!-- quick start (\w+), renewed by tools/show_quick_start.p
 
 
 def fingerprint() -> str:
-    """Changes with what quickstart.toml says, not with its comments."""
+    """Return a digest of the keys and values of quickstart.toml, without its comments."""
     return hashlib.sha256(json.dumps(quickstart_table(), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def table(results: dict[str, Any]) -> str:
-    """The table that `fedstill compare` printed."""
+    """Return the table that `fedstill compare` printed."""
     summaries = [
         MethodSummary(
             method=row["method"],
@@ -49,7 +49,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def shrink(source: Path, target: Path, width: int) -> None:
-    """A palette of 256 colours: a tenth of the bytes, the same to the eye."""
+    """Save a picture with at most `width` pixels a row and 256 colours, because that takes a tenth of the bytes."""
     from PIL import Image
 
     picture = Image.open(source).convert("RGB")

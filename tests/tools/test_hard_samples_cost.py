@@ -21,7 +21,7 @@ def test_every_part_is_measured_and_written_down(cost, tmp_path, capsys):
     file = tmp_path / "cost.json"
     assert cost["main"]([*TINY, "--json", str(file)]) == 0
     lines = json.loads(file.read_text())["lines"]
-    assert [(line["part"], line["what"]) for line in lines[:-1]] == [
+    assert [(line["part"], line["name"]) for line in lines[:-1]] == [
         ("phase", "each"), ("phase", "joint"), ("phase", "loop"),
         ("round", "fedavg"), ("round", "fedftg each"), ("round", "fedftg joint"),
     ]  # fmt: skip

@@ -25,7 +25,7 @@ def test_every_part_is_measured_and_written_down(cost, tmp_path, capsys):
     parts = [line["part"] for line in lines]
     assert parts == ["pass"] * 7 + ["round"] * 6 + ["memory"]
     ours, together, in_turn, *loops = (line for line in lines if line["part"] == "pass")
-    assert [line["what"] for line in loops] == [f"lenet: loop {batch}" for batch in (64, 128, 512, 640)]
+    assert [line["name"] for line in loops] == [f"lenet: loop {batch}" for batch in (64, 128, 512, 640)]
     assert ours["factor"] == 1.0
     for line in (together, in_turn, *loops):
         assert line["factor"] == pytest.approx(line["seconds"] / ours["seconds"])
@@ -53,7 +53,7 @@ def test_what_is_promised_depends_on_the_device(cost):
 
     def kept(device, **changes):
         lines = cost["pass_lines"]("cnn", {**seconds, **changes}, device, 0.0)
-        return {line.what.removeprefix("cnn: "): line.kept for line in lines if line.kept is not None}
+        return {line.name.removeprefix("cnn: "): line.kept for line in lines if line.kept is not None}
 
     assert kept(CPU) == {"loop 64": True, "loop 128": True, "loop 640": False}
     assert kept(GPU) == {"loop 64": False}
