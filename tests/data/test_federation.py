@@ -339,10 +339,10 @@ def test_an_unlabeled_set_of_another_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ({"scale": "trian"}, "data.scale = \"trian\" must be one of train, unlabeled, none: did you mean 'train'?"),
+        ({"scale": "trian"}, "data.scale = \"trian\" is unknown: did you mean 'train'?"),
         ({"mean": [0.5]}, "data.mean needs data.std beside it: set both, e.g. data.std = [0.5]"),
         ({"std": [0.5]}, "data.std needs data.mean beside it: set both, e.g. data.mean = [0.5]"),
-        ({"mean": [0.5], "std": [0.0]}, "data.std = 0.0 must be greater than 0"),
+        ({"mean": [0.5], "std": [0.0]}, "data.std = 0.0 must be a number above 0"),
         ({"mean": ["a"], "std": [1.0]}, 'data.mean = "a" must be a number: e.g. data.mean = [0.5]'),
         (
             {"mean": [0.5], "std": [1], "scale": "none"},

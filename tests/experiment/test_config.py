@@ -103,21 +103,22 @@ def test_experiments_are_frozen():
 
 
 def test_a_mistake_in_python_is_the_same_one_line():
-    with pytest.raises(FedstillError, match=r"^local\.lr = -1.0 must be greater than 0"):
+    with pytest.raises(FedstillError, match=r"^local\.lr = -1.0 must be a number above 0"):
         Experiment(local={"lr": -1.0})
 
 
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ({"unlabeled": "central"}, "data.unlabeled = 'central' is what data.client_rows leaves: set it"),
+        ({"unlabeled": "central"}, "data.unlabeled = 'central' needs data.client_rows: set it"),
         ({"test": "digits", "client_rows": 9}, "data.test and data.client_rows both say what the test set is"),
         ({"test": ""}, "data.test"),
-        ({"validation": -1}, "data.validation = -1 must be at least 0"),
-        ({"client_rows": 0}, "data.client_rows = 0 must be at least 1"),
-        ({"test_limit": 0}, "data.test_limit = 0 must be at least 1"),
-        ({"test_share": 1.0}, "data.test_share = 1.0 must be below 1"),
-        ({"test_share": 0.0}, "data.test_share = 0.0 must be greater than 0"),
+        ({"validation": -1}, "data.validation = -1 must be a whole number, at least 0"),
+        ({"client_rows": 0}, "data.client_rows = 0 must be a whole number, at least 1"),
+        ({"test_limit": 0}, "data.test_limit = 0 must be a whole number, at least 1"),
+        ({"test_share": 1.0}, "data.test_share = 1.0 must be a number above 0 and below 1"),
+        ({"test_share": 0.0}, "data.test_share = 0.0 must be a number above 0 and below 1"),
+        ({"label": 3}, "data.label = 3 must be a text"),
         ({"test_limitt": 3}, "did you mean 'data.test_limit'?"),
     ],
 )

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import Positive
 from fedstill.core.seeds import cohort_size
 from fedstill.core.types import Training
 from fedstill.engine import check_engine
@@ -38,9 +39,10 @@ from fedstill.storage import toml as toml_io
 
 
 class _Section(BaseModel):
-    """The rules of all sections.
+    """The rules that all sections share.
 
-    Tuples say strict=False: strict mode would refuse TOML's arrays for them. `examples` are shown with a mistake.
+    A tuple has strict=False, because strict mode refuses the lists that TOML gives. A message about a mistake shows the
+    first of a field's `examples`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="forbid")
@@ -57,7 +59,7 @@ class _Choice(_Section):
 
 
 def _section(key: str) -> BeforeValidator:
-    """A bare string stands for a section with only its name: method = "fedavg"."""
+    """Let a bare text stand for a section with one key: method = "fedavg" is method.name = "fedavg"."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
@@ -67,7 +69,7 @@ def _checked_aggregate(text: str) -> str:
 
 
 class DataSection(_Section):
-    """What is learnt from, and what unlabeled data the server has."""
+    """Where the data come from, how they are read, and which unlabeled data the server holds."""
 
     source: str = Field(default="digits", min_length=1)
     unlabeled: str | int = "none"
@@ -76,23 +78,24 @@ class DataSection(_Section):
     test: str | None = Field(default=None, min_length=1, examples=["mnist_m"])
     test_limit: int | None = Field(default=None, ge=1, examples=[10000])
     client_rows: int | None = Field(default=None, ge=1, examples=[20000])
-    test_share: float = Field(default=0.2, gt=0, lt=1)  # of what data.client_rows leaves to the server
+    test_share: float = Field(default=0.2, gt=0, lt=1)  # of the rows that data.client_rows leaves to the server
     label: str | None = None
     inputs: tuple[str, ...] = Field(default=(), strict=False, examples=[["text"]])
     keys: tuple[str, ...] = Field(default=(), strict=False, examples=[["user"]])
     size: int | None = Field(default=None, ge=1, examples=[32])
-    scale: Literal["train", "unlabeled", "none"] = "train"  # whose mean and deviation inputs are scaled by
-    mean: tuple[float, ...] = Field(default=(), strict=False, examples=[[0.5]])  # numbers instead
-    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(default=(), strict=False, examples=[[0.25]])
+    scale: Literal["train", "unlabeled", "none"] = "train"  # the rows whose mean and deviation scale the inputs
+    mean: tuple[float, ...] = Field(default=(), strict=False, examples=[[0.5]])  # scale by these numbers instead
+    std: tuple[Positive, ...] = Field(default=(), strict=False, examples=[[0.25]])
     window: int | None = Field(default=None, ge=1, examples=[80])
     tokens: int | None = Field(default=None, ge=3, examples=[64])
-    vocabulary: int = Field(default=8192, ge=1)  # at most so many different tokens, where no tokenizer is given
+    vocabulary: int = Field(default=8192, ge=1)  # most tokens that a tokenizer of ours learns
     tokenizer: str | None = Field(default=None, min_length=1, examples=["tokenizer.json"])
 
     @model_validator(mode="after")
-    def _one_test_set(self) -> Self:
+    def _check_together(self) -> Self:
+        """Refuse keys that contradict each other, and keys that need another one."""
         if self.unlabeled == "central" and self.client_rows is None:
-            raise FedstillError("data.unlabeled = 'central' is what data.client_rows leaves: set it, e.g. 20000")
+            raise FedstillError("data.unlabeled = 'central' needs data.client_rows: set it, e.g. 20000")
         if self.test is not None and self.client_rows is not None:
             raise FedstillError("data.test and data.client_rows both say what the test set is: remove one of them")
         if self.tokens is not None and self.window is not None:
@@ -102,53 +105,49 @@ class DataSection(_Section):
             )
         if self.tokenizer is not None and self.tokens is None:
             raise FedstillError("data.tokenizer needs the length of a text: set data.tokens, e.g. 64")
-        return self
-
-    @model_validator(mode="after")
-    def _one_scale(self) -> Self:
         if bool(self.mean) != bool(self.std):
-            known, other = ("mean", "std") if self.mean else ("std", "mean")
-            raise FedstillError(f"data.{known} needs data.{other} beside it: set both, e.g. data.{other} = [0.5]")
+            present, absent = ("mean", "std") if self.mean else ("std", "mean")
+            raise FedstillError(f"data.{present} needs data.{absent} beside it: set both, e.g. data.{absent} = [0.5]")
         if self.mean and self.scale == "none":
             raise FedstillError("data.scale = 'none' and data.mean both say how inputs are scaled: remove one of them")
         return self
 
 
 class PartitionSection(_Choice):
-    """How the training set is split over the clients; the scheme's own keys stand beside."""
+    """How the training set is split over the clients; the options of the scheme stand beside its name."""
 
     scheme: str = "lda"
     clients: int = Field(default=100, ge=0)  # 0: all owners of a natural split
 
 
 class ModelSection(_Choice):
-    """What is trained; the model's own options stand beside its name."""
+    """The network that is trained; its options stand beside its name."""
 
     name: str = "cnn"
 
 
 class MethodSection(_Choice):
-    """Which method, or several: see methods/lookup.py. A single method's own options may stand beside its name."""
+    """The method, or several methods as methods/lookup.py reads them; options of a single one may stand beside it."""
 
     name: str = "fedavg"
     _phases: tuple[lookup.PhaseText, ...] = ()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read_text(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _read_text(cls, table: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Parse the name once. fedprox(mu=0.1) is the name fedprox and mu = 0.1 beside it."""
-        text = given.get("name", "fedavg") if isinstance(given, dict) else None
+        text = table.get("name", "fedavg") if isinstance(table, dict) else None
         if not isinstance(text, str):
-            return handler(given)
+            return handler(table)
         phases = lookup.parse(text)
-        beside = {key: value for key, value in given.items() if key != "name"}
+        beside = {key: value for key, value in table.items() if key != "name"}
         if len(phases) == 1 and len(phases[0].parts) == 1:
             (part,) = phases[0].parts
             if twice := part.options.keys() & beside.keys():
                 raise FedstillError(f"method.{min(twice)} is set twice: in method.name and beside it")
             beside = {**part.options, **beside}
-            given, phases = {"name": part.name, **beside}, (lookup.PhaseText((lookup.Part(part.name),)),)
-        section = handler(given)
+            table, phases = {"name": part.name, **beside}, (lookup.PhaseText((lookup.Part(part.name),)),)
+        section = handler(table)
         section._phases = lookup.check_phase_texts(phases, beside)
         return section
 
@@ -164,17 +163,19 @@ class MethodSection(_Choice):
 
 
 class ServerSection(_Section):
-    """How the server makes one model from the cohort's, whichever method runs."""
+    """How the server makes one model from the models of the cohort, whichever method runs."""
 
     aggregate: Annotated[str, AfterValidator(_checked_aggregate)] = Field(default="", examples=["median"])
     buffers: Literal["average", "pooled", "reset", "local"] = "average"  # BatchNorm statistics
 
 
 class EngineSection(_Section):
-    """Who computes, and where."""
+    """The engine that trains the clients, and the device it runs on."""
 
     name: Annotated[str, AfterValidator(check_engine)] = "auto"
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field(
+        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>"
+    )
     chunk: int | None = Field(default=None, ge=1, examples=[16])
     precision: Literal["auto", "float32", "float64", "tf32", "bf16"] = "auto"
     graphs: bool | None = None
@@ -183,16 +184,20 @@ class EngineSection(_Section):
 
 
 class CompareSection(_Section):
-    """What `compare` takes when the command line does not say."""
+    """The methods and the number of seeds that `compare` takes when its caller names none."""
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
     seeds: int = Field(default=3, ge=1)
 
 
 class Experiment(_Section):
-    """All that decides a run. `Experiment.from_toml(path)` reads it, `.to_toml()` writes it."""
+    """Everything that decides a run. `Experiment.from_toml(path)` reads it, `.to_toml()` writes it."""
 
-    name: str = Field(default="experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        default="experiment",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="letters, digits, '.', '_' and '-' (it names the run's folder)",
+    )
     rounds: int = Field(default=100, ge=1)
     cohort: int | float = Field(default=10, gt=0)
     sampling: Literal["fixed", "poisson"] = "fixed"
@@ -243,15 +248,18 @@ class Experiment(_Section):
 
     @classmethod
     def quickstart(cls) -> Self:
-        """The embedded experiment that `fedstill run` and `fedstill compare` take without a file."""
+        """Return the embedded experiment that `fedstill run` and `fedstill compare` take without a file."""
         return cls.model_validate(quickstart_table())
 
     def replace(self, **changes: Any) -> Self:
-        """A checked copy with top-level keys or whole sections changed: a section's other keys have their defaults."""
+        """Return a checked copy with top-level keys or whole sections changed.
+
+        Keys that a changed section does not name have their defaults.
+        """
         return type(self).model_validate({**self.model_dump(), **changes})
 
     def resolved(self) -> dict[str, Any]:
-        """The experiment as a table in which the own keys of partition, model and method show their defaults too."""
+        """Return the experiment as a table with all options of partition, model and method, the defaults too."""
         single = self.method.is_single
         method = options.resolved("method", self.method.name, self.method.options) if single else {}
         full = {
@@ -262,13 +270,13 @@ class Experiment(_Section):
         return self.model_dump() | full
 
     def options_text(self) -> str:
-        """All options of method, model and guard as text, wherever the method's own file lies."""
+        """Return all options of method, model and guard as one text, which does not change when a user's file moves."""
         table = self.resolved()
-        found = {"method": table["method"] | {"name": lookup.label(self.method.name)}, "model": table["model"]}
-        return json.dumps(found | {"guard": table["guard"]}, sort_keys=True)
+        method = table["method"] | {"name": lookup.label(self.method.name)}
+        return json.dumps({"method": method, "model": table["model"], "guard": table["guard"]}, sort_keys=True)
 
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
-        """A copy that holds the numbers that scale = "unlabeled" gave, because their source may change or go away."""
+        """Return a copy that holds the numbers of scale = "unlabeled", because the unlabeled data may change later."""
         if self.data.scale != "unlabeled" or self.data.mean:
             return self
         return self.model_copy(update={"data": self.data.model_copy(update={"mean": mean, "std": std})})
@@ -277,23 +285,23 @@ class Experiment(_Section):
         return toml_io.dumps(self.model_dump())
 
     def digest(self) -> str:
-        """Eight letters that change when anything in the experiment changes."""
+        """Return eight letters that change when anything in the experiment changes."""
         text = json.dumps(self.model_dump(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def cohort_size(self, population: int) -> int:
-        """Clients per round: a share of the population below 1, a number otherwise."""
+        """Return the number of clients in a round; a `cohort` below 1 is a share of the population."""
         return cohort_size(self.cohort, population)
 
 
-def checked_experiment(given: object) -> Experiment:
-    """What is given, if it is an experiment and not the path of a file or its table."""
-    if isinstance(given, Experiment):
-        return given
-    if isinstance(given, (str, Path)):
-        raise FedstillError(f"'{given}' is no experiment yet: read it with fedstill.Experiment.from_toml('{given}')")
-    cure = "fedstill.Experiment(**table)" if isinstance(given, dict) else "fedstill.Experiment(rounds=20)"
-    raise FedstillError(f"{type(given).__name__} is no fedstill.Experiment: give one, e.g. {cure}")
+def checked_experiment(value: object) -> Experiment:
+    """Return an Experiment as it is, and refuse the path of a file or its table with a line of how to read it."""
+    if isinstance(value, Experiment):
+        return value
+    if isinstance(value, (str, Path)):
+        raise FedstillError(f"'{value}' is no experiment yet: read it with fedstill.Experiment.from_toml('{value}')")
+    cure = "fedstill.Experiment(**table)" if isinstance(value, dict) else "fedstill.Experiment(rounds=20)"
+    raise FedstillError(f"{type(value).__name__} is no fedstill.Experiment: give one, e.g. {cure}")
 
 
 def quickstart_table() -> dict[str, Any]:
@@ -310,5 +318,5 @@ def _check_cohort(experiment: Experiment) -> None:
     if experiment.partition.clients:
         experiment.cohort_size(experiment.partition.clients)
     elif experiment.partition.scheme != "natural":
-        options.find("partition", experiment.partition.scheme)  # an unknown one is the mistake, not its clients
+        options.find("partition", experiment.partition.scheme)  # an unknown scheme is reported before its clients
         raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")

@@ -1,4 +1,4 @@
-"""Words of the command line as parts of an experiment (`--set local.lr=0.1`, `fedprox(mu=0.1)`); a split in words."""
+"""Settings of the command line (`--set local.lr=0.1`, `fedprox(mu=0.1)`) put into an experiment."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment, MethodSection, quickstart_table
-from fedstill.experiment.config_errors import is_section, keys_in
+from fedstill.experiment.config_errors import keys_in
 from fedstill.methods import options
 from fedstill.methods.lookup import write
 from fedstill.storage import toml as toml_io
 
 _CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
-_KEPT = {"clients"}
+_KEPT = {"clients"}  # stays when another scheme is chosen
 _NOTHING = "none"
 
 
 def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:
-    """The experiment of a file, or the quick start, with the settings of the command line."""
+    """Read the experiment of a file, or the quick start without one, and put the command line's settings into it."""
     table = quickstart_table() if file is None else toml_io.read_toml(file)
     return Experiment.model_validate(apply_settings(table, settings))
 
 
 def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """A copy of an experiment's table with every `key=value` set; another name drops the old one's own keys.
+    """Return a copy of an experiment's table with every `key=value` set.
 
-    `key=none` removes a key, so that its default counts.
+    A new name of a method, model or scheme drops the options of the old one. `key=none` removes a key, so that its
+    default counts.
     """
     changed = copy.deepcopy(table)
     pairs = [_pair(setting) for setting in settings]
@@ -75,22 +76,22 @@ def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _can_be_removed(table: dict[str, Any], path: Sequence[str]) -> bool:
-    """Whether `key=none` drops the key, because `none` is no value of its own (as it is of data.scale)."""
+    """Return whether `key=none` removes the key: not where `none` is a value of it (data.scale)."""
     section, key = path[0], path[-1]
     if _is_choice(path) or len(path) > 2:
         return False
     sections = keys_in(Experiment)
-    kind: Any = Experiment if len(path) == 1 else sections[section].kind if section in sections else None
-    if is_section(kind) and key in keys_in(kind):
+    kind: Any = Experiment if len(path) == 1 else sections[section].section if section in sections else None
+    if kind is not None and key in keys_in(kind):
         known = keys_in(kind)[key]
-        taken = _is_fine(lambda: TypeAdapter(kind).validate_python({key: _NOTHING}))
-        return known.default is None or not (is_section(known.kind) or taken)
-    own = table.get(section)
-    if section not in _CHOICES or not isinstance(own, dict) or key not in own:
+        is_a_value = _is_fine(lambda: TypeAdapter(kind).validate_python({key: _NOTHING}))
+        return known.default is None or not (known.section or is_a_value)
+    chosen = table.get(section)
+    if section not in _CHOICES or not isinstance(chosen, dict) or key not in chosen:
         return False
-    name = str(own.get(_CHOICES[section]))
-    given = {other: value for other, value in own.items() if other not in (*_KEPT, _CHOICES[section])}
-    return not _is_fine(lambda: options.check(section, name, {**given, key: _NOTHING}))
+    name = str(chosen.get(_CHOICES[section]))
+    present = {other: value for other, value in chosen.items() if other not in (*_KEPT, _CHOICES[section])}
+    return not _is_fine(lambda: options.check(section, name, {**present, key: _NOTHING}))
 
 
 def _is_fine(check: Callable[[], object]) -> bool:
@@ -109,40 +110,41 @@ def _remove(table: dict[str, Any], path: Sequence[str]) -> None:
         table.pop(name, None)
 
 
-def _check_epochs_count(table: dict[str, Any], given: Mapping[str, str]) -> None:
-    """A number of epochs that is asked for must not be passed over for the number of steps that the file has."""
+def _check_epochs_count(table: dict[str, Any], settings: Mapping[str, str]) -> None:
+    """Refuse `--set local.epochs` where the file has local.steps, because the epochs would have no effect."""
     local = table.get("local")
     steps = local.get("steps") if isinstance(local, dict) else None
-    epochs = given.get("local.epochs", _NOTHING)
+    epochs = settings.get("local.epochs", _NOTHING)
     if steps is None or epochs == _NOTHING:
         return
-    cure = "leave one of them out" if "local.steps" in given else "add --set local.steps=none"
+    cure = "leave one of them out" if "local.steps" in settings else "add --set local.steps=none"
     raise FedstillError(f"local.epochs = {epochs} would do nothing: local.steps = {steps} counts; {cure}")
 
 
 def without_defaults(section: MethodSection) -> str:
-    """The text of a method with the options that differ from their defaults; a run's folder spells out all."""
-    name, given = section.name, section.options
-    return write(name, _beyond(given, options.defaults("method", name) if given and section.is_single else {}))
+    """Return the text of a method with only the options that differ from their defaults."""
+    name, values = section.name, section.options
+    return write(name, _beyond(values, options.defaults("method", name) if values and section.is_single else {}))
 
 
-def _beyond(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings that `known` does not hold; tables are compared key by key."""
-    pairs = ((key, value, known.get(key)) for key, value in given.items() if key not in known or known[key] != value)
-    return {key: _beyond(value, old) if isinstance(old, dict) else value for key, value, old in pairs}
+def _beyond(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from the defaults; tables are compared key by key."""
+    old = {key: defaults.get(key) for key, value in values.items() if key not in defaults or defaults[key] != value}
+    return {key: _beyond(values[key], was) if isinstance(was, dict) else values[key] for key, was in old.items()}
 
 
 def parse_method(entry: str, experiment: Experiment) -> MethodSection:
-    """One entry of compare: the bare name of the experiment's method has the options of its [method] section.
+    """Return the [method] section that an entry of compare stands for.
 
-    With brackets it has only what is in them: `feddf(student.lr=0.1)` and `feddf()` take nothing from the section.
+    The bare name of the experiment's method has the options of the experiment's section. An entry with brackets has
+    the options inside them only: `feddf(student.lr=0.1)` and `feddf()` take nothing from the section.
     """
-    own = experiment.method
-    return own if entry.strip() == own.name else MethodSection.model_validate({"name": entry.strip()})
+    section = experiment.method
+    return section if entry.strip() == section.name else MethodSection.model_validate({"name": entry.strip()})
 
 
 def describe_partition(experiment: Experiment) -> str:
-    """The split in words: lda(alpha=0.1) over 100 clients."""
+    """Return the split in words: lda(alpha=0.1) over 100 clients."""
     inside = ", ".join(f"{key}={value}" for key, value in experiment.partition.options.items())
     clients = f" over {experiment.partition.clients} clients" if experiment.partition.clients else ""
     return f"{experiment.partition.scheme}({inside}){clients}"

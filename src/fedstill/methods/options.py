@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,16 @@ from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.limits import Example
+from fedstill.methods import METHODS
+from fedstill.models import MODELS
+from fedstill.models.mixed import MIXED, mixed
+from fedstill.partition import PARTITIONS
+from fedstill.server.aggregate import AGGREGATES
 from fedstill.storage.toml import toml_value
 
 NONE = "none"  # the word for None, which TOML lacks
@@ -25,35 +31,20 @@ _NAME_KEY = {
     "method": "method.name",
     "aggregate": "server.aggregate",
 }
-_COLUMNS = {("natural", "keys"): str | list[str]}  # a file names the columns, the function takes their values
-_FILLED_IN = {
-    "partition": frozenset({"labels", "clients", "seed"}),
-    "model": frozenset({"input_shape", "classes", "vocabulary"}),  # the data decide
-    "method": frozenset[str](),
-    "aggregate": frozenset[str](),
+_COLUMNS = {("natural", "keys"): str | list[str]}  # a file names the columns whose values the function takes
+_FILLED_IN = {  # parameters that are no options, because the run gives them
+    "partition": ("labels", "clients", "seed"),
+    "model": ("input_shape", "classes", "vocabulary"),
 }
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a section"}
 _LIMITS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
 
 def registry(kind: str) -> Mapping[str, Callable[..., Any]]:
-    """Return name -> function of everything that can be chosen by name. Imported late, because torch takes a second."""
-    if kind == "partition":
-        from fedstill.partition import PARTITIONS
-
-        return PARTITIONS
-    if kind == "model":
-        from fedstill.models import MODELS
-        from fedstill.models.mixed import MIXED, mixed
-
-        return {**MODELS, MIXED: mixed}
-    if kind == "aggregate":
-        from fedstill.server.aggregate import AGGREGATES
-
-        return AGGREGATES
-    from fedstill.methods import METHODS
-
-    return METHODS
+    """Return the functions that can be chosen by name: partitions, models, methods or aggregates."""
+    models: dict[str, Callable[..., Any]] = {**MODELS, MIXED: mixed}
+    kinds: dict[str, Mapping[str, Callable[..., Any]]] = {"partition": PARTITIONS, "model": models}
+    return (kinds | {"method": METHODS, "aggregate": AGGREGATES})[kind]
 
 
 def find(kind: str, name: str) -> Callable[..., Any]:
@@ -65,8 +56,8 @@ def find(kind: str, name: str) -> Callable[..., Any]:
         from fedstill.methods.lookup import own_function
 
         return own_function(name, _NAME_KEY[kind])
-    own = " (your own: FILE.py:function)" if kind in ("method", "model") else ""
-    raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}{own}")
+    hint = " (your own: FILE.py:function)" if kind in ("method", "model") else ""
+    raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}{hint}")
 
 
 def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
@@ -74,7 +65,8 @@ def parameters(kind: str, name: str) -> dict[str, inspect.Parameter]:
     return {
         key: parameter
         for key, parameter in inspect.signature(find(kind, name)).parameters.items()
-        if key not in _FILLED_IN[kind] and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if key not in _FILLED_IN.get(kind, ())
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
 
 
@@ -84,16 +76,15 @@ def defaults(kind: str, name: str) -> dict[str, Any]:
     return {key: value for key, value in every.items() if _plain(value)}
 
 
-def resolved(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options with the defaults of all others, as tables that a file can hold."""
-    tables = {
-        key: as_table(value) for key, value in check(kind, name, given).items() if dataclasses.is_dataclass(value)
-    }
-    return {**defaults(kind, name), **given, **tables}
+def resolved(kind: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the defaults of all others, as tables that a file can hold."""
+    arguments = check(kind, name, options).items()
+    tables = {key: as_table(value) for key, value in arguments if dataclasses.is_dataclass(value)}
+    return {**defaults(kind, name), **options, **tables}
 
 
 def as_table(value: Any) -> Any:
-    """Return a dataclass as a table with all its fields and a tuple as a list, as a file gives them back."""
+    """Return a dataclass as a table with all its fields, and a tuple as a list, because a file holds them so."""
     if isinstance(value, tuple):
         return list(value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -103,7 +94,7 @@ def as_table(value: Any) -> Any:
 
 
 def check(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the given options stand for; a mistake names the option and the nearest right one.
+    """Turn the options of a file into arguments; a mistake is refused with the option and the nearest right value.
 
     A table is laid over the option's default, which is a dataclass. The word "none" is None where None is allowed.
     """
@@ -123,7 +114,7 @@ def check(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _checked_table(
     where: str, name: str, given: Mapping[str, Any], values: Mapping[str, Any], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Check every given key of one table; `values` are the defaults of all keys that it may have."""
+    """Return the checked values of one table; `values` are the defaults of all keys that it may have."""
     checked = {}
     for key, value in given.items():
         if key not in values:
@@ -136,18 +127,18 @@ def _checked_table(
     return checked
 
 
-SEAT = {  # keys that say how models are averaged: options of no method
+_OF_THE_SERVER = {  # keys that say how models are averaged, which are options of no method
     "weighting": "write {name}+average(weighting='uniform'), or [server] aggregate",
     "buffers": "it stands in the section [server]",
 }
 
 
 def _nearest(key: str, name: str, values: Mapping[str, Any]) -> str:
-    """Name the option that was meant; one of the same name inside a table comes first."""
-    if key in SEAT:
-        return SEAT[key].format(name=name)
+    """Suggest the option that was meant; an option of the same name inside a table comes first."""
+    if key in _OF_THE_SERVER:
+        return _OF_THE_SERVER[key].format(name=name)
     if not values:
-        return f"{name} has no keys of its own"
+        return f"{name} has no options"
     for option, default in values.items():
         table = as_table(default)
         if isinstance(table, dict) and key in table:
@@ -156,13 +147,13 @@ def _nearest(key: str, name: str, values: Mapping[str, Any]) -> str:
 
 
 def _laid_over(where: str, name: str, given: Any, default: Any) -> Any:
-    """Return the default dataclass with the given fields changed. Epochs that are given replace the default's steps."""
+    """Return the default dataclass with the given fields changed; given epochs switch the default's steps off."""
     if isinstance(given, type(default)):
         return given
     values = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
     if not isinstance(given, Mapping):
         first = next(iter(values))
-        raise FedstillError(f"{where} = {_quote(given)} must be a section with its keys: e.g. {where}.{first} = 1")
+        raise FedstillError(f"{mistake(where, type(default), given, default)}: e.g. {where}.{first} = 1")
     kind: Any = type(default)
     changes = _checked_table(where, name, given, values, _hints(kind))
     if "epochs" in changes and "steps" in values and "steps" not in changes:
@@ -182,23 +173,43 @@ def _checked(key: str, annotation: Any, value: Any, default: Any) -> Any:
     if annotation is None or value is None:
         return value
     try:
-        # Arrays and tables come as list and dict, so only for them tuples and dataclasses may be converted.
+        # A file has lists and dicts only, so these may be converted to tuples and dataclasses.
         return _validator(annotation).validate_python(value, strict=not isinstance(value, (list, tuple, dict)))
     except ValidationError:
-        if value == NONE and NoneType in typing.get_args(_without_marks(annotation)):
+        if value == NONE and NoneType in typing.get_args(without_marks(annotation)):
             return None
-        if choices := _choices(annotation):
-            raise FedstillError(f"{key} = {_quote(value)} is unknown: {suggest(str(value), choices)}") from None
-        marks = getattr(annotation, "__metadata__", ())
-        shown = next((mark.value for mark in marks if isinstance(mark, Example)), default)
-        example = f": e.g. {key} = {toml_value(shown)}" if _plain(shown) else ""
-        raise FedstillError(f"{key} = {_quote(value)} must be {describe(annotation)}{example}") from None
+        raise FedstillError(mistake(key, annotation, value, default)) from None
     except (PydanticSchemaGenerationError, PydanticUserError):
         raise FedstillError(f"{key} cannot be written in a file: build the method in Python instead") from None
 
 
-def _without_marks(annotation: Any) -> Any:
-    """The type below an Annotated, such as the union of `Annotated[int | None, Example(20)]`."""
+def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any = None) -> str:
+    """Return the line about a value that does not fit the type of its key; it names a right value.
+
+    wanted: the right values, where the type of the key does not say them: a text, a list of words, or another type.
+
+    >>> mistake("local.lr", Annotated[float, Gt(0)], -1.0, 0.01)
+    'local.lr = -1.0 must be a number above 0: e.g. local.lr = 0.01'
+    """
+    wanted = annotation if wanted is None else wanted
+    if choices := wanted if isinstance(wanted, list) else _choices(wanted):
+        return f"{key} = {_quote(value)} is unknown: {suggest(str(value), choices)}"
+    marks = getattr(annotation, "__metadata__", ())
+    shown = next((mark.value for mark in marks if isinstance(mark, Example)), default)
+    example = f": e.g. {key} = {toml_value(shown)}" if _plain(shown) else ""
+    words = wanted if isinstance(wanted, str) else describe(wanted)
+    if isinstance(value, float) and not math.isfinite(value):
+        words = words.replace("a number", "a finite number")
+    return f"{key} = {_quote(value)} must be {words}{example}"
+
+
+def is_section(kind: Any) -> bool:
+    """Return whether a type is written as a table: a dataclass, or a section of an experiment."""
+    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
+
+
+def without_marks(annotation: Any) -> Any:
+    """Return the type below an Annotated, such as the union of `Annotated[int | None, Example(20)]`."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
@@ -208,8 +219,8 @@ def _validator(annotation: Any) -> TypeAdapter[Any]:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the words of a Literal, or of a Literal or None; nothing for any other type."""
-    annotation = _without_marks(annotation)
+    """Return the words of a Literal, or of a Literal or None; no words for any other type."""
+    annotation = without_marks(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation, *more) = (part for part in typing.get_args(annotation) if part is not NoneType)
         if more:
@@ -229,15 +240,21 @@ def describe(annotation: Any) -> str:
         return _KINDS[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        kind, limits = describe(arguments[0]), limits_of(annotation)
-        return f"{kind}{'' if limits.startswith(('above', 'from', 'below')) else ','} {limits}" if limits else kind
+        kind, limits = describe(arguments[0]), _own_limits(annotation)
+        return (
+            f"{kind}{'' if limits.startswith(('above', 'from', 'below', 'that')) else ','} {limits}" if limits else kind
+        )
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(part) for part in arguments if part is not NoneType)
+        kinds = [without_marks(part) for part in arguments]
+        hidden = (NoneType, int) if float in kinds else (NoneType,)  # a whole number is a number
+        return " or ".join(describe(part) for part, kind in zip(arguments, kinds, strict=True) if kind not in hidden)
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin is not None:
-        inner = describe(arguments[0]).split(" ", 1)[-1] + "s" if arguments else "values"
-        return f"a list of {inner}"
+        words = ", ".join(_choices(arguments[0]))
+        return f"a list of {words or describe(arguments[0]).split(' ', 1)[-1] + 's'}"
+    if is_section(annotation):
+        return "a section with its keys"
     return f"a {getattr(annotation, '__name__', annotation)}"
 
 
@@ -249,10 +266,15 @@ def limits_of(annotation: Any) -> str:
     """
     if choices := _choices(annotation):
         return ", ".join(choices)
-    if typing.get_origin(_without_marks(annotation)) in (typing.Union, types.UnionType):
-        annotation = _without_marks(annotation)
-        return next(filter(None, map(limits_of, typing.get_args(annotation))), "")
+    parts = typing.get_args(without_marks(annotation))  # of a union
+    return _own_limits(annotation) or next(filter(None, map(limits_of, parts)), "")
+
+
+def _own_limits(annotation: Any) -> str:
+    """Return the limits that the marks of an Annotated state, without those of the types inside it."""
     ends = {type(limit): limit for limit in getattr(annotation, "__metadata__", ()) if type(limit) in _LIMITS}
+    if any(isinstance(mark, MinLen) for mark in getattr(annotation, "__metadata__", ())):
+        return "that is not empty"
     if Ge in ends and Le in ends:
         return f"from {ends[Ge].ge:g} to {ends[Le].le:g}"
     return " and ".join(
@@ -272,7 +294,7 @@ class Option(NamedTuple):
 def listed(owner: Callable[..., Any], prefix: str = "", default: Any = None) -> Iterator[Option]:
     """List the options of a function; a dataclass among them is followed by its fields.
 
-    The defaults are those of the signature, or of the object `default` where one is given.
+    default: an object whose values stand in place of the signature's defaults.
     """
     hints = _hints(owner)
     for key, parameter in inspect.signature(owner).parameters.items():
@@ -293,4 +315,5 @@ def _plain(value: Any) -> bool:
 
 
 def _quote(value: Any) -> str:
-    return toml_value(value) if _plain(value) else repr(value)
+    text = toml_value(value) if _plain(value) else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
