@@ -102,7 +102,7 @@ def test_a_result_is_shown_without_its_weights():
 
 def test_a_bare_name_that_has_the_experiments_options_is_noted_below_the_table():
     compared = compare(SMALL, ["fedavg", "fedprox", "fedprox(mu=0.1)"], seeds=1)
-    told = "fedprox is fedprox(mu=0.5): without options it has those of the experiment's [method] section."
+    told = "fedprox is fedprox(mu=0.5): without options it has the options of the experiment's [method] section."
     assert table_notes(compared.results) == [told]
 
 

@@ -1,4 +1,4 @@
-"""From an experiment to the objects that a run needs."""
+"""An experiment's text becomes the objects that a run needs: data, federation, network, method, engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation
 from fedstill.data import (
     Source,
-    Unlabeled,
     central_pool,
     hold_validation,
     limit_test,
@@ -41,9 +40,9 @@ _log = logging.getLogger("fedstill.run")
 
 
 def load_source(experiment: Experiment) -> Source:
-    """The experiment's data; it does not depend on the seed, so that seeds share one test set.
+    """Load the experiment's data, which do not depend on the seed, so that all seeds share one test set.
 
-    Texts are not tokens yet: whose texts a tokenizer may learn from depends on the seed (see build_federation).
+    Texts are not tokens yet, because the seed decides from whose texts a tokenizer learns (see build_federation).
     """
     data = experiment.data
     keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
@@ -64,14 +63,18 @@ def load_source(experiment: Experiment) -> Source:
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
-    """Who holds what: a function of [data], [partition] and the seed only, so that methods can share it."""
+    """Share the data out to clients and server. Only [data], [partition] and the seed decide, so methods share it."""
     source = load_source(experiment) if source is None else source
     data, partition, seed = experiment.data, experiment.partition, experiment.seed
     source, unlabeled = split_unlabeled(source, data.unlabeled, seed=seed, limit=data.unlabeled_limit)
-    _tell_skipped(unlabeled)
+    if unlabeled is not None and (names := unlabeled.skipped):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        count = f"{len(names)} of {len(names) + len(unlabeled.ids)} files or rows cannot be read and are left out"
+        _log.warning("data.unlabeled: %s: %s%s", count, ", ".join(names[:5]), more)
     if data.tokens is not None:
-        how: dict[str, Any] = {"vocabulary": data.vocabulary, "tokenizer": data.tokenizer}
-        source, unlabeled = tokenise(source, unlabeled, length=data.tokens, **how)
+        source, unlabeled = tokenise(
+            source, unlabeled, length=data.tokens, vocabulary=data.vocabulary, tokenizer=data.tokenizer
+        )
     source = scale_inputs(source, unlabeled, data.scale, mean=data.mean, std=data.std)
     source, validation = hold_validation(source, data.validation, seed=seed)
     options = partition.options
@@ -88,17 +91,8 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     )
 
 
-def _tell_skipped(unlabeled: Unlabeled | None) -> None:
-    if unlabeled is None or not unlabeled.skipped:
-        return
-    names = unlabeled.skipped
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    told = f"{len(names)} of {len(names) + len(unlabeled.ids)} files or rows cannot be read and are left out"
-    _log.warning("data.unlabeled: %s: %s%s", told, ", ".join(names[:5]), more)
-
-
 def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, Any]) -> list[np.ndarray]:
-    """The experiment's split; a replay of a published stream does not depend on the seed."""
+    """Return the rows of each client; a replay of a published stream does not depend on the seed."""
     partition = experiment.partition
     scheme, seed = find("partition", partition.scheme), seed_for(experiment.seed, "partition")
     drawn_from = None if options.get("legacy_seed") is not None else int(seed)
@@ -109,11 +103,11 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
 
 
 def build(experiment: Experiment, federation: Federation | None = None) -> Built:
-    """Everything that a run of this experiment needs; no other function turns its text into objects.
+    """Make everything that a run of this experiment needs; no other function turns its text into objects.
 
-    federation: an already built one (by default it is built from the experiment).
+    federation: a federation that is built already (by default it is built from the experiment).
     """
-    server = experiment.server  # the method first: two parts that clash are told before the data are read
+    server = experiment.server  # the method first, so that two parts that clash are reported before the data are read
     aggregate = aggregate_part(server.aggregate)
     method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
     federation = build_federation(experiment) if federation is None else federation
@@ -136,12 +130,12 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
 
 
 def _engines(name: str, device: str, **how: Any) -> Engines:
-    """The engines of a run; FILE.py:function makes a cohort's engine of one's own, called as those in ENGINES are."""
+    """Make the engines of a run; FILE.py:function names a user's engine, which is called as the ENGINES are."""
     return build_engines(own_function(name, "engine.name")(device, **how) if ":" in name else name, device, **how)
 
 
 def _evaluation(name: str) -> Evaluate:
-    """A registered way to measure a model, or the function that FILE.py:function names."""
+    """Return the registered function that measures a model, or the user's function that FILE.py:function names."""
     if ":" in name:
         return own_function(name, "evaluate")
     if name not in EVALUATIONS:
@@ -152,8 +146,8 @@ def _evaluation(name: str) -> Evaluate:
 
 
 def _owner_columns(experiment: Experiment) -> list[str]:
-    """partition.keys of a natural split: the columns whose values are the clients."""
+    """Return partition.keys of a natural split: the columns whose values are the clients."""
     if experiment.partition.scheme != "natural":
         return []
-    given = experiment.partition.options.get("keys", [])
-    return [given] if isinstance(given, str) else list(given)
+    columns = experiment.partition.options.get("keys", [])
+    return [columns] if isinstance(columns, str) else list(columns)

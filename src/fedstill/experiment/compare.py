@@ -1,4 +1,4 @@
-"""Several methods, several seeds, the same data and cohorts: one table."""
+"""Run several methods with several seeds on the same data and cohorts, and put the results into one table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONGEST_FOLDER = 120  # file systems take 255 bytes
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results by method, one a seed in the order of seeds."""
+    """The results of each method, one for each seed in the order of seeds."""
 
     results: dict[str, list[Result]]
     run_dir: Path | None = None
@@ -63,39 +63,38 @@ def summarize(method: str, results: Sequence[Result]) -> MethodSummary:
 
 
 def _metrics(results: Sequence[Result]) -> dict[str, float]:
-    """The mean over seeds of each metric that asks for a column, in the last evaluated round."""
-    found: dict[str, float] = {}
+    """Return the mean over seeds of each metric that has a column, in the last evaluated round."""
+    means: dict[str, float] = {}
+    last_rows = [result.history.last for result in results if result.history.last]
     for name, metric in METRICS.items():
-        values = [
-            result.history.last[name] for result in results if result.history.last and name in result.history.last
-        ]
+        values = [row[name] for row in last_rows if name in row]
         if metric.column and values:
-            found[metric.column] = statistics.fmean(values) * (100 if metric.percent else 1)
-    return found
+            means[metric.column] = statistics.fmean(values) * (100 if metric.percent else 1)
+    return means
 
 
 def _main_claim(result: Result) -> Claim | None:
-    """The first of the claims from which a run's others follow."""
+    """Return a run's first claim of privacy that follows from no other claim."""
     return next(iter(result.privacy.strongest()), None) if result.privacy else None
 
 
 def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """What the table leaves unsaid: options behind a bare name, what an epsilon is about, runs a budget has ended."""
+    """Return the lines below the table: options behind a bare name, claims of privacy, runs that a budget has ended."""
     about: dict[str, list[str]] = {}
     for method, runs in results.items():
-        for told in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
-            about.setdefault(told, []).append(method)
+        for claim in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
+            about.setdefault(claim, []).append(method)
     notes = [
-        f"{method} is {runs[0].stands_for}: without options it has those of the experiment's [method] section."
+        f"{method} is {runs[0].stands_for}: without options it has the options of the experiment's [method] section."
         for method, runs in results.items()
         if runs[0].stands_for
     ]
-    notes += [f"epsilon of {', '.join(methods)}: {told}" for told, methods in about.items()]
+    notes += [f"epsilon of {', '.join(methods)}: {claim}" for claim, methods in about.items()]
     if about:
-        notes.append("An epsilon is that of one run (the largest over seeds): runs on the same data add up.")
+        notes.append("An epsilon counts one run (the largest over seeds): runs on the same data add up.")
     for method, runs in results.items():
-        ended = Counter(one.privacy.stopped for one in runs if one.privacy and one.privacy.stopped)
-        notes += [f"{method}, {count} of {counted(len(runs), 'run')}: {told}" for told, count in ended.items()]
+        reasons = Counter(run.privacy.stopped for run in runs if run.privacy and run.privacy.stopped)
+        notes += [f"{method}, {count} of {counted(len(runs), 'run')}: {reason}" for reason, count in reasons.items()]
     return notes
 
 
@@ -112,10 +111,10 @@ def compare(
     """Run every method with seeds experiment.seed, + 1, ...; the data are loaded once and split once a seed.
 
     methods: names with options, e.g. ["fedavg", "fedprox(mu=0.1)"], or one text, "fedavg,fedprox(mu=0.1)"; by default
-        the experiment's [compare] methods. The bare name of the experiment's own method has the options of its
-        [method] section; with options, "feddf(student.lr=0.1)", it has only those.
-    callbacks: called with the method and the seed for each run's own callbacks.
-    source: already loaded data (by default the experiment's are loaded).
+        the experiment's [compare] methods. The bare name of the experiment's method has the options of the [method]
+        section. A name with options, "feddf(student.lr=0.1)", has no others.
+    callbacks: called with the method and the seed, returns the callbacks of that run.
+    source: data that are loaded already (by default the experiment's data are loaded).
     """
     entries = choose_methods(checked_experiment(experiment), methods)
     count = experiment.compare.seeds if seeds is None else seeds
@@ -123,11 +122,11 @@ def compare(
     folder = None if run_dir is None else Path(run_dir)
     source = load_source(experiment) if source is None else source
     shifted = [experiment.model_copy(update={"seed": experiment.seed + shift}) for shift in range(count)]
-    federations = [build_federation(one, source) for one in shifted]
+    federations = [build_federation(seeded, source) for seeded in shifted]
     variants: dict[str, list[tuple[Experiment, Built]]] = {}
     for entry, section in entries.items():
-        runs = [one.model_copy(update={"method": section}) for one in shifted]
-        pairs = [(one, build(one, federation)) for one, federation in zip(runs, federations, strict=True)]
+        runs = [seeded.model_copy(update={"method": section}) for seeded in shifted]
+        pairs = [(run, build(run, federation)) for run, federation in zip(runs, federations, strict=True)]
         for _, built in pairs if experiment.privacy.epsilon is not None else pairs[:1]:
             check_built(built)  # a budget's first round depends on the split, so each seed is checked
         variants[label(entry)] = pairs
@@ -137,11 +136,11 @@ def compare(
     for entry, pairs in variants.items():
         _save(results, experiment, folder)
         results[entry] = []
-        for one, built in pairs:
-            place = None if folder is None else folder / run_folder(entry, one.seed)
-            watchers = callbacks(entry, one.seed)
-            result = run_built(one, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
-            results[entry].append(replace(result, stands_for=_stands_for(entry, one.method)))
+        for run, built in pairs:
+            place = None if folder is None else folder / run_folder(entry, run.seed)
+            watchers = callbacks(entry, run.seed)
+            result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
+            results[entry].append(replace(result, stands_for=_stands_for(entry, run.method)))
     _save(results, experiment, folder)
     if folder is not None:
         draw_pictures(experiment, federations[0], results, folder)
@@ -149,12 +148,12 @@ def compare(
 
 
 def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, MethodSection]:
-    """Entries by the text that names them: as given, or from [compare], or FedAvg against the experiment's own."""
-    own = experiment.method.name
-    texts = [*(_as_texts(methods) or experiment.compare.methods or dict.fromkeys(["fedavg", own]))]
+    """Return each entry's [method] section by its text: `methods`, else [compare], else FedAvg and the experiment's."""
+    default = dict.fromkeys(["fedavg", experiment.method.name])
+    texts = [*(_as_texts(methods) or experiment.compare.methods or default)]
     entries = {text: parse_method(text, experiment) for text in texts}
     for section in entries.values():
-        build_phases(section.phases)  # two parts that clash are told before the data are read
+        build_phases(section.phases)  # so that two parts that clash are reported before the data are read
     folders = {folder_name(label(text)) for text in entries}
     if len(folders) < len(texts):
         raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")
@@ -162,26 +161,26 @@ def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[
 
 
 def _as_texts(methods: object) -> list[str]:
-    """One text with commas, as on the command line, or several; a table and a folder need a method's name."""
+    """Return methods as texts, from one text with commas or from several; the table and the folders need the names."""
     if isinstance(methods, str):
         return split_methods(methods)
     texts: list[Any] = list(methods) if isinstance(methods, Iterable) else [methods]
     for text in texts:
         if not isinstance(text, str):
             name = getattr(text, "__name__", "function")
-            what = f"the function {name}" if callable(text) else f"a {type(text).__name__}"
-            raise FedstillError(f"compare takes methods as text: instead of {what} give 'fedavg' or 'FILE.py:{name}'")
+            kind = f"the function {name}" if callable(text) else f"a {type(text).__name__}"
+            raise FedstillError(f"compare takes methods as text: instead of {kind} give 'fedavg' or 'FILE.py:{name}'")
     return texts
 
 
 def _stands_for(entry: str, section: MethodSection) -> str:
-    """The method with its options, where its entry is a bare name that leaves some unsaid."""
+    """Return the method with its options where the entry is a bare name that does not show them, else no text."""
     full = label(without_defaults(section))
     return full if entry == label(section.name) != full else ""
 
 
 def folder_name(entry: str) -> str:
-    """A method's entry as a folder: fedprox(mu=0.1) -> fedprox-mu-0.1
+    """Return the name of the folder of a method's entry.
 
     >>> folder_name("fedprox(mu=0.1)")
     'fedprox-mu-0.1'
@@ -197,7 +196,7 @@ def run_folder(entry: str, seed: int) -> str:
 
 
 def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path | None) -> None:
-    """results.json so far: the table, and one entry a run with its folder below this one."""
+    """Write results.json with the finished runs: the table, and for each run its numbers and its folder."""
     if folder is None:
         return
     runs = [

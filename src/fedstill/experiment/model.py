@@ -1,4 +1,4 @@
-"""From the [model] section to a Model: built-in networks, networks of one's own, several of them in one federation."""
+"""Build the Model of a [model] section: a built-in network, a user's network, or several in one federation."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def build_network(experiment: Experiment, federation: Federation) -> Model:
     return mixed_model(networks, federation.population, section.options.get("report", ENSEMBLE))
 
 
-def _network(name: str, own: dict[str, Any], federation: Federation) -> Model:
+def _network(name: str, options: dict[str, Any], federation: Federation) -> Model:
     if ":" in name:
-        return _own_network(name, own, federation)
+        return _own_network(name, options, federation)
     _check_reads(name, federation)
     facts = _facts(federation)
     if not _reads_tokens(name):
         del facts["vocabulary"]
-    return build_model(name, **facts, **own)
+    return build_model(name, **facts, **options)
 
 
 def _facts(federation: Federation) -> dict[str, Any]:
-    """What the data say about a network; its ids are the tokenizer's, or as many as can follow a character."""
+    """Return the arguments of a network that the data decide: shape of a sample, classes, number of different ids."""
     train = federation.train
     classes = len(train.classes)
     vocabulary = classes if train.tokenizer is None else train.tokenizer.size
@@ -53,24 +53,24 @@ def _reads_tokens(name: str) -> bool:
 
 
 def _check_reads(name: str, federation: Federation) -> None:
-    """Text goes to networks that read ids, anything else to the others."""
+    """Refuse a network that cannot read the data: text needs a network that reads ids, and only text does."""
     if federation.train.text and name not in READS_TEXT:
         raise FedstillError(f"model.name = '{name}' cannot read text: use {' or '.join(map(repr, sorted(READS_TEXT)))}")
     if name in READS_TEXT and not federation.train.text:
         cure = "data.tokens" if _reads_tokens(name) else "data.window"
         raise FedstillError(f"model.name = '{name}' reads text, {federation.train.name} holds numbers: set {cure}")
     if federation.train.tokenizer is not None and not _reads_tokens(name):
-        told = " or ".join(repr(other) for other in sorted(READS_TEXT) if _reads_tokens(other))
-        raise FedstillError(f"model.name = '{name}' reads characters, not tokens: use {told}, or data.window")
+        cure = " or ".join(repr(other) for other in sorted(READS_TEXT) if _reads_tokens(other))
+        raise FedstillError(f"model.name = '{name}' reads characters, not tokens: use {cure}, or data.window")
 
 
-def _own_network(name: str, own: dict[str, Any], federation: Federation) -> Model:
-    """What FILE.py:function builds; of shape, classes and vocabulary it is given what it asks for."""
+def _own_network(name: str, options: dict[str, Any], federation: Federation) -> Model:
+    """Build the network of FILE.py:function, which gets input_shape, classes and vocabulary as far as it takes them."""
     factory, facts = own_function(name, "model.name"), _facts(federation)
-    asked = inspect.signature(factory).parameters
-    given = {key: value for key, value in facts.items() if key in asked}
+    parameters = inspect.signature(factory).parameters
+    arguments = {key: value for key, value in facts.items() if key in parameters}
     return from_module(
-        lambda: factory(**given, **own),
+        lambda: factory(**arguments, **options),
         input_shape=facts["input_shape"],
         classes=facts["classes"],
         name=name.rpartition(":")[2],
@@ -79,7 +79,7 @@ def _own_network(name: str, own: dict[str, Any], federation: Federation) -> Mode
 
 
 def prototypes_of(texts: Sequence[str]) -> dict[str, Part]:
-    """The networks that a section names, by the names they go by in a run.
+    """Return the networks of a mixture by their names in the run; equal names are numbered.
 
     >>> prototypes_of(["cnn", "mlp(hidden=[8])", "mlp(hidden=[16])"])["mlp_2"]
     Part(name='mlp', options={'hidden': [16]})
@@ -95,15 +95,15 @@ def prototypes_of(texts: Sequence[str]) -> dict[str, Part]:
     return dict(zip(numbered, parts, strict=True))
 
 
-def describe_model(name: str, given: Mapping[str, Any]) -> str:
-    """A network in words; of several who they are, and which one is looked at.
+def describe_model(name: str, options: Mapping[str, Any]) -> str:
+    """Return a network in words; a mixture lists its prototypes and names the one whose accuracy is reported.
 
     >>> describe_model("mixed", {"prototypes": ["cnn", "mlp(hidden=[8])"], "report": "mlp"})
     'mixed(cnn, mlp; reported: mlp)'
     """
     if name != MIXED:
         return name.rpartition("/")[2]
-    return f"{MIXED}({', '.join(prototypes_of(given['prototypes']))}; reported: {given.get('report', ENSEMBLE)})"
+    return f"{MIXED}({', '.join(prototypes_of(options['prototypes']))}; reported: {options.get('report', ENSEMBLE)})"
 
 
 def _part(text: str) -> Part:
@@ -116,9 +116,9 @@ def _part(text: str) -> Part:
     return part
 
 
-def check_mixture(given: Mapping[str, Any]) -> None:
-    """Every mistake in a section of prototypes that can be found without data."""
-    parts = prototypes_of(given["prototypes"])
+def check_mixture(section: Mapping[str, Any]) -> None:
+    """Refuse every mistake in the options of a mixture that can be seen without data."""
+    parts = prototypes_of(section["prototypes"])
     for part in parts.values():
         if part.name == MIXED:
             raise FedstillError("model.prototypes: a mixture cannot hold another one: name its prototypes instead")
@@ -126,4 +126,4 @@ def check_mixture(given: Mapping[str, Any]) -> None:
             options.check("model", part.name, part.options)
         except FedstillError as error:
             raise FedstillError(f"model.prototypes, '{part.name}': {error}") from None
-    check_report(given.get("report", ENSEMBLE), parts)
+    check_report(section.get("report", ENSEMBLE), parts)

@@ -43,9 +43,9 @@ def run(
     resume: bool = False,
     pictures: bool = True,
 ) -> Result:
-    """Run an experiment; with `run_dir` its configuration, numbers, models and pictures are written there.
+    """Run an experiment and return its result; configuration, numbers, models and pictures go into `run_dir`.
 
-    federation: an already built one (by default it is built from the experiment).
+    federation: a federation that is built already (by default it is built from the experiment).
     """
     built = build(checked_experiment(experiment), federation)
     return run_built(experiment, built, run_dir=run_dir, callbacks=callbacks, resume=resume, pictures=pictures)
@@ -60,7 +60,7 @@ def run_built(
     resume: bool = False,
     pictures: bool = True,
 ) -> Result:
-    """Run an experiment whose parts `build` has made already."""
+    """Run an experiment whose parts `build` has made already, and return its result."""
     folder, federation = None if run_dir is None else Path(run_dir), built.federation
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
@@ -93,7 +93,7 @@ class _Describe(Callback):
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:
-    """Go on with the run in a folder from its newest checkpoint; the result equals an uninterrupted run."""
+    """Go on with the run in a folder from its newest checkpoint; the result equals that of an uninterrupted run."""
     experiment = read_description(Path(run_dir))
     return run(experiment, run_dir=run_dir, callbacks=callbacks, resume=True)
 
@@ -101,7 +101,10 @@ def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Re
 def draw_pictures(
     experiment: Experiment, federation: Federation, results: dict[str, list[Result]], folder: Path
 ) -> list[Path]:
-    """partition.png, curves.png, and pseudo_labels.png where a method makes them; without matplotlib a line of how."""
+    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths.
+
+    Without matplotlib nothing is drawn, and a warning says how to install it.
+    """
     drawn = [folder / "partition.png", folder / "curves.png"]
     try:
         from fedstill.report.partition import partition_picture
@@ -112,8 +115,8 @@ def draw_pictures(
         curves, network = _curves(results), describe_model(experiment.model.name, experiment.model.options)
         trained = f"{title}; {network}" if experiment.model.name == MIXED else title
         learning_curves(curves, folder / "curves.png", title=trained, target=experiment.target)
-        rows = {method: [one.history.rows for one in runs] for method, runs in results.items()}
-        if any(has_pseudo_labels(one) for runs in rows.values() for one in runs):
+        rows = {method: [result.history.rows for result in runs] for method, runs in results.items()}
+        if any(has_pseudo_labels(history) for histories in rows.values() for history in histories):
             drawn.append(folder / "pseudo_labels.png")
             pseudo_label_picture(rows, drawn[-1], title=title, classes=federation.train.classes)
     except FedstillError as error:
@@ -123,9 +126,9 @@ def draw_pictures(
 
 
 def _curves(results: dict[str, list[Result]]) -> dict[str, list[Curve]]:
-    """A line a method; a single run of several architectures shows each of them, too."""
-    curves = {method: [_curve(one) for one in runs] for method, runs in results.items()}
-    runs = [one for same in results.values() for one in same]
+    """Return one line for each method; a single run of several architectures has one for each of them, too."""
+    curves = {method: [_curve(result) for result in runs] for method, runs in results.items()}
+    runs = [result for seeds in results.values() for result in seeds]
     if len(runs) == 1:
         others = (name for name in runs[0].prototypes if name != runs[0].reported)
         curves |= {f"{runs[0].method}: {name}": [_curve(runs[0], f"accuracy_{name}")] for name in others}

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, config.toml and env.json, and how a later command reads them."""
+"""The folder of a run: its name, its files config.toml and env.json, and how a later command reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
-    """runs/<name>/<utc>-<hash>: unique for the experiment and the second."""
+    """Return a folder that does not exist yet: runs/<name>/<time in UTC>-<hash of the experiment>."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     folder = Path(root) / experiment.name / f"{stamp}-{experiment.digest()}"
     twin = 2
@@ -35,7 +35,7 @@ def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
 
 
 def write_description(experiment: Experiment, folder: Path) -> None:
-    """config.toml (every default spelled out) and env.json; a resumed run keeps those of its start."""
+    """Write config.toml, with every default, and env.json; a resumed run keeps the files of its start."""
     if not (begun := (folder / CONFIG_FILE).exists()):
         check_run_folder(experiment, folder, asked="run_dir")
     try:
@@ -50,20 +50,20 @@ def write_description(experiment: Experiment, folder: Path) -> None:
 
 
 def keep_tokenizer(federation: Federation, folder: Path) -> None:
-    """tokenizer.json, so that other texts can be read as the run's were, whatever becomes of the data."""
+    """Write tokenizer.json, because `predict` must read new texts as the run did, even if the data change."""
     if federation.train.tokenizer is None:
         return
     path, file = folder / TOKENIZER_FILE, federation.train.tokenizer.file
     if path.exists() and path.read_text(encoding="utf-8") != file:
         raise FedstillError(
-            f"'{path}' is not the tokenizer that this data gives now: the data have changed since the run began, "
-            "start a new one"
+            f"'{path}' is not the tokenizer that these data give now: the data have changed since the run began, "
+            "start a new run"
         )
     write_whole(path, file)
 
 
 def _anchored(experiment: Experiment) -> Experiment:
-    """Files and folders by their full path, so that a run can be resumed from anywhere."""
+    """Return the experiment with full paths of its files and folders, so that it can be resumed from anywhere."""
     data, model, method = experiment.data, experiment.model, experiment.method
     places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
     places |= {"test": data.test, "tokenizer": data.tokenizer}
@@ -85,19 +85,17 @@ def _anchored(experiment: Experiment) -> Experiment:
 
 
 def is_local(place: object) -> bool:
-    """A file or folder of this machine; the embedded sets come before folders of the same name."""
+    """Return whether a place is a file or folder of this machine; an embedded set hides a folder of its name."""
     return isinstance(place, str) and not is_embedded(place) and Path(place).exists()
 
 
 def check_same_experiment(experiment: Experiment, folder: Path) -> None:
-    """Refuse to resume a run as another experiment; it may get more rounds and other trackers."""
-    asked, begun = (
-        toml_io.loads(toml_io.dumps(_anchored(one).resolved())) for one in (experiment, read_description(folder))
-    )
-    other = [key for key in asked | begun if key not in ("rounds", "track") and asked.get(key) != begun.get(key)]
-    if other:
+    """Refuse to resume a run as another experiment; only the rounds and the trackers may differ."""
+    new, old = (toml_io.loads(toml_io.dumps(_anchored(x).resolved())) for x in (experiment, read_description(folder)))
+    changed = [key for key in new | old if key not in ("rounds", "track") and new.get(key) != old.get(key)]
+    if changed:
         raise FedstillError(
-            f"'{folder}' holds a run with another {' and '.join(other)}: use `fedstill resume`, or a new folder"
+            f"'{folder}' holds a run with another {' and '.join(changed)}: use `fedstill resume`, or a new folder"
         )
 
 
@@ -113,14 +111,14 @@ def read_description(folder: Path) -> Experiment:
 
 
 def unlabeled_place(experiment: Experiment) -> str | None:
-    """The file, folder or dataset that data.unlabeled names; None when it is a part of the run's own data."""
+    """Return the file, folder or dataset that data.unlabeled names; None where it names a part of the run's data."""
     choice = str(experiment.data.unlabeled)
-    own = choice in ("", "none", "test", "central") or choice.lstrip("-").isdigit()
-    return None if own else choice
+    inside = choice in ("", "none", "test", "central") or choice.lstrip("-").isdigit()
+    return None if inside else choice
 
 
 def check_run_folder(experiment: Experiment, folder: Path, *, asked: str) -> None:
-    """Refuse the folder of the data itself; below it a run is no harm, because readers skip folders that hold one."""
+    """Refuse to write a run into the folder of its data; a folder below is fine, because readers skip runs."""
     data = experiment.data
     for place in (data.source, data.test, unlabeled_place(experiment)):
         if place is not None and is_local(place) and Path(place).resolve() == folder.resolve():
@@ -145,7 +143,7 @@ def version_of(package: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """The commit of the folder that the run was started from, with '+' when files differ from it; None outside git."""
+    """Return the commit of the working folder, with '+' when files differ from it; None outside of git."""
 
     def git(*words: str) -> str | None:
         try:
@@ -159,7 +157,7 @@ def git_commit() -> str | None:
 
 
 def describe_device() -> dict[str, Any]:
-    """The accelerator that 'auto' would take, and the threads that torch uses."""
+    """Return the accelerator that the device 'auto' means here; without one the CPU and torch's threads."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Experiment trackers as callbacks of a run; a package is imported when an experiment names it."""
+"""Send the numbers of a run to experiment trackers; a package is imported when an experiment names it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Start = Callable[[Any, Experiment, Path | None, RunInfo], tuple[Log, Close]]  # 
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The plain numbers of a round; lists such as class accuracies stay in metrics.jsonl."""
+    """Return the plain numbers of a round, without lists such as class accuracies."""
     return {
         key: float(value)
         for key, value in row.items()
@@ -28,14 +28,14 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a nested table: what trackers show as hyper-parameters."""
-    found: dict[str, Any] = {}
+    """Return a nested table with dotted keys, as trackers show hyper-parameters; keys without a value are left out."""
+    dotted: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            found.update(flat(value, f"{prefix}{key}."))
+            dotted.update(flat(value, f"{prefix}{key}."))
         elif value is not None:
-            found[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return found
+            dotted[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return dotted
 
 
 class Tracker(Callback):
@@ -57,7 +57,7 @@ class Tracker(Callback):
 
 
 def tensorboard(package: Any, experiment: Experiment, folder: Path | None, info: RunInfo) -> tuple[Log, Close]:
-    """Event files under <run>/tensorboard; look at them with `tensorboard --logdir runs`."""
+    """Write event files under <run>/tensorboard, which `tensorboard --logdir runs` shows."""
     writer = package.SummaryWriter(log_dir=f"{folder}/tensorboard", purge_step=len(info.past) + 1)
 
     def log(step: int, values: dict[str, float]) -> None:
@@ -68,7 +68,7 @@ def tensorboard(package: Any, experiment: Experiment, folder: Path | None, info:
 
 
 def mlflow(package: Any, experiment: Experiment, folder: Path | None, info: RunInfo) -> tuple[Log, Close]:
-    """A run of the MLflow experiment of the same name; where to is MLflow's own setting (MLFLOW_TRACKING_URI)."""
+    """Log a run of the MLflow experiment of the same name to the server that MLFLOW_TRACKING_URI names."""
     package.set_experiment(experiment.name)
     package.start_run(run_name=f"{info.method}-seed{experiment.seed}")
     package.log_params({key: str(value) for key, value in flat(experiment.model_dump()).items()})
@@ -76,7 +76,7 @@ def mlflow(package: Any, experiment: Experiment, folder: Path | None, info: RunI
 
 
 def project_run(package: Any, experiment: Experiment, folder: Path | None, info: RunInfo) -> tuple[Log, Close]:
-    """A run of the project of the experiment's name, at Weights & Biases or in trackio, which has the same calls."""
+    """Log a run to the project of the experiment's name, at Weights & Biases or in trackio, which has its calls."""
     place = {"dir": str(folder)} if folder is not None and package.__name__ == "wandb" else {}
     name = f"{info.method}-seed{experiment.seed}"
     package.init(project=experiment.name, name=name, config=flat(experiment.model_dump()), **place)
@@ -92,7 +92,7 @@ TRACKERS: dict[str, tuple[str, Start]] = {  # by name: the module to import, and
 
 
 def build_trackers(experiment: Experiment, folder: Path | None) -> Sequence[Tracker]:
-    """The trackers that the experiment names, in its order."""
+    """Return the trackers that the experiment names, in its order."""
     trackers = []
     for name in experiment.track:
         module, start = TRACKERS[name]

@@ -18,7 +18,7 @@ LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
 def dp_fedavg(
     *, clip: Positive = 1.0, noise_multiplier: NotNegative = 1.0, trust: Literal["server", "nobody"] = "server"
 ) -> Method:
-    """DP-FedAvg: FedAvg with bounded moves and noise, so that no client's data can be told from the models.
+    """DP-FedAvg: FedAvg with bounded moves and noise, so that the models do not show any client's data.
 
         d_k = (w_k - w) min(1, C / ||w_k - w||)
         trust the server:  w <- w + (sum_{k in S} d_k + z C e) / m,           e   ~ N(0, I),  m = E|S|
@@ -26,7 +26,7 @@ def dp_fedavg(
 
     Replacing all that one client holds moves a sum by at most 2 C, so a round is a Gaussian mechanism of multiplier
     z / 2. The rounds are composed over the run; with sampling = "poisson" and a trusted server each client's chance to
-    be away counts too. It is made to be joined: dp_fedavg+fedprox(mu=0.01), dp_fedavg(trust="nobody")+feddf.
+    be absent counts too. It is made to be joined: dp_fedavg+fedprox(mu=0.01), dp_fedavg(trust="nobody")+feddf.
 
     Clients count alike, because a weight by size would tell the size. BatchNorm statistics are never taken from
     clients: the model keeps its first ones. Use a network without BatchNorm, or join a method that re-estimates them on
@@ -63,15 +63,14 @@ def dp_fedavg(
         covers=("model", "buffers", "numbers"),
         without_trust="" if local else "dp_fedavg(trust='nobody')",
     )
-    if local:
-        stage = Mechanism(per_client=noisy_moves(clip, noise_multiplier), releases=(release,))
-    else:
-        stage = Mechanism(on_cohort=noisy_mean(clip, noise_multiplier), releases=(release,))
+    moves = noisy_moves(clip, noise_multiplier) if local else None
+    mean = None if local else noisy_mean(clip, noise_multiplier)
+    stage = Mechanism(per_client=moves, on_cohort=mean, releases=(release,))
     return Method(cross_entropy(), average("uniform"), (keep_statistics(),), way=(stage,))
 
 
 def keep_statistics() -> ServerStep:
-    """The BatchNorm statistics that the server sent stay the model's, whatever the aggregate made of the uploads'."""
+    """Keep the BatchNorm statistics that the server sent, and drop those that the aggregate made from the uploads."""
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         return candidate._replace(buffers=clone(round.start.buffers)), state

@@ -46,7 +46,7 @@ def fedbe(
     distill_share: PositiveShare = 1.0,
     warm_up: CountOrNone = 0,
 ) -> Method:
-    """FedBE: models drawn from a distribution over the clients' teach the average, beside it and the clients.
+    """FedBE: models drawn around the clients' models teach the average, together with the average and the clients.
 
         mu = w_0 = sum_{k in S} p_k w_k,    v = sum_{k in S} p_k (w_k - mu)^2,    w_s ~ N(mu, diag v), s = 1 .. samples
         p(x) = mean of softmax(z(x; .)) over w_0, all w_s and all w_k, sharpened: p_c^(1/T) / sum_j p_j^(1/T)
@@ -93,7 +93,7 @@ def fedbe(
 
 
 def ensemble(sampler: Teachers | None, *, with_average: bool = True, with_clients: bool = True) -> Teachers:
-    """The drawn models, the average before them and the clients' models after them, as far as they teach."""
+    """Return the teachers in order: the average, the drawn models, the clients' models; each group may be left out."""
     if sampler is None and not with_average and not with_clients:
         raise FedstillError("method.samples = 0 leaves nobody to teach: set with_average or with_clients to true")
 

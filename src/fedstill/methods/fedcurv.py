@@ -76,8 +76,8 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
         return {"fisher": _mean_square(gradient, batch, 1 if model.traits.unbatchable else max(1, at_once))}
 
     def finish(local: Local, measured: Tree) -> tuple[Tree, Tree]:
-        own: Params = measured["fisher"]
-        new = {"fisher": own, "fisher_weights": {name: u * local.params[name] for name, u in own.items()}}
+        fisher: Params = measured["fisher"]
+        new = {"fisher": fisher, "fisher_weights": {name: u * local.params[name] for name, u in fisher.items()}}
         return new, {f"{slot}_delta": subtract(new[slot], local.state[slot]) for slot in new}
 
     needs = frozenset({Need.CLIENT_STATE})
@@ -87,7 +87,7 @@ def curvature(lam: float, *, fisher: Fisher = "per_batch", risk: Objective | Non
 
 
 def _mean_square(gradient: Callable[[Batch], Params], batch: Batch, at_once: int) -> Params:
-    """Mean over real samples of the squared gradient of one sample; `at_once` samples side by side."""
+    """Return the mean over real samples of the squared gradient of one sample, `at_once` samples at a time."""
 
     def squares(x: Tensor, y: Tensor, counted: Tensor) -> Params:
         alone = Batch(x.unsqueeze(0), y.unsqueeze(0), torch.ones_like(counted).unsqueeze(0))
@@ -104,7 +104,7 @@ def _mean_square(gradient: Callable[[Batch], Params], batch: Batch, at_once: int
 
 
 def fedcurv(*, lam: NotNegative = 1.0, fisher: Fisher = "per_batch") -> Method:
-    """FedCurv: each weight is held where the other clients left it, as firmly as it matters to them.
+    """FedCurv: a client holds each weight near the other clients' values, the more firmly the more it matters to them.
 
         client:  F_k(v) + lam sum_{j != k} (v - w_j)' diag(u_j) (v - w_j)
                  = F_k(v) + lam (sum P v^2 - 2 sum Q v) + const,    P = U - u_k,    Q = V - v_k
@@ -127,8 +127,7 @@ def fedcurv(*, lam: NotNegative = 1.0, fisher: Fisher = "per_batch") -> Method:
     Reference: Shoham et al., Overcoming Forgetting in Federated Learning on Non-IID Data, NeurIPS 2019 workshop on
         Federated Learning for Data Privacy and Confidentiality.
     """
-    objective = combine(cross_entropy(), curvature(lam, fisher=fisher))
-    return Method(objective, average(), (sum_curvature(),))
+    return Method(combine(cross_entropy(), curvature(lam, fisher=fisher)), average(), (sum_curvature(),))
 
 
 _SLOTS = ("fisher", "fisher_weights")
@@ -137,7 +136,7 @@ _SLOTS = ("fisher", "fisher_weights")
 def sum_curvature() -> ServerStep:
     """U <- U + sum_{k in S} (u_k+ - u_k), V <- V + sum_{k in S} (v_k+ - v_k); the model passes through (FedCurv).
 
-    So U and V stay the sums over every client seen so far of its latest pair, those who are away included.
+    So U and V stay the sums of the latest pairs of all clients seen so far, absent clients included.
 
     Slots: reads the uploads "fisher_delta" and "fisher_weights_delta", broadcasts "fisher" (U) and "fisher_weights"
     (V).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fedstill.compose.wrappers import after, report_only
@@ -36,13 +37,13 @@ def feddf(
     warm_up: CountOrNone = 0,
     feedback: bool = True,
 ) -> Method:
-    """FedDF: the averaged model learns, on unlabeled data, what the clients' models say together.
+    """FedDF: the averaged model learns, on unlabeled data, the mean answer of the clients' models.
 
         w_0 = sum_{k in S} p_k w_k,    w <- Adam on mean_x KL(softmax(mean_k z_k(x)) || softmax(z(x; w))) from w_0
         p_k = 1 / |S|
 
-    Clients with several architectures (model.name = "mixed"): each prototype starts at the average of its own clients,
-    or stays where it was when none of them came; the models of all clients teach every prototype the same.
+    Clients with several architectures (model.name = "mixed"): each prototype starts at the average of its clients, or
+    stays as it was when none of them takes part; the models of all clients teach every prototype the same.
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
@@ -68,8 +69,8 @@ def feddf(
     """
     hard = labels == "hard"
     if hard and teacher_weighting != "uniform":
-        told = f"method.teacher_weighting = '{teacher_weighting}' has no use with labels = 'hard'"
-        raise FedstillError(f"{told}: set one of them back")
+        setting = f"method.teacher_weighting = '{teacher_weighting}'"
+        raise FedstillError(f"{setting} has no use with labels = 'hard': set one of them back")
     believe = soft_belief(pool, temperature=student.temperature, exponent=exponent)
     step = distill(
         student,
@@ -103,10 +104,7 @@ def avglogit(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherW
         baseline of MrTF ("AvgLogi", AL) and FedAUX ("mean logits"). Models are weighted by n_k.
     Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
     """
-    step = distill(
-        student, pool=soft_belief("logits", temperature=student.temperature), shares=teacher_shares(teacher_weighting)
-    )
-    return Method(cross_entropy(), average(), (step,))
+    return replace(feddf(student=student, teacher_weighting=teacher_weighting), aggregate=average())
 
 
 def avgprob(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherWeighting = "uniform") -> Method:
@@ -127,9 +125,5 @@ def avgprob(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherWe
         probabilities divides only the student's logits by the temperature; here every teacher's too.
     Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020.
     """
-    step = distill(
-        student,
-        pool=soft_belief("probabilities", temperature=student.temperature),
-        shares=teacher_shares(teacher_weighting),
-    )
-    return Method(cross_entropy(), average(), (step,))
+    method = feddf(student=student, pool="probabilities", teacher_weighting=teacher_weighting)
+    return replace(method, aggregate=average())

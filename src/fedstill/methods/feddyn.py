@@ -13,8 +13,8 @@ from fedstill.server.aggregate import average, participation, shares, weighted_s
 def dynamic_correction(alpha: float) -> ServerStep:
     """h <- h - alpha (|S| / N) sum_k p_k (w_k - w), then w = candidate - h / alpha (FedDyn).
 
-    h stays the mean of all clients' g_k, whatever the candidate was made by; buffers are the candidate's. p_k is that
-    of the method's aggregate.
+    h stays the mean of all clients' g_k, however the candidate was made; buffers are the candidate's. The method's
+    aggregate sets p_k.
     """
 
     def init(weights: Weights) -> Tree:

@@ -11,7 +11,7 @@ from fedstill.server.aggregate import average
 
 
 def fedlmd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
-    """FedLMD: clients keep what the global model knows of the classes of which they have little.
+    """FedLMD: clients keep the global model's knowledge of the classes of which they have few samples.
 
         F_k + beta tau^2 mean KL(softmax_{i in M}(z_global / tau) || softmax_{i != y}(z / tau)),
         M = {i != y: n_k^i <= n_k / C},    w <- sum_{k in S} p_k w_k
@@ -29,7 +29,7 @@ def fedlmd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         prints 1 / |S|.
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 3-6.
     """
-    return _masked(beta, tau, True)
+    return Method(combine(cross_entropy(), label_masked_distillation(beta, tau=tau)), average())
 
 
 def fedlmd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
@@ -49,9 +49,4 @@ def fedlmd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         this follows the equation. Majority rule, tau^2 and weights as in fedlmd.
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Eq. 7-8.
     """
-    return _masked(beta, tau, False)
-
-
-def _masked(beta: float, tau: float, teacher: bool) -> Method:
-    objective = combine(cross_entropy(), label_masked_distillation(beta, tau=tau, teacher=teacher))
-    return Method(objective, average())
+    return Method(combine(cross_entropy(), label_masked_distillation(beta, tau=tau, teacher=False)), average())

@@ -23,9 +23,9 @@ def kernel_discrepancy(features: Tensor, reference: Tensor, weight: Tensor) -> T
         sigma = sum of the squared distances of all pairs of the 2B vectors / ((2B)^2 - 2B) + 1e-8
 
     The estimate is biased (i = j counts). No gradient reaches sigma or the reference. Rows of weight 0 count nowhere,
-    B is the sum of the weights. One sample alone counts 0: sigma would be its own distance, and the gradient up to 1e4
-    long while h is near r. Costs 3 B^2 F for F features: differences, since |a|^2 + |b|^2 - 2 ab loses the small
-    distances of an early step.
+    B is the sum of the weights. One sample alone counts 0, because sigma would be its own distance, and the gradient up
+    to 1e4 long while h is near r. It costs 3 B^2 F for F features, because differences are taken: |a|^2 + |b|^2 - 2 ab
+    loses the small distances of an early step.
 
     >>> h, r = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [3.0]])
     >>> round(kernel_discrepancy(h, r, torch.ones(2)).item(), 4)

@@ -11,7 +11,7 @@ from fedstill.server.aggregate import average
 
 
 def fedntd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
-    """FedNTD: clients keep what the global model knows of the classes that a sample is not.
+    """FedNTD: clients keep the global model's answers about all classes but the true one of a sample.
 
         F_k + beta tau^2 mean KL(softmax_{i != y}(z_global / tau) || softmax_{i != y}(z / tau)),
         w <- sum_{k in S} p_k w_k
@@ -27,7 +27,7 @@ def fedntd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
     Reference: Lee et al., Preservation of the Global Knowledge by Not-True Distillation in Federated Learning,
         NeurIPS 2022.
     """
-    return _not_true(beta, tau, True)
+    return Method(combine(cross_entropy(), not_true_distillation(beta, tau=tau)), average())
 
 
 def fedntd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
@@ -47,9 +47,4 @@ def fedntd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         as in fedntd.
     Reference: Lu et al., Federated Learning with Label-Masking Distillation, ACM MM 2023, Table 2.
     """
-    return _not_true(beta, tau, False)
-
-
-def _not_true(beta: float, tau: float, teacher: bool) -> Method:
-    objective = combine(cross_entropy(), not_true_distillation(beta, tau=tau, teacher=teacher))
-    return Method(objective, average())
+    return Method(combine(cross_entropy(), not_true_distillation(beta, tau=tau, teacher=False)), average())

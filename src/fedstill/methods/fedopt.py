@@ -8,7 +8,7 @@ from fedstill.core.limits import Decay, Positive
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.server.aggregate import average
-from fedstill.server.optimizers import AdaptiveRule, adam, adaptive, sgd
+from fedstill.server.optimizers import adam, adaptive, sgd
 
 
 def fedavgm(*, beta: Decay = 0.9, server_lr: Positive = 1.0) -> Method:
@@ -29,11 +29,6 @@ def fedavgm(*, beta: Decay = 0.9, server_lr: Positive = 1.0) -> Method:
     return Method(cross_entropy(), average(), (sgd(server_lr, momentum=beta),))
 
 
-def _adaptive(rule: AdaptiveRule, server_lr: float, *, beta1: float, beta2: float, tau: float) -> Method:
-    step = adaptive(rule, lr=server_lr, beta1=beta1, beta2=beta2, tau=tau)
-    return Method(cross_entropy(), average(), (step,))
-
-
 def fedadam(*, server_lr: Positive = 0.1, beta1: Decay = 0.9, beta2: Decay = 0.99, tau: Positive = 1e-3) -> Method:
     """FedAdam: the server takes Adam steps along the clients' mean move.
 
@@ -52,7 +47,7 @@ def fedadam(*, server_lr: Positive = 0.1, beta1: Decay = 0.9, beta2: Decay = 0.9
         correction, is fedopt.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
     """
-    return _adaptive("adam", server_lr, beta1=beta1, beta2=beta2, tau=tau)
+    return Method(cross_entropy(), average(), (adaptive("adam", lr=server_lr, beta1=beta1, beta2=beta2, tau=tau),))
 
 
 def fedyogi(*, server_lr: Positive = 0.01, beta1: Decay = 0.9, beta2: Decay = 0.99, tau: Positive = 1e-3) -> Method:
@@ -72,7 +67,7 @@ def fedyogi(*, server_lr: Positive = 0.01, beta1: Decay = 0.9, beta2: Decay = 0.
     Differs from the paper: clients count by n_k; the paper counts them alike.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
     """
-    return _adaptive("yogi", server_lr, beta1=beta1, beta2=beta2, tau=tau)
+    return Method(cross_entropy(), average(), (adaptive("yogi", lr=server_lr, beta1=beta1, beta2=beta2, tau=tau),))
 
 
 def fedadagrad(*, server_lr: Positive = 0.1, beta1: Decay = 0.0, tau: Positive = 1e-3) -> Method:
@@ -91,7 +86,7 @@ def fedadagrad(*, server_lr: Positive = 0.1, beta1: Decay = 0.0, tau: Positive =
     Differs from the paper: clients count by n_k; the paper counts them alike.
     Reference: Reddi et al., Adaptive Federated Optimization, ICLR 2021, Algorithm 2.
     """
-    return _adaptive("adagrad", server_lr, beta1=beta1, beta2=0.0, tau=tau)
+    return Method(cross_entropy(), average(), (adaptive("adagrad", lr=server_lr, beta1=beta1, beta2=0.0, tau=tau),))
 
 
 def fedopt(

@@ -13,7 +13,7 @@ ScaleRule = Literal["binary", "proportional"]
 
 
 def fedrs(*, alpha: Share = 0.5, rule: ScaleRule = "binary") -> Method:
-    """FedRS: clients hold back the classes that they lack, which their own data would only push down.
+    """FedRS: clients scale down the logits of classes that they lack, because their data would only push them down.
 
         F_k = mean cross-entropy of softmax(alpha_c z_c),    w <- sum_{k in S} p_k w_k
         binary:        alpha_c = 1 if client k has class c, else alpha
@@ -30,5 +30,4 @@ def fedrs(*, alpha: Share = 0.5, rule: ScaleRule = "binary") -> Method:
     Reference: Li and Zhan, FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data,
         KDD 2021.
     """
-    objective = restricted_softmax(alpha, proportional=rule == "proportional")
-    return Method(objective, average())
+    return Method(restricted_softmax(alpha, proportional=rule == "proportional"), average())

@@ -1,4 +1,4 @@
-"""From the text of a method to what runs: found by name or import path, joined, put in turn."""
+"""The text of a method becomes Methods: parsed, looked up by name or in a user's file, joined, put in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedstill.storage import toml as toml_io
 
 
 def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
-    """The methods that `text` names, ready for `federate`; `options` belong to it when it is a single method.
+    """Build the methods that a text names, ready for `federate`; `options` belong to a single method.
 
     >>> [phase.until for phase in build_method("fedavg until 5 then fedprox(mu=0.1)+fedavgm")]
     [5, None]
@@ -34,26 +34,23 @@ def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[P
 def build_phases(
     texts: Sequence[PhaseText], *, aggregate: Part | None = None, buffers: BufferPolicy = "average"
 ) -> tuple[Phase, ...]:
-    """Methods from texts that `check_phase_texts` has passed. Each phase carries the text of all of them.
+    """Build the methods of texts that `check_phase_texts` has passed. Each phase carries the text of all phases.
 
-    aggregate, buffers: how every phase makes one model from the cohort's, where the run says so ([server]).
+    aggregate, buffers: how every phase makes one model from the cohort's models, as the section [server] sets them.
     """
     try:
-        whole = " then ".join(_write_phase(text) for text in texts)
+        mixtures = ["+".join(write(part.name, part.options) for part in text.parts) for text in texts]
+        ends = ["" if text.until is None else f" until {text.until}" for text in texts]
+        whole = " then ".join(map(str.__add__, mixtures, ends))
     except FedstillError:  # an option, given in Python, that no text can hold
         whole = ""
     return tuple(Phase(_build(text.parts, aggregate, buffers), text.until, whole) for text in texts)
 
 
-def _write_phase(text: PhaseText) -> str:
-    parts = "+".join(write(part.name, part.options) for part in text.parts)
-    return parts if text.until is None else f"{parts} until {text.until}"
-
-
 def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) -> tuple[PhaseText, ...]:
-    """The same texts, once every option fits the signature of its method; no method is built.
+    """Check every option against the signature of its method, and return the texts; no method is built.
 
-    options: of a single method, written beside its name.
+    options: options of a single method that are written beside its name.
     """
     parts = [part for text in texts for part in text.parts]
     if options:
@@ -67,7 +64,7 @@ def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) ->
 
 
 def aggregate_part(text: str) -> Part | None:
-    """The aggregate that [server] aggregate names, with its options checked; None where it names none."""
+    """Return the aggregate that [server] aggregate names, with its options checked; None for an empty text."""
     if not text:
         return None
     part = single(text)
@@ -84,7 +81,7 @@ def _build(parts: Sequence[Part], aggregate: Part | None, buffers: BufferPolicy)
     if len(named) > 1 or (named and aggregate is not None):
         first, second = [*named, *([] if aggregate is None else [aggregate])][:2]
         where = f"{second.name} of [server] aggregate" if aggregate is not None else second.name
-        raise FedstillError(f"{first.name} and {where} both make one model from the cohort's: take one of them away")
+        raise FedstillError(f"{first.name} and {where} both make one model from the cohort's models: take one away")
     if not parts:
         alone = named[0].name
         raise FedstillError(f"{alone} makes one model from the cohort's: write a method beside it, e.g. fedavg+{alone}")
@@ -111,7 +108,7 @@ EXAMPLES = "write it as fedavg, fedprox(mu=0.1), fedlmd+fedprox or 'fedlmd_tf un
 
 @dataclass(frozen=True)
 class Part:
-    """One method and its options."""
+    """The name of one method, and its options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -119,14 +116,14 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseText:
-    """Methods that run together, until a round."""
+    """Methods that run together, and the round until which they run."""
 
     parts: tuple[Part, ...]
     until: int | None = None
 
 
 def parse(text: str) -> tuple[PhaseText, ...]:
-    """What a text names, in order.
+    """Return the phases that a text names, in order.
 
     >>> parse("fedprox(mu=0.1)")
     (PhaseText(parts=(Part(name='fedprox', options={'mu': 0.1}),), until=None),)
@@ -144,13 +141,13 @@ def parse(text: str) -> tuple[PhaseText, ...]:
 
 
 def single(text: str) -> Part | None:
-    """The one method that a text names; None for a mixture or several in turn."""
+    """Return the one method that a text names; None for a mixture or several in turn."""
     phases = parse(text)
     return phases[0].parts[0] if len(phases) == 1 and len(phases[0].parts) == 1 else None
 
 
 def split_methods(text: str) -> list[str]:
-    """Split at commas outside parentheses: 'fedavg,fedprox(mu=0.1)' -> ['fedavg', 'fedprox(mu=0.1)'].
+    """Split a text at its commas outside of parentheses.
 
     >>> split_methods("fedavg, fedopt(server_lr=1.0, momentum=0.5)")
     ['fedavg', 'fedopt(server_lr=1.0, momentum=0.5)']
@@ -159,7 +156,7 @@ def split_methods(text: str) -> list[str]:
 
 
 def write(name: str, options: Mapping[str, Any]) -> str:
-    """Return the text of one method; a table's options have dotted names.
+    """Return the text of one method; options inside a table have dotted names.
 
     >>> write("feddf", {"pool": "logits", "student": {"steps": 20, "clip": None}})
     'feddf(pool="logits", student.steps=20, student.clip=none)'
@@ -177,7 +174,7 @@ def _settings(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def label(text: str) -> str:
-    """A method's text for people: files without the folders they are in.
+    """Return a method's text for people: files without their folders.
 
     >>> label("some/where/mine.py:anchor+fedprox(mu=0.1)")
     'mine.py:anchor+fedprox(mu=0.1)'
@@ -186,9 +183,9 @@ def label(text: str) -> str:
 
 
 def anchored(text: str) -> str:
-    """The same methods with files by their full path, so that they are found from anywhere.
+    """Return a method's text with full paths of its files, so that they are found from anywhere.
 
-    A path that this little language cannot hold (spaces, brackets, ...) stays as it is.
+    A path that a text cannot hold (with spaces, brackets, ...) stays as it is.
     """
 
     def full(match: re.Match[str]) -> str:
@@ -249,17 +246,17 @@ def _part(text: str, whole: str) -> Part:
 
 
 def own_function(name: str, key: str) -> Callable[..., Any]:
-    """What a name with a colon stands for; `key` is the setting that it was given for."""
+    """Return the user's function that FILE.py:function or module:function names; errors name the setting `key`."""
     file = Path(name.rpartition(":")[0])
     return _imported(name, key, file.resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
 
 
 @cache
 def _imported(name: str, key: str, full: Path, written: int) -> Callable[..., Any]:
-    """`full` and `written` tell a file from its namesake in another folder, and from itself before it was edited."""
+    """Import a user's function once; `full` and `written` tell apart equal names in other folders and edited files."""
     place, _, function = name.rpartition(":")
     module = _module_of(place, f"{key} = '{name}'")
-    factory = getattr(module, function, None)
+    factory: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(factory):
         known = [
             key
@@ -268,28 +265,26 @@ def _imported(name: str, key: str, full: Path, written: int) -> Callable[..., An
         ]
         hint = suggest(function, known) if known else "it defines no functions"
         raise FedstillError(f"{key} = '{name}': no function '{function}' in {place}: {hint}")
-    found: Callable[..., Any] = factory
-    return found
+    return factory
 
 
-def _module_of(place: str, asked: str) -> Any:
+def _module_of(place: str, setting: str) -> Any:
     path = Path(place)
     if place.endswith(".py") and not path.is_file():
-        raise FedstillError(f"{asked}: no file '{place}': give FILE.py:function")
-    beside = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
-    if beside not in sys.path:
-        sys.path.insert(0, beside)  # what stands beside it can be imported, as with `python FILE.py`
+        raise FedstillError(f"{setting}: no file '{place}': give FILE.py:function")
+    folder = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # so that the file can import its neighbours, as with `python FILE.py`
     try:
         return load_file(path) if place.endswith(".py") else importlib.import_module(place)
     except FedstillError:
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise FedstillError(f"{asked}: {place} cannot be loaded: {told}") from error
+        raise FedstillError(f"{setting}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def load_file(path: Path) -> Any:
-    """Import a file of the user as a module with a name of its own."""
+    """Import a user's file as a module, under a name that no other file has."""
     mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"fedstill_own_{path.stem}_{mark}", path)
     assert spec is not None

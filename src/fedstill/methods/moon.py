@@ -20,7 +20,7 @@ Previous = Literal["skip", "init", "start"]
 
 
 def previous_model(local: Local) -> Weights:
-    """The model that this client sent at its last visit (the very first model before that), frozen."""
+    """Return the model that this client sent at its last visit; before its first visit the very first model."""
     kept = local.state["previous"]
     return Weights(kept["params"], kept["buffers"])
 
@@ -42,10 +42,10 @@ def contrast_loss(features: Tensor, positive: Tensor, negative: Tensor, *, tempe
 def model_contrast(mu: float, *, temperature: float = 0.5, previous: Previous = "skip") -> Objective:
     """mu mean -log(e^{cos(z, z_global) / T} / (e^{cos(z, z_global) / T} + e^{cos(z, z_previous) / T})) (MOON).
 
-    z, z_global, z_previous are the features that the model in training, the received one and the client's last one
-    give to a sample. `previous` says what stands for the last one at a client's first visit:
+    z, z_global, z_previous are the features that the model in training, the received model and the client's last model
+    give to a sample. `previous` names the last model of a client that takes part for the first time:
 
-        skip:   nothing, the term is 0
+        skip:   none, the term is 0
         init:   the first global model
         start:  the model received now; the term is ln 2 and has no gradient
 
@@ -77,7 +77,7 @@ def model_contrast(mu: float, *, temperature: float = 0.5, previous: Previous = 
 
 
 def moon(*, mu: NotNegative = 0.1, temperature: Temperature = 0.5) -> Method:
-    """MOON: a client's representation stays near the global model's and leaves its own last one.
+    """MOON: a client's features stay near those of the global model and move away from those of its last model.
 
         F_k + mu mean -log(e^{cos(z, z_global) / T} / (e^{cos(z, z_global) / T} + e^{cos(z, z_previous) / T})),
         w <- sum_{k in S} p_k w_k
@@ -97,5 +97,4 @@ def moon(*, mu: NotNegative = 0.1, temperature: Temperature = 0.5) -> Method:
         with nothing in round 1.
     Reference: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021, Algorithm 1.
     """
-    contrast = model_contrast(mu, temperature=temperature)
-    return Method(combine(cross_entropy(), contrast), average())
+    return Method(combine(cross_entropy(), model_contrast(mu, temperature=temperature)), average())

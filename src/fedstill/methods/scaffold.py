@@ -14,8 +14,8 @@ from fedstill.server.optimizers import sgd
 def update_control(weighting: Weighting | None = None) -> ServerStep:
     """c <- c + (|S| / N) sum_k p_k (c_k+ - c_k); the model passes through (SCAFFOLD, Alg. 1).
 
-    Under full participation c stays sum_k p_k c_k. p_k is that of the method's aggregate unless `weighting` says
-    otherwise, because with other weights the corrections c - c_k no longer cancel over the cohort.
+    Under full participation c stays sum_k p_k c_k. The method's aggregate sets p_k unless `weighting` is set, because
+    with other weights the corrections c - c_k no longer cancel over the cohort.
 
     Slots: reads the upload "control_delta", broadcasts "control".
     """

@@ -18,7 +18,7 @@ def update_noise(*, sigma: NotNegative = 0.01, clip: Positive | None = None) -> 
     In the average of m clients the noise has a standard deviation of sigma sqrt(sum_k p_k^2), which is
     sigma / sqrt(m) when they count alike. It is made to be joined: mrtf+update_noise(sigma=0.01). It is an
     experiment about accuracy under noise and makes NO claim of privacy: sizes, losses and BatchNorm statistics leave
-    as they are, and without `clip` there is no bound on what one client's data can do to its move. For a claim use
+    as they are, and without `clip` nothing bounds how far one client's data can move its model. For a claim use
     dp_fedavg.
 
     Args:

@@ -184,7 +184,7 @@ def test_a_model_without_a_head_of_its_own_is_refused():
     def build():
         return nn.Sequential(nn.Flatten(), nn.Linear(18, 3), nn.Tanh())
 
-    with pytest.raises(FedstillError, match="told from its head"):
+    with pytest.raises(FedstillError, match="its features and its head cannot be separated"):
         projected(from_module(build, input_shape=(2, 3, 3), classes=3, check=False))
 
 

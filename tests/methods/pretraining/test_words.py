@@ -21,12 +21,12 @@ from fedstill.methods.lookup import build_method
 from fedstill.methods.pretraining.words import (
     Words,
     choose_places,
+    guess_loss,
     hide_words,
     masked_tokens,
     masked_words,
     next_words,
     reader_of,
-    told_loss,
     words_of,
 )
 from fedstill.models import build_model
@@ -78,9 +78,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_tokens_that_count():
     generator = np.random.default_rng(1)
     logits, told = generator.normal(size=(4, 3, 7)).astype(np.float32), generator.integers(0, 7, (4, 3))
     counts, weight = generator.integers(0, 2, (4, 3)).astype(np.float32), np.array([1, 1, 0, 1], np.float32)
-    found = told_loss(*(torch.from_numpy(part) for part in (logits, told, counts, weight)))
+    found = guess_loss(*(torch.from_numpy(part) for part in (logits, told, counts, weight)))
     assert float(found) == pytest.approx(by_hand(logits, told, counts, weight), rel=1e-5)
-    nothing = told_loss(*(torch.from_numpy(part) for part in (logits, told, 0 * counts, weight)))
+    nothing = guess_loss(*(torch.from_numpy(part) for part in (logits, told, 0 * counts, weight)))
     assert float(nothing) == 0.0
 
 
@@ -320,7 +320,7 @@ def test_which_ids_are_words_is_told_by_the_tokenizer_unless_it_is_given(tokeniz
         (OURS, {"first_word_id": 4}, r"words have larger ids than \[MASK\], 4"),
         (Tokenizer("", LENGTH, 30), {}, r"no \[MASK\]: use next_token, or another data.tokenizer"),
         (None, {}, "set data.tokens, or method.mask_id and method.first_word_id"),
-        (None, {"mask_id": 4}, "these ids have no tokenizer"),
+        (None, {"mask_id": 4}, "these ids come without a tokenizer"),
         (None, {"mask_id": 4, "first_word_id": 30}, "first_word_id = 30 leaves no word"),
     ],
 )

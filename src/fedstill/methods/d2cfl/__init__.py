@@ -38,22 +38,23 @@ def d2cfl(
 
     Args:
         student: how the student learns the kept labels each round; an epoch is a pass over the kept samples.
-        mix_alpha: share of the average in what is sent (alpha, rollback of the teacher); 1 is FedAvg bit for bit.
+        mix_alpha: share of the average in the sent model (alpha, rollback of the teacher); 1 is FedAvg bit for bit.
         beta: share of the last student in its next start (beta, rollback of the student); 1 is no rollback.
         past: number of teachers (T), and of rounds of plain averaging in which they are collected.
-        warm_up: rounds of the run without labels, where they are not to be as many as `past`; one teacher is enough.
+        warm_up: rounds of the run without labels, in place of `past`; one teacher is enough afterwards.
         threshold: probability from which a label is kept (tau); above 1 is FedAvg.
-        least: number of labels below which a round is FedAvg's and none of them is learnt.
+        least: number of labels below which a round is FedAvg's and no label is learnt.
         rule: "max", the surest teacher decides; "mean", the mean of the teachers' probabilities does.
         rollback: w_new, a newly initialised model each round ("fresh") or the very first model ("fixed").
-        student_start: what beta counts, the last student ("carried") or this round's average ("average").
+        student_start: the model that beta weighs, the last student ("carried") or this round's average ("average").
         feedback: send the teacher to the clients; false sends them the average and only reports the teacher.
 
     Reveals: the trained model and the number of samples n_k; the server looks at the average only, so secure
         aggregation is possible.
-    Differs from the paper: it leaves open what we chose: probabilities (not logits) are compared with tau; the "most
-        corrupt" teacher is the oldest; the first student is the average of round T, rolled back; a round without
-        labels is FedAvg's; BatchNorm. A teacher's answers are kept instead of the teacher, which changes nothing.
+    Differs from the paper: these choices are ours, because the paper leaves them open: probabilities (not logits) are
+        compared with tau; the "most corrupt" teacher is the oldest; the first student is the average of round T, rolled
+        back; a round without labels is FedAvg's; BatchNorm. A teacher's answers are kept instead of the teacher, which
+        changes nothing.
     Reference: Wang et al., Migrating Federated Learning to Centralized Learning with the Leverage of Unlabeled Data,
         2022, Algorithm 1.
     """

@@ -1,4 +1,4 @@
-"""What many clients know, moved into one labeled set: past global models label it, a student learns it (D2C-FL)."""
+"""D2C-FL's server step: past global models label the unlabeled set, and a student learns the labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstill.server.distill.teachers import unlabeled_data
 
 Restart = Literal["fresh", "fixed"]
 StudentStart = Literal["carried", "average"]
-# slots: what the last T teachers said about the unlabeled set, oldest first; each rule asks for something else
+# the slot of each rule: the answers of the last T teachers about the unlabeled set, oldest first
 ANSWERS: dict[Rule, str] = {"max": "past_labels", "mean": "past_probabilities"}
 
 
@@ -57,7 +57,9 @@ def migrate(student: Student, form: Migration) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         answers, before, targets = newest(state[slot], form.past), targets_of(state), None
         learnt = teacher = candidate
-        if before is not None and may_label(collected(answers), form.past, form.warm_up, round):
+        teachers = len(next(leaves(answers))) if answers else 0
+        enough = teachers >= form.past if form.warm_up is None else round.number > form.warm_up and teachers > 0
+        if before is not None and enough:
             targets = pseudo_labels(answers, form.threshold, classes=before.probabilities.shape[1], least=form.least)
             if bool(targets.kept.any()):
                 learnt = learn(restart(candidate, state, round, form), targets, round)
@@ -77,9 +79,9 @@ def migrate(student: Student, form: Migration) -> ServerStep:
 
 
 def answer_of(belief: Tensor, rule: Rule) -> Tree:
-    """All that `rule` will ever ask of a teacher that believes (M, K).
+    """Return the part of a teacher's beliefs (M, K) that `rule` uses in later rounds.
 
-    max: its class and the probability of that, M of each. mean: its probabilities, M K (T = 10, M = 32,000 and
+    max: the most probable class and its probability, M of each. mean: all probabilities, M K (T = 10, M = 32,000 and
     K = 100 take 128 MB).
     """
     if rule == "mean":
@@ -89,25 +91,17 @@ def answer_of(belief: Tensor, rule: Rule) -> Tree:
 
 
 def append_answer(answers: Tree, latest: Tree, past: int) -> Tree:
-    """First in, first out: at most `past` answers along the first dimension, the newest last."""
-    one = tree_map(lambda leaf: leaf.unsqueeze(0), latest)
-    return newest(tree_map(lambda old, new: torch.cat([old, new]), answers, one), past) if answers else one
+    """Return at most `past` answers along the first dimension, the newest last and the oldest dropped."""
+    last = tree_map(lambda leaf: leaf.unsqueeze(0), latest)
+    return newest(tree_map(lambda old, new: torch.cat([old, new]), answers, last), past) if answers else last
 
 
 def newest(answers: Tree, past: int) -> Tree:
     return tree_map(lambda leaf: leaf[-past:], answers)
 
 
-def collected(answers: Tree) -> int:
-    return len(next(leaves(answers))) if answers else 0
-
-
-def may_label(teachers: int, past: int, warm_up: int | None, round: Round) -> bool:
-    return teachers >= past if warm_up is None else round.number > warm_up and teachers > 0
-
-
 def pseudo_labels(answers: Tree, threshold: float, *, classes: int, least: int = 1) -> Targets:
-    """One label for each sample from the answers of T teachers, kept where it is sure enough; none if below `least`."""
+    """Return one label a sample from T teachers' answers, kept where it is sure enough; none if fewer than `least`."""
     if "probabilities" in answers:
         targets = mean_rule(answers["probabilities"], threshold)
     else:
@@ -116,14 +110,14 @@ def pseudo_labels(answers: Tree, threshold: float, *, classes: int, least: int =
 
 
 def blend(a: Weights, b: Weights, share: float, *, counts: Weights) -> Weights:
-    """share a + (1 - share) b, BatchNorm statistics too; integer buffers are those of `counts`. Exact at 0 and 1."""
+    """Return share a + (1 - share) b, exact at 0 and 1; integer buffers are taken from `counts`."""
     mixed = interpolate(a, b, share)
     buffers = {n: leaf if leaf.is_floating_point() else counts.buffers[n] for n, leaf in mixed.buffers.items()}
     return mixed._replace(buffers=buffers)
 
 
 def restart(candidate: Weights, state: Tree, round: Round, form: Migration) -> Weights:
-    """Where the student starts: beta (what it was, or the candidate) + (1 - beta) (a model that knows nothing)."""
+    """Return the student's start: beta (the last student or the candidate) + (1 - beta) (an untrained model)."""
     base = state["student"] if form.student_start == "carried" else candidate
     if form.beta == 1.0:
         return blend(base, base, form.beta, counts=candidate)
@@ -133,7 +127,7 @@ def restart(candidate: Weights, state: Tree, round: Round, form: Migration) -> W
 
 
 def label_loss(weights: Weights, targets: Targets, round: Round) -> float:
-    """Mean cross-entropy of a model with the labels that are kept."""
+    """Return the mean cross-entropy of a model with the labels that are kept."""
     logits = round.trainer.outputs(weights, unlabeled_data(round), features=False).logits[targets.kept]
     label = targets.probabilities.argmax(dim=1)[targets.kept]
     return float(torch.nn.functional.cross_entropy(full_precision(logits), label))

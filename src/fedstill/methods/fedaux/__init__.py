@@ -27,6 +27,10 @@ from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import Pool, soft_belief
 
 NoiseRule = Literal["analytic", "classic"]
+PROOF = (
+    "the solution of the mean of losses moves by at most 2 / (lam n) when one sample of a client is another one; "
+    "norms are bounded by public data, the solver's error is counted"
+)
 
 
 def fedaux(
@@ -63,16 +67,16 @@ def fedaux(
             prints it: lam counts n times as much, scores are flatter, and noise can protect them).
         lam: strength of the penalty (lambda); with form = "mean" try 1e-4 to 1e-1.
         intercept: the classifier has one, without a penalty.
-        gamma: bound of the features' norms (gamma): the largest of the "negatives" D-, to which the clients' own are
-            clipped; or the largest of "both" (the paper), which tells something about private data.
+        gamma: bound of the features' norms (gamma): the largest of the "negatives" D-, to which the clients' features
+            are clipped; or the largest of "both" (the paper), which reveals something about private data.
         score: s as above ("probability") or s / (1 - s) ("odds", which a perfect classifier has in proportion to the
             client's share of such samples).
-        epsilon: of the privacy of w_i towards the server, one sample of a client being another (epsilon); needs
-            form = "mean", gamma = "negatives" and no intercept. None: no noise and no claim.
-        delta: of the same (delta).
-        mechanism: of the noise: "analytic" (exact for every epsilon) or "classic" (the paper's formula; it is added
-            where nothing is proven too, and then makes no claim).
-        distill_share: part of the unlabeled rows that is distilled on; the rest is D-.
+        epsilon: privacy of w_i towards the server, for one sample of a client (epsilon); needs form = "mean",
+            gamma = "negatives" and no intercept. None: no noise and no claim.
+        delta: delta that belongs to this epsilon (delta).
+        mechanism: how the noise is sized: "analytic" (exact for every epsilon) or "classic" (the paper's formula; it
+            adds noise also where nothing is proven, and then makes no claim).
+        distill_share: part of the unlabeled rows that is distilled on; the other rows are D-.
         pool: "logits" weighs the teachers' logits, "probabilities" their softmax outputs.
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
@@ -90,8 +94,7 @@ def fedaux(
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, IEEE Transactions on
         Neural Networks and Learning Systems 2021, Algorithm 1.
     """
-    scoring = Scoring(scorer, lam, form, intercept, gamma, score)
-    scoring = protected(scoring, epsilon, delta, mechanism)
+    scoring = protected(Scoring(scorer, lam, form, intercept, gamma, score), epsilon, delta, mechanism)
     step = distill(
         student,
         pool=soft_belief(pool, temperature=student.temperature),
@@ -105,51 +108,46 @@ def fedaux(
 
 
 def _faults(scoring: Scoring) -> dict[str, str]:
-    """The settings with which nothing can be proven, each with the one that would do, and why."""
-    found: dict[str, str] = {}
+    """Return the settings that allow no proof of privacy, each with the setting that does and the reason."""
+    faults: dict[str, str] = {}
     if scoring.form == "sum":
-        found["form = 'sum'"] = "form = 'mean': the sum's solution moves n times as far when a sample changes"
+        faults["form = 'sum'"] = "form = 'mean': the sum's solution moves n times as far when a sample changes"
     if scoring.gamma == "both":
-        found["gamma = 'both'"] = "gamma = 'negatives': the other bound is taken from private data, and sent"
+        faults["gamma = 'both'"] = "gamma = 'negatives': the other bound is taken from private data, and sent"
     if scoring.intercept:
-        found["intercept = true"] = "intercept = false: it has no penalty, and nothing bounds how far it moves"
-    return found
+        faults["intercept = true"] = "intercept = false: it has no penalty, and nothing bounds how far it moves"
+    return faults
 
 
 def protected(scoring: Scoring, epsilon: float | None, delta: float, mechanism: NoiseRule) -> Scoring:
-    """The scoring with the noise that (epsilon, delta) asks for, in units of 2 / (lam n); none without an epsilon."""
+    """Return the scoring with the noise that (epsilon, delta) needs, in units of 2 / (lam n); none without epsilon."""
     if scoring.score == "odds" and scoring.scorer != "logistic":
         raise FedstillError("method.score = 'odds' has a meaning with scorer = 'logistic' only: set one of them back")
     if epsilon is None:
         return scoring
     if scoring.scorer != "logistic":
-        told = f"method.epsilon = {epsilon} has no use with scorer = '{scoring.scorer}'"
-        raise FedstillError(f"{told}: only 'logistic' can be protected")
+        setting = f"method.epsilon = {epsilon} has no use with scorer = '{scoring.scorer}'"
+        raise FedstillError(f"{setting}: only 'logistic' can be protected")
     if mechanism == "classic":
         return replace(scoring, noise=gaussian.classic_multiplier(epsilon, delta))
     if faults := _faults(scoring):
-        told = f"method.epsilon = {epsilon} cannot be promised with {', '.join(faults)}"
-        raise FedstillError(f"{told}: leave epsilon out, or set {'; '.join(faults.values())}")
-    noise = (1.0 + SOLVER_SLACK) * gaussian.analytic_gaussian_multiplier(epsilon, delta)
-    return replace(scoring, noise=noise)
+        setting = f"method.epsilon = {epsilon} cannot be promised with {', '.join(faults)}"
+        raise FedstillError(f"{setting}: leave epsilon out, or set {'; '.join(faults.values())}")
+    return replace(scoring, noise=(1.0 + SOLVER_SLACK) * gaussian.analytic_gaussian_multiplier(epsilon, delta))
 
 
 def releases_of(scoring: Scoring) -> tuple[Release, ...]:
-    """What the accountant is told about the scores."""
+    """Return the release of the scores, from which the accountant computes their epsilon."""
     if scoring.scorer == "uniform":
         return ()
     claimed = scoring.noise > 0 and not _faults(scoring)
     # the solver ends within SOLVER_SLACK / (lam n) of the exact solution, for either of two neighbours
     multiplier = scoring.noise / (1.0 + SOLVER_SLACK) if claimed else None
-    why = _why(scoring) if not claimed else (
-        "the solution of the mean of losses moves by at most 2 / (lam n) when one sample of a client is another one; "
-        "norms are bounded by public data, the solver's error is counted"
-    )  # fmt: skip
+    why = PROOF if claimed else _why_no_claim(scoring)
     return (Release(SCORES, "sample", multiplier, when="once", against="server", why=why),)
 
 
-def _why(scoring: Scoring) -> str:
-    """Why nothing is claimed."""
+def _why_no_claim(scoring: Scoring) -> str:
     if scoring.scorer != "logistic":
         return f"the scores of scorer '{scoring.scorer}' are sent as they are"
     if not scoring.noise:

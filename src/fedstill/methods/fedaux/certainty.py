@@ -1,4 +1,4 @@
-"""How sure each client is of each unlabeled sample: a convex problem on every client, before the first round."""
+"""FedAUX's certainty scores: before the first round each client scores how much a sample is like its own data."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ROWS_AT_ONCE = 16_384  # scored in float64 at a time
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made; see algorithms/fedaux.py for the words.
+    """How scores are made; the options of `methods.fedaux` of the same names say what each does.
 
-    noise: standard deviation of the noise on w, in units of 2 / (lam n), n = |D_i| + |D-minus|. That is the L2
+    noise: standard deviation of the noise on w, in units of 2 / (lam n), n = |D_i| + |D-minus|. This unit is the L2
         sensitivity of the solution of the "mean" form to one sample of the client (norms at most 1, loss 1-Lipschitz).
     """
 
@@ -46,7 +46,7 @@ class Scoring:
 
 
 def sensitivity(lam: float, count: int) -> float:
-    """2 / (lam n): how far the solution of the "mean" form moves at most when one of its n samples is another one.
+    """Return 2 / (lam n), the farthest that the solution of the "mean" form moves when one of its n samples changes.
 
     Reference: Chaudhuri, Monteleoni & Sarwate, Differentially private empirical risk minimization, JMLR 2011.
 
@@ -57,7 +57,7 @@ def sensitivity(lam: float, count: int) -> float:
 
 
 def certainty_shares(scoring: Scoring) -> TeacherShares:
-    """How much each teacher counts for each sample: s_i(x) / sum_j s_j(x) over the clients j of the round.
+    """Weigh each teacher for each sample by its score: s_i(x) / sum_j s_j(x) over the clients j of the round.
 
         s_i(x) = 1 / (1 + exp(-<w_i, h_0(x) / gamma>)) + xi,    w_i parts D_i from the public D-minus
 
@@ -78,7 +78,7 @@ def certainty_shares(scoring: Scoring) -> TeacherShares:
 
 
 def normalised(scores: Tensor) -> Tensor:
-    """(T, M) s_t / sum_t s_t in float64, where equal scores (of float32) give 1 / T to the last bit."""
+    """Return s_t / sum_t s_t, (T, M), in float64, because equal float32 scores then give 1 / T to the last bit."""
     wide = scores.double()
     return wide / wide.sum(dim=0, keepdim=True)
 
@@ -91,12 +91,12 @@ class Features(NamedTuple):
 
 
 def score_table(candidate: Weights, distilled: Tensor, preparation: Preparation, scoring: Scoring) -> Tensor:
-    """(N, M) scores of every client for the rows that are distilled on.
+    """Return the score (N, M) of every client for the rows that are distilled on.
 
-    A client that gave no answer has for each sample the mean of those that did: it counts as much as they do on average
-    (scores are mostly far below 0.5, so that no constant would do).
+    A client without an answer has for each sample the mean of the other clients' scores, so that it counts as much as
+    they do on average (a constant would not do, because scores are mostly far below 0.5).
 
-    Clients with several architectures are scored by the features of their own prototype, once for all prototypes.
+    With several architectures the features of a client's prototype score it, once for all prototypes.
     """
     known, key = preparation.shared, f"{SCORES} {scoring}"
     if key not in known:
@@ -126,10 +126,10 @@ def _scored(prototypes: list[tuple[Weights, Preparation]], distilled: Tensor, sc
 def _ask_scores(
     candidate: Weights, chosen: Tensor, preparation: Preparation, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Ask every client, and say how far that is: (ids, scores).
+    """Ask every client, and return (ids, scores); callbacks hear how many clients have answered.
 
-    A client of scorer "logistic" answers its w, with which the server scores; of another one the logarithms of its
-    scores themselves.
+    With scorer "logistic" a client sends its w, and the server computes the scores. With the other scorers a client
+    sends the logarithms of its scores.
     """
     unlabeled, logistic, begun = preparation.unlabeled, scoring.scorer == "logistic", itertools.count()
     assert unlabeled is not None  # declared as a need
@@ -157,9 +157,9 @@ def _ask_scores(
 
 
 def client_answer(own: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) -> Tree:
-    """What one client sends: its w with noise, the intercept if there is one, and its norm bound if that is its own.
+    """Return the message of one client: its w with noise, and if they are its own the intercept and the norm bound.
 
-    Features that are not finite count as 0: one sample must not decide whether the client answers at all.
+    Features that are not finite count as 0, because one sample must not decide whether the client answers at all.
     """
     own = torch.where(own.isfinite().all(dim=1, keepdim=True), own, 0.0)
     bound = norm_bound(negatives)
@@ -181,18 +181,18 @@ def client_answer(own: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) 
 
 
 def norm_bound(features: Tensor) -> Tensor:
-    """gamma, the largest norm of features (n, F)."""
+    """Return gamma, the largest norm of features (n, F)."""
     largest = features.double().norm(dim=1).amax() if len(features) else features.new_zeros((), dtype=torch.float64)
     return largest.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def bounded(features: Tensor, bound: Tensor) -> Tensor:
-    """Features divided by the bound, those beyond it by their own norm: no norm is above 1."""
+    """Return features divided by the bound, longer ones by their own norm, so that no norm is above 1."""
     return features / torch.maximum(features.norm(dim=1, keepdim=True), bound)
 
 
 def scores_of(answers: Tree, public: Features, scoring: Scoring) -> Tensor:
-    """(A, M) the scores that the clients' answers give the public features."""
+    """Return the scores (A, M) that the clients' answers give the public features."""
     w: Tensor = answers["w"].double()
     shift = answers["intercept"].double() if scoring.intercept else w.new_zeros(len(w))
     if scoring.gamma == "both":  # h / gamma_i, as the paper has it, also where that is longer than 1
@@ -207,7 +207,7 @@ def scores_of(answers: Tree, public: Features, scoring: Scoring) -> Tensor:
 
 
 def score(margin: Tensor, mode: ScoreMode) -> Tensor:
-    """s = 1 / (1 + exp(-z)) + xi, or the odds exp(z) of it between xi and 1 / xi."""
+    """Return s = 1 / (1 + exp(-z)) + xi, or in mode "odds" exp(z) between xi and 1 / xi."""
     if mode == "odds":
         return margin.clamp(math.log(FLOOR), -math.log(FLOOR)).exp()
     return torch.sigmoid(margin) + FLOOR
@@ -219,7 +219,7 @@ LEAST = 1e-30  # of a score, as a part of the largest one for the same sample
 
 
 def log_scores(scorer: OtherScorer, own: Tensor, negatives: Tensor, asked: Tensor, seed: Seed) -> Tensor:
-    """(M,) the logarithm of one client's score for `asked` (M, F), from its `own` features and the public negatives.
+    """Return the logarithm (M,) of one client's scores for `asked` (M, F), from its `own` features and the negatives.
 
     kde:              the density of a Gaussian kernel estimate from its own points
     isolation_forest: 1 - the anomaly score of a forest grown on its own points
@@ -232,7 +232,7 @@ def log_scores(scorer: OtherScorer, own: Tensor, negatives: Tensor, asked: Tenso
 
 
 def _kde(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
-    """Bandwidth by Scott's rule, from the client's own spread; at least a thousandth of the public one."""
+    """Score by a density with Scott's bandwidth for the client's spread, at least a thousandth of the public spread."""
     from sklearn.neighbors import KernelDensity
 
     spread = max(np.sqrt(own.var(axis=0).mean()), 1e-3 * np.sqrt(negatives.var(axis=0).mean()), 1e-12)
@@ -265,7 +265,7 @@ def _two_class_svm(own: Points, negatives: Points, asked: Points, seed: int) -> 
 
 
 def _kernel_width(negatives: Points) -> float:
-    """1 / (F var), scikit-learn's "scale", from public data and so the same for all clients."""
+    """Return 1 / (F var), scikit-learn's "scale", of public data, so that it is the same for all clients."""
     return float(1.0 / max(negatives.shape[1] * negatives.var(), 1e-12))
 
 
@@ -282,19 +282,19 @@ _SCORERS: dict[OtherScorer, Callable[[Points, Points, Points, int], np.ndarray]]
 
 
 def relative(logs: Tensor) -> Tensor:
-    """(A, M) scores as parts of the largest for the same sample: densities in many dimensions have no other scale."""
+    """Return scores (A, M) as parts of a sample's largest one, because densities in many dimensions have no scale."""
     return (logs - logs.amax(dim=0, keepdim=True)).exp().clamp_min(LEAST)
 
 
 def comparable(logs: list[Tensor]) -> list[Tensor]:
-    """Log-densities (A_g, M) of the clients of each prototype, which live in spaces of different dimension.
+    """Scale log-densities (A_g, M) of several prototypes, because their features have different dimensions.
 
-    For every sample a prototype's densities have mean 1: its clients share as if they were alone, and all of them
-    together count by their number. One prototype stays as it is, bit for bit.
+    For every sample the densities of a prototype get the mean 1: its clients share as if they were alone, and together
+    they count by their number. One prototype stays as it is, bit for bit.
     """
     if len(logs) == 1:
         return logs
-    return [own - (own.logsumexp(dim=0) - math.log(max(len(own), 1))) for own in logs]
+    return [group - (group.logsumexp(dim=0) - math.log(max(len(group), 1))) for group in logs]
 
 
 Form = Literal["mean", "sum"]
@@ -305,12 +305,12 @@ ROUNDING = 1e-14  # of a value in float64: near the optimum the decrease drowns 
 
 
 class Solved(NamedTuple):
-    """The solution as it was found; ||w - w*|| <= gradient / lam where there is no intercept."""
+    """A solution w of the convex problem; ||w - w*|| <= gradient / lam where there is no intercept."""
 
     w: Tensor  # (F,)
     intercept: Tensor  # ()
     gradient: float  # the norm that was reached
-    tolerance: float  # ... and the bound that it had to stay below, which no data decide
+    tolerance: float  # the bound of that norm, which does not depend on the data
 
 
 class Problem(NamedTuple):
@@ -327,17 +327,17 @@ class Problem(NamedTuple):
         return self.ridge * w - self.scale * (self.rows.T @ torch.sigmoid(-(self.rows @ w)))
 
     def direction(self, w: Tensor, gradient: Tensor) -> Tensor:
-        """Newton's: n F^2 multiplications for the curvature, F^3 / 3 for the solution."""
+        """Return Newton's direction: n F^2 multiplications for the curvature, F^3 / 3 for the solution."""
         chance = torch.sigmoid(-(self.rows @ w))
         curvature = self.scale * (self.rows.T * (chance * (1.0 - chance))) @ self.rows + torch.diag(self.ridge)
         safe = 1e-12 * curvature.diagonal().mean()  # an intercept has no ridge; this moves the way, not the end
         curvature.diagonal().add_(safe)
-        found: Tensor = torch.linalg.solve(curvature, gradient)
-        return found
+        direction: Tensor = torch.linalg.solve(curvature, gradient)
+        return direction
 
 
 def fit_logistic(points: Tensor, sign: Tensor, *, lam: float, form: Form = "mean", intercept: bool = False) -> Solved:
-    """The linear classifier of points (n, F) with signs t (n,) of +1 and -1.
+    """Return the linear classifier of points (n, F) with signs t (n,) of +1 and -1.
 
         mean: argmin_w (1/n) sum_i ln(1 + exp(-t_i <w, h_i>)) + (lam / 2) ||w||^2
         sum:  argmin_w       sum_i ln(1 + exp(-t_i <w, h_i>)) + (lam / 2) ||w||^2
@@ -372,7 +372,7 @@ def _descend(problem: Problem, tolerance: float) -> tuple[Tensor, float]:
 
 
 def _damped(problem: Problem, w: Tensor, gradient: Tensor) -> Tensor:
-    """A Newton step, halved until the value falls by a part of what the slope promises."""
+    """Return w after a Newton step, which is halved until the value falls by a small part of its linear forecast."""
     direction, before = problem.direction(w, gradient), problem.value(w)
     slope, noise, size = gradient @ direction, ROUNDING * (1.0 + before), 1.0
     while size > 1e-10 and not bool(problem.value(w - size * direction) <= before - 1e-4 * size * slope + noise):

@@ -43,13 +43,13 @@ def mrtf(
         refine: replace the targets by nearness to class centres among the average's features h.
         sharpness: of the stable teachers (tau, an inverse temperature).
         refine_sharpness: of the refinery (tau').
-        floor: lower end of u_t, what the clients' models count when their training loss is 0.
+        floor: lower end of u_t, the weight of the clients' models when their training loss is 0.
         bounded: u_t at most 1; false: beyond it when the mean loss passes ln K, and the global models count negatively.
         warm_up: first rounds without the refinery.
         feedback: the refined model is sent to the clients; false: it is reported, and clients get the average. In runs
             of 16 rounds and more false was far better (CIFAR-10, VGG8, Dirichlet 1 and 0.1: 78.7 and 42.3 against 35.6
             and 25.1), in the first six on digits true.
-        every: refine in rounds `every`, 2 `every`, ... only; in the others the average is all.
+        every: refine in rounds `every`, 2 `every`, ... only; the other rounds only average.
 
     Reveals: the trained model, the number of samples n_k and the mean training loss, which sets u_t; the server runs
         every client's model on its own, so secure aggregation is impossible.

@@ -44,7 +44,7 @@ class Refinery:
 
 
 def trust_in_clients(loss: Tensor | float, classes: int, *, floor: float = 0.25, bounded: bool = True) -> float:
-    """u = floor + (1 - floor) loss / ln K: what the clients' models count, the global models get the rest.
+    """Return u = floor + (1 - floor) loss / ln K, the weight of the clients' models; the global models get 1 - u.
 
     bounded: clipped to [floor, 1]; without it u passes 1 where the loss passes ln K, as the paper prints it.
     """
@@ -53,7 +53,7 @@ def trust_in_clients(loss: Tensor | float, classes: int, *, floor: float = 0.25,
 
 
 def stable(logits: Tensor, form: Refinery) -> Tensor:
-    """Probabilities (T, M, K) of teachers: softmax(sharpness z / std), or plain softmax where that module is off."""
+    """Return the teachers' probabilities (T, M, K): softmax(sharpness z / std), or softmax(z) without `stabilise`."""
     return standardised(logits, form.sharpness) if form.stabilise else torch.softmax(full_precision(logits), dim=-1)
 
 
@@ -66,7 +66,7 @@ def rectified(clients: Tensor, known: Tensor, u: float) -> Tensor:
 
 
 def make_targets(logits: Tensor, average: Output, u: float, round: Round, form: Refinery) -> Targets:
-    """Targets from the clients' logits (T, M, K) and the average's output."""
+    """Make the targets of a round from the clients' logits (T, M, K) and the average's output."""
     if form.rectify:
         sent = round.trainer.outputs(round.start, unlabeled_data(round), features=False).logits
         belief = rectified(stable(logits, form), stable(torch.stack([sent, average.logits]), form), u)

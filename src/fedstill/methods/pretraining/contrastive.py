@@ -66,7 +66,7 @@ def no_labels(x: Tensor) -> Tensor:
 
 
 def check_images(x: Tensor) -> None:
-    """Refuses what has no views, and one image alone: there is none that its views could be told from."""
+    """Refuse samples that are no images, and a single image, because its views have no others to differ from."""
     if x.ndim != 4:
         text = x.ndim == 2 and not x.is_floating_point()
         cure = "on text use masked_lm or next_token" if text else "leave simclr out"
@@ -108,7 +108,7 @@ def nt_xent(temperature: float = 0.5) -> Objective:
 
 
 def projected(model: Model, *, projection: int = 128, hidden: int = 512) -> Model:
-    """The run's model on two views (B, 2 channels, H, W), and a projection of its features to the unit sphere.
+    """Return the run's model on two views (B, 2 channels, H, W), with a projection of its features to the unit sphere.
 
         z = p / ||p||,  p = W_2 relu(BN(W_1 h)) + b_2,   W_1 (hidden, F) without a bias, W_2 (projection, hidden)
 
@@ -117,7 +117,7 @@ def projected(model: Model, *, projection: int = 128, hidden: int = 512) -> Mode
     batch's statistics: it is used in training only.
     """
     if not model.traits.features or not model.head_names:
-        raise FedstillError(f"simclr cannot pre-train {model.name}: its features are not told from its head")
+        raise FedstillError(f"simclr cannot pre-train {model.name}: its features and its head cannot be separated")
 
     def init(seed: Seed) -> Weights:
         weights = model.init(seed_for(seed, "extractor"))
@@ -157,14 +157,14 @@ def _two_views(model: Model) -> Apply:
         weights: Weights, x: Tensor, *, training: bool = False, weight: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[Output, Params]:
         head = {name: weights.params[name] for name in PROJECTION}
-        own = Weights({n: p for n, p in weights.params.items() if n not in head}, weights.buffers)
-        found: list[Output] = []
+        extractor = Weights({n: p for n, p in weights.params.items() if n not in head}, weights.buffers)
+        outputs: list[Output] = []
         for view in x.chunk(2, dim=1):
             mask = weight if model.traits.batch_statistics else None
-            output, buffers = model.apply(own, view, training=training, weight=mask, seed=seed)
-            found.append(Output(_project(head, output.features, weight), output.features))
-            own, seed = own._replace(buffers=buffers), None if seed is None else seed ^ SECOND_VIEW
-        return Output(*(torch.cat(pair, dim=1) for pair in zip(*found, strict=True))), own.buffers
+            output, buffers = model.apply(extractor, view, training=training, weight=mask, seed=seed)
+            outputs.append(Output(_project(head, output.features, weight), output.features))
+            extractor, seed = extractor._replace(buffers=buffers), None if seed is None else seed ^ SECOND_VIEW
+        return Output(*(torch.cat(pair, dim=1) for pair in zip(*outputs, strict=True))), extractor.buffers
 
     return apply
 
@@ -187,7 +187,7 @@ def _masked_norm(h: Tensor, weight: Tensor) -> Tensor:
     return centred * torch.rsqrt(centred.square().sum(0) / count + EPSILON)
 
 
-BANK, QUERIES = 50_000, 10_000  # at most: what the reference code has for CIFAR-10
+BANK, QUERIES = 50_000, 10_000  # at most: the reference code's numbers for CIFAR-10
 QUERY_SHARE = 0.2
 QUERIES_AT_ONCE = 512
 
@@ -195,7 +195,7 @@ QUERIES_AT_ONCE = 512
 def neighbour_accuracy(
     bank: Tensor, labels: Tensor, queries: Tensor, truth: Tensor, *, k: int = 200, temperature: float = 0.5
 ) -> float:
-    """Share of the queries whose nearest neighbours vote for their class.
+    """Return the share of the queries whose nearest neighbours vote for their class.
 
         vote for c: sum over the k nearest j with label c of exp(cos(f, f_j) / temperature)
 
@@ -213,7 +213,7 @@ def neighbour_accuracy(
 
 
 def neighbour_probe(*, k: int = 200, temperature: float = 0.5) -> Probe:
-    """Reports knn_accuracy of an extractor's features, in eval mode, where a simulation knows labels; else nothing.
+    """Report knn_accuracy of an extractor's features, in eval mode, where a simulation knows labels.
 
     A fifth of the samples are queries (at most 10,000), the others the bank (at most 50,000): the same in every run.
     """
@@ -224,14 +224,15 @@ def neighbour_probe(*, k: int = 200, temperature: float = 0.5) -> Probe:
         x, y = preparation.labeled
         known = (y >= 0).nonzero().flatten().cpu()
         shuffled = known[torch.randperm(len(known), generator=torch_generator(seed_for(0, "neighbours")))]
-        asked = min(int(QUERY_SHARE * len(known)), QUERIES)
-        if asked == 0:
+        count = min(int(QUERY_SHARE * len(known)), QUERIES)
+        if count == 0:
             return {}
         features = preparation.trainer.outputs(weights, x).features
-        places = shuffled.to(features.device)
-        asking, told = places[:asked], places[asked : asked + BANK]
-        y = y.to(features.device)
-        found = neighbour_accuracy(features[told], y[told], features[asking], y[asking], k=k, temperature=temperature)
-        return {"knn_accuracy": found}
+        y, rows = y.to(features.device), shuffled.to(features.device)
+        queries, bank = rows[:count], rows[count : count + BANK]
+        accuracy = neighbour_accuracy(
+            features[bank], y[bank], features[queries], y[queries], k=k, temperature=temperature
+        )
+        return {"knn_accuracy": accuracy}
 
     return probe

@@ -32,7 +32,7 @@ def masked_lm(
         first_word_id: smaller ids are marks, never hidden and never put in place of a word; None takes the first that
             is no mark in the tokenizer (5 in one that fedstill trains, 999 in bert-base-uncased).
 
-    Reveals: nothing beyond what the method that it is joined with sends: clients have no part in it.
+    Reveals: nothing of its own, because clients have no part in it.
     Differs from the paper: FedAUX pre-trains by next-word prediction (see next_token); this is BERT's own task, without
         the prediction of whether two sentences follow each other. Masks are drawn anew in every epoch.
     Reference: Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers, NAACL 2019, Sect. 3.1; Sattler et
@@ -55,7 +55,7 @@ def next_token(*, training: Pretraining = Pretraining(clip=1.0)) -> Method:
     Args:
         training: how AdamW trains; a step has batch_size texts.
 
-    Reveals: nothing beyond what the method that it is joined with sends: clients have no part in it.
+    Reveals: nothing of its own, because clients have no part in it.
     Differs from the paper: FedAUX names next-word prediction on BookCorpus and no more; optimiser, rate and epochs are
         ours, and words are tokens.
     Reference: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, TNNLS 2021, Sect. V.

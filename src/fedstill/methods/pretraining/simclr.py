@@ -25,8 +25,8 @@ def simclr(
 
     z_i is the projected feature of a random view (crop, flip, colours, grey) at length 1, z_j that of the other view
     of the same image. The projection is thrown away; the classification head is the run's own random one. Then FedAvg.
-    It is made to be joined ("+P"): fedavg+simclr, feddf+simclr. The extractor is kept on disk by what it follows from
-    (these options, model, unlabeled images, seed): every later run and method takes the same bits from there.
+    It is made to be joined ("+P"): fedavg+simclr, feddf+simclr. The extractor is kept on disk under these options, the
+    model, the unlabeled images and the seed: every later run and method with the same ones takes the same bits.
 
     Args:
         training: how Adam trains; a step has batch_size images (B).
@@ -36,7 +36,7 @@ def simclr(
         neighbours: k of the nearest-neighbour look at the extractor before and after; 0 leaves it out. It needs labels
             that only a simulation has (of the unlabeled images, else of the test set), and decides nothing.
 
-    Reveals: what FedAvg reveals; pre-training asks nothing of the clients.
+    Reveals: the same as FedAvg, because pre-training asks nothing of the clients.
     Differs from the paper: the last epoch is kept, where the reference code keeps the one whose nearest-neighbour
         accuracy, by labels, is best. Brightness, contrast and saturation change in random order and the hue after
         them (there its place is random too), without rounding to bytes in between.
@@ -44,8 +44,8 @@ def simclr(
         uses it: Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning, IEEE TNNLS 2021.
     """
     if training.batch_size < 2:
-        told = f"method.training.batch_size = {training.batch_size!r} is impossible"
-        raise FedstillError(f"{told}: it must be 2 or more, because views are told from those of other images")
+        setting = f"method.training.batch_size = {training.batch_size!r} is impossible"
+        raise FedstillError(f"{setting}: it must be 2 or more, because views are compared with those of other images")
     if not training.epochs:
         return Method(cross_entropy(), average())
     pretext = simclr_pretext(training.by("adam"), temperature=temperature, projection=projection, hidden=hidden)

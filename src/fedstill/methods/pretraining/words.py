@@ -1,4 +1,4 @@
-"""Pre-training on text: guess masked tokens, or the next one; the words of the task are its answers."""
+"""Pre-training on text: the network guesses masked tokens, or the next token."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from fedstill.core.types import (
 )
 from fedstill.server.pretrain import Pretext
 
-MASKED, REPLACED = 0.8, 0.1  # of the chosen tokens; the rest stays as it is (BERT)
+MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the others stay as they are (BERT)
 TOKENS = frozenset({Need.TOKENS})
 HEAD = "language"  # where the parameters of the task's own head are
 _STREAM = to_signed(seed_for(0, "masked tokens"))  # a step's dropout draws from the same seed
 
 
 class Words(NamedTuple):
-    """Which ids are words."""
+    """The id of [MASK] and the first id that is a word."""
 
     mask: int  # [MASK]
     first: int  # smaller ids are marks: neither masked nor put in place of a word
 
 
 class Places(NamedTuple):
-    """Tokens of each text that are to be told, in k places; a text with fewer leaves the last ones empty."""
+    """The tokens of each text that are to be guessed, in k places; a text with fewer leaves the last places empty."""
 
     at: Tensor  # (B, k) positions
     counts: Tensor  # (B, k) 1 for a token, 0 for an empty place
@@ -53,17 +53,17 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """A model's states of tokens, and its own embedding, which also tells them."""
+    """How a model reads tokens into states, and its embedding, which also turns states back into tokens."""
 
     tokens: ReadTokens
     embedding: str  # name of the parameter (V, F)
     vocabulary: int
     width: int
-    read: frozenset[str]  # parameters that the states depend on: not those of the pooling and of the classifier
+    read: frozenset[str]  # parameters that the states depend on, without the pooling and the classifier
 
 
 def choose_places(x: Tensor, seed: Tensor, share: float, words: Words) -> Places:
-    """round(share * words) random words of each text, at least one where there is one (BERT's rule)."""
+    """Choose round(share * words) random words of each text, at least one if it has any (BERT's rule)."""
     is_word = x >= words.first
     wanted = (share * is_word.sum(1)).round().clamp_min(1.0).minimum(is_word.sum(1))
     most = max(1, math.ceil(share * x.shape[1]))
@@ -74,7 +74,7 @@ def choose_places(x: Tensor, seed: Tensor, share: float, words: Words) -> Places
 
 
 def hide_words(x: Tensor, places: Places, seed: Tensor, vocabulary: int, words: Words) -> Tensor:
-    """x with the chosen words hidden: 80 % are [MASK], 10 % any word, 10 % themselves."""
+    """Return x with the chosen words hidden: 80 % become [MASK], 10 % any word, 10 % stay."""
     which, other = uniform((seed ^ _STREAM) + 1, (*places.at.shape, 2)).unbind(-1)
     before = x.gather(1, places.at)
     random = words.first + (other * (vocabulary - words.first)).to(x.dtype)
@@ -82,23 +82,23 @@ def hide_words(x: Tensor, places: Places, seed: Tensor, vocabulary: int, words: 
     return x.scatter(1, places.at, torch.where(places.counts > 0, hidden, before))
 
 
-def told_loss(logits: Tensor, told: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens to be told: sum w c ce / max(sum w c, 1), with w (B,) of the texts.
+def guess_loss(logits: Tensor, truth: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the guessed tokens: sum w c ce / max(sum w c, 1), with w (B,) of the texts.
 
-    logits (B, k, V), told (B, k) ids, counts (B, k).
+    logits (B, k, V), truth (B, k) ids, counts (B, k).
     """
-    losses = F.cross_entropy(logits.flatten(0, 1), told.flatten(), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1), truth.flatten(), reduction="none")
     mass = (counts * weight.unsqueeze(1)).flatten()
     return (losses * mass).sum() / mass.sum().clamp_min(1.0)
 
 
 def masked_words(share: float, words: Words, training: Training) -> Pretext:
-    """Masked prediction: every text's hidden words from all that is left of it (Devlin et al. 2019)."""
+    """Guess every text's hidden words from its other words (masked prediction, Devlin et al. 2019)."""
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        told = batch.y.long()
-        places = choose_places(told, local.seed, share, words)
-        return told_loss(output.logits, told.gather(1, places.at), places.counts, batch.weight)
+        truth = batch.y.long()
+        places = choose_places(truth, local.seed, share, words)
+        return guess_loss(output.logits, truth.gather(1, places.at), places.counts, batch.weight)
 
     def read(reader: Reader, weights: Weights, x: Tensor, training: bool, seed: Tensor) -> Tensor:
         places = choose_places(x, seed, share, words)
@@ -114,7 +114,7 @@ def masked_words(share: float, words: Words, training: Training) -> Pretext:
 def masked_tokens(
     share: float, training: Training, *, mask_id: int | None = None, first_word_id: int | None = None
 ) -> Pretext:
-    """Masked prediction of every text's hidden words (Devlin et al. 2019), by the ids of the run's tokenizer."""
+    """Guess every text's hidden words (Devlin et al. 2019) with the ids of the run's tokenizer."""
 
     @cache
     def known(words: Words) -> Pretext:
@@ -123,16 +123,16 @@ def masked_tokens(
     def suited(outlook: Outlook) -> Pretext:
         return known(words_of(outlook, mask_id, first_word_id))
 
-    return replace(known(Words(PAD, PAD)), suited=suited)  # as it is it is never trained
+    return replace(known(Words(PAD, PAD)), suited=suited)  # only the result of `suited` is ever trained
 
 
 def words_of(outlook: Outlook, mask_id: int | None = None, first_word_id: int | None = None) -> Words:
-    """Which ids are words: as given, else as the tokenizer says; refused where they cannot be those of this text."""
+    """Return which ids are words, from the options or the tokenizer; refuse ids that this text cannot have."""
     tokenizer = outlook.tokenizer
     if tokenizer is None:
         if mask_id is None or first_word_id is None:
             raise FedstillError(
-                "masked_lm: these ids have no tokenizer that tells which one is [MASK] and where words begin: "
+                "masked_lm: these ids come without a tokenizer, which would name [MASK] and the first word: "
                 "set data.tokens, or method.mask_id and method.first_word_id"
             )
         size = 0 if outlook.unlabeled is None else int(outlook.unlabeled.max()) + 1
@@ -163,11 +163,11 @@ def _checked(words: Words, size: int) -> Words:
 
 
 def next_words(training: Training) -> Pretext:
-    """Next-token prediction: each token from those before it; padding is not to be told."""
+    """Guess each token from those before it (next-token prediction); padding is not guessed."""
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        told = batch.y[:, 1:].long()
-        return told_loss(output.logits, told, (told != PAD).to(torch.float32), batch.weight)
+        truth = batch.y[:, 1:].long()
+        return guess_loss(output.logits, truth, (truth != PAD).to(torch.float32), batch.weight)
 
     def read(reader: Reader, weights: Weights, x: Tensor, training: bool, seed: Tensor) -> Tensor:
         return reader.tokens(weights, x, causal=True, training=training, seed=seed)[:, :-1]
@@ -179,13 +179,13 @@ def _themselves(x: Tensor) -> Tensor:
     return x
 
 
-Read = Callable[[Reader, Weights, Tensor, bool, Tensor], Tensor]  # -> states (B, k, F) of the places to be told
+Read = Callable[[Reader, Weights, Tensor, bool, Tensor], Tensor]  # -> states (B, k, F) of the places to be guessed
 
 
 def _with_head(states_of: Read, *, largest: int = 0) -> Callable[[Model], Model]:
-    """The run's model up to its tokens, with BERT's head: dense, GELU, LayerNorm, then the embedding itself.
+    """Give the run's model BERT's head above its token states: dense, GELU, LayerNorm, then the embedding itself.
 
-    largest: id that it must know.
+    largest: the largest id that the model must know.
     """
 
     def extend(model: Model) -> Model:
@@ -210,7 +210,7 @@ def _with_head(states_of: Read, *, largest: int = 0) -> Callable[[Model], Model]
         ) -> tuple[Output, Params]:
             drawn = torch.zeros((), dtype=torch.int64, device=x.device) if seed is None else seed
             states = states_of(reader, weights, x, training, drawn)
-            logits = _tell(weights.params, states, weights.params[reader.embedding])
+            logits = _guess(weights.params, states, weights.params[reader.embedding])
             return Output(logits, states[:, 0]), weights.buffers
 
         return replace(model, name=f"{model.name} with a language head", init=init, apply=apply, head=None, tokens=None)
@@ -229,14 +229,14 @@ def _head_params(reader: Reader, seed: Seed) -> Params:
     }
 
 
-def _tell(params: Params, states: Tensor, embedding: Tensor) -> Tensor:
+def _guess(params: Params, states: Tensor, embedding: Tensor) -> Tensor:
     states = F.gelu(F.linear(states, params[f"{HEAD}.dense.weight"], params[f"{HEAD}.dense.bias"]))
     norm = params[f"{HEAD}.norm.weight"], params[f"{HEAD}.norm.bias"]
     return F.linear(F.layer_norm(states, states.shape[-1:], *norm), embedding, params[f"{HEAD}.bias"])
 
 
 def reader_of(model: Model) -> Reader:
-    """What tells tokens apart in a model, found by gradients: ids 1 and 3 move rows 1 and 3 of the embedding alone."""
+    """Find a model's embedding of tokens by gradients: ids 1 and 3 move rows 1 and 3 of the embedding alone."""
     if model.tokens is None:
         raise FedstillError(f"model.name = '{model.name}' has no states of tokens to pre-train: use 'bert'")
     weights, x = model.init(0), torch.tensor([[1, 3, 1]])
