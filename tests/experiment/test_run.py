@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -125,3 +127,15 @@ def test_an_evaluation_without_accuracy_is_told(tmp_path):
     (tmp_path / "mine.py").write_text("def nothing(weights, test, trainer):\n    return {'f1': 0.5}\n")
     with pytest.raises(FedstillError, match="the evaluation gave no 'accuracy'"):
         run(Experiment(rounds=1, cohort=2, model="mlp", evaluate=f"{tmp_path}/mine.py:nothing"))
+
+
+def test_a_picture_that_fails_costs_one_line_and_not_the_result(tmp_path, monkeypatch, caplog):
+    def broken(*given, **how):
+        return {}["no such key"]
+
+    monkeypatch.setattr("fedstill.experiment.run.learning_curves", broken)
+    result = fedstill.run(small(), run_dir=tmp_path / "run")
+    assert len(result.history.rows) == 2
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.match(r"no curves.png: test_a_picture\w+ \(test_run.py, line \d+\): KeyError: 'no such key'$", line)
+    assert (tmp_path / "run" / "partition.png").exists()

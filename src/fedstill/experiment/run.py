@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import threads
 from fedstill.core.types import Federation
 from fedstill.experiment.build import build
@@ -27,11 +26,11 @@ from fedstill.loop.evaluate import label_counts
 from fedstill.loop.federate import Built, federate
 from fedstill.loop.history import Result
 from fedstill.models.mixed import MIXED
+from fedstill.report import draw_all
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
+from fedstill.report.partition import partition_picture
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
-
-_log = logging.getLogger("fedstill.run")
 
 
 def run(
@@ -101,28 +100,19 @@ def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Re
 def draw_pictures(
     experiment: Experiment, federation: Federation, results: dict[str, list[Result]], folder: Path
 ) -> list[Path]:
-    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths.
-
-    Without matplotlib nothing is drawn, and a warning says how to install it.
-    """
-    drawn = [folder / "partition.png", folder / "curves.png"]
-    try:
-        from fedstill.report.partition import partition_picture
-
-        title = f"{federation.train.name}: {federation.partition}"
-        counts = label_counts(federation).numpy()
-        partition_picture(counts, folder / "partition.png", title=title, classes=federation.train.classes)
-        curves, network = _curves(results), describe_model(experiment.model.name, experiment.model.options)
-        trained = f"{title}; {network}" if experiment.model.name == MIXED else title
-        learning_curves(curves, folder / "curves.png", title=trained, target=experiment.target)
-        rows = {method: [result.history.rows for result in runs] for method, runs in results.items()}
-        if any(has_pseudo_labels(history) for histories in rows.values() for history in histories):
-            drawn.append(folder / "pseudo_labels.png")
-            pseudo_label_picture(rows, drawn[-1], title=title, classes=federation.train.classes)
-    except FedstillError as error:
-        _log.warning("no pictures: %s", error)
-        return []
-    return drawn
+    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths."""
+    title, classes = f"{federation.train.name}: {federation.partition}", federation.train.classes
+    network = describe_model(experiment.model.name, experiment.model.options)
+    trained = f"{title}; {network}" if experiment.model.name == MIXED else title
+    rows = {method: [result.history.rows for result in runs] for method, runs in results.items()}
+    counts = label_counts(federation).numpy()
+    pictures: dict[str, Callable[[Path], Any]] = {
+        "partition.png": lambda path: partition_picture(counts, path, title=title, classes=classes),
+        "curves.png": lambda path: learning_curves(_curves(results), path, title=trained, target=experiment.target),
+    }
+    if any(has_pseudo_labels(history) for histories in rows.values() for history in histories):
+        pictures["pseudo_labels.png"] = lambda path: pseudo_label_picture(rows, path, title=title, classes=classes)
+    return draw_all(pictures, folder)
 
 
 def _curves(results: dict[str, list[Result]]) -> dict[str, list[Curve]]:

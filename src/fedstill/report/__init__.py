@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, in_one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_log = logging.getLogger("fedstill.run")
 
 # Okabe & Ito (2008): eight colours that stay apart for colour-blind readers; yellow last (weak on white).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
@@ -37,6 +41,23 @@ def new_figure(width: float, height: float, title: str = "", *, letters: int = T
     if title:
         figure.suptitle(wrapped(title, letters), x=0.01, ha="left", fontsize=size)
     return figure
+
+
+def draw_all(pictures: Mapping[str, Callable[[Path], Any]], folder: Path) -> list[Path]:
+    """Call each function with the path of its picture, and return the paths that were drawn.
+
+    A picture that fails is a warning, because the result of a run is worth more. Each reason is given once.
+    """
+    drawn, reasons = [], set()
+    for name, draw in pictures.items():
+        try:
+            draw(folder / name)
+            drawn.append(folder / name)
+        except Exception as error:
+            if (reason := in_one_line(error)) not in reasons:
+                _log.warning("no %s: %s", name, reason)
+            reasons.add(reason)
+    return drawn
 
 
 def quiet(axes: Axes, grid: str = "y") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.engine.device_data import Feed
 from fedstill.loop.history import Result
 from fedstill.loop.resume import log_to
-from fedstill.report import counted, new_figure, shortened
+from fedstill.report import counted, draw_all, new_figure, shortened
 from fedstill.storage.files import write_whole
 
 COPIES_FILE = "generated.json"
@@ -62,11 +61,11 @@ def show_generated(result: Result, federation: Federation, folder: Path, *, seed
         write_whole(folder / COPIES_FILE, json.dumps(facts, indent=2) + "\n")
         if is_pictured(train):
             title = f"{result.method} on {train.name}, round {len(rows)}"
-            try:
-                generated_picture(samples, train, folder / SAMPLES_PICTURE, title=title)
-                closest_picture(copies, train, folder / PAIRS_PICTURE, title=title)
-            except FedstillError as error:
-                _log.warning("no pictures of generated samples: %s", error)
+            pictures: dict[str, Callable[[Path], Path]] = {
+                SAMPLES_PICTURE: lambda path: generated_picture(samples, train, path, title=title),
+                PAIRS_PICTURE: lambda path: closest_picture(copies, train, path, title=title),
+            }
+            draw_all(pictures, folder)
         return replace(result, generated=facts)
 
 
