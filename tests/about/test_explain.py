@@ -8,10 +8,12 @@ import torch
 from fedstill.about.explain import explain, read_docstring, traffic
 from fedstill.cli.info import explain_text
 from fedstill.compose.combine import combine
-from fedstill.core.types import Need, Objective
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Need, Objective, ServerStep
 from fedstill.local.terms import cross_entropy
 from fedstill.methods import METHODS
 from fedstill.methods.lookup import build_method
+from fedstill.server.aggregate import AGGREGATES, median
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -129,3 +131,20 @@ def test_an_aggregate_is_explained_alone_and_as_a_part_of_a_method():
     assert [part["part"] for part in explain("fedlmd+median")["parts"]][-1] == "median"
     parts = explain("scaffold+krum")["parts"]
     assert [part["part"] for part in parts if part["where"] == "server"] == ["krum", "update_control"]
+
+
+def test_beside_a_method_an_aggregate_is_explained_too(monkeypatch):
+    def midmean() -> ServerStep:
+        """w = the mean of the middle half."""
+        return dataclasses.replace(median(), name="midmean")
+
+    monkeypatch.setitem(AGGREGATES, "midmean", midmean)
+    facts = explain("fedavg+midmean")
+    assert "FedAvg: clients train" in facts["equation"]
+    assert facts["equation"].endswith("w = the mean of the middle half.")
+    assert "midmean" not in facts["differs_from_the_paper"]
+
+
+def test_an_unknown_part_is_told_with_aggregates_among_the_names():
+    with pytest.raises(FedstillError, match=r"'medain' is unknown: did you mean 'median'\?"):
+        explain("fedavg+medain")

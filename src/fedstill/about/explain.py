@@ -47,23 +47,25 @@ def explain(name: str) -> dict[str, Any]:
 
     Of methods that run together or in turn it holds the traffic, parts and needs of all, and each one's equation.
     """
-    every = {part.name: part for stretch in parse(name) for part in stretch.parts}
-    named = {key: part for key, part in every.items() if key not in AGGREGATES}
-    phases = build_method(name if named else f"fedavg+{name}")
+    named = {part.name: part for stretch in parse(name) for part in stretch.parts}
+    phases = build_method(f"fedavg+{name}" if named.keys() <= AGGREGATES.keys() else name)
     methods = [phase.method for phase in phases]
     flows = [traffic(method) for method in methods]
     if len(named) > 1:
         each = {part.name: explain(write(part.name, part.options)) for part in named.values()}
         options = [(key, option) for key, facts in each.items() for option in facts["options"]]
         words = {
-            "summary": f"{name}: {'several methods in turn' if len(methods) > 1 else 'methods that run together'}.",
-            "body": "\n\n".join(f"{facts['summary']}\n\n{facts['equation']}" for facts in each.values()),
+            "summary": f"{name}: {'several methods in turn' if len(methods) > 1 else 'parts that run together'}.",
+            "body": "\n\n".join(facts[key] for facts in each.values() for key in ("summary", "equation") if facts[key]),
             "options": [{**option, "name": f"{key}({option['name']})"} for key, option in options],
-            "Differs from the paper": " ".join(f"{k}: {facts['differs_from_the_paper']}" for k, facts in each.items()),
-            "Reference": " ".join(facts["reference"] for facts in each.values()),
+            "Differs from the paper": " ".join(
+                f"{key}: {told}" for key, facts in each.items() if (told := facts["differs_from_the_paper"])
+            ),
+            "Reference": " ".join(facts["reference"] for facts in each.values()).strip(),
         }
     else:
-        factory = find("method", next(iter(named))) if named else AGGREGATES[next(iter(every))]
+        (only,) = named
+        factory = AGGREGATES[only] if only in AGGREGATES else find("method", only)
         words = {**read_docstring(factory), "options": _options(factory)}
     return {
         "method": name,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedstill.about.doctor import Check, is_healthy
 from fedstill.about.explain import first_line
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
+from fedstill.engine import ENGINES
+from fedstill.loop.evaluate import EVALUATIONS, METRICS
 from fedstill.methods.options import defaults, find, parameters, registry
 
 KINDS = {"methods": "method", "aggregates": "aggregate", "partitions": "partition", "models": "model"}
@@ -19,8 +22,17 @@ def listing(what: str) -> list[dict[str, Any]]:
     """Return everything of a kind by name, with one line on each and its own keys."""
     if what == "datasets":
         return [entry._asdict() for entry in describe_datasets()]
+    measures = {name: metric.of or _noted for name, metric in METRICS.items()}
+    without_keys: dict[str, Mapping[str, Callable[..., Any]]] = {
+        "engines": ENGINES,
+        "evaluations": EVALUATIONS,
+        "metrics": measures,
+    }
+    if what in without_keys:
+        entries = without_keys[what].items()
+        return [{"name": name, "summary": first_line(function), "options": {}} for name, function in entries]
     if what not in KINDS:
-        raise FedstillError(f"list '{what}' is unknown: {suggest(what, [*KINDS, 'datasets'])}")
+        raise FedstillError(f"list '{what}' is unknown: {suggest(what, [*KINDS, *without_keys, 'datasets'])}")
     kind = KINDS[what]
     return [
         {
@@ -32,13 +44,17 @@ def listing(what: str) -> list[dict[str, Any]]:
     ]
 
 
+def _noted() -> None:
+    """The loop itself notes it."""
+
+
 def list_text(entries: list[dict[str, Any]]) -> str:
     """Write names in a column, and own keys with their defaults under the name they belong to."""
     indent = 2 + max(len(entry["name"]) for entry in entries)
     lines: list[str] = []
     for entry in entries:
         head = entry["name"]
-        for text in filter(None, (entry["summary"], _details(entry))):
+        for text in filter(None, (entry["summary"] or "(without a docstring)", _details(entry))):
             wide, below = max(_width(), indent + 30), " " * indent
             lines += textwrap.wrap(text, wide, initial_indent=head.ljust(indent), subsequent_indent=below)
             head = ""

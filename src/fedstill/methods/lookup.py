@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.compose.join import join
+from fedstill.core.author_mistakes import name_of
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.types import Method, Phase
+from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.methods.options import NONE, check, find
 from fedstill.server.aggregate import AGGREGATES, BufferPolicy, with_buffers
 from fedstill.storage import toml as toml_io
@@ -87,6 +88,8 @@ def _build(parts: Sequence[Part], aggregate: Part | None, buffers: BufferPolicy)
         raise FedstillError(f"{alone} makes one model from the cohort's: write a method beside it, e.g. fedavg+{alone}")
     chosen = named[0] if named else aggregate
     step = None if chosen is None else AGGREGATES[chosen.name](**chosen.options)
+    if step is not None and not isinstance(step, ServerStep):
+        raise FedstillError(f"{name_of(AGGREGATES[chosen.name])} returned a {type(step).__name__}: return an Aggregate")
     method = join({part.name: _method(part) for part in parts}, step)
     return replace(method, aggregate=with_buffers(method.aggregate, buffers))
 
@@ -95,7 +98,12 @@ def _method(part: Part) -> Method:
     method = find("method", part.name)(**check("method", part.name, part.options))
     if not isinstance(method, Method):
         wrong = f"{part.name} returned a {type(method).__name__}"
-        raise FedstillError(f"{wrong}: a method is a function that returns a Method")
+        cure = (
+            f": return Method(cross_entropy(), {part.name.rpartition(':')[2]}())"
+            if isinstance(method, ServerStep)
+            else ""
+        )
+        raise FedstillError(f"{wrong}: a method is a function that returns a Method{cure}")
     return method
 
 

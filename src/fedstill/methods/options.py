@@ -57,6 +57,8 @@ def find(kind: str, name: str) -> Callable[..., Any]:
 
         return own_function(name, _NAME_KEY[kind])
     hint = " (your own: FILE.py:function)" if kind in ("method", "model") else ""
+    if kind == "method":  # an aggregate may stand beside a method: fedavg+median
+        known = {**known, **registry("aggregate")}
     raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}{hint}")
 
 
