@@ -1,5 +1,6 @@
 """Every mistake is one line on stderr that names its place and a cure, exit code 2, no traceback, nothing on stdout."""
 
+import json
 import subprocess
 import sys
 
@@ -9,6 +10,9 @@ from quick import first_quick
 from typer.testing import CliRunner
 
 from fedstill.cli import app
+from fedstill.engine import ENGINES
+from fedstill.loop.evaluate import EVALUATIONS, METRICS
+from fedstill.models import MODELS
 
 BASE = """
 name = "small"
@@ -217,3 +221,26 @@ def test_the_installed_command_does_the_same(tmp_path, arguments):
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "names"), [("engines", ENGINES), ("metrics", METRICS), ("evaluations", EVALUATIONS), ("models", MODELS)]
+)
+def test_list_names_everything_in_a_registry_with_a_line_on_each(what, names):
+    answer = json.loads(CliRunner().invoke(app, ["list", what, "--format", "json"]).stdout)
+    assert set(names) <= {entry["name"] for entry in answer}
+    assert all(entry["summary"] for entry in answer)
+
+
+def test_an_error_in_a_file_of_ones_own_is_one_line_with_its_place(base):
+    (base / "mine.py").write_text("def measure(weights, test, trainer):\n    return weights.nothing\n")
+    outcome = CliRunner().invoke(app, ["run", "base.toml", "--set", "evaluate=mine.py:measure"])
+    assert outcome.exit_code == 2
+    last = outcome.stderr.splitlines()[-1]
+    assert last == "fedstill: measure (mine.py, line 2): AttributeError: 'Weights' object has no attribute 'nothing'"
+
+
+def test_an_error_of_fedstill_itself_keeps_its_traceback(base, monkeypatch):
+    monkeypatch.setattr("fedstill.cli.info.listing", {}.__getitem__)
+    with pytest.raises(KeyError):
+        CliRunner().invoke(app, ["list", "models"], catch_exceptions=False)

@@ -16,7 +16,7 @@ from fedstill.cli import app
 from fedstill.compose.combine import weighted_mean
 from fedstill.compose.wrappers import every, report_only, rollback
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Output, Stage
+from fedstill.core.types import Aggregate, Output, Stage, Weights
 from fedstill.local import cross_entropy, start_model
 from fedstill.server import average
 
@@ -105,6 +105,33 @@ def test_so_it_is_where_it_stands_alone_or_is_only_reported():
 def test_other_things_that_a_server_step_cannot_return_are_told_in_words(returned, told):
     step = ServerStep("odd", lambda candidate, state, round: returned(candidate, state))
     with pytest.raises(FedstillError, match=told):
+        federate(Method(cross_entropy(), average(), (step,)))
+
+
+def stacked_aggregate(change):
+    def apply(candidate, state, round):
+        params, buffers = round.uploads.weights
+        return Weights({name: change(leaf) for name, leaf in params.items()}, buffers), state
+
+    return Aggregate("odd", apply)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda leaf: leaf, r"is \(3, 8, 4\) torch.float32, and must be \(8, 4\) .*: reduce the first dimension"),
+        (lambda leaf: leaf.mean(0).double(), r"is \(8, 4\) torch.float64, and must be \(8, 4\) torch.float32$"),
+        (lambda leaf: 0.0, r"is \(\) None, and must be"),
+    ],
+)
+def test_an_aggregate_that_makes_another_form_of_model_is_named_with_the_tensor(change, told):
+    with pytest.raises(FedstillError, match=rf"server step stacked_aggregate {HERE} returned another form .*{told}"):
+        federate(Method(cross_entropy(), stacked_aggregate(change)))
+
+
+def test_a_candidate_without_all_tensors_is_named():
+    step = ServerStep("odd", lambda candidate, state, round: (Weights({}, candidate.buffers), state))
+    with pytest.raises(FedstillError, match=r"its params must be a dict with the names of round.start.params"):
         federate(Method(cross_entropy(), average(), (step,)))
 
 

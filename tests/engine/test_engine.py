@@ -30,7 +30,7 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, flatten
 from fedstill.core.types import Training, Traits
-from fedstill.engine import ENGINES, PRECISIONS, _stacked, build_engine, choose_device
+from fedstill.engine import ENGINES, PRECISIONS, _stacked, build_engine, build_engines, choose_device
 from fedstill.engine.engine import FEEDS
 from fedstill.engine.plan import make_plan
 from fedstill.local.distillation import plain_distillation
@@ -466,3 +466,28 @@ def test_augmenting_what_are_no_images_is_refused_before_training():
         train(engine_for("auto"), Training(augment=("crop",)))
     with pytest.raises(FedstillError, match=r"unknown augmentation 'crops'"):
         train(engine_for("looped", "cnn"), Training(augment=("crops",)))
+
+
+class Deaf:
+    def __init__(self, model, federation):
+        pass
+
+
+class Idle:
+    name = "idle"
+
+    def __init__(self, device, **options):
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        (Deaf, r"Deaf \(test_engine.py, line \d+\) cannot be called as an engine, \(device, \*\*options\): "),
+        (Idle, r"Idle \(test_engine.py, line \d+\) makes no engine: its Idle has no train$"),
+        (lambda device, **options: None, "its NoneType has no name and no device and no train"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_or_cannot_train_is_told_with_its_line(engine, told):
+    with pytest.raises(FedstillError, match=told):
+        build_engines(engine, "cpu", model=None, federation=None)

@@ -138,5 +138,7 @@ def test_forgetting_is_never_negative_and_zero_at_a_peak(series):
 def test_a_metric_that_gives_several_numbers_is_named(monkeypatch):
     monkeypatch.setitem(METRICS, "each", Metric(lambda answers: answers.correct))
     federation = federation_of([[0, 1]], [0, 1], 2)
-    with pytest.raises(FedstillError, match=r"the metric 'each' gave numbers of shape \(2,\)"):
+    with pytest.raises(
+        FedstillError, match=r"the metric 'each', .*test_evaluate.py, line .* gave numbers of shape \(2,\)"
+    ):
         global_test(None, make_test_set(federation, "cpu"), Oracle(np.eye(2)))

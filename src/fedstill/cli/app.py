@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError, in_one_line, own_place, suggest
 
 
 class Format(StrEnum):
@@ -33,9 +33,9 @@ class OneLineErrors(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
-        except FedstillError as error:
-            fail(str(error))
         except Exception as error:
+            if isinstance(error, FedstillError) or own_place(error):  # a file of the user, such as FILE.py:function
+                fail(in_one_line(error))
             # typer brings its own copy of click since 0.20 or so: both kinds of usage error have this method.
             if not hasattr(error, "format_message"):
                 raise
@@ -221,7 +221,10 @@ app.command()(bench)
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="methods, aggregates, datasets, partitions or models.")],
+    what: Annotated[
+        str,
+        typer.Argument(metavar="WHAT", help="methods, aggregates, partitions, models, datasets, engines, metrics ..."),
+    ],
     format_: AsFormat = Format.text,
 ) -> None:
     """List what can be named in an experiment file."""

@@ -96,8 +96,8 @@ def bound_to(method: Method, model: Model) -> Method:
 
 
 def run_step(step: ServerStep, candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-    """What a server step makes of a candidate; one that returns something else is named."""
-    return model_and_state(step, step.apply(candidate, state, round))
+    """Return the candidate and the state that a server step makes; a step that returns anything else is named."""
+    return model_and_state(step, candidate, step.apply(candidate, state, round))
 
 
 def first_state(method: Method, weights: Weights) -> Tree:

@@ -1,9 +1,9 @@
-"""Typical mistakes in a method of one's own, told with the part that made them and what to write instead."""
+"""Mistakes in the code of an extension: each becomes one line that names the part, the file and the cure."""
 
 from __future__ import annotations
 
+import inspect
 import re
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, own_place
 from fedstill.core.types import Local, Need, Objective, ServerStep, Tree, Weights
 
 _MAY_BE_ASKED = frozenset({torch.isnan, Tensor.isnan, Tensor.__repr__})  # whether they are there
@@ -61,12 +61,22 @@ def hide_undeclared(local: Local, needs: frozenset[Need]) -> Local:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The part that made a function, and where it is written: 'my_term (mine.py, line 12)'."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return type(function).__name__
-    made_by = function.__qualname__.partition(".<locals>")[0]
-    return f"{made_by} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+    """The part that made a function or class, and where it is written: 'my_term (mine.py, line 12)'."""
+    code = getattr(function.__init__ if inspect.isclass(function) else function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__).partition(".<locals>")[0]
+    return f"{name} ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else name
+
+
+def call(function: Callable[..., Any], what: str, /, *given: Any, **options: Any) -> Any:
+    """Return the value of a function that an author wrote; one that does not take these arguments is refused.
+
+    what: the function's duty and its signature, for the message.
+    """
+    try:
+        inspect.signature(function).bind(*given, **options)
+    except TypeError as error:
+        raise FedstillError(f"{name_of(function)} cannot be called as {what}: {error}") from None
+    return function(*given, **options)
 
 
 def one_number(term: Objective, found: Tensor) -> Tensor:
@@ -80,17 +90,37 @@ def one_number(term: Objective, found: Tensor) -> Tensor:
     )
 
 
-def model_and_state(step: ServerStep, found: tuple[Weights, Tree]) -> tuple[Weights, Tree]:
-    """What a server step returned, which must be (candidate, state). Weights are a pair too, and would unpack."""
+def model_and_state(step: ServerStep, before: Weights, found: tuple[Weights, Tree]) -> tuple[Weights, Tree]:
+    """Return the (candidate, state) of a server step. The new candidate must have the form of the one before it.
+
+    Weights are a pair too, and would unpack.
+    """
+    who = f"the server step {name_of(step.apply)} returned"
     if not isinstance(found, Weights) and isinstance(found, tuple) and len(found) == 2:
         candidate, state = found
         if isinstance(candidate, Weights) and isinstance(state, Mapping):
+            if fault := _other_form(candidate, before):
+                raise FedstillError(f"{who} another form of model: {fault}")
             return found
     what = "nothing" if found is None else _in_words(found)
     raise FedstillError(
-        f"the server step {name_of(step.apply)} returned {what}: return two things, (candidate, state): "
+        f"{who} {what}: return two things, (candidate, state): "
         "Weights, and the state as a dict (the one it was given, if it keeps nothing)"
     )
+
+
+def _other_form(made: Weights, wanted: Weights) -> str:
+    """The first difference between two models in names, shapes and dtypes, with its cure; empty where there is none."""
+    for kind, tensors, expected in zip(Weights._fields, made, wanted, strict=True):
+        if not isinstance(tensors, Mapping) or tensors.keys() != expected.keys():
+            return f"its {kind} must be a dict with the names of round.start.{kind}"
+        for name, leaf in expected.items():
+            shape, dtype = tuple(getattr(tensors[name], "shape", ())), getattr(tensors[name], "dtype", None)
+            if (shape, dtype) != (leaf.shape, leaf.dtype):
+                stacked = len(shape) == leaf.ndim + 1 and shape[1:] == leaf.shape
+                cure = ": reduce the first dimension, which is the client, e.g. with leaf.mean(0)" if stacked else ""
+                return f"its {name} is {shape} {dtype}, and must be {tuple(leaf.shape)} {leaf.dtype}{cure}"
+    return ""
 
 
 def _in_words(found: Any) -> str:
@@ -143,13 +173,12 @@ def why_not_under_vmap(message: str) -> tuple[str, str] | None:
     return None
 
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _RULES = "see 'Rules for the code of a term' in docs/adding-a-method.md"
 
 
 def tell_mistake(error: Exception) -> None:
     """Raise what a user can act on, if the error comes from code outside of the library and a rule names it."""
-    place = _own_place(error)
+    place = own_place(error)
     if isinstance(error, UndeclaredInput):
         raise FedstillError(f"{place}: {error}" if place else str(error)) from error
     if place is None or isinstance(error, FedstillError):
@@ -160,13 +189,3 @@ def tell_mistake(error: Exception) -> None:
             f"{place} {does}, and so cannot run for many clients at once: {instead}, "
             f"or set engine.name = 'looped' ({_RULES})"
         ) from error
-
-
-def _own_place(error: Exception) -> str | None:
-    """The innermost line of the first file that is neither the library's nor PyTorch's."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    own = [(frame.f_code, line) for frame, line in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)]
-    if not own:
-        return None
-    code, line = next(one for one in reversed(own) if one[0].co_filename == own[0][0].co_filename)
-    return f"{code.co_qualname.partition('.<locals>')[0]} ({Path(code.co_filename).name}, line {line})"

@@ -7,11 +7,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from fedstill.core.author_mistakes import call, name_of
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.types import Federation, Model
@@ -114,12 +114,23 @@ def build_engine(
     return engine if model.groups is None else MixedEngine(model, {name_first: engine, **lent})
 
 
+def auto(device: str = "auto", **options: Any) -> CohortEngine:
+    """batched or looped, as device and model suit."""
+    return build_engine("auto", device, **options)
+
+
+def batched(device: str = "auto", **options: Any) -> CohortEngine:
+    """All clients of a cohort at once, as one stack of models."""
+    return build_engine("batched", device, **options)
+
+
+def looped(device: str = "auto", **options: Any) -> CohortEngine:
+    """Client by client."""
+    return build_engine("looped", device, **options)
+
+
 # Who can train cohorts, by the name that engine.name takes. Each is called as `build_engine` is, without the name.
-ENGINES: dict[str, Callable[..., CohortEngine]] = {
-    "auto": partial(build_engine, "auto"),
-    "batched": partial(build_engine, "batched"),
-    "looped": partial(build_engine, "looped"),
-}
+ENGINES: dict[str, Callable[..., CohortEngine]] = {"auto": auto, "batched": batched, "looped": looped}
 
 
 class Engines(NamedTuple):
@@ -130,14 +141,24 @@ class Engines(NamedTuple):
 
 
 def build_engines(
-    engine: str | CohortEngine = "auto", device: str = "auto", *, model: Model, federation: Federation, **options: Any
+    engine: str | Callable[..., CohortEngine] | CohortEngine = "auto",
+    device: str = "auto",
+    *,
+    model: Model,
+    federation: Federation,
+    **options: Any,
 ) -> Engines:
     """Both engines of a run; they are one object where the cohort's can also do the server's work.
 
-    engine: a registered name, or an engine that is built already. options: see `build_engine`.
+    engine: a registered name, a function or class that is called as `build_engine` is, or an engine that is built
+    already. options: see `build_engine`.
     """
     how: dict[str, Any] = {"model": model, "federation": federation, **options}
-    cohort = ENGINES[check_engine(engine)](device, **how) if isinstance(engine, str) else engine
+    make = ENGINES[check_engine(engine)] if isinstance(engine, str) else engine
+    cohort = call(make, "an engine, (device, **options)", device, **how) if callable(make) else make
+    if missing := [key for key in ("name", "device", "train") if not hasattr(cohort, key)]:
+        who = name_of(make) if callable(make) else type(cohort).__name__
+        raise FedstillError(f"{who} makes no engine: its {type(cohort).__name__} has no {' and no '.join(missing)}")
     if hasattr(cohort, "outputs"):
         return Engines(cohort, cast(Trainer, cohort))
     return Engines(cohort, build_engine("auto", str(cohort.device), **how))

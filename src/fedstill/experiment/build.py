@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.core.author_mistakes import call, name_of
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation
@@ -31,7 +32,7 @@ from fedstill.experiment.overrides import describe_partition
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
 from fedstill.methods.lookup import aggregate_part, build_phases, label, own_function
-from fedstill.methods.options import find
+from fedstill.methods.options import find, parameters
 from fedstill.partition import SHARES_ROWS
 from fedstill.partition.common import cached_parts
 from fedstill.storage.cache import Cache
@@ -97,9 +98,19 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
     scheme, seed = find("partition", partition.scheme), seed_for(experiment.seed, "partition")
     drawn_from = None if options.get("legacy_seed") is not None else int(seed)
     identity = {"scheme": partition.scheme, "clients": partition.clients, "seed": drawn_from, **partition.options}
-    if "keys" in options:
-        return list(scheme(labels, partition.clients, seed=seed, **options))
-    return cached_parts(lambda: scheme(labels, partition.clients, seed=seed, **options), labels, identity)
+
+    def draw() -> list[np.ndarray]:
+        parts = call(scheme, "a partition, (labels, clients, *, seed)", labels, partition.clients, seed=seed, **options)
+        fault = ""
+        if not isinstance(parts, (list, tuple)) or any(np.ndim(part) != 1 for part in parts):
+            fault = f"a {type(parts).__name__}, not a list with one array of row numbers for each client"
+        elif len(parts) != partition.clients and "min_size" not in parameters("partition", partition.scheme):
+            fault = f"{len(parts)} clients instead of {partition.clients} (only an option min_size may leave some out)"
+        if fault:
+            raise FedstillError(f"partition.scheme = '{partition.scheme}': {name_of(scheme)} returned {fault}")
+        return list(parts)
+
+    return draw() if "keys" in options else cached_parts(draw, labels, identity)
 
 
 def build(experiment: Experiment, federation: Federation | None = None) -> Built:
@@ -131,13 +142,13 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
 
 def _engines(name: str, device: str, **how: Any) -> Engines:
     """Make the engines of a run; FILE.py:function names a user's engine, which is called as the ENGINES are."""
-    return build_engines(own_function(name, "engine.name")(device, **how) if ":" in name else name, device, **how)
+    return build_engines(own_function(name, "engine.name") if ":" in name else name, device, **how)
 
 
 def _evaluation(name: str) -> Evaluate:
     """Return the registered function that measures a model, or the user's function that FILE.py:function names."""
     if ":" in name:
-        return own_function(name, "evaluate")
+        return partial(call, own_function(name, "evaluate"), "an evaluation, (weights, test, trainer)")
     if name not in EVALUATIONS:
         raise FedstillError(
             f"evaluate = '{name}' is unknown: {suggest(name, EVALUATIONS)} (your own: FILE.py:function)"

@@ -17,6 +17,7 @@ from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import bytes_received, bytes_sent, only
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import carry_over, method_at
+from fedstill.core.author_mistakes import name_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import Sampling, draw_cohort, seed_for
@@ -120,6 +121,8 @@ def play_round(task: Task, state: State, store: ClientStore) -> Played:
     if len(ids):
         work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
         trained = task.engine.train(work, ids, store.read(ids))
+        if not isinstance(trained, Trained):
+            raise FedstillError(f"{name_of(task.engine.train)} returned a {type(trained).__name__}, not a Trained")
         uploads = _transmit(task, trained.uploads, start, ids, number)
         row["bytes_up"] = _bytes_up(task, uploads)
         admitted = _admit(task, uploads, start, number)
@@ -312,7 +315,7 @@ def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarra
 def look_at(task: Task, state: State, row: Row) -> State:
     """Write an evaluation into `row`; the state that comes back keeps the best model."""
     weights, earlier = reported(task, state), state.history.evaluated
-    row.update(plain(task.evaluate(weights, task.test, task.trainer)))
+    row.update(plain(task.evaluate(weights, task.test, task.trainer) or {}))
     if row.get("accuracy") is None:
         raise FedstillError(
             "the evaluation gave no 'accuracy': its result needs that key, because the best model goes by it"

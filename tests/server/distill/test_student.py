@@ -6,6 +6,7 @@ import torch
 from by_hand import blobs, linear, linear_model, local_view, number, round_of, scalar, uploads_of
 from papers import released
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import Fitted
 from fedstill.core.types import Batch, Output, Targets, Training, Weights
 from fedstill.server.distill.student import Snapshots, Student, divergence, learner, shown, soft_target_loss
@@ -201,3 +202,13 @@ def test_statistics_are_taken_anew_for_the_model_that_is_kept_over_all_unlabeled
     assert float(learnt.params["w"]) == 2.5
     assert int(learnt.buffers["seen"]) == len(round.unlabeled)
     assert float(learnt.buffers["by"]) == 2.5
+
+
+def test_a_training_in_the_place_of_a_student_is_told():
+    with pytest.raises(FedstillError, match=r"student is a Training: give a Student, e.g. Student\(steps=500\)"):
+        learner(TRAINING)
+
+
+def test_a_value_outside_its_limits_is_told_as_the_students_and_not_as_the_clients():
+    with pytest.raises(FedstillError, match=r"method.student.lr = -1.0: input should be greater than 0"):
+        learner(Student(lr=-1.0))

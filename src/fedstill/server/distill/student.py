@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedstill.compose.combine import weighted_mean
 from fedstill.core.errors import FedstillError
-from fedstill.core.limits import Count, CountOrNone, Positive, Temperature
+from fedstill.core.limits import Count, CountOrNone, Positive, Temperature, check_limits
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, full_precision, tree_map
@@ -95,7 +95,8 @@ class Student(Training):
         return frozenset(looks | ({Need.FEATURES, Need.HEAD} if self.part == "head" else set()))
 
     def check(self) -> None:
-        """Refuse settings that exclude each other."""
+        """Refuse settings outside their limits, and settings that exclude each other."""
+        check_limits("method.student", self)
         if self.keep_optimizer and (self.patience is not None or self.average_after is not None):
             told = "method.student.keep_optimizer has no use with patience or average_after"
             raise FedstillError(f"{told}: set one of them back")
@@ -128,6 +129,10 @@ def keep_learning(student: Student, *, hard: bool = False, loss: Loss = soft_tar
 
     The memory stays empty unless the training keeps its optimiser. The objective is made once, for the engine.
     """
+    if not isinstance(student, Student):
+        raise FedstillError(
+            f"the server's student is a {type(student).__name__}: give a Student, e.g. Student(steps=500)"
+        )
     student.check()
     objective, usual = loss(student.temperature), student.training
 
