@@ -75,7 +75,7 @@ def test_predict_of_a_run_that_its_budget_ended_proposes_no_resuming(fedstill, t
     ("settings", "told"),
     [
         (["method.name=fedavg", "privacy.epsilon=1"], "privacy.epsilon = 1"),
-        (["privacy.epsilon=0.1"], "the first round alone takes more"),
+        (["privacy.epsilon=0.1"], "too small for the first round alone"),
         (["privacy.epsilon=0"], "privacy.epsilon"),
         (["privacy.delta=1"], "privacy.delta"),
         (["privacy.delta=0.5"], "privacy.delta = 0.5: to publish one client of 2 outright would keep that"),

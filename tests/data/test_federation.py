@@ -317,7 +317,7 @@ def test_mistakes_teach(tmp_path: Path, source: Source) -> None:
     )
     assert "the server has no unlabeled set" in fails(scale_inputs, task(), torch.zeros(0, 3), "unlabeled")
     assert fails(scale_inputs, task(), torch.zeros(4, 2), "unlabeled") == (
-        "data.scale = 'unlabeled': unlabeled samples are (2,) torch.float32, the task's are (3,) torch.float32; give "
+        "data.scale = 'unlabeled': samples are (2,) torch.float32, the task's are (3,) torch.float32; give "
         "samples of the same kind, or data.scale = 'none'"
     )
     assert "are (3,) torch.uint8" in fails(scale_inputs, task(), torch.zeros(4, 3, dtype=torch.uint8), "unlabeled")

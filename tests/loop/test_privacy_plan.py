@@ -119,7 +119,7 @@ def test_what_is_sent_before_the_first_round_counts_too():
 
 
 def test_if_that_alone_exceeds_the_budget_nothing_is_sent_at_all(tmp_path):
-    with pytest.raises(FedstillError, match="what is sent before the first round alone takes more"):
+    with pytest.raises(FedstillError, match="too small for the messages before the first round alone"):
         run(asks(SCORES), privacy=Privacy(epsilon=0.5, unit="sample"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -142,7 +142,7 @@ def test_a_question_without_noise_is_not_asked_under_a_budget_and_voids_the_clai
     assert heard == [0, 1, 2, 3] * (len(names) - 1)
     made = run(asks(*releases, names=names), rounds=2).privacy
     assert made.claims == ()
-    assert "what clients answer before the first round" in made.text()
+    assert "the clients' answers before the first round" in made.text()
 
 
 def test_clients_of_two_architectures_may_be_asked_for_one_release_in_turn():
@@ -219,7 +219,7 @@ def test_a_quorum_of_one_upload_is_none():
     ("method", "privacy", "told"),
     [
         (fedavg(), {}, "this method makes no such claim"),
-        (QUIET, {"epsilon": 0.1}, "the first round alone takes more"),
+        (QUIET, {"epsilon": 0.1}, "too small for the first round alone"),
         (
             dp_fedavg(),
             {"against": "server"},
@@ -596,7 +596,7 @@ def test_a_budget_for_the_counts_alone_does_not_shrink_with_the_rounds():
     part = {"unit": "sample", "partial": True}
     enough, short = (dataclasses.replace(DP, epsilon=epsilon, **part) for epsilon in (2.001, 1.9))
     assert len(run_pairs(counter([]), privacy=enough).history.rows) == 6
-    with pytest.raises(FedstillError, match="what is sent before the first round alone takes more"):
+    with pytest.raises(FedstillError, match="too small for the messages before the first round alone"):
         run_pairs(counter([]), privacy=short)
 
 

@@ -274,7 +274,7 @@ def test_a_delta_that_dp_accounting_does_not_resolve_is_counted_without_sampling
     """It said inf; at 1e-14, of 10,000 rounds, 0.3 % less than the truth."""
     made = sampled(2.0, delta, visits=4)
     assert made.claim("client", "public").epsilon == pytest.approx(epsilon_of(delta, 1.0))  # of four rounds, not six
-    note = f"dp-accounting does not resolve delta = {delta:g} (only from 1e-10 on): what Poisson sampling is worth is"
+    note = f"dp-accounting does not resolve delta = {delta:g} (only from 1e-10 on): the effect of Poisson sampling is"
     assert note in made.text()
     assert not any("its own coin" in line for line in made.assumptions)
     assert any("at most 4 of 6 rounds" in line for line in made.assumptions)

@@ -64,8 +64,8 @@ def test_a_client_level_claim_is_one_for_each_sample_and_not_the_other_way_round
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"sealed": True, "individual": True}, "no function of the noisy average"),
-        ({"sealed": False}, "nothing keeps the server's other steps from what came without noise"),
+        ({"sealed": True, "individual": True}, "not from the noisy average alone"),
+        ({"sealed": False}, "nothing keeps the server's other steps from the uploads without noise"),
     ],
 )
 def test_a_trusted_servers_noise_is_void_when_its_steps_look_past_it(facts, why):
@@ -95,7 +95,7 @@ def test_one_thing_that_leaves_without_noise_voids_the_rounds_since_it_steers_th
 
 def test_a_question_that_was_answered_without_a_release_voids_the_rounds():
     assert of(plain(LOCAL, asks=True)).claims == ()
-    assert "what clients answer before the first round" in of(plain(LOCAL, asks=True)).text()
+    assert "the clients' answers before the first round" in of(plain(LOCAL, asks=True)).text()
 
 
 def test_scores_of_a_first_preparation_are_claimed_alone_while_models_leave_as_they_are():

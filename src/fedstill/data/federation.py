@@ -1,4 +1,4 @@
-"""A Source, scaled, and the rows of each client become a Federation."""
+"""Make a Federation from a source and the rows of each client, and choose how inputs are scaled."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def make_federation(
     partition: str = "",
     shared_rows: bool = False,
 ) -> Federation:
-    """Client k owns the train rows parts[k]; no row has two owners unless `shared_rows` (D2C-FL's partitions).
+    """Make the federation in which client k owns the train rows parts[k].
 
     unlabeled, validation: samples that the server holds, validation with labels. Rows of a tensor are named by number.
+    shared_rows: a row may have several owners (D2C-FL's partitions).
     A client may be empty (some papers' procedures leave such clients): it is never drawn into a cohort.
     """
     sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
@@ -52,14 +53,10 @@ def make_federation(
         )
     if isinstance(unlabeled, Tensor):
         unlabeled = Unlabeled(unlabeled, tuple(str(row) for row in range(len(unlabeled))))
-    given = {"data.unlabeled": unlabeled and unlabeled.x, "data.validation": validation and validation[0]}
-    wanted = source.train.x
-    for key, x in given.items():
-        if x is not None and (x.shape[1:] != wanted.shape[1:] or x.dtype != wanted.dtype):
-            raise FedstillError(
-                f"{key}: samples are {tuple(x.shape[1:])} {x.dtype}, "
-                f"the task's are {tuple(wanted.shape[1:])} {wanted.dtype}"
-            )
+    if unlabeled is not None:
+        _check_form("data.unlabeled", unlabeled.x, source)
+    if validation is not None:
+        _check_form("data.validation", validation[0], source)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     data = source.train
     published = is_embedded(source.origin) or (data.mean, data.std) == published_statistics(data.name)
@@ -79,6 +76,14 @@ def make_federation(
     )
 
 
+def _check_form(key: str, x: Tensor, source: Source, *, cure: str = "") -> None:
+    """Refuse samples of another shape or type than the task's."""
+    task = source.train.x
+    if x.shape[1:] != task.shape[1:] or x.dtype != task.dtype:
+        form = f"{tuple(x.shape[1:])} {x.dtype}, the task's are {tuple(task.shape[1:])} {task.dtype}"
+        raise FedstillError(f"{key}: samples are {form}{cure}")
+
+
 def federation_from_tensors(
     clients: Sequence[tuple[Any, Any]],
     *,
@@ -89,9 +94,9 @@ def federation_from_tensors(
     partition: str = "as given",
     scale: str = "train",
 ) -> Federation:
-    """A Federation from one (x, y) pair of tensors or arrays a client, and a test pair for all.
+    """Make a Federation from one (x, y) pair of tensors or arrays for each client, and a test pair for all.
 
-    scale: whose mean and deviation inputs are scaled by, as in `scale_inputs`.
+    scale: the samples whose mean and deviation scale the inputs, as in `scale_inputs`.
     """
     if not clients:
         raise FedstillError("clients: expected one (x, y) pair a client, got none")
@@ -121,11 +126,11 @@ def scale_inputs(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
 ) -> Source:
-    """The source with another mean and deviation for all its inputs; the stored samples stay as they are.
+    """Return the source with another mean and deviation for all its inputs; the stored samples stay as they are.
 
-    how: 'train' (as it was loaded: by the train rows, or published constants), 'unlabeled' (by the server's own set,
+    how: 'train' (as it was loaded: by the train rows, or published constants), 'unlabeled' (by the server's samples,
     so that no client's row moves another client's inputs) or 'none' (inputs as they are, images from 0 to 1).
-    mean, std: numbers instead, known beforehand: one for all channels or columns, or one for each.
+    mean, std: scale by these numbers instead: one for all channels or columns, or one for each.
     """
     if how not in SCALES:
         raise FedstillError(f"data.scale = '{how}' is unknown: {suggest(how, SCALES)}")
@@ -147,18 +152,14 @@ def scale_inputs(
 
 
 def _of_unlabeled(source: Source, unlabeled: Unlabeled | Tensor | None) -> Constants:
-    wanted, key = source.train.x, "data.scale = 'unlabeled'"
+    key = "data.scale = 'unlabeled'"
     x = unlabeled.x if isinstance(unlabeled, Unlabeled) else unlabeled
     if x is None or not len(x):
         raise FedstillError(
             f"{key}: the server has no unlabeled set to take mean and deviation from; set data.unlabeled (a number of "
             "rows, a folder or a file), or data.scale = 'none'"
         )
-    if x.shape[1:] != wanted.shape[1:] or x.dtype != wanted.dtype:
-        raise FedstillError(
-            f"{key}: unlabeled samples are {tuple(x.shape[1:])} {x.dtype}, the task's are {tuple(wanted.shape[1:])} "
-            f"{wanted.dtype}; give samples of the same kind, or data.scale = 'none'"
-        )
+    _check_form(key, x, source, cure="; give samples of the same kind, or data.scale = 'none'")
     return statistics(x.numpy())
 
 

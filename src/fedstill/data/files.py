@@ -1,4 +1,4 @@
-"""Files, folders and Hugging Face objects to frames: one Frame a split, nothing decoded yet."""
+"""Read files, folders and Hugging Face objects into frames: one Frame for each split, not decoded yet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NPZ_LAYOUTS = (  # (split, inputs, labels) by array name: Keras, MedMNIST, a sin
 
 
 def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[str, Frame], list[str]]:
-    """(splits, notes): the content of the files that `files_of(root)` named, by their kind."""
+    """Read the files that `files_of(root)` listed, and return (splits, notes)."""
     suffix = files[0].suffix.lower()
     if suffix in IMAGE_SUFFIXES:
         return _image_folder(files, root.parent if root.is_file() else root, labelled=reading.labelled), []
@@ -64,10 +64,10 @@ def _split_of(file: Path) -> str:
 
 
 def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
-    """The data files of a source on disk, sorted: one file, a folder's tables (or its only sub-folder's), or images.
+    """List the data files of a source, sorted: one file, a folder's tables (or its only sub-folder's), or images.
 
-    Where only images are wanted (`reading.fit`), a table beside them describes them; it is not the data, unless it is
-    a parquet file called train, test or the like.
+    Where only images are wanted (`reading.fit`), a table beside images is their description and no data, unless it is a
+    parquet file called train, test or the like.
     """
     reading = reading or Reading()
     kinds = [*TABLE_SUFFIXES, *([(".txt",)] if reading.text and not reading.labelled else [])]
@@ -99,7 +99,7 @@ def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
 
 
 def files_below(root: Path) -> list[Path]:
-    """Every file of a folder and its folders, sorted; hidden ones are left out, and folders of finished runs."""
+    """List every file of a folder and its folders, sorted, without hidden files and without folders of runs."""
     paths = (root / name for name in glob.iglob("**/*", root_dir=root, recursive=True))
     files = sorted(path for path in paths if not path.is_dir())
     runs = {file.parent for file in files if file.name == "config.toml"} - {root}
@@ -107,9 +107,9 @@ def files_below(root: Path) -> list[Path]:
 
 
 def _image_folder(files: list[Path], root: Path, *, labelled: bool) -> dict[str, Frame]:
-    """Images of root/[split/]class/**/image; without labels also the path of each, and any arrangement will do.
+    """Return the images of root/[split/]class/**/image by split; without labels any arrangement, with their paths.
 
-    The split level is there when 'train' holds folders and no images.
+    There are splits when the folder 'train' holds folders and no images.
     """
     paths = [file.relative_to(root) for file in files]
     depths = [len(path.parts) for path in paths if split_role(path.parts[0]) == "train"]
@@ -153,9 +153,9 @@ def _read_table(file: Path, reading: Reading) -> Frame:
 
 
 def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
-    """A table with a header line; a column is integers, else numbers, else words.
+    """Read a table with a header line; a column becomes integers, else numbers, else words.
 
-    Columns of words in the task (`reading.like`) are words at once; ids of rows without labels are left as written.
+    Columns of words in the task (`reading.like`) stay words. Ids of rows without labels stay as they are written.
     """
     pandas, reading = require_extra("pandas"), reading or Reading()
     try:
@@ -182,7 +182,7 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
 
 
 def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
-    """Integers, else numbers, else words without spaces around them; NA, null and the like are no value."""
+    """Return cells as integers, else numbers, else words without spaces around them; NA and null are no value."""
     if not as_words:
         for dtype in (np.int64, np.float64):
             with contextlib.suppress(ValueError, OverflowError):
@@ -194,7 +194,7 @@ def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
 
 
 def _as_written(name: str, reading: Reading) -> bool:
-    """Whether a column may name rows without labels, whose ids stay as they are written: 007 is not 7."""
+    """Return whether a column may name rows without labels; such ids stay as written, because 007 is not 7."""
     return not reading.labelled and may_name_rows(name, reading)
 
 
@@ -219,7 +219,7 @@ def _read_npz(file: Path, *, labelled: bool) -> dict[str, Frame]:
 
 
 def frames_from_hf(dataset: Any, reading: Reading) -> dict[str, Frame]:
-    """A Hugging Face Dataset, or a DatasetDict (any mapping from split to Dataset)."""
+    """Return the frames of a Hugging Face Dataset, or of a DatasetDict (any mapping from split to Dataset)."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     frames = {}
     for split, rows in splits.items():
@@ -230,7 +230,7 @@ def frames_from_hf(dataset: Any, reading: Reading) -> dict[str, Frame]:
 
 
 def frame_from_arrow(table: Any, features: Mapping[str, Any], reading: Reading) -> Frame:
-    """Columns of an Arrow table; `features` is the Hugging Face description of it, {} if there is none."""
+    """Return the columns of an Arrow table; `features` is its Hugging Face description, {} if there is none."""
     columns: dict[str, np.ndarray] = {}
     names: dict[str, tuple[str, ...]] = {}
     for name in table.column_names:
@@ -244,7 +244,7 @@ def frame_from_arrow(table: Any, features: Mapping[str, Any], reading: Reading) 
 
 
 def _arrow_column(column: Any, *, as_written: bool) -> np.ndarray | None:
-    """Images as bytes or paths, numbers and words as arrays; None for other types (dates, maps, ragged lists)."""
+    """Return images as bytes or paths, numbers and words as arrays; None for dates, maps, ragged lists."""
     arrow, kind = require_extra("pyarrow"), column.type
     if isinstance(kind, arrow.BaseExtensionType):  # Array2D, Array3D of Hugging Face
         column, kind = arrow.chunked_array([chunk.storage for chunk in column.chunks]), kind.storage_type
@@ -257,8 +257,7 @@ def _arrow_column(column: Any, *, as_written: bool) -> np.ndarray | None:
     if isinstance(first, str) or (as_written and isinstance(first, int | Decimal | date | UUID)):
         return objects(["" if value is None else str(value) for value in values])
     if isinstance(first, bytes) or (isinstance(first, dict) and "bytes" in first):
-        images = [value if isinstance(value, dict) else {"bytes": value} for value in values]
-        return objects([_blob(image) for image in images])
+        return objects([_blob(value if isinstance(value, dict) else {"bytes": value}) for value in values])
     if isinstance(first, list):
         while hasattr(kind, "value_type"):
             kind = kind.value_type
@@ -277,7 +276,7 @@ def _blob(image: Mapping[str, Any]) -> bytes | Path:
 
 
 def frames_from_hub(identifier: str, known: list[str], reading: Reading) -> dict[str, Frame]:
-    """Download 'owner/name' (or 'owner/name:configuration') with Hugging Face datasets; any failure is one line."""
+    """Download 'owner/name' or 'owner/name:configuration' from the Hugging Face hub; any failure is one line."""
     datasets, hub = require_extra("datasets"), require_extra("huggingface_hub")
     repository, _, configuration = identifier.partition(":")
     try:

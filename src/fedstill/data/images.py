@@ -1,4 +1,4 @@
-"""Encoded images to one uint8 array (n, channels, height, width), in threads (pillow decodes outside the GIL)."""
+"""Decode images into one uint8 array (n, channels, height, width), in threads, because pillow leaves the GIL."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RESIZED_AT_ONCE = 2048
 def decode_images(
     blobs: Sequence[bytes | Path] | np.ndarray, *, where: str, shape: tuple[int, int] | None = None, skip: bool = False
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(uint8 images (n, channels, height, width), rows that cannot be read); such rows hold zeros.
+    """Return (uint8 images (n, channels, height, width), rows that cannot be read); such rows hold zeros.
 
-    One RGB image makes the whole set RGB, else it is grey. Alpha is dropped, 16 bits become 8. `shape` (height, width)
-    cuts each image to the centre of these proportions and resizes it (bilinear, antialiased); without it images of
-    different size are an error. Unless `skip`, an image that cannot be read is an error too.
+    One RGB image makes the whole set RGB, otherwise it is grey. Alpha is dropped, 16 bits become 8. `shape` (height,
+    width) cuts each image to the centre of these proportions and resizes it (bilinear, antialiased). Without `shape`
+    images of different size are an error. Without `skip` an image that cannot be read is an error.
     """
     require_extra("PIL")
 
@@ -64,7 +64,7 @@ def decode_images(
 
 
 def fit_images(x: Tensor, height: int, width: int) -> Tensor:
-    """Images (n, channels, h, w) cut to the centre and resized as `decode_images` does it; bytes stay bytes."""
+    """Cut images (n, channels, h, w) to the centre and resize them as `decode_images` does; bytes stay bytes."""
     (left, right), (top, bottom) = _centre(x.shape[3], x.shape[2], height, width)
     x = x[:, :, top:bottom, left:right]
     if x.shape[2:] == (height, width):
@@ -95,7 +95,7 @@ def _decode_one(blob: bytes | Path, row: int, shape: tuple[int, int] | None, whe
 
 
 def _centre(width: int, height: int, wanted_height: int, wanted_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(left, right), (top, bottom) of the largest centred part with the wanted proportions.
+    """Return (left, right), (top, bottom) of the largest centred part with the wanted proportions.
 
     >>> _centre(8, 4, 2, 2)
     ((2, 6), (0, 4))
@@ -107,7 +107,7 @@ def _centre(width: int, height: int, wanted_height: int, wanted_width: int) -> t
 
 
 def _eight_bit(image: Any) -> Any:
-    """Grey ('L') or RGB."""
+    """Return an image as grey ('L') or RGB."""
     from PIL import Image
 
     if image.mode in ("L", "RGB"):

@@ -1,4 +1,4 @@
-"""Loaders: a name, a path, a hub id, a Hugging Face object, tensors or a CSV file to a Source.
+"""Load a Source from a name, a path, a hub id, a Hugging Face object, tensors or a CSV file.
 
 >>> source = load("digits")
 >>> tuple(source.train.x.shape), len(source.test.y), source.train.x.dtype
@@ -89,7 +89,7 @@ def _embedded_name(source: str) -> str:
 
 
 def is_embedded(source: str) -> bool:
-    """Whether a source is a set that ships with the package; it comes before a folder of that name."""
+    """Return whether a source is a set that ships with the package; it comes before a folder of that name."""
     return _embedded_name(source) in EMBEDDED
 
 
@@ -134,7 +134,7 @@ def _as_source(tree: Tree) -> Source:
 
 
 class Options(TypedDict, total=False):
-    """How a source is read: the options of `load`, whose meaning and defaults `Reading` states."""
+    """The options of `load`; `Reading` states their meaning and defaults."""
 
     label: str | None
     inputs: Sequence[str]
@@ -155,11 +155,11 @@ def load(
 ) -> Source:
     """Load an embedded set, a file or folder (parquet, CSV, npz, images), or a Hugging Face hub id.
 
-    label, inputs: columns; without them their names and types decide. keys: columns to partition by, never inputs.
-    size: resize images to size x size. window: read a column of text as so many characters, the next character is the
-    label. text: read one column of text whole; `tokenise` then makes ids of it.
-    seed: of the held-out fifth, where there is no test split. reading: these options as one value.
-    A hub id is taken from the cache once it is there; refresh=True reads any source again.
+    label, inputs: columns; without them the names and types of columns decide. keys: columns to partition by, never
+    inputs. size: resize images to size x size. window: read text in windows of so many characters, whose label is the
+    next character. text: read one column of text whole; `tokenise` then makes ids of it.
+    seed: draws the held-out fifth, where there is no test split. reading: these options as one value.
+    The cache keeps a hub id for good; refresh=True reads any source again.
     """
     reading = replace(reading or Reading(), **options)
     text = str(source)
@@ -195,7 +195,7 @@ def load(
 
 
 def _is_path(source: str | Path) -> bool:
-    """Meant as a path, not as a hub id: by its form, or because it starts with a folder that exists."""
+    """Return whether a text means a path and not a hub id: by its form, or because its first folder exists."""
     text = str(source)
     if isinstance(source, Path) or not HUB_ID.fullmatch(text) or FILE_SUFFIX.search(text):
         return True
@@ -203,7 +203,7 @@ def _is_path(source: str | Path) -> bool:
 
 
 def from_csv(path: str | Path, *, delimiter: str | None = None, **options: Unpack[Options]) -> Source:
-    """A CSV file of any suffix: numbers as they are, words one-hot; a fifth of the rows is held out as test."""
+    """Read a CSV file of any suffix: numbers as they are, words one-hot; a fifth of the rows is the test set."""
     file, reading = Path(path).expanduser(), Reading(**options)
     if not file.is_file():
         raise FedstillError(f"data.source: no such file: '{path}'")
@@ -212,7 +212,7 @@ def from_csv(path: str | Path, *, delimiter: str | None = None, **options: Unpac
 
 
 def from_hf(dataset: Any, *, name: str = "dataset", **options: Unpack[Options]) -> Source:
-    """A Hugging Face Dataset or DatasetDict, with Image, ClassLabel, number, vector or string columns."""
+    """Read a Hugging Face Dataset or DatasetDict with Image, ClassLabel, number, vector or string columns."""
     reading = Reading(**options)
     return _source_of(frames_from_hf(dataset, reading), reading, name=name, origin="")
 
@@ -226,7 +226,7 @@ def from_tensors(
     seed: int = 0,
     name: str = "tensors",
 ) -> Source:
-    """Tensors or arrays: images (n, [channels,] h, w) as uint8 or float, anything 2-d as a table.
+    """Make a Source of tensors or arrays: images (n, [channels,] h, w) as uint8 or float, anything 2-d as a table.
 
     test is a pair (x, y) or the share of rows to hold out, stratified. Labels that are not 0..K-1 are renumbered
     in order, unless `classes` names the classes 0..K-1.
@@ -252,7 +252,7 @@ def _tensor_frame(x: Any, y: Any, classes: Sequence[str] | None) -> Frame:
 
 
 def describe_datasets() -> list[Listing]:
-    """The embedded sets, and how to give others."""
+    """List the embedded sets, and the ways to name other data."""
     return [
         *(listing for _, listing in EMBEDDED.values()),
         Listing("FOLDER", "a folder of train-*.parquet and test-*.parquet, or of class/image files", None, None, None),

@@ -1,4 +1,4 @@
-"""Source: the dataset that every loader returns. Reading: the options it is read by. Normalisation, held-out rows."""
+"""Source, the dataset that every loader returns; Reading, the options of loaders; normalisation and held-out rows."""
 
 from __future__ import annotations
 
@@ -55,22 +55,20 @@ class Source(NamedTuple):
     notes: tuple[str, ...] = ()  # decisions made while reading, for people
     origin: str = ""  # where it came from: equal origins hold the same samples
     columns: tuple[InputColumn, ...] = ()  # of a table, in the order of its features; none for images and text
-    rows: Mapping[str, np.ndarray] = MappingProxyType(
-        {}
-    )  # of a split: row numbers in its file, or names; else 0, 1, ..
+    rows: Mapping[str, np.ndarray] = MappingProxyType({})  # split -> names or file numbers of its rows; else 0, 1, ..
     skipped: tuple[str, ...] = ()  # samples that could not be read; only of sources read without labels
     central: Unlabeled | None = None  # rows of neither the clients nor the test set (see split.central_pool)
     label: str = ""  # column of the labels; none where there are no labels
     texts: np.ndarray | None = None  # of str: samples that are not tokens yet; x (n, 1) are rows of it
-    scale: str = "train"  # whose mean and deviation train and test have (see `scale_inputs`)
+    scale: str = "train"  # the samples whose mean and deviation scale the inputs (see `scale_inputs`)
     public_facts: tuple[str, ...] = ()  # facts about the clients' texts that a tokenizer gives away
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a source is read; part of the name of its cache entry."""
+    """The options by which a source is read; they are a part of the name of its cache entry."""
 
-    label: str | None = None  # label column; None: found by type and name
+    label: str | None = None  # label column; None: type and name decide
     inputs: Sequence[str] = ()  # input columns; (): every column that is neither label nor key
     keys: Sequence[str] = ()  # columns kept as keys and left out of the inputs
     size: int | None = None  # resize images to size x size
@@ -93,7 +91,7 @@ class Reading:
 
 
 def owners(source: Source, *columns: str) -> np.ndarray:
-    """(n,) the owner of each train row by one key column, or by several together ('play / role', or a number)."""
+    """Return the owner (n,) of each train row by one key column or several ('play / role', or a number)."""
     for column in columns:
         if column not in source.keys:
             hint = suggest(column, source.keys) if source.keys else "it has none; name it in data.keys"
@@ -112,7 +110,7 @@ def owners(source: Source, *columns: str) -> np.ndarray:
 
 
 def row_ids(source: Source, split: str) -> tuple[str, ...]:
-    """A name for each row of 'train' or 'test' that outlives every split: 'train/17' is row 17 of the train file."""
+    """Return a name for each row of 'train' or 'test' that no split changes: 'train/17' is row 17 of the train file."""
     known = source.rows.get(split)
     if known is not None and known.dtype.kind == "U":
         return tuple(known.tolist())
@@ -121,7 +119,7 @@ def row_ids(source: Source, split: str) -> tuple[str, ...]:
 
 
 def keep_rows(source: Source, split: str, rows: np.ndarray) -> Source:
-    """The source with only these rows of 'train' or 'test', in this order."""
+    """Return the source with only these rows of 'train' or 'test', in this order."""
     dataset = source.train if split == "train" else source.test
     index = torch.from_numpy(rows)
     kept = replace(dataset, x=dataset.x[index], y=dataset.y[index])
@@ -132,7 +130,7 @@ def keep_rows(source: Source, split: str, rows: np.ndarray) -> Source:
 
 
 def require_extra(module: str, *, extra: str = "data") -> Any:
-    """Import an optional package, or say which extra brings it."""
+    """Import an optional package and return it; the error names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -141,9 +139,10 @@ def require_extra(module: str, *, extra: str = "data") -> Any:
 
 
 def stratified_holdout(y: np.ndarray, fraction: float, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted rows (kept, held out): round(fraction * n) rows, each class within one row of its share.
+    """Hold out round(fraction * n) rows, each class within one row of its share; return sorted rows (kept, held out).
 
-    Rows that rounding down leaves over go to the largest remainders, and only at last to a class that would vanish.
+    Rows that rounding down leaves over are taken from the classes with the largest remainders, and from a class that
+    would vanish only if no other is left.
     """
     count = len(y)
     if count < 2 or not 0.0 < fraction < 1.0:
@@ -161,12 +160,12 @@ def stratified_holdout(y: np.ndarray, fraction: float, *, seed: int = 0) -> tupl
 
 
 def published_statistics(name: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """(mean, std) of a well-known set, however its name is written."""
+    """Return (mean, std) of a well-known set, however its name is written; None for other sets."""
     return KNOWN_STATISTICS.get(re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
 def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std) per channel or feature, on the scale the engine uses (uint8 / 255); constants keep std 1."""
+    """Return (mean, std) per channel or feature, on the engine's scale (uint8 / 255); a constant feature has std 1."""
     known = published_statistics(name)
     if known and x.dtype == np.uint8 and x.shape[1] == len(known[0]):
         return known
@@ -186,24 +185,24 @@ def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[
 
 
 def as_array(values: Any) -> np.ndarray:
-    """A tensor of any device, an array or a list as an array."""
+    """Return a tensor of any device, an array or a list as an array."""
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """Share memory with a writable contiguous array, copy anything else."""
+    """Return a tensor that shares memory with a writable contiguous array; any other array is copied."""
     writeable = array if array.flags.writeable and array.flags.c_contiguous else array.copy(order="C")
     return torch.from_numpy(writeable)
 
 
 def first_line(error: BaseException) -> str:
-    """A foreign exception in one short line."""
+    """Return the message of an exception as one short line."""
     text = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."
 
 
 def missing_rows(column: np.ndarray) -> np.ndarray:
-    """Rows without a value: NaN, or nothing but spaces."""
+    """Return the rows without a value: NaN, or nothing but spaces."""
     if column.dtype.kind in "OU":
         return np.flatnonzero([isinstance(value, str) and not value.strip() for value in column.tolist()])
     if column.dtype.kind == "f":
@@ -212,7 +211,7 @@ def missing_rows(column: np.ndarray) -> np.ndarray:
 
 
 def check_owned(column: np.ndarray, key: str, where: str, *, rows: np.ndarray | None = None) -> None:
-    """Refuse rows without an owner, which would all become one client; `rows` are their numbers in the file."""
+    """Refuse rows without an owner, because they would all become one client; `rows` are the file's row numbers."""
     missing = missing_rows(column)
     if len(missing):
         numbers = row_numbers(missing if rows is None else rows[missing])
@@ -223,7 +222,7 @@ def check_owned(column: np.ndarray, key: str, where: str, *, rows: np.ndarray | 
 
 
 def row_numbers(index: np.ndarray) -> str:
-    """Some rows for people, who count from 1."""
+    """Return some rows in words, counted from 1."""
     shown = ", ".join(str(row + 1) for row in index[:5])
     more = f" and {len(index) - 5} more" if len(index) > 5 else ""
     return f"row {shown}{more} (counted from 1)"

@@ -1,7 +1,7 @@
-"""Who gets which rows before clients share theirs: test set, central pool, validation rows, unlabeled samples.
+"""Set rows apart before clients share the others: test set, central pool, validation rows, unlabeled samples.
 
-Samples of another source are brought to the form of the task's: pixels, columns and classes. The test set is drawn
-from a fixed seed, so that all seeds of an experiment are tested on the same rows.
+Samples of another source are brought to the task's form: pixels, columns and classes. The test set is drawn from a
+fixed seed, because all seeds of an experiment must be tested on the same rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FIXED = 0  # seed of draws that are the same for all seeds of an experiment
 
 
 def with_test_of(source: Source, place: str, *, label: str | None = None, cache_dir: str | None = None) -> Source:
-    """The source with the test split of another one (cross-domain), in the task's form and with the task's classes.
+    """Return the source with the test split of another one (cross-domain), in the task's form and classes.
 
-    Inputs are normalised as the clients' are. label: the other source's label column, where it has one of that name.
+    Inputs are normalised like the clients' inputs. label: the label column of the other source, if it has that column.
     """
     try:
         other = load_like(place, source, key="data.test", labelled=True, label=label, cache_dir=cache_dir)
@@ -59,11 +59,11 @@ def with_test_of(source: Source, place: str, *, label: str | None = None, cache_
 
 
 def central_pool(source: Source, client_rows: int, *, test_share: float) -> Source:
-    """Clients keep some train rows; the server gets all others, of train and test: a share to test on, most unlabeled.
+    """Leave clients some train rows and give the server all others, a share of them to test on, the others unlabeled.
 
     All rows stand in one order drawn from a fixed seed. The test set is taken from its front, the clients' train rows
-    from its back, rows between them are unlabeled. So other `client_rows` with as many test rows are tested on the very
-    same rows, as long as clients leave them; fewer test rows are a part of more.
+    from its back, rows between them are unlabeled. So another number of `client_rows` with equally many test rows is
+    tested on the same rows, as long as clients leave them; fewer test rows are a part of more.
 
     Reference: D2C-FL, Sect. 4.1 (20,000 train rows for clients; of 40,000 others 20 % to test, 80 % unlabeled).
     """
@@ -93,7 +93,7 @@ def central_pool(source: Source, client_rows: int, *, test_share: float) -> Sour
 
 
 def limit_test(source: Source, limit: int) -> Source:
-    """A random part of the test set, of that size."""
+    """Return the source with a random part of its test set, of that size."""
     count = len(source.test.y)
     if limit >= count:
         return source
@@ -103,7 +103,7 @@ def limit_test(source: Source, limit: int) -> Source:
 
 
 def hold_validation(source: Source, count: int, *, seed: int) -> tuple[Source, tuple[Tensor, Tensor] | None]:
-    """(source without these rows, labeled train rows for the server), each class by its share."""
+    """Take labeled train rows for the server, each class by its share; return (source without them, these rows)."""
     if not count:
         return source, None
     rows = len(source.train.y)
@@ -118,12 +118,11 @@ def hold_validation(source: Source, count: int, *, seed: int) -> tuple[Source, t
 def split_unlabeled(
     source: Source, choice: str | int, *, seed: int, limit: int | None = None, cache_dir: str | None = None
 ) -> tuple[Source, Unlabeled | None]:
-    """(source without rows that the server takes, the server's unlabeled samples in the task's storage form).
+    """Give the server its unlabeled samples; return (source without rows that it takes, samples in the task's form).
 
     choice: 'none'; 'test' (transductive: the test inputs); 'central' (rows that data.client_rows leaves to the server);
-    a number of train rows, taken away from the clients before they are shared out; or another source, all of whose
-    inputs are brought to the task's form. limit keeps a random part of that size. Digits are always a number: a folder
-    called 2024 is './2024'.
+    a number of train rows, taken away from the clients; or another source, all of whose inputs are brought to the
+    task's form. limit: keep a random part of that size. Digits are always a number: a folder called 2024 is './2024'.
     """
     if isinstance(choice, str) and choice.lstrip("-").isdigit():
         choice = int(choice)
@@ -166,13 +165,12 @@ def split_unlabeled(
 
 
 def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None = None) -> Unlabeled:
-    """A folder of images (in any folders, of any size), a table or texts, in the storage form of the task's `source`.
+    """Read a folder of images (in any folders, of any size), a table or texts in the form of the task's `source`.
 
-    A table's columns are found by the names of the task's. Images that cannot be read, and files of other kinds
-    beside them, are named in `skipped`; every other file or row comes once, in the order of the names: its path below
-    the folder, the table's id column as it is written, or its row number. Texts may also be the lines of .txt files.
-    Labels that are there count as truth if all classes have names of the task's. A Path is never the name of an
-    embedded set.
+    A table must have the task's columns. `skipped` names images that cannot be read, and files of other kinds beside
+    them. Every other file or row comes once, in the order of the names: its path below the folder, the table's id
+    column as it is written, or its row number. Texts may also be the lines of .txt files. Labels count as truth if all
+    classes have names of the task's classes. A Path is never the name of an embedded set.
     """
     if source.texts is not None:
         raise FedstillError(f"'{place}': the task's texts are no tokens yet; call tokenise first")
@@ -180,10 +178,10 @@ def read_unlabeled(place: str | Path, source: Source, *, cache_dir: str | None =
 
 
 def _load_unlabeled(place: str | Path, source: Source, cache_dir: str | None) -> Source:
-    """Another source in the task's form; files of its folder that are no images are named in `skipped`.
+    """Load another source in the task's form; `skipped` names the files of its folder that are no images.
 
-    These names are not cached, because the images alone decide the cache. Where a parquet file holds the images, only
-    images beside it are named.
+    These names are not cached, because the images alone name the cache entry. Where a parquet file holds the images,
+    `skipped` names only the images beside it.
     """
     label = source.label or None
     other = load_like(place, source, key="data.unlabeled", labelled=False, label=label, cache_dir=cache_dir)
@@ -212,9 +210,9 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as pillow turns RGB to grey
 def load_like(
     place: str | Path, task: Source, *, key: str, labelled: bool, label: str | None = None, cache_dir: str | None = None
 ) -> Source:
-    """Another source: images in the task's size, a table by its columns, texts as the task's tokens.
+    """Load another source in the task's form: images in its size, tables with its columns, texts as its tokens.
 
-    `key` asked, and stands before complaints. Of a task whose texts are not tokens yet they come as texts too.
+    Messages begin with the setting `key`. If the texts of the task are not tokens yet, texts come as texts.
     """
     reading = replace(reading_like(task, labelled=labelled), label=label)
     if task.train.text and not reading.text:
@@ -238,9 +236,9 @@ def reading_like(task: Source, *, labelled: bool) -> Reading:
 
 
 def match_classes(data: Dataset, task: Source, *, some: bool = False) -> Tensor | None:
-    """Labels by the task's numbers; None unless the classes have the same names, in whatever order.
+    """Return labels in the task's numbers; None unless the classes have the same names, in any order.
 
-    some: it is enough that every class is one of the task's.
+    some: it is enough that every class is a class of the task.
     """
     wanted = task.train.classes
     if data.classes == wanted:
@@ -251,7 +249,7 @@ def match_classes(data: Dataset, task: Source, *, some: bool = False) -> Tensor 
 
 
 def match_storage(x: Tensor, like: Tensor, *, where: str = "the unlabeled set", key: str = "data.unlabeled") -> Tensor:
-    """x recoloured (grey <-> RGB), cut to the proportions of `like` and resized to it (bilinear, antialiased)."""
+    """Return images x recoloured (grey <-> RGB), cut and resized to the form of `like` (bilinear, antialiased)."""
     if x.shape[1:] == like.shape[1:] and x.dtype == like.dtype:
         return x
     if x.ndim != like.ndim or (x.ndim != 4 and x.shape[1:] != like.shape[1:]):

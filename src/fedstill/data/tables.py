@@ -1,4 +1,4 @@
-"""Tables to arrays: which column is the label, how inputs become numbers, what rows are called, which rows test."""
+"""Turn tables into arrays: find label and inputs, encode them as numbers, name the rows, choose the test rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")
 ID_OF_SOMETHING = re.compile(r"(?i:.*[-_. ]id|id[-_. ].*)|.*[a-z0-9]I[dD]")  # patient_id, patientId; never acid
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
 MAX_WORDS = 100  # different words in a column that is still one-hot encoded
-MAX_ODD_SHARE = 0.1  # so few cells that are no numbers are mistakes; with more of them it is a column of words
+MAX_ODD_SHARE = 0.1  # a smaller share of cells that are no numbers is a mistake, a larger one makes a column of words
 
 
 class Frame(NamedTuple):
@@ -55,21 +55,21 @@ class Inputs(NamedTuple):
 
 
 def objects(values: Sequence[object]) -> np.ndarray:
-    """These values as an object array."""
+    """Return values as an object array."""
     array = np.empty(len(values), object)
     array[:] = values
     return array
 
 
 def kind_of(column: np.ndarray) -> str:
-    """'images' (encoded), 'words', 'numbers', or 'arrays' of more dimensions."""
+    """Return the kind of a column: 'images' (encoded), 'words', 'numbers', or 'arrays' of more dimensions."""
     if column.dtype == object:
         return "images" if len(column) and isinstance(column[0], bytes | Path) else "words"
     return "numbers" if column.ndim == 1 else "arrays"
 
 
 def stack(frames: Sequence[Frame], names: Iterable[str], where: str) -> Frame:
-    """The rows of all frames below each other, in these columns."""
+    """Return one frame with the rows of all frames below each other, in these columns."""
     columns = {}
     for name in names:
         parts = [frame.columns[name] for frame in frames if name in frame.columns]
@@ -88,7 +88,7 @@ def assemble(
     frames = with_rows(frames, name)
     if not reading.labelled:
         return _without_labels(frames, reading, name, origin, notes)
-    train_name, test_name, said = choose_splits(frames)
+    train_name, test_name, new_notes = choose_splits(frames)
     train = frames[train_name]
     label = find_label(train, reading, name)
     inputs = find_inputs(train, reading, label, name)
@@ -96,12 +96,12 @@ def assemble(
     if test_name is not None and _has_labels(frames[test_name], label):
         used.append(frames[test_name])
     elif test_name is not None:
-        said.append(f"split '{test_name}' has no labels and is left out")
+        new_notes.append(f"split '{test_name}' has no labels and is left out")
     table = stack(used, {label, *inputs}, name)
     y, classes = encode_labels(table.columns[label], table.names.get(label), label, name)
     encoded = encode_inputs(table, inputs, reading, name)
     keys = find_keys(train, reading, label=label, inputs=inputs, name=name)
-    said += [
+    new_notes += [
         f"learnt from column '{n}', which differs in every row of {name}: leave it out with data.inputs"
         for n in inputs
         if may_name_rows(n, reading)
@@ -115,7 +115,7 @@ def assemble(
         rows = {"train": kept, "test": held_out}
         keys = {key: values[kept] for key, values in keys.items()}
         held = f"{len(held_out)} of {len(y)} rows are held out (stratified, seed {reading.seed})"
-        said.append(f"{name} has no labelled test split: {held}")
+        new_notes.append(f"{name} has no labelled test split: {held}")
     mean, std = statistics(encoded.x[parts[0]], name)
     train_set, test_set = (
         Dataset(name, as_tensor(encoded.x[part]), as_tensor(y[part]), classes, mean=mean, std=std) for part in parts
@@ -124,7 +124,7 @@ def assemble(
         train_set,
         test_set,
         keys,
-        (*notes, *said),
+        (*notes, *new_notes),
         origin,
         columns=encoded.columns,
         rows=rows,
@@ -136,15 +136,15 @@ def assemble(
 def _without_labels(
     frames: Mapping[str, Frame], reading: Reading, name: str, origin: str, notes: Iterable[str]
 ) -> Source:
-    """All rows of all splits as the train split, with a name each, in the order of their names; no test split.
+    """Return a source whose train split has all rows of all splits, each with a name, in the order of the names.
 
-    Labels that happen to be there are kept, because a simulation may look at them.
+    Labels in the table are kept, because a simulation may look at them. The test split is empty.
     """
     splits = list(frames.values())
     label = find_label(splits[0], reading, name)
     inputs = find_inputs(splits[0], reading, label, name)
     encoded = encode_inputs(stack(splits, inputs, name), inputs, reading, name)
-    names, order, said = name_rows(frames, reading, used={*inputs, label})
+    names, order, new_notes = name_rows(frames, reading, used={*inputs, label})
     y, classes, truth = np.zeros(len(names), np.int64), tuple[str, ...](["unlabeled"]), ""
     if all(_has_labels(frame, label) for frame in splits):
         table = stack(splits, [label], name)
@@ -157,7 +157,7 @@ def _without_labels(
     return Source(
         train,
         test,
-        notes=(*notes, *said),
+        notes=(*notes, *new_notes),
         origin=origin,
         columns=encoded.columns,
         rows={"train": np.array([names[row] for row in kept], np.str_)},
@@ -168,7 +168,7 @@ def _without_labels(
 
 
 def may_name_rows(name: str, reading: Reading) -> bool:
-    """Whether a column is called as one that names its rows, and is not asked for as input or label."""
+    """Return whether a column's name is that of an id, and the column is neither input nor label by the options."""
     called_so = name.lower() in ID_NAMES or ID_OF_SOMETHING.fullmatch(name) is not None
     return called_so and name not in (*reading.inputs, reading.label)
 
@@ -176,10 +176,11 @@ def may_name_rows(name: str, reading: Reading) -> bool:
 def name_rows(
     frames: Mapping[str, Frame], reading: Reading, *, used: Collection[str]
 ) -> tuple[list[str], list[int], list[str]]:
-    """(names of all rows, rows in the order of their names, notes).
+    """Return (names of all rows, rows in the order of their names, notes).
 
-    An id column that tells all rows apart names them, as it is written; 'id' comes before 'name' and 'patient_id'.
-    Without one they are numbered. Where an id column will not do the numbers are 'row/17', which nobody takes for ids.
+    An id column whose values all differ names the rows, as it is written; 'id' comes before 'name' and 'patient_id'.
+    Without an id column the rows are numbered. If an id column does not do, the numbers are written 'row/17', because
+    '17' would look like an id.
     """
     columns = next(iter(frames.values())).columns
     candidates = [name for name in columns if may_name_rows(name, reading) and name not in used]
@@ -213,7 +214,7 @@ def name_rows(
 
 
 def with_rows(frames: Mapping[str, Frame], where: str) -> dict[str, Frame]:
-    """The splits that hold rows, of which there must be one."""
+    """Return the splits that hold rows; at least one must."""
     filled = {split: frame for split, frame in frames.items() if frame.rows}
     if not filled:
         some = any(frame.columns for frame in frames.values())
@@ -222,7 +223,7 @@ def with_rows(frames: Mapping[str, Frame], where: str) -> dict[str, Frame]:
 
 
 def split_role(name: str) -> str | None:
-    """'train', 'test' or 'validation' for a split's name such as train_subset or val; None for any other."""
+    """Return 'train', 'test' or 'validation' for a split's name such as train_subset or val; None for other names."""
     roles = {"train": "train", "test": "test", "val": "validation", "dev": "validation"}
     for word in re.split(r"[-_. ]", name.lower()):
         for start, role in roles.items():
@@ -232,7 +233,7 @@ def split_role(name: str) -> str | None:
 
 
 def choose_splits(names: Iterable[str]) -> tuple[str, str | None, list[str]]:
-    """(train, test or None, notes): the plainest name of each role; validation stands in for a missing test."""
+    """Choose the shortest name of each role, validation in place of a missing test; return (train, test, notes)."""
     splits = list(names)
     by_role: dict[str | None, list[str]] = {}
     for split in sorted(splits, key=len):
@@ -251,9 +252,9 @@ def choose_splits(names: Iterable[str]) -> tuple[str, str | None, list[str]]:
 
 
 def find_label(frame: Frame, reading: Reading, where: str) -> str:
-    """The label column: data.label, else the one with class names, else the one called label, target, class or y.
+    """Return the label column: data.label, else the one with class names, else one called label, target, class or y.
 
-    Where labels are not asked for (`reading.labelled`) there may be none, which is "".
+    Without `reading.labelled` a table may have no label column; then the result is "".
     """
     plain = [name for name, column in frame.columns.items() if kind_of(column) in ("numbers", "words")]
     candidates = [name for name in plain if reading.labelled or name not in reading.inputs]
@@ -275,13 +276,13 @@ def find_label(frame: Frame, reading: Reading, where: str) -> str:
 
 
 def _has_labels(frame: Frame, label: str) -> bool:
-    """False where the column is absent or all -1, the hub's mark of a hidden label."""
+    """Return whether a split has labels: not if the column is absent or all -1, the hub's mark of a hidden label."""
     column = frame.columns.get(label)
     return column is not None and not (column.dtype.kind == "i" and bool((column == -1).all()))
 
 
 def find_inputs(frame: Frame, reading: Reading, label: str, where: str) -> list[str]:
-    """The one image column, else the one array column, else every column of numbers or words."""
+    """Return the input columns: the one image column, else the one array column, else all numbers and words."""
     if reading.text:
         return [find_text(frame, reading, label, where)]
     unknown = [name for name in reading.inputs if name not in frame.columns]
@@ -304,7 +305,7 @@ def find_inputs(frame: Frame, reading: Reading, label: str, where: str) -> list[
 
 
 def find_text(frame: Frame, reading: Reading, label: str, where: str) -> str:
-    """The one column of text; a column that may name rows is text only where there is no other.
+    """Return the one column of text; a column that may name rows counts as text only where there is no other.
 
     Where another source gives the form (`reading.like`), the only column of text may have another name.
     """
@@ -322,7 +323,7 @@ def find_text(frame: Frame, reading: Reading, label: str, where: str) -> str:
 
 
 def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], name: str) -> dict[str, np.ndarray]:
-    """Columns to partition by: data.keys; beside images also every other column of integers or short words."""
+    """Return the columns to partition by: data.keys, and beside images all other integers and short words."""
     plain = {n: column for n, column in frame.columns.items() if kind_of(column) in ("numbers", "words")}
     keys = {}
     for key in reading.keys:
@@ -343,7 +344,7 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
 
 
 def encode_inputs(table: Frame, inputs: list[str], reading: Reading, where: str) -> Inputs:
-    """Images as uint8 (n, channels, h, w), tables as float32 (n, features), texts as rows of one list of texts."""
+    """Return inputs as arrays: images uint8 (n, channels, h, w), tables float32 (n, features), texts as row numbers."""
     name, first = inputs[0], table.columns[inputs[0]]
     if reading.text:
         texts = complete(first, name, where)
@@ -364,7 +365,7 @@ def encode_inputs(table: Frame, inputs: list[str], reading: Reading, where: str)
 def encode_labels(
     column: np.ndarray, names: tuple[str, ...] | None, label: str, where: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels as 0..K-1: as class names number them, else the distinct values in order (numbers by size)."""
+    """Return labels as 0..K-1, and the classes: as the file names them, else the distinct values in order."""
     values = complete(column, label, where)
     if values.dtype.kind in "OU":
         values = values.astype(np.str_)
@@ -387,7 +388,7 @@ def encode_labels(
 
 
 def storage_form(x: np.ndarray) -> np.ndarray:
-    """Arrays given as such: 3-d is grey images, 4-d images with channels first or last; bytes stay bytes."""
+    """Return an array in storage form: 3-d is grey images, 4-d images with channels first or last; bytes stay bytes."""
     if x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
@@ -401,9 +402,9 @@ def storage_form(x: np.ndarray) -> np.ndarray:
 def encode_column(
     column: np.ndarray, names: tuple[str, ...] | None, name: str, where: str, *, like: InputColumn | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(features, words): float32 (n, 1) of a column of numbers, (n, d) of vectors, one-hot (n, words) of words.
+    """Return (features, words) of a column: float32 (n, 1) of numbers, (n, d) of vectors, one-hot (n, words) of words.
 
-    `like` is the same column of another source: its words in its order, or as many numbers.
+    `like` is the same column of another source, which gives the words and their order, or the number of features.
     """
     if kind_of(column) == "images":
         raise FedstillError(f"data.inputs: column '{name}' of {where} holds images, the task's does not")
@@ -442,9 +443,9 @@ def encode_column(
 
 
 def _numbers_if_meant(column: np.ndarray, name: str, where: str, *, wanted: bool) -> np.ndarray:
-    """Words as they are, or as numbers where these are wanted.
+    """Return words as they are, or as numbers where these are wanted.
 
-    Refuse a few words among numbers, because a mistyped cell would turn a column of numbers into one of words.
+    A few words among numbers are refused, because a mistyped cell would turn a column of numbers into one of words.
     """
 
     def is_number(word: str) -> bool:
@@ -466,7 +467,7 @@ def _numbers_if_meant(column: np.ndarray, name: str, where: str, *, wanted: bool
 
 
 def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
-    """The numbers themselves, if all of them fit in a float32."""
+    """Return the numbers, and refuse numbers that do not fit in a float32."""
     if numbers.dtype == np.uint8:
         return numbers
     infinite = np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1))
@@ -476,7 +477,7 @@ def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
 
 
 def complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
-    """The column itself, if no value is missing; a cell of spaces has none."""
+    """Return the column, and refuse missing values; a cell of spaces is missing."""
     missing = missing_rows(column)
     if len(missing):
         raise FedstillError(

@@ -1,4 +1,4 @@
-"""Text: windows of characters and the next one (LEAF's Shakespeare), and whole texts before they are tokens."""
+"""Read text as windows of characters and the character that follows (LEAF's Shakespeare), or whole, as a list."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ _IDS[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
 
 
 class Windows(NamedTuple):
+    """Windows of texts, the character that follows each, and the text it is from."""
+
     x: np.ndarray  # (n, window) uint8 ids
     y: np.ndarray  # (n,) int64 id of the character that follows
     owner: np.ndarray  # (n,) int64 which text
 
 
 def encode(text: str) -> np.ndarray:
-    """(characters,) uint8 ids; white space of any kind and length is one space, as in LEAF.
+    """Return the ids (characters,) of a text as uint8; white space of any kind and length is one space, as in LEAF.
 
     >>> encode("a  b\\né").tolist()
     [53, 1, 54, 1, 80]
@@ -39,10 +41,10 @@ def encode(text: str) -> np.ndarray:
 
 
 def cut_windows(texts: Sequence[np.ndarray], window: int, *, held_out: float) -> tuple[Windows, Windows]:
-    """(train, test) windows of every text, one at each character.
+    """Cut every text into windows, one at each character, and return (train, test).
 
-    The last share `held_out` of a text's windows is the test part, but for its first window - 1, which read characters
-    that train windows read (LEAF's split by sample). A text of no more than `window` characters gives none.
+    The last share `held_out` of a text's windows is the test part, without its first window - 1, because these read
+    characters that train windows read (LEAF's split by sample). A text of at most `window` characters gives no window.
     """
     train, test = [], []
     for owner, ids in enumerate(texts):
@@ -69,13 +71,13 @@ def _joined(parts: list[tuple[int, np.ndarray]], window: int) -> Windows:
 def text_source(
     frames: Mapping[str, Frame], reading: Reading, *, name: str, origin: str, notes: Iterable[str] = ()
 ) -> Source:
-    """A table with a column of text as a Source of windows; the texts of one owner (its keys) follow each other.
+    """Make a Source of windows from a table with a column of text; the texts of one owner (its keys) follow each other.
 
-    Keys come as numbers, in the order of their values: a name for each of four million windows would take a gigabyte.
+    Keys are numbers, in the order of their values, because a name for each of four million windows takes a gigabyte.
     """
     assert reading.window is not None
     frames = with_rows(frames, name)
-    train_name, test_name, said = choose_splits(frames)
+    train_name, test_name, new_notes = choose_splits(frames)
     if reading.label is not None:
         raise FedstillError("data.label: with data.window the label is the next character; remove one of the two")
     column = find_text(frames[train_name], reading, "", name)
@@ -91,18 +93,18 @@ def text_source(
             )
     short = owners - len(np.unique(train.owner))
     if short:
-        said.append(f"{short} of {owners} texts have no more than {reading.window} characters and are left out")
+        new_notes.append(f"{short} of {owners} texts have no more than {reading.window} characters and are left out")
     if test_name is None:
-        said.append(f"{name} has no test split: the last windows of every text are held out ({len(test.y)})")
+        new_notes.append(f"{name} has no test split: the last windows of every text are held out ({len(test.y)})")
     data = [Dataset(name, as_tensor(part.x), as_tensor(part.y), CLASSES) for part in (train, test)]
     codes = {key: values[train.owner] for key, values in keys.items()}
-    return Source(data[0], data[1], codes, (*notes, *said), origin)
+    return Source(data[0], data[1], codes, (*notes, *new_notes), origin)
 
 
 def _texts(
     frame: Frame, column: str, reading: Reading, name: str
 ) -> tuple[list[np.ndarray], int, dict[str, np.ndarray]]:
-    """The text of each owner, their number, and each owner's key numbers; without keys every row is an owner."""
+    """Return the text of each owner, the number of owners, and their keys; without keys every row is an owner."""
     if column not in frame.columns:
         raise FedstillError(f"data.source: column '{column}' of {name} is missing in one of its splits")
     named = find_keys(frame, reading, label=column, inputs=[column], name=name)
@@ -117,7 +119,7 @@ def _texts(
 
 
 def read_lines(file: Path) -> list[str]:
-    """Lines of a text file that hold something, with single spaces."""
+    """Return the lines of a text file that are not empty, with single spaces."""
     try:
         lines = [" ".join(line.split()) for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
@@ -129,7 +131,7 @@ def read_lines(file: Path) -> list[str]:
 
 
 def in_one_list(source: Source, other: Source) -> tuple[Source, Source]:
-    """Both with the texts of both; sources that hold no texts come back as they are."""
+    """Return both sources with one common list of their texts; sources without texts come back as they are."""
     if source.texts is None or other.texts is None:
         return source, other
     texts, first = np.concatenate([source.texts, other.texts]), len(source.texts)
@@ -138,14 +140,14 @@ def in_one_list(source: Source, other: Source) -> tuple[Source, Source]:
 
 
 def pack(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(bytes, where each text ends): a form that can be stored without pickle."""
+    """Return (bytes, end of each text), a form of texts that can be stored without pickle."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts.tolist()]
     ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
     return np.frombuffer(b"".join(encoded), np.uint8), ends
 
 
 def unpack(blob: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The texts that `pack` was given."""
+    """Return the texts from the two arrays of `pack`."""
     whole, stops = blob.tobytes(), ends.tolist()
     texts = np.empty(len(stops), object)
     for row, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):

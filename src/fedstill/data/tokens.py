@@ -1,4 +1,4 @@
-"""Texts become token ids, by a tokenizer that is given or that is trained on texts the server may read."""
+"""Turn texts into token ids, with a given tokenizer or with one trained on texts that the server may read."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def tokenise(
     tokenizer: str | Path | None = None,
     cache_dir: Path | None = None,
 ) -> tuple[Source, Unlabeled | None]:
-    """Texts as ids (n, length), int32: [CLS] text [SEP], cut, or filled with id 0.
+    """Turn texts into ids (n, length), int32: [CLS] text [SEP], cut, or filled with id 0; return (source, unlabeled).
 
     tokenizer: a tokenizer.json; None trains one of at most `vocabulary` ids on the unlabeled texts, which are the
-    server's. Without any it is trained on the clients' texts, and a warning says so: which words it knows tells about
-    them. The source must be loaded with text=True, and unlabeled texts split off before (`split_unlabeled`).
+    server's. Without unlabeled texts the clients' texts train it, and a warning says so, because its words reveal
+    something about them. The source must be loaded with text=True, and unlabeled texts split off before
+    (`split_unlabeled`).
     """
     if source.texts is None:
         raise FedstillError(f"{source.train.name} holds no texts: load it with text=True (data.tokens)")
@@ -64,7 +65,7 @@ def tokenise(
 
 
 def as_tokens(source: Source, tokenizer: Tokenizer) -> Source:
-    """A source of texts in the ids of a tokenizer."""
+    """Return a source of texts as a source of the tokenizer's ids."""
     assert source.texts is not None
     train, test = (
         replace(part, x=_ids(source.texts, part.x, tokenizer), mean=(0.0,), std=(1.0,), tokenizer=tokenizer)
@@ -78,7 +79,7 @@ def _ids(texts: np.ndarray, rows: Tensor, tokenizer: Tokenizer) -> Tensor:
 
 
 def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
-    """(n, length) int32 ids."""
+    """Return the ids (n, length) of texts as int32."""
     package = require_extra("tokenizers", extra="text").Tokenizer.from_str(tokenizer.file)
     package.enable_truncation(tokenizer.length)
     package.enable_padding(length=tokenizer.length, pad_id=PAD, pad_token=package.id_to_token(PAD))
@@ -90,12 +91,12 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _readable(text: str) -> str:
-    """Text without halves of characters, which are no UTF-8."""
+    """Return a text without halves of characters, because they are no UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
 def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
-    """A tokenizer.json of the tokenizers package, whose id 0 must be padding."""
+    """Read a tokenizer.json of the tokenizers package, whose id 0 must be padding."""
     try:
         file = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -107,7 +108,7 @@ def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
 
 
 def opened(file: str, length: int) -> Tokenizer:
-    """A tokenizer.json for texts of `length` ids."""
+    """Return the Tokenizer of a tokenizer.json's content, for texts of `length` ids."""
     tokenizers = require_extra("tokenizers", extra="text")
     try:
         package = tokenizers.Tokenizer.from_str(file)
@@ -145,11 +146,11 @@ def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | N
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> str:
-    """A tokenizer.json: WordPiece as BERT has it, in lower case, of pieces that occur at least twice.
+    """Train BERT's WordPiece on texts in lower case, of pieces that occur at least twice; return its tokenizer.json.
 
-    The package's own trainer numbers pieces that go on a word ("##e") in the order of a hash table, so that no two
-    trainings agree. Here they come first, in order; then training has no choice left. Special tokens are not looked
-    for in texts: a text that says "[MASK]" holds a bracket, a word and a bracket.
+    The package's trainer numbers pieces inside words ("##e") in the order of a hash table, so that no two trainings
+    agree. Here they come first, in order, and training has no choice left. Special tokens are not searched in texts: a
+    text that says "[MASK]" holds a bracket, a word and a bracket.
     """
     package = require_extra("tokenizers", extra="text")
     learner, readable = _empty(package, {}), [_readable(text) for text in texts]
@@ -172,7 +173,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> str:
 
 
 def _empty(package: Any, vocabulary: dict[str, int]) -> Any:
-    """BERT's way to cut words, for this vocabulary."""
+    """Return a tokenizer that cuts words as BERT does, with this vocabulary."""
     made = package.Tokenizer(package.models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     made.normalizer = package.normalizers.BertNormalizer(lowercase=True)
     made.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
@@ -184,7 +185,7 @@ def _empty(package: Any, vocabulary: dict[str, int]) -> Any:
 
 
 def _letters(learner: Any, texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the most frequent characters of words, the characters among them that continue words), each in order."""
+    """Return (the most frequent characters of words, those among them that continue words), each in order."""
     words: Counter[str] = Counter()
     for text in texts:
         cut = learner.pre_tokenizer.pre_tokenize_str(learner.normalizer.normalize_str(text))

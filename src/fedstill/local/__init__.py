@@ -1,4 +1,4 @@
-"""What clients minimise: terms that add up."""
+"""The losses that clients minimise: terms that add up."""
 
 from fedstill.core.tree import full_precision
 from fedstill.local.distillation import (

@@ -17,14 +17,14 @@ Masked = Literal["nothing", "target", "target and majority"]
 
 
 def start_model(local: Local) -> Weights:
-    """The model received this round, as a frozen teacher: `frozen={"start": start_model}` in every term."""
+    """Return the model that the client received this round; `frozen={"start": start_model}` makes it a teacher."""
     return local.start
 
 
 def target_mask(labels: Tensor, classes: int) -> Tensor:
-    """(B, K), True at each sample's own class; F.one_hot cannot run under vmap."""
+    """Return a mask (B, K) that is True at each sample's class; F.one_hot does not do, because vmap cannot run it."""
     if labels.is_floating_point():
-        raise FedstillError("the labels are soft targets, which have no own class to mask: give class indices")
+        raise FedstillError("the labels are soft targets, which have no single class to mask: give class indices")
     return labels.unsqueeze(-1) == torch.arange(classes, device=labels.device)
 
 
@@ -36,7 +36,7 @@ def masked_distillation_loss(
     teacher_mask: Tensor | None = None,
     tau: float = 1.0,
 ) -> Tensor:
-    """tau^2 KL(p_teacher || p_student) for each sample, (B,); a class that is True in a mask has no mass.
+    """Return tau^2 KL(p_teacher || p_student) for each sample, (B,); a class that is True in a mask has no mass.
 
         p_student = softmax(z / tau) over the classes not in student_mask
         p_teacher = softmax(z_teacher / tau) over the classes not in teacher_mask (uniform there without a teacher)
@@ -57,7 +57,7 @@ def masked_distillation_loss(
 
     log_student = torch.log_softmax((logits / tau).masked_fill(hidden_student, -torch.inf), dim=-1)
     teacher = _teacher_probabilities(logits, teacher_logits, hidden_teacher, tau)
-    # 0 * -inf is NaN, in the gradient too: where the teacher has no mass the student's log is left out
+    # 0 * -inf is NaN, in the gradient too, so the student's log is left out where the teacher has no mass
     log_ratio = torch.xlogy(teacher, teacher) - teacher * log_student.masked_fill(hidden_teacher, 0.0)
     return tau**2 * log_ratio.sum(-1)
 
@@ -69,16 +69,19 @@ def _teacher_probabilities(logits: Tensor, teacher_logits: Tensor | None, hidden
 
 
 def masked_distillation(beta: float, tau: float, *, teacher: bool, masked: Masked) -> Objective:
-    """beta times the mean of `masked_distillation_loss`; `masked` hides classes in the teacher, in the student only y.
+    """Return beta times the mean of `masked_distillation_loss`; `masked` names the classes that the teacher hides.
 
-    The own class is hidden in the teacher even where it is no majority class: the student has no mass there.
+    The student hides the sample's class y only. The teacher hides y even where it is no majority class, because the
+    student has no mass there.
     """
 
     def loss(output: Output, batch: Batch, local: Local) -> Tensor:
-        own = None if masked == "nothing" else target_mask(batch.y, output.logits.shape[-1])
-        hidden = own | majority(local.label_counts) if own is not None and masked == "target and majority" else own
+        target = None if masked == "nothing" else target_mask(batch.y, output.logits.shape[-1])
+        hidden = target
+        if target is not None and masked == "target and majority":
+            hidden = target | majority(local.label_counts)
         logits = local.frozen["start"].logits if teacher else None
-        losses = masked_distillation_loss(output.logits, logits, student_mask=own, teacher_mask=hidden, tau=tau)
+        losses = masked_distillation_loss(output.logits, logits, student_mask=target, teacher_mask=hidden, tau=tau)
         return beta * weighted_mean(losses, batch.weight)
 
     return Objective(
@@ -99,12 +102,12 @@ def not_true_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: bool 
 
 
 def label_masked_distillation(beta: float = 1.0, *, tau: float = 1.0, teacher: bool = True) -> Objective:
-    """beta tau^2 KL(teacher || student), student over i != y, teacher over those of them the client has little of.
+    """beta tau^2 KL(teacher || student), student over i != y, teacher over its classes of which the client has few.
 
         p_student = softmax(z / tau) over i != y
         p_teacher = softmax(z_start / tau) over i != y with n_k^i <= n_k / K, or uniform there without a teacher
 
-    A class of which the client has much is pushed down in the student unless it is the sample's own. A sample
-    for which no class is left to the teacher counts 0.
+    A class of which the client has many samples is pushed down in the student unless it is the sample's class. A sample
+    for which the teacher hides all classes counts 0.
     """
     return masked_distillation(beta, tau, teacher=teacher, masked="target and majority")

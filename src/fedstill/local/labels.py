@@ -1,4 +1,4 @@
-"""What a client's own label counts change in its loss, and risks that take the place of the cross-entropy."""
+"""Losses that use a client's label counts, and losses that take the place of the cross-entropy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedstill.local.terms import cross_entropy
 
 
 def majority(label_counts: Tensor) -> Tensor:
-    """(K,), True where n_k^y > n_k / K: the classes of which a client has more than an even share.
+    """Return a mask (K,) that is True where n_k^y > n_k / K: the classes of which a client has more than an even share.
 
-    The mean is over all K classes, absent ones included, and the comparison is strict: a client with as many
-    samples of each class has no majority class, and neither has an empty one.
+    The mean is over all K classes, absent ones included, and the comparison is strict: a client with equally many
+    samples of each class has no majority class, and neither has a client without samples.
 
     >>> majority(torch.tensor([6.0, 3.0, 3.0, 0.0])).tolist()
     [True, False, False, False]
@@ -40,7 +40,7 @@ def smoothed_cross_entropy(epsilon: float = 0.1) -> Objective:
 
 
 def class_scales(label_counts: Tensor, alpha: float, *, proportional: bool = False) -> Tensor:
-    """alpha_c (K,): 1 where the client has the class, else alpha; proportional: (1 - alpha) n_c / max n + alpha.
+    """Return alpha_c (K,): 1 where the client has the class, else alpha; proportional: (1 - alpha) n_c / max n + alpha.
 
     >>> class_scales(torch.tensor([6.0, 3.0, 1.0, 0.0]), 0.5, proportional=True)
     tensor([1.0000, 0.7500, 0.5833, 0.5000])
@@ -52,9 +52,9 @@ def class_scales(label_counts: Tensor, alpha: float, *, proportional: bool = Fal
 
 
 def restricted_softmax(alpha: float = 0.5, *, proportional: bool = False) -> Objective:
-    """Cross-entropy of softmax(alpha_c z_c), alpha_c below 1 for classes that the client lacks (or has little of).
+    """Cross-entropy of softmax(alpha_c z_c), alpha_c below 1 for classes that the client lacks (or has few samples of).
 
-    The scales are those of `class_scales`. `y` is class indices or soft targets (B, K).
+    `class_scales` gives alpha_c. `y` is class indices or soft targets (B, K).
     """
     fit = cross_entropy()
 

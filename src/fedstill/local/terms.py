@@ -22,7 +22,7 @@ def cross_entropy() -> Objective:
         logits = full_precision(output.logits)
         if batch.y.is_floating_point():
             return weighted_mean(F.cross_entropy(logits, batch.y, reduction="none"), batch.weight)
-        # What F.cross_entropy computes; under vmap that is rewritten in Python at every call.
+        # F.cross_entropy gives the same, but under vmap torch rewrites it in Python at every call
         chosen = F.log_softmax(logits, -1).gather(-1, batch.y.unsqueeze(-1)).squeeze(-1)
         return weighted_mean(-chosen, batch.weight)
 
@@ -82,9 +82,9 @@ def control_variates(option: ControlOption = "II", *, risk: Objective | None = N
 def _control_from_move(local: Local) -> Params:
     moved = local.travel > 0
     distance = torch.where(moved, local.travel, torch.ones_like(local.travel))
-    received, own = local.received["control"], local.state["control"]
+    c, c_k, start = local.received["control"], local.state["control"], local.start.params
     return {
-        name: torch.where(moved, own[name] - received[name] + (local.start.params[name] - now) / distance, own[name])
+        name: torch.where(moved, c_k[name] - c[name] + (start[name] - now) / distance, c_k[name])
         for name, now in local.params.items()
     }
 

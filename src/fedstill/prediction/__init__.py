@@ -1,4 +1,4 @@
-"""Labels for unlabeled data from a finished run: a class, how sure, and how far that can be trusted."""
+"""Label unlabeled data with a finished run: a class, its confidence, and how far the confidence can be trusted."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Predictions:
     classes: tuple[str, ...]
     kept: Tensor | None  # (M,) only from targets: the rows that the server learnt from
     source: str  # "model" or "targets"
-    why: str  # whose answer it is, in words
-    what: str  # the data that were labeled
+    why: str  # who answered, in words
+    what: str  # the data that were labeled, in words
     method: str
-    round: int | None  # of the model, or of the targets; None when the folder does not tell
+    round: int | None  # of the model, or of the targets; None when the folder does not hold it
     skipped: tuple[str, ...]  # names of samples that could not be read
     notes: tuple[str, ...]
     calibration: Calibration
     measured: Measured | None
 
     def summary(self) -> dict[str, Any]:
-        """Return who answered, counts, temperature and calibration error, as predictions.json holds them."""
+        """Return the content of predictions.json: who answered, counts, temperature and calibration error."""
         chosen, measured, counts = self.calibration, self.measured, Counter(self.labels)
         before, after = (None, None) if measured is None else (measured.before, measured.after)
         return {
@@ -81,13 +81,13 @@ class Predictions:
 def predict(
     run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "model", out: str | Path | None = None
 ) -> Predictions:
-    """Label the unlabeled set of a run, or new data, with the knowledge of the run.
+    """Label the unlabeled set of a run, or new data, and return a class and a confidence for each sample.
 
     inputs: a folder of images or a table; None is the run's own unlabeled set.
-    from_: "model": the last model answers; "targets": the server's last beliefs about the run's own unlabeled set.
+    from_: "model": the last model answers; "targets": the server's last targets for the run's own unlabeled set.
     out: a folder for predictions.csv, .parquet, .json and reliability.png; None writes nothing.
     """
-    _check_words(inputs, from_, out)
+    _check_arguments(inputs, from_, out)
     folder = Path(run_dir)
     experiment = with_own_tokenizer(open_run(folder), folder)
     place = unlabeled_place(experiment)
@@ -96,8 +96,8 @@ def predict(
             raise FedstillError(f"--out: '{out}' lies in {name} '{samples_at}': give a folder outside of the data")
     source = load_source(experiment)
     if inputs is not None and place is not None:  # the run's own samples are not needed, and may be gone
-        without = {**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None}
-        federation = build_federation(experiment.replace(data=without), source)
+        data = {**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None}
+        federation = build_federation(experiment.replace(data=data), source)
     else:
         federation = build_federation(experiment, source)
     task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
@@ -130,19 +130,19 @@ def predict(
     return predictions
 
 
-def _check_words(inputs: str | Path | None, from_: str, out: str | Path | None) -> None:
+def _check_arguments(inputs: str | Path | None, from_: str, out: str | Path | None) -> None:
     if from_ not in ANSWERS:
         raise FedstillError(f"--from '{from_}' is unknown: {suggest(from_, ANSWERS)}")
     if from_ == "targets" and inputs is not None:
         raise FedstillError("--from targets: they exist for the run's own unlabeled set only; use --from model")
-    if inputs is not None and not Path(inputs).exists():  # else it would be looked for on the Hugging Face hub
+    if inputs is not None and not Path(inputs).exists():  # otherwise the Hugging Face hub would be asked
         raise FedstillError(f"INPUTS: no such file or folder: '{inputs}'")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise FedstillError(f"--out: '{out}' is a file: give a folder")
 
 
 def _would_be_read(out: Path, data: Path) -> bool:
-    """Tell whether files in `out` would be samples of the next call; readers skip folders that hold a run."""
+    """Return whether the next call would read files in `out` as samples; readers skip folders that hold a run."""
     inside = data.is_dir() and out.resolve().is_relative_to(data.resolve())
     return inside and not (out / CONFIG_FILE).exists()
 
@@ -160,7 +160,7 @@ def open_run(folder: Path) -> Experiment:
 
 
 def with_own_tokenizer(experiment: Experiment, folder: Path) -> Experiment:
-    """Return the experiment with the tokenizer that its run has kept: another training might find other tokens."""
+    """Return the experiment with the tokenizer that its run kept, because a new training might give other tokens."""
     path = folder / TOKENIZER_FILE
     if experiment.data.tokens is None or not path.is_file():
         return experiment
@@ -171,7 +171,7 @@ def own_samples(experiment: Experiment, federation: Federation) -> Samples:
     """Return the run's unlabeled set; rows without names get their number."""
     if federation.unlabeled is None:
         raise FedstillError(
-            "this run has no unlabeled set (data.unlabeled = 'none'): name what to label, "
+            "this run has no unlabeled set (data.unlabeled = 'none'): name the data to label, "
             "`fedstill predict RUN INPUTS` with a folder of images or a table"
         )
     return Samples(
@@ -186,16 +186,16 @@ def own_samples(experiment: Experiment, federation: Federation) -> Samples:
 
 def new_samples(inputs: str | Path, source: Source) -> Samples:
     """Read a folder of images, a table or texts into the task's storage form."""
-    place = str(Path(inputs).resolve())  # never the embedded set that has the name of a folder
+    place = str(Path(inputs).resolve())  # a full path, because a bare name may mean an embedded set
     try:
-        read = read_unlabeled(place, source)
+        samples = read_unlabeled(place, source)
     except FedstillError as error:
         raise FedstillError(str(error).replace("data.unlabeled:", "INPUTS:", 1)) from error
-    return Samples(read.x, read.ids, read.truth, f"'{inputs}'", read.skipped, place)
+    return Samples(samples.x, samples.ids, samples.truth, f"'{inputs}'", samples.skipped, place)
 
 
 def _notes(folder: Path, experiment: Experiment) -> tuple[str, ...]:
-    """Say that the run was not played to its end, and whether it may go on: a privacy budget may have ended it."""
+    """Return a note where the run did not play all rounds: how to go on, or the privacy budget that ended it."""
     done = last_round(folder)
     if done is None or done >= experiment.rounds:
         return ()
@@ -204,5 +204,5 @@ def _notes(folder: Path, experiment: Experiment) -> tuple[str, ...]:
         ended = statement["stopped"] if statement["rounds"] == done else ""
     except (OSError, ValueError, KeyError, TypeError):
         ended = ""
-    told = f"the model is that of round {done} of {experiment.rounds}"
-    return (f"{told}, the last one: {ended}" if ended else f"{told}; go on with: fedstill resume {folder}",)
+    note = f"the model is that of round {done} of {experiment.rounds}"
+    return (f"{note}, the last one: {ended}" if ended else f"{note}; go on with: fedstill resume {folder}",)

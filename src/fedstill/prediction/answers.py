@@ -1,4 +1,4 @@
-"""Who labels: a run's last model or the server's targets, and how far the confidence of each can be trusted."""
+"""Answers about unlabeled data, by a run's last model or the server's targets, and how well each is calibrated."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Samples(NamedTuple):
     x: Tensor
     ids: tuple[str, ...]
     truth: Tensor | None  # (M,); below 0 where it is not known
-    what: str  # in words
+    what: str  # the data in words
     skipped: tuple[str, ...] = ()
     place: str = ""  # file, folder or dataset that they were read from; empty: rows of the run's own data
 
 
 class Measured(NamedTuple):
-    """Confidence against truth."""
+    """How well confidences agree with true labels, before and after calibration."""
 
     on: str  # which rows
     before: Reliability
@@ -46,18 +46,18 @@ class Answer(NamedTuple):
     scores: Tensor  # (M, K) float64, before calibration
     calibration: Calibration
     measured: Measured | None
-    why: str
+    why: str  # who answered, in words
     kept: Tensor | None = None  # (M,) of targets: the rows that the server learnt from
-    round: int | None = None  # None when the folder does not tell
+    round: int | None = None  # None when the folder does not hold it
 
 
 def last_round(folder: Path) -> int | None:
-    """Return the round of the model in last/, which is written with every checkpoint."""
+    """Return the round of the model in last/, which is the round of the newest checkpoint; None without one."""
     return next((number for number, _ in list_checkpoints(folder / "checkpoints")), None)
 
 
 def targets_answer(folder: Path, experiment: Experiment, federation: Federation, samples: Samples) -> Answer:
-    """Answer with the server's last beliefs about its unlabeled data, if they are about just these rows."""
+    """Answer with the server's last targets for its unlabeled data; refuse targets for other rows."""
     path, instead = folder / TARGETS_FILE, "use --from model"
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -95,8 +95,8 @@ def model_answer(folder: Path, experiment: Experiment, federation: Federation, s
         options.name, device, model=network, federation=federation, chunk=options.chunk, precision=precision
     )
     weights = load_weights(folder / "last", engine.device)
-    shapes = [{name: leaf.shape for name, leaf in one.params.items()} for one in (weights, network.init(0))]
-    if shapes[0] != shapes[1]:
+    stored, wanted = ({name: leaf.shape for name, leaf in x.params.items()} for x in (weights, network.init(0)))
+    if stored != wanted:
         raise FedstillError(
             f"'{folder / 'last'}' does not fit {experiment.model.name} on {federation.train.name}: "
             "the data have changed since the run"
@@ -138,7 +138,7 @@ def calibration_set(
 
 
 def shares_rows(place: str, other: str) -> bool:
-    """Tell whether two places may hold the same samples: they are one, or one lies in the other."""
+    """Return whether two places may hold the same samples: they are equal, or one lies in the other."""
     if not place or not (is_local(place) and is_local(other)):
         return bool(place) and place == other
     first, second = Path(place).resolve(), Path(other).resolve()
@@ -146,7 +146,7 @@ def shares_rows(place: str, other: str) -> bool:
 
 
 def _measure_known(scores: Tensor, samples: Samples, temperature: float | None) -> Measured | None:
-    """Measure on the predicted rows themselves, where somebody knows the truth about them."""
+    """Measure the calibration on the predicted rows whose true labels are known; None if there are none."""
     if samples.truth is None or not bool((samples.truth >= 0).any()):
         return None
     rows = (samples.truth >= 0).nonzero().flatten()

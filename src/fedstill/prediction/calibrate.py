@@ -1,4 +1,4 @@
-"""Confidence that means what it says: one temperature, fitted on labels, and how well it holds."""
+"""Calibrate confidences with one temperature, fitted on labels, and measure how reliable they are."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Calibration:
 
 
 def calibrate(scores: Tensor, y: Tensor, where: str) -> Calibration:
-    """Fit the temperature on some labeled rows (`where` names them), if they suffice."""
+    """Fit the temperature on labeled rows, which `where` names, if they are enough."""
     temperature = fit_temperature(scores, y) if len(y) >= FEWEST_ROWS else None
     if len(y) < FEWEST_ROWS:
         why = f"not calibrated: {where} has {len(y)} labeled rows, at least {FEWEST_ROWS} are needed"
@@ -98,7 +98,7 @@ class Reliability:
 
 
 def reliability(probabilities: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
-    """Hold answers (n, K) against labels (n,), in equal bins of confidence (those of evaluate.calibration_error)."""
+    """Compare answers (n, K) with labels (n,) in equal bins of confidence, the bins of evaluate.calibration_error."""
     confidence, answer = probabilities.double().max(dim=1)
     correct = (answer == y.to(answer.device)).double()
     which = (confidence * bins).ceil().sub(1).clamp(0, bins - 1).long()

@@ -1,4 +1,4 @@
-"""Predictions as files: a table twice (CSV, parquet), a summary (JSON), and the reliability curve (PNG)."""
+"""Write predictions as files: a table as CSV and parquet, a summary as JSON, and the reliability curve as PNG."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def columns_of(predictions: Predictions) -> dict[str, Any]:
 
 
 def write_predictions(predictions: Predictions, folder: Path, *, title: str) -> list[Path]:
-    """Write all files that the installed extras allow, and log one line for each of the others. Old ones go first."""
+    """Remove old files, write all files that the installed extras allow, and log one line for each of the others."""
     columns, measured, written = columns_of(predictions), predictions.measured, []
     writers: dict[str, Callable[[Path], object]] = {
         "predictions.csv": lambda path: _write_csv(columns, path),
@@ -106,10 +106,10 @@ def reliability_picture(before: Reliability, after: Reliability | None, path: Pa
     lines = {"not calibrated": before} if after is None else {"before calibration": before, "after calibration": after}
     for place, (name, measured) in enumerate(lines.items()):
         _draw_curve(curve, measured, name, COLOURS[place])
-        low, high = (np.array([100 * getattr(one, side) for one in measured.bins]) for side in ("low", "high"))
+        low, high = (np.array([100 * getattr(group, side) for group in measured.bins]) for side in ("low", "high"))
         width = (high - low) * (1 - GAP) / len(lines)
         left = low + (high - low) * GAP / 2 + width * place
-        counts.bar(left, [one.count for one in measured.bins], width, align="edge", color=COLOURS[place])
+        counts.bar(left, [group.count for group in measured.bins], width, align="edge", color=COLOURS[place])
     curve.plot([0, 100], [0, 100], color="0.5", linewidth=1, linestyle=":", zorder=1)
     along = {"rotation": 45, "rotation_mode": "anchor", "transform_rotates_text": True}
     curve.text(5, 7, "as often right as sure", color="0.4", fontsize=8, **along)
@@ -140,10 +140,10 @@ def wilson(right: float, rows: int, deviations: float = 1.96) -> tuple[float, fl
 
 
 def _draw_curve(axes: Axes, measured: Reliability, name: str, colour: str) -> None:
-    sure = [100 * one.confidence for one in measured.bins]
-    right = [100 * one.accuracy for one in measured.bins]
-    bounds = np.array([wilson(one.accuracy, one.count) for one in measured.bins])
-    sizes = [max(LARGEST_DOT * one.count / measured.rows, SMALLEST_DOT) for one in measured.bins]
+    sure = [100 * group.confidence for group in measured.bins]
+    right = [100 * group.accuracy for group in measured.bins]
+    bounds = np.array([wilson(group.accuracy, group.count) for group in measured.bins])
+    sizes = [max(LARGEST_DOT * group.count / measured.rows, SMALLEST_DOT) for group in measured.bins]
     label = f"{name}: ECE {100 * measured.ece:.1f} %, mean confidence {100 * measured.confidence:.1f} %"
     axes.vlines(sure, 100 * bounds[:, 0], 100 * bounds[:, 1], color=colour, linewidth=0.9, alpha=0.5)
     axes.plot(sure, right, color=colour, linewidth=1.0, alpha=0.6)

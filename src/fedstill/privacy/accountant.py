@@ -1,9 +1,9 @@
-"""How much privacy several noisy releases cost together.
+"""Compute the epsilon of several noisy releases together.
 
 Gaussian releases of everybody's data compose exactly: multipliers s_1 ... s_T act as one of (sum_t s_t^-2)^(-1/2), and
 `gaussian.epsilon_of` is exact for that one. Releases of a Poisson-sampled cohort are composed by dp-accounting as
 privacy loss distributions (PLD), rounded so that epsilon is never too small. Where it cannot (a tiny delta, hardly any
-noise) they count as if everybody took part, which is never too little either.
+noise) they count as if everybody took part, which never makes epsilon too small either.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SMALLEST_DELTA = 1e-10
 
 @dataclass(frozen=True)
 class Event:
-    """Gaussian releases that are alike.
+    """One or more Gaussian releases of the same kind.
 
     multiplier: standard deviation of the noise / L2 sensitivity (when everything that a unit holds is replaced).
-    probability: below 1, each client takes part by its own secret coin, and what is released is the sum of bounded
-    contributions: replacing one moves it by at most twice the bound, leaving it out by at most the bound.
+    probability: below 1, each client takes part by its own secret coin, and the sum of bounded contributions is
+    released: replacing one moves the sum by at most twice the bound, leaving it out by at most the bound.
     """
 
     multiplier: float
@@ -42,7 +42,7 @@ class Event:
 
 
 def epsilon_after(events: Sequence[Event], delta: float) -> float:
-    """The epsilon at `delta` of all events together; 0 where there are none, infinite where one has no noise."""
+    """Return the epsilon at `delta` of all events together; 0 without events, infinite if an event has no noise."""
     counted = tuple(event for event in events if event.count > 0 and event.probability > 0)
     if not counted:
         return 0.0
@@ -57,8 +57,8 @@ def _epsilon(events: tuple[Event, ...], delta: float) -> float:
     everybody = _of_gaussians(events, delta)
     if not sampled or delta < SMALLEST_DELTA or everybody == 0 or math.isinf(everybody):
         return everybody
-    one = _of_gaussians([Event(min(event.multiplier for event in sampled))], delta)
-    grid = max(GRID, one / BINS, everybody / ALL_BINS)
+    loudest = _of_gaussians([Event(min(event.multiplier for event in sampled))], delta)
+    grid = max(GRID, loudest / BINS, everybody / ALL_BINS)
     strength = _strength([event for event in events if event.probability == 1])
     try:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
@@ -68,12 +68,12 @@ def _epsilon(events: tuple[Event, ...], delta: float) -> float:
 
 
 def _strength(events: Sequence[Event]) -> float:
-    """1 / the multiplier of the one Gaussian that they act as; their squares alone may leave the range of float64."""
+    """Return 1 / the multiplier of the one Gaussian that the events act as, without squares, which may overflow."""
     return math.hypot(*(math.sqrt(event.count) / event.multiplier for event in events))
 
 
 def _of_gaussians(events: Sequence[Event], delta: float) -> float:
-    """Exact where everybody takes part in each of them, and a bound where clients may be away."""
+    """Return the epsilon if everybody takes part in each event; where clients may be absent it is an upper bound."""
     strength = _strength(events)
     if math.isinf(strength):
         return math.inf
@@ -82,7 +82,7 @@ def _of_gaussians(events: Sequence[Event], delta: float) -> float:
 
 
 def _of_losses(sampled: Sequence[Event], strength: float, delta: float, grid: float) -> float:
-    """strength: of what is not sampled."""
+    """Return the epsilon of sampled events together with others, whose `_strength` is given."""
     losses = _pld(1 / strength, 1, 1.0, grid) if strength else None
     for event in sampled:
         more = _pld(event.multiplier, event.count, event.probability, grid)
@@ -92,7 +92,7 @@ def _of_losses(sampled: Sequence[Event], strength: float, delta: float, grid: fl
 
 
 def _pld(multiplier: float, count: int, probability: float, grid: float) -> Any:
-    """dp-accounting's noise is in units of one contribution's bound: half of what a replacement moves."""
+    """Return the privacy loss of `count` releases; dp-accounting's unit of noise is half of a replacement's effect."""
     try:
         from dp_accounting import NeighboringRelation
         from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
@@ -105,13 +105,13 @@ def _pld(multiplier: float, count: int, probability: float, grid: float) -> Any:
         )
     except (ImportError, TypeError) as error:  # a TypeError: a version that knows no replaced clients
         raise FedstillError(
-            "what Poisson sampling is worth is computed by dp-accounting: pip install -U fedstill[dp]"
+            "the effect of Poisson sampling is computed by dp-accounting: pip install -U fedstill[dp]"
         ) from error
     return once if count == 1 else once.self_compose(count)
 
 
 def delta_of(epsilon: float, multiplier: float) -> float:
-    """The smallest delta for which the mechanism is (epsilon, delta)-private.
+    """Return the smallest delta for which a Gaussian mechanism is (epsilon, delta)-private.
 
         delta = Phi(1/(2s) - epsilon s) - e^epsilon Phi(-1/(2s) - epsilon s)
 
@@ -130,7 +130,7 @@ def delta_of(epsilon: float, multiplier: float) -> float:
 
 
 def epsilon_of(delta: float, multiplier: float) -> float:
-    """The smallest epsilon for which the mechanism is (epsilon, delta)-private: the inverse of `delta_of`."""
+    """Return the smallest epsilon for which a Gaussian mechanism is (epsilon, delta)-private: inverse of `delta_of`."""
     _check(delta=delta, multiplier=multiplier)
     if delta_of(0.0, multiplier) <= delta:
         return 0.0
@@ -138,7 +138,7 @@ def epsilon_of(delta: float, multiplier: float) -> float:
 
 
 def analytic_gaussian_multiplier(epsilon: float, delta: float) -> float:
-    """The least noise that is (epsilon, delta)-private, as a multiple of the L2 sensitivity. Exact for every epsilon.
+    """Return the least noise that is (epsilon, delta)-private, in units of the L2 sensitivity; exact for every epsilon.
 
     Reference: Balle & Wang, "Improving the Gaussian mechanism for differential privacy", ICML 2018, Theorem 8.
     """
@@ -147,7 +147,7 @@ def analytic_gaussian_multiplier(epsilon: float, delta: float) -> float:
 
 
 def classic_multiplier(epsilon: float, delta: float) -> float:
-    """sqrt(2 ln(1.25 / delta)) / epsilon: the textbook's bound, proven for epsilon up to 1 only, and never below ours.
+    """Return sqrt(2 ln(1.25 / delta)) / epsilon, the textbook's bound, proven for epsilon up to 1; never below ours.
 
     Reference: Dwork & Roth, "The algorithmic foundations of differential privacy", 2014, Theorem A.1.
     """
@@ -161,9 +161,9 @@ def classic_multiplier(epsilon: float, delta: float) -> float:
 
 
 def _smallest(enough: Callable[[float], bool]) -> float:
-    """The least x > 0 for which `enough` holds, where it holds from some x on; rounded up, so that it does hold.
+    """Return the least x > 0 for which `enough` holds, rounded up so that it does hold; infinite if no x is enough.
 
-    Infinite where no number is large enough.
+    `enough` must hold for every number above one for which it holds.
     """
     high = 1.0
     while not enough(high):

@@ -1,6 +1,6 @@
-"""Bounded moves with noise: what `dp_fedavg` puts between clients and server.
+"""Clipped moves with Gaussian noise, for `dp_fedavg` and `update_noise`.
 
-Clipping and sums are in float64, one client at a time, so that rounding does not add to what a client can change.
+Clipping and sums are in float64, one client at a time, because rounding must not add to a client's influence.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fedstill.core.types import OnCohort, Params, PerClient, Seed, Uploads, Weig
 
 
 def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
-    """w + d_k min(1, C / ||d_k||) + z C e_k,  e_k ~ N(0, I): by each client, and nothing else about its data leaves it.
+    """Each client sends w + d_k min(1, C / ||d_k||) + z C e_k,  e_k ~ N(0, I), and nothing else about its data.
 
-    In place of BatchNorm statistics, size, steps, travel and loss go those of the model it received, 1, 1, 1 and 0.
-    A move that is not finite is sent as no move, with its noise: that training broke tells about the data, too.
+    It sends the BatchNorm statistics that it received, a size of 1, 1 step, a travel of 1 and a loss of 0. A move that
+    is not finite is sent as no move, with its noise, because broken training says something about the data, too.
     Extra slots are not touched.
     """
     sigma, how = noise_multiplier * clip, f"clip {clip!r}, noise {noise_multiplier!r}"
@@ -35,7 +35,8 @@ def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
                 noise = gaussian_like(leaf, seed_for(seed, "private move", how, name, client)) if sigma else 0.0
                 sent = start.params[name].double() + leaf + sigma * noise
                 params[name].append(sent.to(start.params[name].dtype))
-        weights = Weights({name: torch.stack(sent) for name, sent in params.items()}, _repeated(start.buffers, uploads))
+        buffers = {name: leaf.expand(len(uploads.ids), *leaf.shape) for name, leaf in start.buffers.items()}
+        weights = Weights({name: torch.stack(sent) for name, sent in params.items()}, buffers)
         one = torch.ones_like(uploads.size)
         steps, travel, loss = one.to(uploads.steps), one.to(uploads.travel), torch.zeros_like(uploads.loss)
         return uploads._replace(weights=weights, size=one, steps=steps, travel=travel, loss=loss)
@@ -44,11 +45,11 @@ def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
 
 
 def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
-    """w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I): all that a trusted party lets the server see.
+    """A trusted party shows the server w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I), and nothing else.
 
-    m is the expected size of a cohort, whoever came: a denominator that depended on them would tell about them. The
-    server's steps get m uploads that are all the noisy mean, with sizes of 1, losses of 0 and the buffers of the sent
-    model. An empty cohort is noise alone.
+    m is the expected size of a cohort, because the true size would say who took part. The server's steps get m uploads
+    that are all the noisy mean, with sizes of 1, losses of 0 and the buffers of the sent model. An empty cohort is
+    noise alone.
     """
     sigma, how = noise_multiplier * clip, f"clip {clip!r}, noise {noise_multiplier!r}"
 
@@ -80,7 +81,7 @@ def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
 
 
 def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Params]:
-    """Each client's move in float64 with a norm of at most `clip` over all parameters together; 0 if not finite."""
+    """Yield each client's move in float64, with a norm of at most `clip` over all parameters; 0 if it is not finite."""
     for position in range(len(uploads.ids)):
         sent = rows(uploads.weights.params, position)
         move = {name: leaf.double() - start.params[name].double() for name, leaf in sent.items()}
@@ -93,20 +94,16 @@ def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Par
 
 
 def gaussian_like(leaf: Tensor, seed: Seed) -> Tensor:
-    """N(0, 1) of the leaf's shape in float64, a pure function of the seed."""
+    """Draw N(0, 1) of the leaf's shape in float64, a pure function of the seed."""
     return private_normal(seed, leaf.shape).to(leaf.device)
 
 
-def _repeated(buffers: Params, uploads: Uploads) -> Params:
-    return {name: leaf.expand(len(uploads.ids), *leaf.shape) for name, leaf in buffers.items()}
-
-
 def clip_and_noise(sigma: float, clip: float | None = None) -> PerClient | None:
-    """w + d_k min(1, clip / ||d_k||) + sigma e_k,  d_k = w_k - w,  e_k ~ N(0, I): parameters only, client by client.
+    """Each client sends w + d_k min(1, clip / ||d_k||) + sigma e_k,  d_k = w_k - w,  e_k ~ N(0, I), of its parameters.
 
     The norm is over all parameters of the client; without `clip` the move stays as it is. Buffers (BatchNorm
-    statistics), sizes, losses and what else goes up (SCAFFOLD's control) are not touched. e_k is a pure function of
-    seed, client and tensor name, so the cohort's order does not change it; it is drawn where the uploads are, and a
+    statistics), sizes, losses and further uploads (SCAFFOLD's control) are not touched. e_k is a pure function of seed,
+    client and tensor name, so the cohort's order does not change it. It is drawn on the device of the uploads, and a
     GPU draws other numbers than a CPU.
     """
     if sigma == 0 and clip is None:
@@ -126,7 +123,7 @@ def clip_and_noise(sigma: float, clip: float | None = None) -> PerClient | None:
 
 
 def _clipped(params: Params, start: Params, bound: float) -> Params:
-    """Each client's move with a norm of at most `bound`; who is within it keeps every bit of its model."""
+    """Return the models with moves of a norm of at most `bound`; a shorter move keeps every bit of its model."""
     moves = {name: leaf - start[name] for name, leaf in params.items()}
     squares = [move.reshape(len(move), -1).double().square().sum(1) for move in moves.values()]
     norm = torch.stack(squares).sum(0).sqrt()  # (C,)
@@ -140,9 +137,9 @@ def _clipped(params: Params, start: Params, bound: float) -> Params:
 
 
 def _noise_like(stacked: Tensor, name: str, seed: Seed, ids: np.ndarray) -> Tensor:
-    """N(0, 1) of the shape (C, ...), one stream for each client and tensor.
+    """Draw N(0, 1) of the shape (C, ...), from one stream for each client and tensor.
 
-    3.5 ns a number on one CPU thread (10 uploads of VGG8: 0.16 s), so clients are shared out among torch's threads.
+    Torch's threads share the clients, because a number takes 3.5 ns on one CPU thread (10 uploads of VGG8: 0.16 s).
     """
     seeds = seed_for(seed, "noise", name, ids).tolist()
     drawn = torch.empty(stacked.shape, dtype=torch.float32, device=stacked.device)

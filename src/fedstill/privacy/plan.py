@@ -1,4 +1,4 @@
-"""A budget: how many rounds a run may play before it has told more than it was allowed to."""
+"""The privacy budget of a run: how many rounds it may play."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LARGEST_DELTA = 0.1
 
 @dataclass(frozen=True)
 class Privacy:
-    """What a run may tell; the words of [privacy] in an experiment file.
+    """The section [privacy] of an experiment: how much a run may reveal about its clients.
 
-    epsilon: the budget of the whole run at `delta`; None: no limit, the statement says what was spent.
-    unit, against: what the budget is about.
-    partial: it may be about a part of what leaves a client (FedAUX's scores), and the rest is unprotected.
+    epsilon: the budget of the whole run at `delta`; None: no limit, the statement says how much was spent.
+    unit, against: the data that the budget protects, and the adversary that it protects them from.
+    partial: the budget may cover a part of a client's messages (FedAUX's scores), and leave the others unprotected.
     label_counts: how methods that need each client's label counts get them: exact, dp (Gaussian noise, once, at
     label_epsilon and delta) or none (such a method is refused).
     """
@@ -46,7 +46,7 @@ class Privacy:
 
 
 def rounds_within(privacy: Privacy, after: Callable[[int], Sequence[Stretch]], rounds: int) -> int:
-    """The last round that the budget allows; `after` tells what has left clients when so many rounds are played."""
+    """Return the last round that the budget allows; `after(n)` lists the stretches of a run after n rounds."""
     if privacy.epsilon is None:
         return rounds
 
@@ -57,10 +57,12 @@ def rounds_within(privacy: Privacy, after: Callable[[int], Sequence[Stretch]], r
     budget = privacy.epsilon
     _check_claim(privacy, after(rounds))
     _check_claim(privacy, after(1))
-    if not fits(0):
-        raise FedstillError(_too_much(privacy, after(0), "what is sent before the first round"))
-    if not fits(1):
-        raise FedstillError(_too_much(privacy, after(1), "the first round"))
+    for played, part in enumerate(("the messages before the first round", "the first round")):
+        if not fits(played):
+            claim = _claim(privacy, after(played))
+            spent = "" if claim is None else f" (epsilon = {shown(claim.epsilon)} at delta = {claim.delta:g})"
+            problem = f"privacy.epsilon = {budget:g} is too small for {part} alone{spent}"
+            raise FedstillError(f"{problem}: allow more, or add more noise")
     if fits(rounds):
         return rounds
     low, high = 1, rounds  # the first fits, the last does not
@@ -75,7 +77,7 @@ def _claim(privacy: Privacy, stretches: Sequence[Stretch]) -> Claim | None:
 
 
 def _check_claim(privacy: Privacy, stretches: Sequence[Stretch]) -> None:
-    """A budget needs something that it can be about."""
+    """Refuse a budget for which the method makes no claim, or only a claim about a part of the messages."""
     made = statement(stretches, privacy.delta)
     claim = made.claim(privacy.unit, privacy.against)
     about = f"privacy.epsilon = {privacy.epsilon:g} for {UNITS[privacy.unit]}, {AGAINST[privacy.against]}"
@@ -84,32 +86,23 @@ def _check_claim(privacy: Privacy, stretches: Sequence[Stretch]) -> None:
         why = "; ".join(refused) or "no part of it adds noise that is fitted to a bound"
         raise FedstillError(f"{about}: this method makes no such claim ({why}): {_cure(privacy, stretches)}")
     if not claim.complete and not privacy.partial:
-        told, rest = ", ".join(claim.covered), ", ".join(claim.not_covered)
+        covered, unprotected = ", ".join(claim.covered), ", ".join(claim.not_covered)
         raise FedstillError(
-            f"{about}: only {told} can be counted, unprotected are {rest}: add noise that covers them {EXAMPLE} in "
-            f"every phase, or set privacy.partial = true for a budget of {told} alone"
+            f"{about}: only {covered} can be counted, unprotected are {unprotected}: add noise that covers them "
+            f"{EXAMPLE} in every phase, or set privacy.partial = true for a budget of {covered} alone"
         )
 
 
 def _cure(privacy: Privacy, stretches: Sequence[Stretch]) -> str:
-    """What to do about a claim that is not made."""
+    """Return the advice for a budget whose claim the method does not make."""
     releases = [release for stretch in stretches for release in stretch.releases]
     if not releases:
         return f"add a method that does {EXAMPLE}, or take privacy.epsilon away"
     claims = statement(stretches, privacy.delta).strongest()
     if not claims:
         return "change that, or take privacy.epsilon away"
-    has = "; ".join(f"unit = '{one.unit}', against = '{one.against}'{_alone(one)}" for one in claims)
-    own = ", ".join(dict.fromkeys(one.without_trust for one in releases if one.without_trust))
-    use = f"use {own}, or another claim: " if own and privacy.against == "server" else ""
-    return f"{use}it has one for {has}"
-
-
-def _alone(claim: Claim) -> str:
-    return "" if claim.complete else f" with partial = true ({', '.join(claim.covered)} alone)"
-
-
-def _too_much(privacy: Privacy, stretches: Sequence[Stretch], what: str) -> str:
-    claim = _claim(privacy, stretches)
-    spent = "" if claim is None else f" (epsilon = {shown(claim.epsilon)} at delta = {claim.delta:g})"
-    return f"privacy.epsilon = {privacy.epsilon:g}: {what} alone takes more{spent}: allow more, or add more noise"
+    parts = ["" if claim.complete else f" with partial = true ({', '.join(claim.covered)} alone)" for claim in claims]
+    texts = [f"unit = '{claim.unit}', against = '{claim.against}'" for claim in claims]
+    other = ", ".join(dict.fromkeys(release.without_trust for release in releases if release.without_trust))
+    use = f"use {other}, or another claim: " if other and privacy.against == "server" else ""
+    return f"{use}it has one for {'; '.join(map(str.__add__, texts, parts))}"

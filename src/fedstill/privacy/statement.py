@@ -1,4 +1,4 @@
-"""What a run may claim about privacy: what is protected, at which epsilon and delta, against whom, and what is not.
+"""The privacy that a run may claim: the protected data, epsilon and delta, the adversary, and the open parts.
 
 A claim is made only where its proof goes through:
 
@@ -6,9 +6,9 @@ A claim is made only where its proof goes through:
   sample of any kind. Whoever protects all of a client protects each of its samples; not the other way round.
 - Noise that a client adds holds against the server, and so against everybody (post-processing). Noise that a trusted
   server adds holds against the others only.
-- A round's release counts only if nothing else that steers later rounds leaves without noise, be it in a round or once,
-  before the first one: what others send in the next round would depend on it, and the sensitivity of the release would
-  no longer be that of one client. Noise that protects less (a sample, where the claim is about a client) is none here.
+- A round's release counts only if nothing else that steers later rounds leaves without noise, in a round or before the
+  first one. Otherwise the next uploads of other clients would depend on it, and the sensitivity of the release would no
+  longer be that of one client. Noise that protects less (a sample, where the claim is about a client) counts as none.
 - Poisson sampling amplifies a client-level release of the noisy sum alone, and only if cohorts are really drawn so.
 """
 
@@ -58,15 +58,15 @@ SECRET_COHORT = "each client takes part in a round by its own coin, and nobody l
 
 @dataclass(frozen=True)
 class Stretch:
-    """What is known about the rounds of one method, before or after they are played."""
+    """The facts about the rounds of one method that a claim rests on, before or after they are played."""
 
     releases: tuple[Release, ...]
-    rounds: int  # 0: only what happens before its first round
-    leaves: Mapping[str, str]  # what a client sends each round, by the words of Release.covers: how it is told
-    sealed: bool = False  # the server's steps see nothing but what the release says
-    individual: bool = False  # they look at each client's upload
-    asks: bool = False  # clients answer something before the first round that no release speaks of
-    known: tuple[str, ...] = ()  # what of the clients' data everybody knows from the beginning
+    rounds: int  # 0: only the messages before its first round
+    leaves: Mapping[str, str]  # the parts of a client's upload, in the words of Release.covers -> in words for people
+    sealed: bool = False  # the server's steps see nothing but the release
+    individual: bool = False  # the server's steps look at each client's upload
+    asks: bool = False  # clients answer a question before the first round that no release covers
+    known: tuple[str, ...] = ()  # facts about the clients' data that everybody knows from the beginning
     probability: float = 1.0  # below 1: of each client to take part in a round (Poisson)
     visits: int | None = None  # rounds in which the client took part that was drawn most often; None: all
 
@@ -84,54 +84,53 @@ class Claim:
 
     @property
     def complete(self) -> bool:
-        """Everything that reaches the adversary is covered."""
+        """Whether the claim covers everything that reaches the adversary."""
         return not self.not_covered
 
     def text(self) -> str:
         return f"epsilon = {shown(self.epsilon)} {self.about()}"
 
     def about(self) -> str:
-        """All of it but the epsilon."""
-        told = ", ".join(self.covered) + ("" if self.complete else " (nothing else that leaves is covered)")
-        return f"at delta = {self.delta:g} for {UNITS[self.unit]}, {AGAINST[self.against]}: {told}"
+        """Return the claim in words, without its epsilon."""
+        covered = ", ".join(self.covered) + ("" if self.complete else " (nothing else that leaves is covered)")
+        return f"at delta = {self.delta:g} for {UNITS[self.unit]}, {AGAINST[self.against]}: {covered}"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON knows no infinity: an epsilon that is none is null."""
-        whom = AGAINST[self.against].removeprefix("against ")
+        """Return the claim for JSON; an infinite epsilon is null, because JSON has no infinity."""
+        whom = AGAINST[self.against].removeprefix("against ") if self.complete else None
         epsilon = self.epsilon if math.isfinite(self.epsilon) else None
-        told = {"complete": self.complete, "complete_against": whom if self.complete else None}
-        return {**asdict(self), "epsilon": epsilon, **told}
+        return {**asdict(self), "epsilon": epsilon, "complete": self.complete, "complete_against": whom}
 
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """All that a run claims, and what it does not. `text()` is for people, `as_dict()` for privacy.json."""
+    """All claims of a run, and the parts that no claim covers. `text()` is for people, `as_dict()` for privacy.json."""
 
     rounds: int
     delta: float
     claims: tuple[Claim, ...]
     refused: tuple[str, ...]  # releases without a claim, and why
-    open_to_server: Mapping[str, int]  # what leaves a client without any protection against it, and from which round on
-    open_to_public: Mapping[str, int]  # of this, what is protected from nobody at all
+    open_to_server: Mapping[str, int]  # parts that leave a client unprotected from the server -> the first such round
+    open_to_public: Mapping[str, int]  # parts of it that are protected from nobody at all
     assumptions: tuple[str, ...]
     stopped: str = ""  # why the run ended early
-    notes: tuple[str, ...] = ()  # what else a reader of the text must know
+    notes: tuple[str, ...] = ()  # further lines of the text
 
     @property
     def not_covered(self) -> tuple[str, ...]:
         return tuple(self.open_to_server)
 
     def claim(self, unit: Unit, against: Against) -> Claim | None:
-        return next((one for one in self.claims if (one.unit, one.against) == (unit, against)), None)
+        return next((claim for claim in self.claims if (claim.unit, claim.against) == (unit, against)), None)
 
     def strongest(self) -> tuple[Claim, ...]:
-        """The claims from which the others follow."""
-        return tuple(one for one in self.claims if not any(_implies(other, one) for other in self.claims))
+        """Return the claims that follow from no other claim."""
+        return tuple(claim for claim in self.claims if not any(_implies(other, claim) for other in self.claims))
 
     def text(self) -> str:
-        """Two or three lines, seldom more."""
+        """Return the statement for people, mostly two or three lines."""
         lines = [claim.text() for claim in self.strongest()] or ["no claim"]
-        lines += [f"no claim for {told}" for told in self.refused]
+        lines += [f"no claim for {release}" for release in self.refused]
         public = self.open_to_public
         server = {what: since for what, since in self.open_to_server.items() if public.get(what) != since}
         lines += [*_unprotected_lines("anybody", public), *_unprotected_lines("the server", server), *self.notes]
@@ -144,16 +143,16 @@ class PrivacyStatement:
 
 
 def _unprotected_lines(whom: str, parts: Mapping[str, int]) -> list[str]:
-    """A line for each round from which on something is open."""
+    """Return a line for each round from which on some parts are open."""
     lines: dict[int, list[str]] = {}
-    for what, since in parts.items():
-        lines.setdefault(since, []).append(what)
-    told = {since: "" if since == 1 else f" from round {since} on" for since in lines}
-    return [f"NOT protected from {whom}{told[since]}: {'; '.join(lines[since])}" for since in sorted(lines)]
+    for part, since in parts.items():
+        lines.setdefault(since, []).append(part)
+    start = {since: "" if since == 1 else f" from round {since} on" for since in lines}
+    return [f"NOT protected from {whom}{start[since]}: {'; '.join(lines[since])}" for since in sorted(lines)]
 
 
 def shown(epsilon: float) -> str:
-    """An epsilon in four digits, rounded up; what it is above them by less than it can be computed to does not count.
+    """Return an epsilon in four digits, rounded up; an excess below the precision of its computation does not count.
 
     >>> shown(3.3411), shown(1.0), shown(969.99)
     ('3.342', '1', '970')
@@ -165,12 +164,12 @@ def shown(epsilon: float) -> str:
 
 
 def refusals(stretches: Sequence[Stretch], unit: Unit, against: Against) -> tuple[str, ...]:
-    """Releases that protect nothing of this unit against this adversary, and why."""
-    return tuple(f"{what}: {why}" for what, why in _ledger(stretches, unit, against).refused.items())
+    """Return the releases that protect nothing of this unit against this adversary, each with the reason."""
+    return tuple(f"{release}: {why}" for release, why in _ledger(stretches, unit, against).refused.items())
 
 
 def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") -> PrivacyStatement:
-    """What may be claimed about methods that ran one after the other for so many rounds each."""
+    """Return the privacy statement of methods that ran one after the other."""
     stretches, notes = _resolved(stretches, delta)
     claims: list[Claim] = []
     pairs: list[tuple[Unit, Against]] = [(u, a) for u in ("client", "sample") for a in ("server", "public")]  # type: ignore[misc]
@@ -178,12 +177,12 @@ def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") 
         ledger = _ledger(stretches, unit, against)
         if ledger.events:
             epsilon = epsilon_after(ledger.events, delta)
-            claims.append(Claim(unit, against, epsilon, delta, ledger.told(), tuple(ledger.open)))
+            claims.append(Claim(unit, against, epsilon, delta, ledger.covered_parts(), tuple(ledger.open)))
     return PrivacyStatement(
         rounds=sum(stretch.rounds for stretch in stretches),
         delta=delta,
         claims=tuple(claims),
-        refused=refusals(stretches, "sample", "public"),  # the weakest claim: what fails here fails everywhere
+        refused=refusals(stretches, "sample", "public"),  # the weakest claim: a release that fails here always fails
         open_to_server=_ledger(stretches, "sample", "server").open,
         open_to_public=_ledger(stretches, "sample", "public").open,
         assumptions=_assumptions(stretches, claims) if claims else (),
@@ -193,46 +192,50 @@ def statement(stretches: Sequence[Stretch], delta: float, *, stopped: str = "") 
 
 
 def _resolved(stretches: Sequence[Stretch], delta: float) -> tuple[Sequence[Stretch], tuple[str, ...]]:
-    """Without the worth of secret cohorts, where delta is too small to compute it."""
+    """Return the stretches and notes; where delta is too small for dp-accounting, cohorts no longer count as secret."""
     amplified = any(_amplified(release, stretch) for stretch in stretches for release in stretch.releases)
     if delta >= SMALLEST_DELTA or not amplified:
         return stretches, ()
     why = f"dp-accounting does not resolve delta = {delta:g} (only from {SMALLEST_DELTA:g} on)"
-    note = f"{why}: what Poisson sampling is worth is not counted"
+    note = f"{why}: the effect of Poisson sampling is not counted"
     return [replace(stretch, probability=1.0) for stretch in stretches], (note,)
 
 
 @dataclass
 class _Ledger:
+    """The releases of a run that count for one unit and adversary, and the parts that stay open."""
+
     events: list[Event] = field(default_factory=list)
-    covered: dict[str, int] = field(default_factory=dict)  # the last round of it that is
-    refused: dict[str, str] = field(default_factory=dict)
-    open: dict[str, int] = field(default_factory=dict)  # the first round of it that is
-    repeated: set[str] = field(default_factory=set)  # of what is covered: what is sent each round
+    covered: dict[str, int] = field(default_factory=dict)  # release -> the last round in which it is covered
+    refused: dict[str, str] = field(default_factory=dict)  # release -> why it makes no claim
+    open: dict[str, int] = field(default_factory=dict)  # part -> the first round in which it is unprotected
+    repeated: set[str] = field(default_factory=set)  # covered releases that are sent each round
     played: int = 0
 
-    def told(self) -> tuple[str, ...]:
-        """What is covered; of what is so in the first methods only, until when."""
-        return tuple(
-            f"{what}{UNTIL}{last}" if what in self.refused or (what in self.repeated and last < self.played) else what
-            for what, last in self.covered.items()
-        )
+    def covered_parts(self) -> tuple[str, ...]:
+        """Return the covered releases; one that only the first methods cover says until which round."""
+        ended = {
+            release
+            for release, last in self.covered.items()
+            if release in self.refused or (release in self.repeated and last < self.played)
+        }
+        return tuple(f"{part}{UNTIL}{last}" if part in ended else part for part, last in self.covered.items())
 
 
 def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledger:
     ledger = _Ledger()
-    spoiled = ""  # what left without noise in an earlier stretch, and steers everything after it
+    spoiled = ""  # the parts that left without noise in an earlier stretch and steer everything after it
     for stretch in stretches:
         begin = ledger.played + 1
         ledger.played += stretch.rounds
         first, later = _unprotected(stretch, unit, against)
         for release in stretch.releases:
-            own = _no_claim(release, stretch, unit, against)
+            fault = _no_claim(release, stretch, unit, against)
             bare = ", ".join((first if release.when == "once" else {**first, **later}).values())
             steered = f"{bare} leave without {_noise(unit)} and steer what follows" if bare else ""
-            if reason := own or spoiled or steered:
+            if reason := fault or spoiled or steered:
                 ledger.refused[release.what] = reason
-                if release.when == "once" or not own:  # else what it was to cover is told by name
+                if release.when == "once" or not fault:  # else the parts that it was to cover are listed by name
                     ledger.open.setdefault(release.what, begin)
             elif release.when == "once" or stretch.rounds:
                 ledger.events.append(_event(release, stretch))
@@ -240,8 +243,8 @@ def _ledger(stretches: Sequence[Stretch], unit: Unit, against: Against) -> _Ledg
                 ledger.repeated |= {release.what} if release.when == "round" else set()
         unprotected = {**first, **(later if stretch.rounds else {})}
         if unprotected:
-            for what in unprotected.values():
-                ledger.open.setdefault(what, begin)
+            for part in unprotected.values():
+                ledger.open.setdefault(part, begin)
             spoiled = f"{', '.join(unprotected.values())} left without {_noise(unit)} in the rounds before"
     return ledger
 
@@ -260,13 +263,13 @@ def _event(release: Release, stretch: Stretch) -> Event:
 
 
 def _amplified(release: Release, stretch: Stretch) -> bool:
-    """Whether it is the noisy sum over a secret cohort, and nothing else."""
+    """Return whether a release is the noisy sum over a secret cohort, and nothing else."""
     secret = stretch.probability < 1 and stretch.sealed
     return secret and release.when == "round" and release.unit == "client" and release.against == "public"
 
 
 def _no_claim(release: Release, stretch: Stretch, unit: Unit, against: Against) -> str:
-    """Why a release protects nothing of this unit against this adversary; empty where it does."""
+    """Return why a release protects nothing of this unit against this adversary; an empty text if it does protect."""
     if release.multiplier is None:
         return release.why or "it has no noise that is fitted to its sensitivity"
     if unit == "client" and release.unit == "sample":
@@ -276,37 +279,39 @@ def _no_claim(release: Release, stretch: Stretch, unit: Unit, against: Against) 
     if against == "server":
         return "its noise comes after the server has looked"
     if release.when == "round" and stretch.individual:
-        return "the server learns from each client's upload, and what it learns is no function of the noisy average"
+        return "the server learns from each client's upload, not from the noisy average alone"
     if release.when == "round" and not stretch.sealed:
-        return "nothing keeps the server's other steps from what came without noise"
+        return "nothing keeps the server's other steps from the uploads without noise"
     return ""
 
 
 def _unprotected(stretch: Stretch, unit: Unit, against: Against) -> tuple[dict[str, str], dict[str, str]]:
-    """What leaves a client before the first round, and in a round of this stretch, and no valid release covers."""
-    void = [one for one in stretch.releases if _no_claim(one, stretch, unit, against)]
+    """Return the parts that leave a client before the first round, and in a round, and that no valid release covers."""
+    void = [release for release in stretch.releases if _no_claim(release, stretch, unit, against)]
     covered = {part for release in stretch.releases if release not in void for part in release.covers}
-    later = {part: told for part, told in stretch.leaves.items() if part not in covered}
-    first = {one.what: one.what for one in void if one.when == "once" and not one.covers}  # else it is among `later`
-    first |= {what: what for what in stretch.known}
+    later = {part: words for part, words in stretch.leaves.items() if part not in covered}
+    names = [release.what for release in void if release.when == "once" and not release.covers]  # others: in `later`
+    first = {part: part for part in (*names, *stretch.known)}
     if stretch.asks:
-        first["answers"] = "what clients answer before the first round"
+        first["answers"] = "the clients' answers before the first round"
     return first, later
 
 
 def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple[str, ...]:
-    covered = {told.split(UNTIL)[0] for claim in claims for told in claim.covered}
-    rests = [
+    covered = {part.split(UNTIL)[0] for claim in claims for part in claim.covered}
+    reasons = [
         f"{release.what}: {release.why}"
         for stretch in stretches
         for release in stretch.releases
         if release.why and release.what in covered
     ]
-    pairs = [(one, stretch) for stretch in stretches for one in stretch.releases if one.when == "round"]
-    drawn = [SECRET_COHORT if _amplified(one, stretch) else _drawn(stretch) for one, stretch in pairs]
+    pairs = [(release, stretch) for stretch in stretches for release in stretch.releases if release.when == "round"]
+    drawn = [SECRET_COHORT if _amplified(release, stretch) else _drawn(stretch) for release, stretch in pairs]
     always = [ALWAYS] if any(stretch.sealed for stretch in stretches) else []
     return tuple(
-        dict.fromkeys([NEIGHBOURS, ONE_RUN, SEED, MEANT_DELTA, *filter(None, drawn), *always, *rests, FOLDER, NUMBERS])
+        dict.fromkeys(
+            [NEIGHBOURS, ONE_RUN, SEED, MEANT_DELTA, *filter(None, drawn), *always, *reasons, FOLDER, NUMBERS]
+        )
     )
 
 
@@ -318,7 +323,7 @@ def _drawn(stretch: Stretch) -> str:
 
 
 def _implies(strong: Claim, weak: Claim) -> bool:
-    """A client-level claim is one for each of its samples, and one against the server is one against everybody."""
+    """Return whether a claim follows from another: samples follow from their client, the public from the server."""
     if strong is weak or strong.covered != weak.covered or strong.epsilon > weak.epsilon * (1 + 1e-9):
         return False
     units = strong.unit == weak.unit or strong.unit == "client"

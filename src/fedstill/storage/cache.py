@@ -1,11 +1,11 @@
-"""Results that are expensive and the same for many runs, on disk, found by their identity.
+"""A cache on disk for results that are expensive and the same for many runs; an identity names each result.
 
     $FEDSTILL_CACHE/<part>/<hash of the identity>/entry.json        identity, shape of the tree, checksums
                                                   <sha256>.values   the arrays, one behind the other
 
 Another identity is another folder. A damaged entry counts as absent, and its result is computed again. Every load
-checks the bytes that it returns: they are read into memory first, because a memory map would show later damage. The
-file of arrays is named by its checksum, so that two runs that write one result at the same time cannot mix theirs.
+checks the bytes that it returns, and reads them into memory first, because a memory map would show later damage. The
+file of arrays is named by its checksum, because two runs that write one result at the same time must not mix files.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _log = logging.getLogger("fedstill.run")
 
 
 def default_cache_dir() -> Path:
-    """Return $FEDSTILL_CACHE, or ~/.cache/fedstill where it is not set."""
+    """Return the folder $FEDSTILL_CACHE, or ~/.cache/fedstill if the variable is not set."""
     return Path(os.environ.get("FEDSTILL_CACHE") or Path.home() / ".cache" / "fedstill")
 
 
 class Cache:
-    """Trees by identity: dicts whose leaves are tensors, numpy arrays, or values that JSON can hold."""
+    """Keeps trees under identities: dicts whose leaves are tensors, numpy arrays, or values that JSON can hold."""
 
     def __init__(self, part: str, root: Path | None = None) -> None:
         self.folder = (root or default_cache_dir()) / part
@@ -65,7 +65,7 @@ class Cache:
             return None
 
     def save(self, identity: Mapping[str, Any], tree: Tree) -> None:
-        """Keep a tree; an empty one removes the entry. A full or read-only disk is a warning."""
+        """Write a tree under its identity; an empty tree removes the entry. A full or read-only disk is a warning."""
         place = self._place(identity)
         if not tree:
             shutil.rmtree(place, ignore_errors=True)
@@ -90,9 +90,10 @@ class Cache:
 
     @contextmanager
     def alone(self, identity: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[None]:
-        """Let one run at a time work on a result; the others wait, tell for which process, and find it then.
+        """Let one run at a time compute a result; the others wait, because they find it in the cache afterwards.
 
-        A run that ends in any way lets go of it. Where nothing can be locked nobody waits, and each does the work.
+        `tell` gets the process that a run waits for. A run that ends in any way gives the lock back. Where the disk
+        has no locks nobody waits, and each run computes the result.
         """
         place, waited_for = self._place(identity), ""
         path = place.with_name(f".{place.name}.lock")
@@ -116,14 +117,13 @@ class Cache:
 
 
 def _outlined(node: Any, arrays: list[np.ndarray]) -> Any:
-    """Return the nesting of a tree as JSON; its arrays go to the list as bytes, each filled up to ALIGNMENT."""
+    """Return the nesting of a tree as JSON, and append its arrays to the list as bytes, each padded to ALIGNMENT."""
     if isinstance(node, dict):
         return {"tree": {key: _outlined(value, arrays) for key, value in node.items()}}
     if isinstance(node, Tensor):
         kind, dtype = "tensor", str(node.dtype).removeprefix("torch.")
-        flat = (
-            node.detach().cpu().contiguous().as_strided((node.numel(),), (1,))
-        )  # its stride may be 0 where it is empty
+        # strided, because an empty tensor may have a stride of 0
+        flat = node.detach().cpu().contiguous().as_strided((node.numel(),), (1,))
         content = flat.view(torch.uint8).numpy()
     elif isinstance(node, np.ndarray):
         kind, dtype = "array", node.dtype.str
@@ -136,7 +136,7 @@ def _outlined(node: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _filled(shape: Any, content: np.ndarray) -> Any:
-    """Undo `_outlined`; the arrays are views of `content`."""
+    """Return the tree whose nesting `_outlined` gave; its arrays are views of `content`."""
     ((kind, facts),) = shape.items()
     if kind == "tree":
         return {key: _filled(value, content) for key, value in facts.items()}

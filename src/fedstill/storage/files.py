@@ -25,9 +25,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def writing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of `path` when the block ends, and vanishes if the block fails.
+    """Open a file that replaces `path` when the block ends, and is removed if the block fails.
 
-    durable: wait until the disk has it, so that it outlives a crash of the machine and not only of the process.
+    durable: wait until the disk has the file, so that it survives a crash of the machine.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
@@ -51,10 +51,11 @@ def writing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def lock(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold `path` as a lock; BlockingIOError where another process holds it and `wait` is False.
+    """Hold the file `path` as a lock while the block runs.
 
-    The system frees it when its process ends, however it ends: there are no stale locks. The file holds the number of
-    the process, for messages. Where the system has no such locks (Windows, some network drives) nothing is held.
+    If another process holds it, wait for it, or without `wait` raise BlockingIOError. The system frees the lock when
+    its process ends in any way, so no lock is left over. The file holds the number of the process, for messages. Where
+    the system has no such locks (Windows, some network drives) nothing is held.
     """
     held = _take(path, wait=wait)
     try:
@@ -93,4 +94,4 @@ def _take(path: Path, *, wait: bool) -> TextIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # its holder removed it before we got it: try the new one
+        file.close()  # its holder removed the file before we had the lock: try the new file

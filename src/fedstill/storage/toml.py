@@ -1,4 +1,4 @@
-"""TOML in both directions: the standard library reads it, `dumps` writes it so that reading gives the same back."""
+"""Read and write TOML; reading a written table gives the same table back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def loads(text: str, *, where: str = "TOML") -> dict[str, Any]:
-    """Parse TOML; a syntax error is one line that says where."""
+    """Parse TOML; the message about a syntax error names the file `where` and the line."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -24,7 +24,7 @@ def loads(text: str, *, where: str = "TOML") -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a file; a missing one names its nearest neighbour."""
+    """Return the table in a file; the message about a missing file suggests the file with the most similar name."""
     if path.is_dir():
         raise FedstillError(f"'{path}' is a folder: give the .toml file itself")
     if not path.is_file():
@@ -38,7 +38,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as it stands right of '=' in TOML; anything that is no TOML value is a string as it stands."""
+    """Return the value that a text means right of '=' in TOML; a text that is no TOML value is returned as it is."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -52,7 +52,7 @@ def _key(key: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value as it stands right of '='."""
+    """Return a value as TOML writes it right of '='."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -68,8 +68,8 @@ def toml_value(value: Any) -> str:
 
 
 def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    flat = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
     nested = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    flat = {key: value for key, value in table.items() if value is not None and key not in nested}
     lines = [f"{_key(key)} = {toml_value(value)}" for key, value in flat.items()]
     for key, value in nested.items():
         header = ".".join(_key(part) for part in (*path, key))
@@ -78,7 +78,7 @@ def _table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
 
 
 def dumps(table: Mapping[str, Any]) -> str:
-    """A table as TOML; None is left out (TOML has no null), tuples become arrays.
+    """Return a table as TOML; None is left out, because TOML has no null, and tuples become arrays.
 
     >>> print(dumps({"rounds": 3, "local": {"lr": 0.1, "clip": None}}))
     rounds = 3
