@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedstill.about.doctor import Check, is_healthy
@@ -22,17 +21,15 @@ def listing(what: str) -> list[dict[str, Any]]:
     """Return everything of a kind by name, with one line on each and its own keys."""
     if what == "datasets":
         return [entry._asdict() for entry in describe_datasets()]
-    measures = {name: metric.of or _noted for name, metric in METRICS.items()}
-    without_keys: dict[str, Mapping[str, Callable[..., Any]]] = {
-        "engines": ENGINES,
-        "evaluations": EVALUATIONS,
-        "metrics": measures,
+    lines = {
+        "engines": {name: first_line(make) for name, make in ENGINES.items()},
+        "evaluations": {name: first_line(function) for name, function in EVALUATIONS.items()},
+        "metrics": {name: f"{'lower' if one.lower_is_better else 'higher'} is better" for name, one in METRICS.items()},
     }
-    if what in without_keys:
-        entries = without_keys[what].items()
-        return [{"name": name, "summary": first_line(function), "options": {}} for name, function in entries]
+    if what in lines:
+        return [{"name": name, "summary": summary, "options": {}} for name, summary in lines[what].items()]
     if what not in KINDS:
-        raise FedstillError(f"list '{what}' is unknown: {suggest(what, [*KINDS, *without_keys, 'datasets'])}")
+        raise FedstillError(f"list '{what}' is unknown: {suggest(what, [*KINDS, *lines, 'datasets'])}")
     kind = KINDS[what]
     return [
         {
@@ -42,10 +39,6 @@ def listing(what: str) -> list[dict[str, Any]]:
         }
         for name in registry(kind)
     ]
-
-
-def _noted() -> None:
-    """The loop itself notes it."""
 
 
 def list_text(entries: list[dict[str, Any]]) -> str:

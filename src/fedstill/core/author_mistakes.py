@@ -181,7 +181,7 @@ def tell_mistake(error: Exception) -> None:
     place = own_place(error)
     if isinstance(error, UndeclaredInput):
         raise FedstillError(f"{place}: {error}" if place else str(error)) from error
-    if place is None or isinstance(error, FedstillError):
+    if not place or isinstance(error, FedstillError):
         return
     if found := why_not_under_vmap(str(error)):
         does, instead = found

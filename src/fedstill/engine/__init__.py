@@ -141,19 +141,13 @@ class Engines(NamedTuple):
 
 
 def build_engines(
-    engine: str | Callable[..., CohortEngine] | CohortEngine = "auto",
-    device: str = "auto",
-    *,
-    model: Model,
-    federation: Federation,
-    **options: Any,
+    engine: str | CohortEngine | Callable[..., CohortEngine] = "auto", device: str = "auto", **how: Any
 ) -> Engines:
     """Both engines of a run; they are one object where the cohort's can also do the server's work.
 
     engine: a registered name, a function or class that is called as `build_engine` is, or an engine that is built
-    already. options: see `build_engine`.
+    already. how: model, federation and the options of `build_engine`.
     """
-    how: dict[str, Any] = {"model": model, "federation": federation, **options}
     make = ENGINES[check_engine(engine)] if isinstance(engine, str) else engine
     cohort = call(make, "an engine, (device, **options)", device, **how) if callable(make) else make
     if missing := [key for key in ("name", "device", "train") if not hasattr(cohort, key)]:

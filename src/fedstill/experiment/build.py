@@ -101,13 +101,12 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
 
     def draw() -> list[np.ndarray]:
         parts = call(scheme, "a partition, (labels, clients, *, seed)", labels, partition.clients, seed=seed, **options)
-        fault = ""
-        if not isinstance(parts, (list, tuple)) or any(np.ndim(part) != 1 for part in parts):
-            fault = f"a {type(parts).__name__}, not a list with one array of row numbers for each client"
-        elif len(parts) != partition.clients and "min_size" not in parameters("partition", partition.scheme):
-            fault = f"{len(parts)} clients instead of {partition.clients} (only an option min_size may leave some out)"
-        if fault:
-            raise FedstillError(f"partition.scheme = '{partition.scheme}': {name_of(scheme)} returned {fault}")
+        count = len(parts) if isinstance(parts, (list, tuple)) and all(np.ndim(part) == 1 for part in parts) else 0
+        if not count or (count != partition.clients and "min_size" not in parameters("partition", partition.scheme)):
+            raise FedstillError(
+                f"the partition {name_of(scheme)} must return a list with an array of row numbers for each of the "
+                f"{partition.clients} clients (only a scheme with the option min_size may leave clients out)"
+            )
         return list(parts)
 
     return draw() if "keys" in options else cached_parts(draw, labels, identity)

@@ -72,37 +72,12 @@ def expected_by_client(answers: Answers) -> Tensor:
     return answers.test.shares @ answers.class_accuracy.nan_to_num().float()
 
 
-def accuracy(answers: Answers) -> Tensor:
-    """The share of test samples whose most probable class is right."""
-    return answers.correct.mean()
-
-
-def loss(answers: Answers) -> Tensor:
-    """The mean cross-entropy on the test set."""
-    return F.cross_entropy(answers.logits, answers.test.y).double()
-
-
-def ece(answers: Answers) -> Tensor:
-    """The expected calibration error: how far confidence and accuracy lie apart, in 15 bins."""
-    return calibration_error(answers.confidence, answers.correct)
-
-
-def client_mean(answers: Answers) -> Tensor:
-    """The accuracy to expect on a client's own label distribution, the mean over the clients."""
-    return expected_by_client(answers).mean().double()
-
-
-def client_worst(answers: Answers) -> Tensor:
-    """The accuracy to expect on a client's own label distribution, of the client with the lowest one."""
-    return expected_by_client(answers).min().double()
-
-
 METRICS: dict[str, Metric] = {
-    "accuracy": Metric(accuracy),
-    "loss": Metric(loss, lower_is_better=True),
-    "ece": Metric(ece, lower_is_better=True),
-    "client_mean": Metric(client_mean),
-    "client_worst": Metric(client_worst),
+    "accuracy": Metric(lambda answers: answers.correct.mean()),
+    "loss": Metric(lambda answers: F.cross_entropy(answers.logits, answers.test.y).double(), lower_is_better=True),
+    "ece": Metric(lambda answers: calibration_error(answers.confidence, answers.correct), lower_is_better=True),
+    "client_mean": Metric(lambda answers: expected_by_client(answers).mean().double()),
+    "client_worst": Metric(lambda answers: expected_by_client(answers).min().double()),
     "train_loss": Metric(None, lower_is_better=True),
     "forgetting": Metric(None, lower_is_better=True),
 }
@@ -152,11 +127,9 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
     for name, metric in METRICS.items():
         if metric.of is not None:
             number: Any = metric.of(answers)
-            if number is None or getattr(number, "ndim", 0) > 0:
+            if getattr(number, "ndim", number is None):
                 what = "nothing" if number is None else f"numbers of shape {tuple(number.shape)}"
-                raise FedstillError(
-                    f"the metric '{name}', {name_of(metric.of)}, gave {what}: give one number, e.g. a mean"
-                )
+                raise FedstillError(f"the metric '{name}', {name_of(metric.of)}, gave {what}: give one, e.g. a mean")
             numbers[name] = torch.as_tensor(number, dtype=torch.float64, device=logits.device)
     values = torch.cat([torch.stack(list(numbers.values())), answers.class_accuracy]).tolist()
     class_accuracy = [value if value == value else None for value in values[len(numbers) :]]

@@ -98,12 +98,7 @@ def _method(part: Part) -> Method:
     method = find("method", part.name)(**check("method", part.name, part.options))
     if not isinstance(method, Method):
         wrong = f"{part.name} returned a {type(method).__name__}"
-        cure = (
-            f": return Method(cross_entropy(), {part.name.rpartition(':')[2]}())"
-            if isinstance(method, ServerStep)
-            else ""
-        )
-        raise FedstillError(f"{wrong}: a method is a function that returns a Method{cure}")
+        raise FedstillError(f"{wrong}: a method is a function that returns a Method")
     return method
 
 
