@@ -1,12 +1,23 @@
-"""Hypothesis draws fewer examples in the quick run than in `make test-all`, where the mark `matrix` is not left out."""
+"""What holds in every test: how many examples Hypothesis draws, and that no run writes into another test's log."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Fewer examples in the quick run than in `make test-all`, which does not leave out the mark `matrix`."""
     quick = "not matrix" in config.option.markexpr
     settings.register_profile("fedstill", max_examples=20 if quick else 100, deadline=None)
     settings.load_profile("fedstill")
+
+
+@pytest.fixture(autouse=True)
+def no_log_left() -> Iterator[None]:
+    """Take the log file of a run from its logger, which is one for the whole process."""
+    yield
+    logging.getLogger("fedstill.run").handlers.clear()

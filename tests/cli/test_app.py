@@ -1,36 +1,17 @@
 """Every mistake is one line on stderr that names its place and a cure, exit code 2, no traceback, nothing on stdout."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from cli_runs import SMALL, fedstill, mistake
 from quick import first_quick
 from typer.testing import CliRunner
 
 from fedstill.cli import app
-from fedstill.engine import ENGINES
-from fedstill.loop.evaluate import EVALUATIONS, METRICS
-from fedstill.models import MODELS
 
-BASE = """
-name = "small"
-rounds = 2
-cohort = 3
-[data]
-source = "digits"
-[partition]
-scheme = "lda"
-clients = 6
-alpha = 0.5
-[model]
-name = "mlp"
-hidden = [8]
-[method]
-name = "fedprox"
-mu = 0.01
-"""
+BASE = SMALL + 'rounds = 2\ncohort = 3\nmethod = {name = "fedprox", mu = 0.01}\n'
 
 # (what is set, the key that the line must name, what the line must say beside)
 SETTINGS = [
@@ -121,21 +102,10 @@ def base(tmp_path, monkeypatch):
     return tmp_path
 
 
-def mistake(*arguments):
-    outcome = CliRunner().invoke(app, list(arguments))
-    lines = outcome.stderr.splitlines()
-    assert outcome.exit_code == 2, outcome.output
-    assert len(lines) == 1, outcome.stderr
-    assert outcome.stdout == ""
-    assert "Traceback" not in outcome.output
-    assert lines[0].startswith("fedstill: ")
-    return lines[0]
-
-
-@pytest.mark.parametrize(("until", "told"), [(1, "1 round has trained"), (2, "2 rounds have trained")])
-def test_a_pretext_that_comes_too_late_says_how_much_it_would_undo(base, until, told):
+@pytest.mark.parametrize(("until", "undone"), [(1, "1 round has trained"), (2, "2 rounds have trained")])
+def test_a_pretext_that_comes_too_late_says_how_much_it_would_undo(base, until, undone):
     method = f"method.name=fedavg until {until} then simclr"
-    assert told in mistake("run", "base.toml", "--set", "data.unlabeled=40", "--set", "rounds=3", "--set", method)
+    assert undone in mistake("run", "base.toml", "--set", "data.unlabeled=40", "--set", "rounds=3", "--set", method)
 
 
 @pytest.mark.parametrize(("setting", "key", "cure"), SETTINGS, ids=[setting for setting, _, _ in SETTINGS])
@@ -223,19 +193,9 @@ def test_the_installed_command_does_the_same(tmp_path, arguments):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("what", "names"), [("engines", ENGINES), ("metrics", METRICS), ("evaluations", EVALUATIONS), ("models", MODELS)]
-)
-def test_list_names_everything_in_a_registry_with_a_line_on_each(what, names):
-    answer = json.loads(CliRunner().invoke(app, ["list", what, "--format", "json"]).stdout)
-    assert set(names) <= {entry["name"] for entry in answer}
-    assert all(entry["summary"] for entry in answer)
-
-
 def test_an_error_in_a_file_of_ones_own_is_one_line_with_its_place(base):
     (base / "mine.py").write_text("def measure(weights, test, trainer):\n    return weights.nothing\n")
-    outcome = CliRunner().invoke(app, ["run", "base.toml", "--set", "evaluate=mine.py:measure"])
-    assert outcome.exit_code == 2
+    outcome = fedstill("run", "base.toml", "--set", "evaluate=mine.py:measure", code=2)
     last = outcome.stderr.splitlines()[-1]
     assert last == "fedstill: measure (mine.py, line 2): AttributeError: 'Weights' object has no attribute 'nothing'"
 

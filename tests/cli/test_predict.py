@@ -2,7 +2,6 @@
 
 import csv
 import json
-import logging
 
 import numpy as np
 import pyarrow.parquet
@@ -47,8 +46,7 @@ def experiment(source, **changes):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "digits"
     fedstill.run(experiment("digits"), run_dir=folder, pictures=False)
-    yield folder
-    logging.getLogger("fedstill.run").handlers.clear()
+    return folder
 
 
 @pytest.fixture

@@ -11,47 +11,32 @@ import tomllib
 
 import numpy as np
 import pytest
-import torch
+from cli_runs import SMALL, answer, fedstill
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
-from fedstill.cli import app
 from fedstill.experiment import build as build_module
 from fedstill.experiment import compare as comparison_module
 from fedstill.experiment import run as experiment_module
 from fedstill.experiment.config import Experiment
-from fedstill.methods import METHODS
-from fedstill.models import MODELS
-from fedstill.partition import PARTITIONS
-from fedstill.report import curves
 
-SMALL = """
-name = "small"
+FILE = (
+    SMALL
+    + """
 rounds = 3
 cohort = 3
 checkpoint_every = 1
-[data]
-source = "digits"
-unlabeled = 40
-[partition]
-scheme = "lda"
-clients = 6
-alpha = 0.5
-[model]
-name = "mlp"
-hidden = [8]
-init = "torch"
-[local]
-batch_size = 20
-lr = 0.1
+data.unlabeled = 40
+model.init = "torch"
+local = {batch_size = 20, lr = 0.1}
 """
+)
 
 
 @pytest.fixture
 def gallery(tmp_path, monkeypatch):
     """A working folder with an experiment file."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "small.toml").write_text(FILE)
     return tmp_path
 
 
@@ -61,16 +46,6 @@ def folder(gallery, monkeypatch):
     for module in (experiment_module, comparison_module):
         monkeypatch.setattr(module, "draw_pictures", lambda *_: [])
     return gallery
-
-
-def call(*arguments):
-    outcome = CliRunner().invoke(app, list(arguments))
-    assert outcome.exit_code == 0, outcome.output
-    return outcome
-
-
-def answer(*arguments):
-    return json.loads(call(*arguments, "--format", "json").stdout)
 
 
 def test_run_prints_one_json_object_and_writes_its_folder(gallery):
@@ -111,7 +86,7 @@ def test_the_environment_tells_versions_but_neither_user_nor_host(folder, monkey
 
 
 def test_text_goes_to_stdout_and_progress_to_stderr(folder):
-    outcome = call("run", "small.toml", "--set", "target=0.01")
+    outcome = fedstill("run", "small.toml", "--set", "target=0.01")
     assert "last accuracy" in outcome.stdout
     assert "reached in round 1" in outcome.stdout
     assert "runs/small/" in outcome.stdout
@@ -149,7 +124,7 @@ def test_a_run_of_compare_is_the_run_of_its_own_config(folder):
 def test_one_seed_has_no_deviation(folder):
     row = answer("compare", "small.toml", "--methods", "fedavg", "--seeds", "1")[0]
     assert row["std"] is None
-    assert "±" not in call("compare", "small.toml", "--methods", "fedavg", "--seeds", "1").stdout.splitlines()[1]
+    assert "±" not in fedstill("compare", "small.toml", "--methods", "fedavg", "--seeds", "1").stdout.splitlines()[1]
 
 
 def test_compare_loads_the_data_once_and_splits_once_a_seed(folder, monkeypatch):
@@ -165,12 +140,12 @@ def test_compare_loads_the_data_once_and_splits_once_a_seed(folder, monkeypatch)
 
     monkeypatch.setattr(build_module, "load", counting("load", load))
     monkeypatch.setattr(build_module, "make_federation", counting("split", make))
-    call("compare", "small.toml", "--methods", "fedavg,fedprox,feddyn", "--seeds", "2", "--set", "rounds=1")
+    fedstill("compare", "small.toml", "--methods", "fedavg,fedprox,feddyn", "--seeds", "2", "--set", "rounds=1")
     assert seen == {"load": 1, "split": 2}
 
 
 def test_compare_without_methods_takes_those_of_the_file(folder):
-    (folder / "own.toml").write_text(SMALL + '[compare]\nmethods = ["fedavg", "feddf(student.steps=2)"]\nseeds = 1\n')
+    (folder / "own.toml").write_text(FILE + '[compare]\nmethods = ["fedavg", "feddf(student.steps=2)"]\nseeds = 1\n')
     rows = answer("compare", "own.toml", "--set", "rounds=1")
     assert {row["method"] for row in rows} == {"fedavg", "feddf(student.steps=2)"}
     assert rows[0]["seeds"] == 1
@@ -199,8 +174,7 @@ def interrupt_after(monkeypatch, rounds):
 def test_an_interrupted_run_says_how_to_go_on_and_ends_as_if_nothing_had_happened(folder, monkeypatch):
     whole = answer("run", "small.toml", "--out", "whole")
     interrupt_after(monkeypatch, 2)
-    outcome = CliRunner().invoke(app, ["run", "small.toml", "--out", "parts"])
-    assert outcome.exit_code == 130
+    outcome = fedstill("run", "small.toml", "--out", "parts", code=130)
     assert outcome.stderr.splitlines()[-1] == "fedstill: stopped; go on with: fedstill resume parts"
     parts = answer("resume", "parts")
     assert parts["rounds"] == 3
@@ -238,7 +212,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(folder, monkeypatch)
     command = ["compare", "small.toml", "--methods", "fedavg,fedprox(mu=1)", "--seeds", "2"]
     whole = answer(*command, "--out", "whole")
     interrupt_after(monkeypatch, 7)
-    assert CliRunner().invoke(app, [*command, "--out", "parts"]).exit_code == 130
+    fedstill(*command, "--out", "parts", code=130)
     parts = answer("resume", "parts")
     assert [(row["method"], row["accuracies"]) for row in parts] == [
         (row["method"], row["accuracies"]) for row in whole
@@ -259,62 +233,6 @@ def test_a_missing_matplotlib_costs_one_line_and_no_result(gallery, monkeypatch,
     assert not (gallery / "out" / "curves.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("what", "names"),
-    [("methods", METHODS), ("partitions", PARTITIONS), ("models", MODELS), ("datasets", ["digits", "fashion-mini"])],
-)
-def test_list_names_all_there_is(what, names):
-    assert set(names) <= {entry["name"] for entry in answer("list", what)}
-    text = call("list", what).stdout
-    assert all(name in text for name in names)
-    assert max(len(line) for line in text.splitlines()) <= 100
-
-
-def test_list_shows_own_keys_with_their_defaults():
-    entry = next(entry for entry in answer("list", "methods") if entry["name"] == "fedprox")
-    assert entry["options"]["mu"] == 0.01
-    assert "mu=0.01" in call("list", "methods").stdout
-
-
-def test_doctor_is_happy_here_and_says_what_is_missing():
-    report = answer("doctor")
-    found = {check["name"]: check for check in report["checks"]}
-    assert report["healthy"]
-    assert found["engines agree"]["ok"]
-    assert all(check["advice"] for check in report["checks"] if not check["ok"])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not need a C++ compiler")
-@pytest.mark.parametrize(("compiler", "ok"), [(sys.executable, True), ("no-such-compiler", False)])
-def test_doctor_says_whether_torch_can_compile_here(monkeypatch, compiler, ok):
-    monkeypatch.setenv("CXX", compiler)
-    report = answer("doctor")
-    found = next(check for check in report["checks"] if check["name"] == "engine.compile")
-    assert (found["ok"], report["healthy"]) == (ok, True)
-    assert found["advice"].startswith("" if ok else "torch.compile needs a C++ compiler")
-
-
-def test_doctor_text_puts_advice_under_its_check():
-    lines = call("doctor").stdout.splitlines()
-    assert lines[-1].startswith("Ready")
-    assert any("pip install" in line for line in lines) or all(line.startswith("ok") for line in lines[:-2])
-
-
-def test_help_names_every_command_and_version_is_one_line():
-    text = call("--help").stdout
-    assert all(command in text for command in ("run", "compare", "resume", "predict", "list", "explain", "doctor"))
-    assert call().stdout == text
-    assert call("--version").stdout.startswith("fedstill ")
-
-
-def test_a_picture_of_one_run_has_no_band_and_several_seeds_have():
-    rounds, mean, spread = curves.band([([1, 2], [0.1, 0.3]), ([1, 2], [0.3, 0.3])])
-    assert rounds.tolist() == [1, 2]
-    assert mean.tolist() == pytest.approx([0.2, 0.3])
-    assert spread.tolist() == pytest.approx([np.sqrt(0.02), 0.0])
-    assert curves.band([([5], [0.5])])[2].tolist() == [0.0]
-
-
 def hint(outcome, place=0):
     """The first command that is proposed, or another one, as a shell reads it."""
     (line,) = (line for line in outcome.stdout.splitlines() if line.startswith("Next: "))
@@ -322,31 +240,31 @@ def hint(outcome, place=0):
 
 
 def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder):
-    (folder / "my file.toml").write_text(SMALL)
+    (folder / "my file.toml").write_text(FILE)
     mixture = "fedprox(mu=0.1)+fedavgm until 2 then fedprox(mu=0.1)"
-    proposed = hint(call("run", "my file.toml", "--set", f"method.name={mixture}"))
+    proposed = hint(fedstill("run", "my file.toml", "--set", f"method.name={mixture}"))
     assert proposed[:5] == ["fedstill", "compare", "my file.toml", "--methods", f"{mixture},fedavg"]
-    proposed = hint(call("run", "small.toml", "--set", "method.name=fedprox", "--set", "method.mu=0.5"))
+    proposed = hint(fedstill("run", "small.toml", "--set", "method.name=fedprox", "--set", "method.mu=0.5"))
     assert proposed[3:5] == ["--methods", "fedprox(mu=0.5),fedavg"]
-    proposed = hint(call("compare", "small.toml", "--methods", mixture, "--seeds", "1"))
+    proposed = hint(fedstill("compare", "small.toml", "--methods", mixture, "--seeds", "1"))
     assert proposed == ["fedstill", "explain", mixture]
-    call(*proposed[1:])
+    fedstill(*proposed[1:])
 
 
 def test_after_changes_the_proposed_command_is_about_the_changed_experiment(folder):
-    proposed = hint(call("run", "small.toml", "--set", "rounds=1", "--out", "short"))
+    proposed = hint(fedstill("run", "small.toml", "--set", "rounds=1", "--out", "short"))
     assert proposed[:3] == ["fedstill", "compare", "short/config.toml"]
     assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {1}
     words = ["compare", "small.toml", "--methods", "fedavg,fedprox", "--seeds", "1", "--set", "rounds=1"]
-    other = hint(call(*words, "--out", "several"), place=1)
+    other = hint(fedstill(*words, "--out", "several"), place=1)
     assert other[:3] == ["fedstill", "compare", "several/config.toml"]
 
 
 def test_after_resuming_the_proposed_method_is_written_without_its_defaults(folder):
     """The run's folder spells out all of them: twenty-seven of FedAUX."""
     fedaux = "method.name=fedaux(student.steps=2, form='mean')"
-    call("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
-    proposed = hint(call("resume", "aux"))
+    fedstill("run", "small.toml", "--set", fedaux, "--set", "rounds=1", "--out", "aux")
+    proposed = hint(fedstill("resume", "aux"))
     assert proposed[3:5] == ["--methods", 'fedaux(form="mean", student.steps=2),fedavg']
 
 
@@ -355,19 +273,19 @@ def test_the_proposed_command_finds_a_method_in_another_folder(folder):
     (folder / "deep" / "mine.py").write_text(
         'from fedstill.methods import fedavg\n\n\ndef own():\n    """Own: FedAvg."""\n    return fedavg()\n'
     )
-    proposed = hint(call("compare", "small.toml", "--methods", "deep/mine.py:own", "--seeds", "1"))
+    proposed = hint(fedstill("compare", "small.toml", "--methods", "deep/mine.py:own", "--seeds", "1"))
     assert proposed == ["fedstill", "explain", "deep/mine.py:own"]
-    call(*proposed[1:])
+    fedstill(*proposed[1:])
 
 
 def test_what_is_proposed_after_resuming_is_about_the_resumed_experiment_and_works(folder):
-    call("run", "small.toml", "--set", "rounds=2", "--out", "my run")
-    proposed = hint(call("resume", "my run"))
+    fedstill("run", "small.toml", "--set", "rounds=2", "--out", "my run")
+    proposed = hint(fedstill("resume", "my run"))
     assert proposed[:3] == ["fedstill", "compare", "my run/config.toml"]
     assert {row["rounds"] for row in runs_of(answer(*proposed[1:], "--out", "next"), folder / "next")} == {2}
     methods = "fedprox(mu=1),feddf(student.steps=2)"
-    call("compare", "small.toml", "--methods", methods, "--seeds", "1", "--set", "rounds=1", "--out", "several")
-    other = hint(call("resume", "several"), place=1)
+    fedstill("compare", "small.toml", "--methods", methods, "--seeds", "1", "--set", "rounds=1", "--out", "several")
+    other = hint(fedstill("resume", "several"), place=1)
     assert other == ["fedstill", "compare", "several/config.toml", "--set", "partition.alpha=5"]
     assert {row["method"] for row in answer(*other[1:], "--out", "milder")} == set(methods.split(","))
     assert "alpha = 5" in (folder / "milder" / "config.toml").read_text()
@@ -382,7 +300,7 @@ def runs_of(rows, place):
 @pytest.mark.parametrize("words", [["run", "--set", "method.name={}"], ["compare", "--seeds", "1", "--methods", "{}"]])
 def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
     def told(method):
-        outcome = call(words[0], "small.toml", *(word.format(method) for word in words[1:]))
+        outcome = fedstill(words[0], "small.toml", *(word.format(method) for word in words[1:]))
         return [line for line in outcome.stderr.splitlines() if "never reached" in line]
 
     (line,) = told("fedavg until 3 then fedprox")
@@ -393,9 +311,54 @@ def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
 
 def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
     words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "method.name=mrtf(student.steps=1)")
-    told = call("run", *words, "--out", "labels here").stdout
+    told = fedstill("run", *words, "--out", "labels here").stdout
     assert "fedstill predict 'labels here'" in told
-    assert "fedstill predict" not in call("run", "small.toml", "--out", "none").stdout
+    assert "fedstill predict" not in fedstill("run", "small.toml", "--out", "none").stdout
+
+
+@pytest.fixture
+def own(folder):
+    """An experiment file that says how many seeds are compared."""
+    path = folder / "own.toml"
+    path.write_text(SMALL + "rounds = 1\ncohort = 3\ncompare.seeds = 1\n")
+    return path
+
+
+def other_comparison(*words):
+    """The other comparison of the line "Next:", as a shell reads it."""
+    (line,) = (line for line in fedstill(*words).stdout.splitlines() if line.startswith("Next: "))
+    return shlex.split(line.split(", or ")[1].partition("  (")[0])
+
+
+def compared(*words):
+    return {(row["method"], row["seeds"]) for row in answer(*words)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--methods", "fedavg,fedprox(mu=1)", "--seeds", "2"],
+        ["--methods", "fedavg,fedprox(mu=1)"],
+        ["--seeds", "2"],
+        ["--set", "method.name=fedprox"],
+    ],
+)
+def test_other_methods_or_seeds_than_the_files_are_those_of_the_next_comparison(own, words):
+    following = other_comparison("compare", "own.toml", *words, "--out", "first")
+    assert following == ["fedstill", "compare", "first/config.toml", "--set", "partition.alpha=5"]
+    assert compared(*following[1:]) == compared("compare", "own.toml", *words)
+
+
+@pytest.mark.parametrize("words", [[], ["--methods", "fedavg,fedprox(mu=1)"], ["--seeds", "1"]])
+def test_the_file_is_proposed_where_the_command_line_says_the_same(own, words):
+    own.write_text(own.read_text() + 'compare.methods = ["fedavg", "fedprox(mu=1)"]\n')
+    assert other_comparison("compare", "own.toml", *words)[:3] == ["fedstill", "compare", "own.toml"]
+
+
+def test_more_seeds_are_proposed_than_were_compared(own):
+    words = ["compare", "own.toml", "--set", "partition.scheme=iid", "--methods", "fedavg"]
+    assert other_comparison(*words, "--seeds", "1")[3:] == ["--seeds", "5"]
+    assert other_comparison(*words, "--seeds", "5")[3:] == ["--seeds", "10"]
 
 
 # The quick start keeps its promise.
@@ -405,10 +368,8 @@ def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
 def test_the_quick_start_ends_within_a_minute_and_fedavg_is_clearly_not_the_best(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     began = time.process_time()
-    outcome = CliRunner().invoke(app, ["compare", "--format", "json"])
+    rows = {row["method"]: row for row in answer("compare")}
     seconds = time.process_time() - began  # of computing: other work on the machine does not count
-    assert outcome.exit_code == 0, outcome.output
-    rows = {row["method"]: row for row in json.loads(outcome.stdout)}
     best = max(row["mean"] for row in rows.values())
     assert len(rows) >= 5
     assert best - rows["fedavg"]["mean"] > 0.04

@@ -3,40 +3,23 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from cli_runs import SMALL, fedstill
 
-from fedstill.cli import app
-
-FILE = """
-name = "small"
-rounds = 4
-cohort = 6
-[data]
-source = "digits"
-unlabeled = 40
-[partition]
-scheme = "lda"
-clients = 6
-alpha = 0.5
-[model]
-name = "mlp"
-hidden = [8]
-"""
+FILE = SMALL + "rounds = 4\ncohort = 6\ndata.unlabeled = 40\n"
+MIXED = FILE.replace('model.name = "mlp"\nmodel.hidden = [8]', 'model.name = "mixed"')
 QUIET, LOUD = "dp_fedavg(noise_multiplier=8.0)", "dp_fedavg(noise_multiplier=100.0)"
 
 
 @pytest.fixture
-def fedstill(tmp_path):
+def played(tmp_path):
+    """Runs a command on the small experiment with these settings, into the folder `run`."""
     (tmp_path / "small.toml").write_text(FILE)
 
-    def call(command: str, *settings: str, words: tuple[str, ...] = ()):
+    def play(command: str, *settings: str, words: tuple[str, ...] = ()):
         changes = [word for setting in settings for word in ("--set", setting)]
-        given = [command, str(tmp_path / "small.toml"), "--out", str(tmp_path / "run"), *changes, *words]
-        done = CliRunner().invoke(app, given)
-        assert done.exit_code == 0, done.output
-        return done
+        return fedstill(command, tmp_path / "small.toml", "--out", tmp_path / "run", *changes, *words)
 
-    return call
+    return play
 
 
 def line(done, start: str) -> str:
@@ -47,9 +30,9 @@ def rows(tmp_path) -> list[dict]:
     return [json.loads(one) for one in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
+def test_what_is_sent_before_the_first_round_counts(played, tmp_path):
     """FedAUX's scores in their mean form: 64 pixels into 8 features, 4 bytes each, from each of 6 clients."""
-    done = fedstill("run", "method.name=fedaux", "method.form=mean", "method.student.steps=1", "rounds=1")
+    done = played("run", "method.name=fedaux", "method.form=mean", "method.student.steps=1", "rounds=1")
     (first,) = rows(tmp_path)
     assert first["bytes_prepared"] == 6 * 8 * 4
     up, down = (first[f"bytes_{way}"] + first[f"bytes_prepared{end}"] for way, end in (("up", ""), ("down", "_down")))
@@ -58,22 +41,22 @@ def test_what_is_sent_before_the_first_round_counts(fedstill, tmp_path):
     assert "(before the first round 192 B up, " in told
 
 
-def test_what_a_later_method_asks_is_told_with_its_own_first_round(fedstill):
-    done = fedstill("run", "method.name=fedavg until 2 then fedaux(student.steps=1)", "rounds=3")
+def test_what_a_later_method_asks_is_told_with_its_own_first_round(played):
+    done = played("run", "method.name=fedavg until 2 then fedaux(student.steps=1)", "rounds=3")
     assert "(before round 3: 192 B up, " in line(done, "sent")
 
 
-def test_rounds_that_draw_nobody_are_not_uploads_that_were_turned_away(fedstill, tmp_path):
-    done = fedstill("run", "method.name=dp_fedavg", "sampling=poisson", "cohort=1", "rounds=12")
+def test_rounds_that_draw_nobody_are_not_uploads_that_were_turned_away(played, tmp_path):
+    done = played("run", "method.name=dp_fedavg", "sampling=poisson", "cohort=1", "rounds=12")
     empty = sum(row["cohort"] == 0 for row in rows(tmp_path))
     assert empty > 0
     assert line(done, "nobody drawn").startswith(f"nobody drawn   {empty} round")
     assert not line(done, "turned away")
 
 
-def test_a_comparison_shows_an_epsilon_where_there_is_one_and_says_what_it_is_about(fedstill, tmp_path):
+def test_a_comparison_shows_an_epsilon_where_there_is_one_and_says_what_it_is_about(played, tmp_path):
     """Multiplier 4 a round, four rounds: one Gaussian of multiplier 2, by dp-accounting epsilon 1.9931 at 1e-5."""
-    done = fedstill("compare", words=("--methods", f"{QUIET},fedavg", "--seeds", "1"))
+    done = played("compare", words=("--methods", f"{QUIET},fedavg", "--seeds", "1"))
     table = {one.split()[0]: one.split() for one in done.stdout.splitlines()[:3]}
     assert table["method"][-1] == "epsilon"
     assert table[QUIET][-1] == "1.994"
@@ -85,13 +68,13 @@ def test_a_comparison_shows_an_epsilon_where_there_is_one_and_says_what_it_is_ab
     assert "epsilon" not in written["fedavg"]
 
 
-def test_a_comparison_without_noise_says_nothing_of_privacy(fedstill):
-    assert "epsilon" not in fedstill("compare", words=("--methods", "fedavg,fedprox", "--seeds", "1")).stdout
+def test_a_comparison_without_noise_says_nothing_of_privacy(played):
+    assert "epsilon" not in played("compare", words=("--methods", "fedavg,fedprox", "--seeds", "1")).stdout
 
 
-def test_a_comparison_names_the_runs_that_their_budget_ended(fedstill):
+def test_a_comparison_names_the_runs_that_their_budget_ended(played):
     words = ("--methods", f"{QUIET},{LOUD}", "--seeds", "2")
-    done = fedstill("compare", "privacy.epsilon=1.5", words=words)  # two rounds cost 1.3565, three 1.6980
+    done = played("compare", "privacy.epsilon=1.5", words=words)  # two rounds cost 1.3565, three 1.6980
     assert line(done, f"{QUIET}, 2 of 2 runs:").endswith(
         "privacy.epsilon = 1.5 allows 2 of 4 rounds: one more would exceed it"
     )
@@ -100,10 +83,10 @@ def test_a_comparison_names_the_runs_that_their_budget_ended(fedstill):
     assert "round 1/4" in done.stderr
 
 
-def test_a_run_of_several_architectures_names_them_and_shows_each(fedstill, tmp_path):
+def test_a_run_of_several_architectures_names_them_and_shows_each(played, tmp_path):
     words = ('model.prototypes=["cnn", "mlp(hidden=[8])"]', "model.report=mlp")
-    (tmp_path / "small.toml").write_text(FILE.replace('name = "mlp"\nhidden = [8]', 'name = "mixed"'))
-    done = fedstill("run", *words, "rounds=1", "method.name=fedavg")
+    (tmp_path / "small.toml").write_text(MIXED)
+    done = played("run", *words, "rounds=1", "method.name=fedavg")
     assert done.stderr.startswith("mixed(cnn, mlp; reported: mlp) on digits")
     (row,) = rows(tmp_path)
     assert line(done, "reported") == "reported       mlp"
@@ -111,13 +94,13 @@ def test_a_run_of_several_architectures_names_them_and_shows_each(fedstill, tmp_
     assert line(done, "prototypes") == f"prototypes     {told}"
 
 
-def test_the_curves_of_several_architectures_show_each_beside_the_reported_one(fedstill, tmp_path, monkeypatch):
+def test_the_curves_of_several_architectures_show_each_beside_the_reported_one(played, tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(
         "fedstill.experiment.run.learning_curves", lambda curves, path, **how: drawn.update(how, of=curves)
     )
-    (tmp_path / "small.toml").write_text(FILE.replace('name = "mlp"\nhidden = [8]', 'name = "mixed"'))
-    fedstill("run", 'model.prototypes=["cnn", "mlp(hidden=[8])"]', "rounds=2", "method.name=fedavg")
+    (tmp_path / "small.toml").write_text(MIXED)
+    played("run", 'model.prototypes=["cnn", "mlp(hidden=[8])"]', "rounds=2", "method.name=fedavg")
     assert drawn["title"] == "digits: lda(alpha=0.5) over 6 clients; mixed(cnn, mlp; reported: ensemble)"
     assert list(drawn["of"]) == ["fedavg", "fedavg: cnn", "fedavg: mlp"]
     assert drawn["of"]["fedavg: cnn"] == [([1, 2], [row["accuracy_cnn"] for row in rows(tmp_path)])]

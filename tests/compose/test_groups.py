@@ -1,6 +1,5 @@
 """The union of prototypes: taken apart and put together without losing a bit, and a client's own part of it."""
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -523,12 +522,6 @@ def test_rows_that_are_not_taught_are_labelled_by_the_reported_model_in_whatever
 
 def _first_weights():
     return merge({name: NETS[name].init(seed_for(3, "model")) for name in "ab"})
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    yield
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 # Plain server steps on each prototype's part of a union.

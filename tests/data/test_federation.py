@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import logging
 import shutil
 import time
 from pathlib import Path
@@ -131,12 +130,6 @@ CLIENTS_STATISTICS = ("mean and deviation of all clients' inputs (data.scale can
 
 
 CLIENTS_WORDS = ("a tokenizer trained on all clients' texts (data.tokenizer can change that)",)
-
-
-@pytest.fixture(autouse=True)
-def no_log_left():
-    yield
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 def hospitals(path: Path, *, changed: int | None = None, rows: int = 120, seed: int = 0) -> Path:

@@ -1,6 +1,5 @@
 """What the documentation shows works: Python snippets run, experiment files load, commands are accepted and run."""
 
-import logging
 import re
 import shlex
 import shutil
@@ -78,8 +77,7 @@ def experiment_folder(tmp_path, monkeypatch):
     (tmp_path / "experiment.toml").write_text(first)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    logging.getLogger("fedstill.run").handlers.clear()
+    return tmp_path
 
 
 @pytest.mark.parametrize("line", commands())

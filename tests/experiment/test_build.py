@@ -1,10 +1,20 @@
 """A partition or an evaluation of one's own that does not fit is told with its file and line."""
 
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+from data_files import image_folder
 
 import fedstill
 from fedstill.core.errors import FedstillError
+from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.run_folder import read_description, write_description
 from fedstill.partition import PARTITIONS
 
 
@@ -47,3 +57,64 @@ def test_an_evaluation_with_other_parameters_is_told_with_its_line(tmp_path):
     )
     with pytest.raises(FedstillError, match=r"measure \(mine.py, line 1\) cannot be called as an evaluation"):
         fedstill.run(experiment)
+
+
+# The federation of an experiment: who holds which rows, and which of them change with the seed.
+
+
+def digits_of(**data: object) -> Experiment:
+    return Experiment(cohort=2, data={"source": "digits", **data}, partition={"scheme": "iid", "clients": 4})
+
+
+def test_seeds_share_one_test_set_and_differ_in_what_clients_and_server_hold() -> None:
+    one = digits_of(client_rows=600, unlabeled="central", validation=50, test_limit=100)
+    two = one.replace(seed=1)
+    first, second = build_federation(one), build_federation(two)
+    assert torch.equal(first.test.x, second.test.x)
+    assert len(first.test.y) == 100
+    assert first.unlabeled_ids == second.unlabeled_ids
+    assert len(first.indices) == len(first.train.y) == 550
+    assert len(first.validation[0]) == 50
+    assert not torch.equal(first.validation[0], second.validation[0])
+    assert len(first.unlabeled) == len(first.unlabeled_ids) == len(first.unlabeled_truth)
+    # 1,797 digits: 600 for clients, of 1,197 others 239 to test (100 of them looked at) and 958 unlabeled
+    assert len(first.unlabeled) == 1_797 - 600 - round(0.2 * 1_197)
+
+
+def test_a_federation_is_the_same_from_a_source_that_was_loaded_before() -> None:
+    one = digits_of(client_rows=600, unlabeled="central", unlabeled_limit=10)
+    source = load_source(one)
+    assert build_federation(one, source).unlabeled_ids == build_federation(one).unlabeled_ids
+    assert len(source.central.ids) == 958
+
+
+def test_rows_the_server_holds_do_not_change_by_asking_for_validation() -> None:
+    plain, watched = (build_federation(digits_of(unlabeled=200, validation=count)) for count in (0, 20))
+    assert plain.unlabeled_ids == watched.unlabeled_ids
+    assert plain.validation is None
+    assert len(watched.train.y) == len(plain.train.y) - 20
+
+
+def test_places_are_written_by_their_full_path_and_words_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("test", "central", "mine"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    for number, data in enumerate(({"unlabeled": "test", "test": "test"}, {"unlabeled": "central", "client_rows": 9})):
+        write_description(digits_of(**data), tmp_path / "mine" / str(number))
+    first, second = (read_description(tmp_path / "mine" / name).data for name in "01")
+    assert (first.unlabeled, first.test) == ("test", str(tmp_path / "test"))
+    assert (second.unlabeled, second.source) == ("central", "digits")
+
+
+def test_files_that_a_run_cannot_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    image_folder(tmp_path / "web", {"x": 3}, height=8, width=8, channels=1)
+    (tmp_path / "web" / "x" / "1.png").write_bytes(b"?")
+    with caplog.at_level(logging.WARNING, logger="fedstill.run"):
+        federation = build_federation(digits_of(unlabeled=str(tmp_path / "web")))
+    assert federation.unlabeled_ids == ("x/0.png", "x/2.png")
+    assert "data.unlabeled: 1 of 3 files or rows cannot be read and are left out: x/1.png" in caplog.text

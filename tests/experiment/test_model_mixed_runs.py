@@ -1,7 +1,6 @@
 """Experiments with several architectures, from the file to the labels."""
 
 import json
-import logging
 import time
 
 import pytest
@@ -37,8 +36,7 @@ def experiment(**changes):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "mixed"
     fedstill.run(experiment(), run_dir=folder, pictures=False)
-    yield folder
-    logging.getLogger("fedstill.run").handlers.clear()
+    return folder
 
 
 def test_the_last_model_holds_all_prototypes_and_each_goes_back_into_its_network(folder):
@@ -77,7 +75,6 @@ def test_the_command_line_says_which_model_is_reported(folder, tmp_path, monkeyp
     outcome = CliRunner().invoke(app, ["predict", "out", "--format", "json"])
     assert outcome.exit_code == 0, outcome.output
     assert json.loads(outcome.stdout)["count"] == 60
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 def test_an_unmet_need_is_one_line(tmp_path, monkeypatch):
@@ -98,7 +95,6 @@ def test_a_run_in_a_folder_goes_on_as_if_it_had_never_stopped(tmp_path):
     (tmp_path / "short" / "config.toml").write_text(text.replace("rounds = 2", "rounds = 3"))
     resumed = resume_run(tmp_path / "short")
     assert all(torch.equal(leaf, resumed.weights.params[name]) for name, leaf in longer.weights.params.items())
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 @pytest.mark.slow

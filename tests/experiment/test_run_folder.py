@@ -1,6 +1,5 @@
 """The folder of a run: it is never read as data, and one of an older version is refused."""
 
-import logging
 import os
 
 import numpy as np
@@ -15,12 +14,6 @@ from fedstill.data.files import files_of
 
 WORDS = ["--set", "data.size=8", "--set", "data.unlabeled=none", "--set", "model.name=mlp", "--set", "rounds=1"]
 WORDS += ["--set", "method.name=fedavg", "--set", "partition.clients=2", "--set", "cohort=2"]
-
-
-@pytest.fixture(autouse=True)
-def no_log_left():
-    yield
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 def draw(folder):

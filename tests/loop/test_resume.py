@@ -139,7 +139,7 @@ def test_large_checkpoints_are_due_more_seldom(now):
     assert clock.is_due()
 
 
-def run_clock(**settings):
+def run_nine_rounds(**settings):
     model, federation = linear_model(), toy_federation()
     how = {"training": Training(batch_size=6), "rounds": 9, "cohort": 5, "engine": LoopEngine(model, federation)}
     federate(method=fedavg(), model=model, federation=federation, **how, **settings)
@@ -160,13 +160,13 @@ class Slow(Callback):
 @pytest.mark.parametrize(("seconds", "saved"), [(100.0, [4, 3, 2]), (25.0, [3]), (1.0, [])])
 def test_a_run_that_is_stopped_loses_a_minute_not_all_rounds_since_the_last_checkpoint(tmp_path, now, seconds, saved):
     with pytest.raises(KeyboardInterrupt):
-        run_clock(checkpoint_every=100, run_dir=tmp_path, callbacks=[Slow(now, seconds)])
+        run_nine_rounds(checkpoint_every=100, run_dir=tmp_path, callbacks=[Slow(now, seconds)])
     assert [number for number, _ in list_checkpoints(tmp_path / "checkpoints")] == saved
 
 
 def test_without_a_folder_there_is_nothing_to_save(now):
     with pytest.raises(KeyboardInterrupt):
-        run_clock(callbacks=[Slow(now, 100.0)])
+        run_nine_rounds(callbacks=[Slow(now, 100.0)])
 
 
 KILLS, ENDLESS = 20, 10**6

@@ -1,7 +1,5 @@
 """Targets as answers: of which rows and which round they are, and why they are not handed out."""
 
-import logging
-
 import pytest
 import torch
 from PIL import Image
@@ -27,12 +25,6 @@ def experiment(method, unlabeled="test", rounds=3):
         local={"batch_size": 20, "lr": 0.1},
         method=method,
     )
-
-
-@pytest.fixture(autouse=True)
-def no_log_left():
-    yield
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 def run(folder, method, **changes):

@@ -15,7 +15,6 @@ from fedstill.prediction.calibrate import (
     log_scores,
     reliability,
 )
-from fedstill.prediction.files import reliability_picture, wilson
 
 
 def drawn(count=600, classes=5, *, sharpness=1.0, seed=0):
@@ -124,19 +123,3 @@ def test_calibration_takes_most_of_an_overconfident_error_away_on_rows_it_did_no
     assert before.ece > 0.2
     assert after.ece < 0.04
     assert after.accuracy == before.accuracy
-
-
-@pytest.mark.parametrize("calibrated", [True, False])
-def test_the_curve_is_drawn_with_and_without_a_second_line(tmp_path, calibrated):
-    scores, y = drawn(count=50)
-    found = reliability(at_temperature(scores, 1.0), y)
-    path = reliability_picture(found, found if calibrated else None, tmp_path / "curve.png", title="long title " * 20)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_interval_of_a_bin_is_wide_for_few_rows_and_holds_what_was_seen():
-    # Wilson with z = 1.96, 8 of 10: (8 + 1.9208) / 13.8416 = 0.7167, half width 1.96 sqrt(1.6 + 0.9604) / 13.8416
-    low, high = wilson(0.8, 10)
-    assert (low, high) == pytest.approx((0.7167 - 0.2266, 0.7167 + 0.2266), abs=1e-4)
-    assert wilson(0.8, 1000)[0] > low
-    assert wilson(0.0, 5)[0] == 0.0

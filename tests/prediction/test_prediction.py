@@ -55,8 +55,7 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     for name, changes in RUNS.items():
         fedstill.run(experiment(**changes), run_dir=root / name, pictures=False)
-    yield {name: root / name for name in RUNS}
-    logging.getLogger("fedstill.run").handlers.clear()
+    return {name: root / name for name in RUNS}
 
 
 @pytest.fixture
@@ -352,12 +351,6 @@ def experiment_on(**data):
         local={"batch_size": 20, "lr": 0.1},
         method={"name": "feddf", "student": {"steps": 5}} if "unlabeled" in data else "fedavg",
     )
-
-
-@pytest.fixture(autouse=True)
-def no_log_left():
-    yield
-    logging.getLogger("fedstill.run").handlers.clear()
 
 
 def finished_run(folder, **data):

@@ -216,15 +216,15 @@ def test_what_has_no_meaning_is_one_line(call, told):
 
 # Noise and deltas at the ends of what float64 and dp-accounting can hold.
 
-LEAVES_LIMITS = {"model": "trained models"}
+ONLY_MODELS = {"model": "trained models"}
 
 
-def updates_limits(multiplier: float) -> Release:
+def models_and_numbers(multiplier: float) -> Release:
     return Release("model updates", "client", multiplier, "round", "public", covers=("model", "numbers"))
 
 
 def sampled(multiplier: float, delta: float, **facts):
-    stretch = Stretch((updates_limits(multiplier),), 6, LEAVES_LIMITS, sealed=True, probability=0.5, **facts)
+    stretch = Stretch((models_and_numbers(multiplier),), 6, ONLY_MODELS, sealed=True, probability=0.5, **facts)
     return statement([stretch], delta)
 
 
@@ -284,7 +284,7 @@ def test_a_delta_that_dp_accounting_does_not_resolve_is_counted_without_sampling
 def test_a_delta_that_it_resolves_needs_no_note_nor_does_one_without_sampling():
     assert sampled(2.0, SMALLEST_DELTA).notes == ()
     assert sampled(2.0, SMALLEST_DELTA).claim("client", "public").epsilon < epsilon_of(SMALLEST_DELTA, 1.0)
-    assert statement([Stretch((updates_limits(2.0),), 6, LEAVES_LIMITS, sealed=True)], 1e-30).notes == ()
+    assert statement([Stretch((models_and_numbers(2.0),), 6, ONLY_MODELS, sealed=True)], 1e-30).notes == ()
 
 
 def test_a_delta_that_proves_nothing_is_refused():
@@ -298,7 +298,7 @@ def test_every_claim_says_how_large_a_delta_may_be():
 
 
 def test_an_epsilon_that_is_infinite_is_no_number_in_json():
-    made = statement([Stretch((updates_limits(1e-200),), 1, LEAVES_LIMITS, sealed=True)], DELTA)
+    made = statement([Stretch((models_and_numbers(1e-200),), 1, ONLY_MODELS, sealed=True)], DELTA)
     data = json.loads(json.dumps(made.as_dict(), allow_nan=False))
     assert [one["epsilon"] for one in data["claims"]] == [None, None]
     assert "epsilon = inf" in data["text"]

@@ -226,7 +226,7 @@ def test_a_statement_says_that_runs_add_up_and_that_a_client_holds_something():
 
 # Methods in turn: until when something is covered, and from whom what comes later is not protected.
 
-SCORES_TURN = Release("scores", "sample", 3.0, "once", "server", why="features are clipped")
+CLIPPED_SCORES = Release("scores", "sample", 3.0, "once", "server", why="features are clipped")
 
 
 def test_a_trusted_servers_noise_and_then_none_is_open_to_everybody_from_then_on():
@@ -256,14 +256,14 @@ def test_clients_own_noise_and_then_a_trusted_servers_is_open_to_the_server_from
 
 
 def test_what_is_sent_once_has_no_last_round_and_what_is_covered_to_the_end_neither():
-    assert of(plain(SCORES_TURN), plain()).claim("sample", "server").covered == ("scores",)
+    assert of(plain(CLIPPED_SCORES), plain()).claim("sample", "server").covered == ("scores",)
     assert of(plain(LOCAL), plain(LOCAL)).claim("client", "server").covered == ("model updates",)
     assert of(plain(LOCAL), plain(rounds=0)).claim("client", "server").covered == ("model updates",)
 
 
 def test_things_that_are_open_from_different_rounds_on_have_a_line_each():
     more = {**LEAVES, "extra": "control"}
-    lines = of(plain(SCORES_TURN), plain(leaves=more)).text().split("\n")
+    lines = of(plain(CLIPPED_SCORES), plain(leaves=more)).text().split("\n")
     assert lines[1:] == [
         "NOT protected from anybody: trained models; sizes and losses",
         "NOT protected from anybody from round 4 on: control",
@@ -292,14 +292,14 @@ def test_plain_data_say_against_whom_a_claim_is_complete_and_what_is_open_to_who
 
 HEADS, WHOLE = Training(batch_size=8, lr=0.05, part="head"), Training(batch_size=8, lr=0.05)
 
-SCORES_HEAD = 'fedaux(student.steps=2, form="mean", epsilon=1.0, student.part="{}")'
+FEDAUX = 'fedaux(student.steps=2, form="mean", epsilon=1.0, student.part="{}")'
 
 NUMBERS = "numbers of samples and steps, training losses"
 
 NORMED = network("b")
 
 
-def run(model: Model, training: Training, method: str = SCORES_HEAD):
+def run(model: Model, training: Training, method: str = FEDAUX):
     return run_of_six(method.format(training.part), model, training=training, rounds=1)
 
 
@@ -322,5 +322,5 @@ def test_a_model_without_statistics_says_heads_too():
 
 @pytest.mark.parametrize(("training", "trained"), [(WHOLE, "trained models"), (HEADS, "trained heads")])
 def test_what_a_method_sends_beside_the_model_is_told_all_the_same(training, trained):
-    told = run(trial_model(), training, SCORES_HEAD + "+scaffold").privacy.not_covered
+    told = run(trial_model(), training, FEDAUX + "+scaffold").privacy.not_covered
     assert told == (trained, NUMBERS, "control_delta")

@@ -25,7 +25,7 @@ from fedstill.methods import fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.report import COLOURS, style
 from fedstill.report import curves as curves_module
-from fedstill.report.curves import learning_curves
+from fedstill.report.curves import band, learning_curves
 
 pytest.importorskip("matplotlib")
 
@@ -248,3 +248,11 @@ def only(client: int):
     first, last = data.offsets[client : client + 2].tolist()
     offsets = torch.tensor([0] * (client + 1) + [last - first] * (CLIENTS - client))
     return dataclasses.replace(data, indices=data.indices[first:last], offsets=offsets)
+
+
+def test_a_picture_of_one_run_has_no_band_and_several_seeds_have():
+    rounds, mean, spread = band([([1, 2], [0.1, 0.3]), ([1, 2], [0.3, 0.3])])
+    assert rounds.tolist() == [1, 2]
+    assert mean.tolist() == pytest.approx([0.2, 0.3])
+    assert spread.tolist() == pytest.approx([0.02**0.5, 0.0])
+    assert band([([5], [0.5])])[2].tolist() == [0.0]

@@ -52,8 +52,10 @@ def dataset(shape=(1, 6, 6), count: int = 30, seed: int = 0, **changes) -> Datas
     return dataclasses.replace(made, **changes)
 
 
-def federation(train: Dataset, test: Dataset | None = None) -> Federation:
-    return Federation(train, test or dataset(train.x.shape[1:], 40, 1), torch.arange(30), torch.tensor([0, 30]))
+def federation(train: Dataset, test: Dataset | None = None, held: torch.Tensor | None = None) -> Federation:
+    """One client, which holds all training rows or these."""
+    rows = torch.arange(len(train.y)) if held is None else held
+    return Federation(train, test or dataset(train.x.shape[1:], 40, 1), rows, torch.tensor([0, len(rows)]))
 
 
 def samples(count: int = 6, values: int = 36) -> Samples:
@@ -232,12 +234,7 @@ def photographs(count: int, seed: int) -> Dataset:
     return Dataset("photographs", images(count, seed), torch.arange(count) % 3, CLASSES, MEAN, STD)
 
 
-def federation_copies(train: Dataset, test: Dataset, held: torch.Tensor | None = None) -> Federation:
-    rows = torch.arange(len(train.y)) if held is None else held
-    return Federation(train, test, rows, torch.tensor([0, len(rows)]))
-
-
-WORLD = federation_copies(photographs(400, 1), photographs(300, 2))
+WORLD = federation(photographs(400, 1), photographs(300, 2))
 
 
 def noise(count: int, seed: int = 3) -> Samples:
@@ -352,7 +349,7 @@ def test_numbers_are_median_and_minimum_of_each_and_the_nearest_one_percent():
 
 
 def test_rows_that_no_client_holds_are_no_training_images():
-    held = federation_copies(WORLD.train, WORLD.test, held=torch.arange(200, 400).repeat(2))
+    held = federation(WORLD.train, WORLD.test, held=torch.arange(200, 400).repeat(2))
     found = look_for_copies(copied([5, 205]), held, seed=0)
     assert found.sizes["training"] == 200
     assert found.near == 1
@@ -363,13 +360,13 @@ def test_rows_that_no_client_holds_are_no_training_images():
 def test_a_held_out_set_that_holds_training_images_itself_hides_no_copy():
     """Some benchmark sets do: then the nearest 1 % are at distance 0, and a copy is as near as they are."""
     twins = dataclasses.replace(WORLD.test, x=torch.cat([WORLD.train.x[:30], WORLD.test.x[30:]]))
-    found = look_for_copies(copied(list(range(100, 120))), federation_copies(WORLD.train, twins), seed=0)
+    found = look_for_copies(copied(list(range(100, 120))), federation(WORLD.train, twins), seed=0)
     assert found.bound == 0.0
     assert found.near == 20
 
 
 def test_which_held_out_samples_are_taken_is_up_to_the_seed_alone():
-    many = federation_copies(WORLD.train, photographs(900, 5))
+    many = federation(WORLD.train, photographs(900, 5))
     one, same, other = (look_for_copies(noise(8), many, seed=seed).held_out for seed in (1, 1, 2))
     assert len(one.row) == 500
     assert torch.equal(one.distance, same.distance)

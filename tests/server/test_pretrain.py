@@ -466,15 +466,10 @@ def test_a_module_that_makes_float32_tensors_itself_has_one_too():
     assert fingerprint(one) != fingerprint(other)
 
 
-class Stops_identity(Callback):
-    def on_prepare(self, what, share):
-        raise KeyboardInterrupt
-
-
 def test_another_activation_finds_neither_the_extractor_nor_one_that_is_unfinished(tmp_path):
     cache = Cache("prepared", tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        sent_first(pretrained(), model=own(), cache=cache, callbacks=[Stops_identity()])
+        sent_first(pretrained(), model=own(), cache=cache, callbacks=[Stops(1)])
     epochs = [
         sent_first(pretrained(), model=model, cache=cache)[1]["prepare/simclr_epochs"]
         for model in (own(nn.Tanh), own(nn.Tanh), own(), own())

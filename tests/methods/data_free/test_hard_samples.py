@@ -399,13 +399,11 @@ def test_what_cannot_be_played_is_one_line_with_its_cure():
 
 # BatchNorm's statistics taken anew on invented samples: in float32, of any size, with any momentum.
 
-CLASSES_fresh = 3
-
 
 class Normed(nn.Module):
     def __init__(self, momentum):
         super().__init__()
-        self.norm, self.head = nn.BatchNorm1d(2, momentum=momentum), nn.Linear(2, CLASSES_fresh)
+        self.norm, self.head = nn.BatchNorm1d(2, momentum=momentum), nn.Linear(2, CLASSES)
 
     def forward(self, x):
         return self.head(self.norm(x))
@@ -415,7 +413,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_statistics_of_any_size_are_taken_anew_in_float32_whatever_the_momentum(momentum, scale):
     """A layer with momentum 0 never moves them: it keeps its own."""
-    net = from_module(lambda: Normed(momentum), input_shape=(2,), classes=CLASSES_fresh, check=False)
+    net = from_module(lambda: Normed(momentum), input_shape=(2,), classes=CLASSES, check=False)
     x = scale * (1 + torch.randn(500, 2, generator=torch.Generator().manual_seed(0)))
     before = net.init(0)
     before.buffers["norm.num_batches_tracked"] += 10**6  # without a momentum the next batch would count a millionth

@@ -217,9 +217,9 @@ def prepared(step, this):
     return step.prepare(this.start, step.init(this.start), preparation_of(this))[1]
 
 
-def distilled_partly(step, this):
-    learnt, state = step.apply(this.start, prepared(step, this), this)
-    return learnt, state
+def prepared_and_applied(step, this):
+    """(the model after the step, its state)."""
+    return step.apply(this.start, prepared(step, this), this)
 
 
 class Asked:
@@ -239,7 +239,7 @@ class Asked:
 
 def test_the_student_is_the_one_that_these_rows_alone_would_have_made():
     step, whole = distill(STUDENT, distill_share=0.8), distill(STUDENT)
-    learnt, state = distilled_partly(step, this_round())
+    learnt, state = prepared_and_applied(step, this_round())
     alone = this_round()
     wanted, other = whole.apply(
         alone.start, whole.init(alone.start), dataclasses.replace(alone, unlabeled=alone.unlabeled[ROWS])
@@ -253,7 +253,7 @@ def test_the_student_is_the_one_that_these_rows_alone_would_have_made():
 def test_teachers_are_asked_about_these_rows_only_and_the_student_alone_about_the_others():
     this = this_round()
     this = dataclasses.replace(this, trainer=Asked(this.trainer))
-    distilled_partly(distill(STUDENT, distill_share=0.8), this)
+    prepared_and_applied(distill(STUDENT, distill_share=0.8), this)
     chosen, others = (part.nonzero().flatten().tolist() for part in (ROWS, ~ROWS))
     assert this.trainer.rows == [chosen, chosen, chosen, others]
     assert this.trainer.stacked == [True, False, False, False]
@@ -261,14 +261,14 @@ def test_teachers_are_asked_about_these_rows_only_and_the_student_alone_about_th
 
 def test_where_nothing_was_taught_the_targets_are_the_students_own_answer():
     this = this_round()
-    learnt, state = distilled_partly(distill(STUDENT, distill_share=0.8), this)
+    learnt, state = prepared_and_applied(distill(STUDENT, distill_share=0.8), this)
     answer = this.trainer.outputs(learnt, this.unlabeled).logits.softmax(1)
     assert furthest({"p": targets_of(state).probabilities[~ROWS]}, {"p": answer[~ROWS]}) < 1e-12
 
 
 def test_the_losses_that_are_reported_are_those_of_these_rows():
     this, alone = this_round(), this_round()
-    distilled_partly(distill(STUDENT, distill_share=0.8), this)
+    prepared_and_applied(distill(STUDENT, distill_share=0.8), this)
     whole = distill(STUDENT)
     whole.apply(alone.start, whole.init(alone.start), dataclasses.replace(alone, unlabeled=alone.unlabeled[ROWS]))
     for name in ("teacher_agreement", "distill_loss_before", "distill_loss_after"):
@@ -279,7 +279,7 @@ def test_hard_labels_are_kept_where_they_are_sure_and_distilled_on():
     def pool(logits):
         return maximum_rule(logits.softmax(-1), threshold=0.5)
 
-    _, state = distilled_partly(distill(STUDENT, pool=pool, distill_share=0.8), this_round())
+    _, state = prepared_and_applied(distill(STUDENT, pool=pool, distill_share=0.8), this_round())
     found = targets_of(state)
     whole = distill(STUDENT, pool=pool)
     this = this_round()
@@ -319,7 +319,7 @@ def test_shares_may_keep_a_state_of_their_own_that_is_prepared_with_the_rows():
     step, this = distill(STUDENT, shares=shares, distill_share=0.8), this_round()
     assert set(step.init(this.start)) == {"targets", "distilled", "votes"}
     assert Need.FEATURES in step.needs
-    _, state = distilled_partly(step, this)
+    _, state = prepared_and_applied(step, this)
     second = this.trainer.outputs(clients_models(network(), 3)[1], this.unlabeled).logits.softmax(1)
     assert furthest({"p": targets_of(state).probabilities[ROWS]}, {"p": second[ROWS]}) < 1e-12
 

@@ -1,0 +1,106 @@
+"""The words of the command line, laid over the table of a file: --set key=value, --methods."""
+
+import re
+import tomllib
+
+import pytest
+
+from fedstill.core.errors import FedstillError
+from fedstill.experiment.config import Experiment, quickstart_table
+from fedstill.experiment.overrides import apply_settings, parse_method
+from fedstill.methods.lookup import split_methods
+from fedstill.storage import toml as toml_io
+
+
+def test_settings_change_one_key_and_leave_the_table_alone():
+    table = {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
+    changed = apply_settings(table, ["local.lr=0.5", "engine.device=cuda:0"])
+    assert changed == {"rounds": 5, "local": {"lr": 0.5, "epochs": 2}, "engine": {"device": "cuda:0"}}
+    assert table == {"rounds": 5, "local": {"lr": 0.1, "epochs": 2}}
+
+
+@pytest.mark.parametrize("settings", [["method.mu=1", "method.name=fedprox"], ["method.name=fedprox", "method.mu=1"]])
+def test_another_name_drops_the_old_ones_own_keys_whatever_the_order(settings):
+    changed = apply_settings({"method": {"name": "feddyn", "alpha": 0.1}}, settings)
+    assert changed["method"] == {"name": "fedprox", "mu": 1}
+
+
+def test_the_same_name_keeps_its_own_keys_and_clients_stay_with_the_partition():
+    table = {"method": {"name": "fedprox", "mu": 1}, "partition": {"scheme": "lda", "clients": 7, "alpha": 1}}
+    changed = apply_settings(table, ["method=fedprox", "partition=shards"])
+    assert changed["method"] == {"name": "fedprox", "mu": 1}
+    assert changed["partition"] == {"scheme": "shards", "clients": 7}
+
+
+@pytest.mark.parametrize("name", ["partition", "model", "method"])
+def test_settings_on_the_quick_start_can_choose_every_name(name):
+    choice = {"partition": "iid", "model": "lenet5", "method": "fedavg"}[name]
+    Experiment.model_validate(apply_settings(quickstart_table(), [f"{name}={choice}"]))
+
+
+def test_none_removes_a_key_so_that_its_default_counts():
+    table = {"rounds": 5, "local": {"lr": 0.1, "steps": 10}, "method": {"name": "fedprox", "mu": 0.5}}
+    changed = apply_settings(table, ["local.steps=none", "rounds=none", "method.mu=none", "target=none"])
+    assert changed == {"local": {"lr": 0.1}, "method": {"name": "fedprox"}}
+
+
+@pytest.mark.parametrize("key", ["data.scale", "data.unlabeled", "privacy.label_counts", "data.source", "name"])
+def test_none_is_a_value_where_the_key_takes_the_word(key):
+    *section, name = key.split(".")
+    changed = apply_settings({}, [f"{key}=none"])
+    assert (changed[section[0]] if section else changed) == {name: "none"}
+
+
+def test_none_is_a_value_of_a_models_own_key_that_takes_the_word():
+    changed = apply_settings({"model": {"name": "resnet8", "norm": "batch", "groups": 4}}, ["model.norm=none"])
+    assert changed["model"] == {"name": "resnet8", "norm": "none", "groups": 4}
+
+
+def test_text_that_is_quoted_is_never_a_removal():
+    assert apply_settings({"data": {"label": "y"}}, ['data.label="none"']) == {"data": {"label": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("local.stps=none", "unknown key 'local.stps'"),
+        ("method.stps=none", "unknown key 'method.stps'"),
+        ("method.name=none", "method.name = 'none' is unknown"),
+        ("local=none", 'local = "none" must be a section'),
+    ],
+)
+def test_none_removes_no_key_that_is_unknown_and_no_section(setting, line):
+    with pytest.raises(FedstillError, match=f"^{re.escape(line)}"):
+        Experiment.model_validate(apply_settings(quickstart_table(), [setting]))
+
+
+def test_epochs_that_would_do_nothing_beside_steps_are_refused():
+    line = "local.epochs = 50 would do nothing: local.steps = 10 counts; add --set local.steps=none"
+    with pytest.raises(FedstillError, match=line):
+        apply_settings(quickstart_table(), ["local.epochs=50"])
+    with pytest.raises(FedstillError, match="leave one of them out"):
+        apply_settings({}, ["local.epochs=50", "local.steps=10"])
+
+
+@pytest.mark.parametrize("settings", [["local.epochs=50", "local.steps=none"], ["local.steps=none", "local.epochs=50"]])
+def test_epochs_count_once_steps_are_removed(settings):
+    local = Experiment.model_validate(apply_settings(quickstart_table(), settings)).local
+    assert (local.epochs, local.steps) == (50, None)
+
+
+def test_a_runs_file_that_holds_both_epochs_and_steps_is_read_and_changed():
+    written = tomllib.loads(toml_io.dumps(Experiment.quickstart().resolved()))
+    assert {"epochs", "steps"} <= written["local"].keys()
+    assert Experiment.model_validate(apply_settings(written, ["local.lr=0.5", "local.epochs=none"])).local.steps == 10
+
+
+def test_methods_are_split_outside_parentheses_and_lists():
+    assert split_methods("a, b(x=1,y=[1,2]) ,c") == ["a", "b(x=1,y=[1,2])", "c"]
+
+
+def test_a_method_takes_its_options_or_else_those_of_the_experiment():
+    experiment = Experiment(method={"name": "fedprox", "mu": 0.5})
+    assert parse_method("fedprox", experiment).options == {"mu": 0.5}
+    assert parse_method("fedprox(mu=0.1)", experiment).options == {"mu": 0.1}
+    assert parse_method("fedprox()", experiment).options == {}
+    assert parse_method("fedavg", experiment).options == {}
