@@ -24,7 +24,6 @@ def declared() -> dict[str, tuple[str, ...]]:
 
 def test_doctor_looks_for_every_extra_that_can_be_installed():
     assert declared() == EXTRAS
-    assert "text" in EXTRAS
 
 
 def test_every_extra_is_used_by_the_library_and_told_in_the_quick_start():

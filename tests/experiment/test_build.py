@@ -1,4 +1,4 @@
-"""A partition or an evaluation of one's own that does not fit is told with its file and line."""
+"""The federation of an experiment: who holds which rows; a partition of one's own that does not fit is told."""
 
 from __future__ import annotations
 
@@ -57,9 +57,6 @@ def test_an_evaluation_with_other_parameters_is_told_with_its_line(tmp_path):
     )
     with pytest.raises(FedstillError, match=r"measure \(mine.py, line 1\) cannot be called as an evaluation"):
         fedstill.run(experiment)
-
-
-# The federation of an experiment: who holds which rows, and which of them change with the seed.
 
 
 def digits_of(**data: object) -> Experiment:

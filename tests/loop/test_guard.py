@@ -384,10 +384,6 @@ def run_with_liar(spoil=None, run_dir=None, **settings):
     )  # fmt: skip
 
 
-def test_there_are_fourteen_kinds():
-    assert len(KINDS) == 14
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_goes_on_and_the_audit_names_the_client_and_the_reason(kind, tmp_path):
     spoil, reason = KINDS[kind]

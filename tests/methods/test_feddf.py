@@ -348,6 +348,13 @@ def test_unlike_teachers_move_the_student(form):
     assert furthest(served(method, this), served(fedavg(), this)) > 1.5 * swing
 
 
+@every_form
+def test_without_steps_every_form_is_fedavg_with_its_average_bit_for_bit(name, preset):
+    method = form(name, preset, steps=0, **({"augment": []} if name == "feddf" else {}))  # these are no images
+    plain = dataclasses.replace(fedavg(), aggregate=method.aggregate)
+    assert same_bits(run(method, net="norm").weights, run(plain, net="norm").weights)
+
+
 def test_one_client_with_batchnorm_moves_since_the_student_normalises_by_the_batch():
     (model,) = clients_models(network("norm"), 1)
     moved = served(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from papers import BENCHMARKS
 
-from fedstill.bench.recipe import load_recipe
+from fedstill.bench.recipe import Recipe, load_recipe
 from fedstill.core.types import Method
 from fedstill.methods.lookup import Part, PhaseText, aggregate_part, build_phases, check_phase_texts, parse
 from fedstill.server.distill.student import Student
@@ -31,6 +32,12 @@ FORMS = {  # (method, form) -> the table's cell that has it (paper, preset, tabl
     ("mrtf", "paper"): ("mrtf", "paper", "3", "mrtf"),
     ("mrtf", "released"): f"{BENCHMARKS}/mrtf/released.py:mrtf",
 }
+
+
+@cache
+def recipe_of(paper: str) -> Recipe:
+    """Read once in a process, because a recipe of hundreds of experiments takes seconds."""
+    return load_recipe(BENCHMARKS / paper)
 
 
 def student_of(method: Callable[..., Method], **changes: Any) -> Student:
@@ -62,7 +69,7 @@ def form(name: str, preset: str = "correct", **changes: Any) -> Method:
     place = FORMS.get((name, preset), name)
     if isinstance(place, tuple):
         paper, of_paper, table, row = place
-        cells = load_recipe(BENCHMARKS / paper).tables[of_paper][table].cells
+        cells = recipe_of(paper).tables[of_paper][table].cells
         experiment = next(cell for cell in cells if cell.row == row).experiment
         text, options = experiment.method.name, experiment.method.options
         aggregate, buffers = experiment.server.aggregate, experiment.server.buffers

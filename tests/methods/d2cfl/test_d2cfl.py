@@ -100,6 +100,12 @@ def test_a_warm_up_as_long_as_there_are_teachers_is_the_default():
     assert all(same_bits(a, b) for a, b in zip(ours.sent, default.sent, strict=True))
 
 
+def test_at_alpha_one_every_model_that_is_sent_is_fedavgs_to_the_last_bit():
+    ours = run(form("d2cfl", **QUICK, mix_alpha=1.0))
+    assert all(rounds_like_fedavg(ours))
+    assert bool(ours.kept[-1].any())  # though it labels, and its student learns
+
+
 def test_with_fewer_labels_than_the_least_number_a_round_is_fedavgs_and_learns_none():
     """At alpha = 1 the labels do not depend on what is learnt from them."""
     counts = [int(kept.sum()) for kept in run(form("d2cfl", **QUICK, mix_alpha=1.0)).kept]

@@ -53,6 +53,13 @@ def told(result, key: str) -> list:
     return [row.get(key) for row in result.history.rows]
 
 
+@pytest.mark.parametrize("weighting", ["uniform", "size"])
+@pytest.mark.parametrize("preset", ["correct", "released"])
+def test_without_steps_it_is_fedavg_of_the_same_weighting_bit_for_bit(preset, weighting):
+    ours = run(weighed(form("mrtf", preset, steps=0), weighting))
+    assert same_bits(ours.weights, run(weighed(fedavg(), weighting)).weights)
+
+
 def test_without_feedback_clients_get_the_average_and_the_refined_model_is_reported():
     ours, plain, fed = (
         run(method)
