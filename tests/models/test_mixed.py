@@ -116,7 +116,7 @@ def test_members_may_come_from_numpy():
             {**NETS, "wide": build_model("mlp", input_shape=SHAPE, classes=4)},
             3,
             "small",
-            r"different numbers of classes apart \(small 3, norm 3, wide 4\)",
+            r"different numbers of classes \(small 3, norm 3, wide 4\)",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Papers reproduced: `benchmarks/<paper>/recipe.py` says what to run, `fedstill bench` sets ours beside the paper's."""
+"""Reproduce papers: `benchmarks/<paper>/recipe.py` lists the runs, `fedstill bench` compares them with the paper."""
 
 from __future__ import annotations
 

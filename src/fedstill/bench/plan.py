@@ -1,4 +1,4 @@
-"""Which runs are left to do, the folder of each, and the lock on the place where a bench writes."""
+"""Plan a bench: the runs that are left to do, the folder of each, their time, and the lock on the output folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BENCH_LOCK = ".bench.lock"
 
 @dataclass(frozen=True)
 class Job:
-    """One run that is to be done: its cell, with a seed, and where it is written."""
+    """One run to do: its cell, with a seed, and the folder that it writes."""
 
     row: str
     column: str
@@ -60,7 +60,7 @@ class Job:
 
     @cached_property
     def run_id(self) -> tuple[str, int, str]:
-        """As `results.run_id` has it of the record that it becomes."""
+        """The key, seed and engine that `results.run_id` returns for the record of this run."""
         return self.key, self.experiment.seed, engine_text(engine_of(self.experiment))
 
     @property
@@ -73,15 +73,15 @@ class BenchPlan:
     """The runs that a bench was asked for: which are done, which are left."""
 
     missing: Sequence[Job]  # not done
-    left: Sequence[Job]  # of the missing ones those that there are data for
+    left: Sequence[Job]  # the missing jobs whose data are there
     skipped: Sequence[str]  # a line for each column without data
-    finished: Sequence[Run]  # done, but in their folders only
-    runs: Sequence[Run]  # all that are known, of any table
+    finished: Sequence[Run]  # done, but only in their folders, not in the results file
+    runs: Sequence[Run]  # all known runs, of any table
     done: int
 
 
 def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, out: Path) -> list[Job]:
-    """All runs of the cells, seed by seed, so that partial results cover every method; a cell twice is one run."""
+    """List all runs of the cells, seed by seed, so that partial results cover every method; a cell twice is one run."""
     jobs: dict[tuple[str, int, str], Job] = {}
     for seed in range(seeds):
         for cell in cells:
@@ -94,7 +94,7 @@ def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, ou
 
 
 def make_plan(jobs: Sequence[Job], runs: Sequence[Run], data: Path | None) -> BenchPlan:
-    """Jobs that stand neither in the results nor in a finished folder are left; `data` holds their data sets."""
+    """Sort out the jobs that are neither in the results nor in a finished folder; `data` holds their data sets."""
     if data is not None and not data.is_dir():
         raise FedstillError(f"--data: no folder '{data}': give the folder that holds cifar10/, mnist/, ...")
     known, records = {run_id(run) for run in runs}, Records(runs)
@@ -115,20 +115,20 @@ def make_plan(jobs: Sequence[Job], runs: Sequence[Run], data: Path | None) -> Be
 
 
 def find_device(name: str) -> str:
-    """The device that `--device` means on this machine."""
+    """Return the device that `--device` means on this machine."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise FedstillError(f"--device {name}: use auto, cpu, cuda or cuda:1")
     return str(choose_device(name))
 
 
 def threads_for(at_once: int) -> int:
-    """Torch threads of each of several workers: together no more than there are cores for this process."""
+    """Return the torch threads of each worker, so that all together use no more than this process's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(torch.get_num_threads(), cores // at_once))
 
 
 def run_folder(out: Path, experiment: Experiment, key: str) -> Path:
-    """OUT/fedprox-mu-0.1-0123abcdef/seed-0; with another engine than the default six letters for it after the key."""
+    """Return the folder of a run, such as OUT/fedprox-mu-0.1-0123abcdef/seed-0; another engine adds six letters."""
     name = folder_name(method_text(experiment))[:LONGEST_NAME]
     engine = engine_text(engine_of(experiment))
     other = f"-{hashlib.sha256(engine.encode()).hexdigest()[:6]}" if engine else ""
@@ -141,13 +141,13 @@ def device_name(device: str) -> str:
 
 
 def circumstances(device: str, at_once: int) -> dict[str, Any]:
-    """Device, company and versions, because a run's seconds and last digits depend on them."""
+    """Return device, runs at once and versions, because a run's seconds and last digits depend on them."""
     versions = {"torch": str(torch.__version__), "fedstill": version_of("fedstill") or "unknown"}
     return {"at_once": at_once, "device": device_name(device), **versions}
 
 
 def make_run(job: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
-    """The record of a finished run; accuracies in percent with two decimals."""
+    """Return the record of a finished run; accuracies in percent with two decimals."""
     experiment = job.experiment
     evaluated = [row for row in rows if row.get("accuracy") is not None]
     run = Run(
@@ -182,24 +182,24 @@ def make_run(job: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]
 
 
 def finished_run(job: Job) -> Run | None:
-    """The run that the job's folder holds, if it went to its last round, on any device."""
+    """Return the run in the job's folder if it reached its last round, on any device; else None."""
     try:
         made = json.loads((job.folder / MADE).read_text(encoding="utf-8"))
         lines = (job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
-        looked = [row["round"] for row in rows if row.get("accuracy") is not None]
+        evaluated = [row["round"] for row in rows if row.get("accuracy") is not None]
         run = make_run(job, rows, sum(row["seconds"] for row in rows), made)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged
     whole = Curve(job.experiment.rounds, job.experiment.evaluate_every, ())
-    return run if looked == whole.at and fault_of(run) is None else None
+    return run if evaluated == whole.at and fault_of(run) is None else None
 
 
 def begun_as(job: Job) -> Experiment:
-    """The experiment to run in the job's folder: the one that was begun there, or the job's own.
+    """Return the experiment to run in the job's folder: the one that was begun there, or the job's.
 
-    The folder's name holds cell and engine, so a begun run differs at most in where its data lie. A run that was begun
-    on another device starts again, because its numbers would be those of two devices.
+    The folder's name holds cell and engine, so a begun run differs at most in the place of its data. A run that was
+    begun on another device starts again, because its numbers would come from two devices.
     """
     if not (job.folder / CONFIG_FILE).exists():
         return job.experiment
@@ -213,7 +213,7 @@ def begun_as(job: Job) -> Experiment:
 
 @contextmanager
 def claimed(out: Path, results: Path) -> Iterator[None]:
-    """Both places made, and `out` held while the runs are done."""
+    """Make both places, and hold a lock on `out` while the block runs."""
     with ExitStack() as stack:
         try:
             stack.enter_context(lock(out / BENCH_LOCK, wait=False))
@@ -228,9 +228,10 @@ def claimed(out: Path, results: Path) -> Iterator[None]:
 
 
 class Seconds:
-    """Mean seconds of runs on one kind of device with so many at once: of a cell or, by the round, of its column.
+    """Estimates the seconds of a job from runs on the same device with as many at once.
 
-    Seconds before the first round are left out, because pre-training is mostly done once for many runs.
+    It takes the mean of the job's cell, or else the mean of a round in its column. Seconds before the first round are
+    left out, because pre-training is mostly done once for many runs.
     """
 
     def __init__(self, runs: Iterable[Run], *, device: str, at_once: int) -> None:
@@ -248,7 +249,7 @@ class Seconds:
             self._of_round.setdefault((run["column"], engine), []).append(spent / run["rounds"])
 
     def of(self, job: Job) -> float | None:
-        """None where neither the cell nor another one of its column was run."""
+        """Return the estimate of a job; None where neither its cell nor another one of its column was run."""
         key, _, engine = job.run_id
         if (key, engine) in self._of_cell:
             return statistics.fmean(self._of_cell[key, engine])
@@ -256,29 +257,29 @@ class Seconds:
         return statistics.fmean(rounds) * job.experiment.rounds if rounds else None
 
     def total(self, jobs: Sequence[Job]) -> float | None:
-        """Seconds until the jobs that have an estimate are done: never less than the longest of them takes."""
+        """Return the seconds until all jobs with an estimate are done, at least the longest; None without any."""
         known = [spent for job in jobs if (spent := self.of(job)) is not None]
         return max(sum(known) / self.at_once, *known) if known else None
 
 
 def longest_first(jobs: Sequence[Job], seconds: Seconds) -> list[Job]:
-    """Seed by seed, so that partial results cover every method; within a seed the long ones first, for a short tail."""
+    """Sort jobs by seed, because partial results must cover every method, and within a seed the longest first."""
     return sorted(jobs, key=lambda job: (job.experiment.seed, -(seconds.of(job) or 0.0)))
 
 
 def estimate_line(jobs: Sequence[Job], seconds: Seconds, device: str) -> str:
-    """36 runs of 200 rounds, 3 at a time on cuda, about 14 min"""
+    """Return the plan as one line, such as: 36 runs of 200 rounds, 3 at a time on cuda, about 14 min."""
     lengths = sorted({job.experiment.rounds for job in jobs})
     rounds = counted(lengths[0], "round") if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} rounds"
     total, unknown = seconds.total(jobs), sum(seconds.of(job) is None for job in jobs)
     time = "time unknown (no such run is recorded)" if total is None else f"about {roughly(total)}"
-    rest = f" ({unknown} not estimated)" if unknown and total is not None else ""
+    note = f" ({unknown} not estimated)" if unknown and total is not None else ""
     at_once = f"{seconds.at_once if seconds.at_once > 1 else 'one'} at a time"
-    return f"{counted(len(jobs), 'run')} of {rounds}, {at_once} on {device}, {time}{rest}"
+    return f"{counted(len(jobs), 'run')} of {rounds}, {at_once} on {device}, {time}{note}"
 
 
 def roughly(seconds: float) -> str:
-    """A guess does not pretend to be exact.
+    """Return a guess of seconds as a rough time.
 
     >>> roughly(0.2), roughly(75), roughly(840), roughly(9000)
     ('1 s', '75 s', '14 min', '2.5 h')

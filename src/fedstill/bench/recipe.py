@@ -1,4 +1,4 @@
-"""The form of a paper's benchmark, how its folder is read, and how cells of a table are chosen."""
+"""A paper's benchmark: its tables and cells, how its folder is read, and how cells are chosen."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Expected = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Number]]]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One method in one setting."""
+    """One cell of a paper's table: a method in a setting."""
 
-    row: str  # what --methods selects and the table shows: "fedlmd"
-    column: str  # what --columns selects: "cifar10-lda-0.05"
+    row: str  # name that --methods selects and the table shows: "fedlmd"
+    column: str  # name that --columns selects: "cifar10-lda-0.05"
     experiment: InstanceOf[Experiment]  # without a seed of its own: the bench sets seed 0, 1, ...
 
 
@@ -38,10 +38,10 @@ class Cell:
 class Table:
     """One table or figure of the paper."""
 
-    name: str  # what --table selects: "3", "figure-8"
+    name: str  # name that --table selects: "3", "figure-8"
     title: str
     cells: tuple[Cell, ...]
-    note: str = ""  # what a reader must know
+    note: str = ""  # shown with the table
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -54,22 +54,22 @@ class Table:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that is reproduced of one paper; benchmarks/<paper>/recipe.py calls its own RECIPE."""
+    """The tables of one paper that are reproduced; benchmarks/<paper>/recipe.py defines one as RECIPE."""
 
     paper: str
     title: str
-    presets: Mapping[str, str]  # name -> what it means; the first is the default
+    presets: Mapping[str, str]  # name -> meaning; the first is the default
     tables: Mapping[str, Mapping[str, Table]]  # preset -> name -> table
 
 
 RECIPE_FILE, EXPECTED_FILE = "recipe.py", "expected.toml"
-FIGURES = ("best", "last", "speedup", "gain", "rounds")  # what a paper prints of a cell
+FIGURES = ("best", "last", "speedup", "gain", "rounds")  # numbers that a paper may print in a cell
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NUMBERS = TypeAdapter(dict[str, dict[str, dict[str, dict[str, StrictInt | StrictFloat | StrictStr]]]])
 
 
 def find_paper(paper: str) -> Path:
-    """The folder of a paper: a path to it, or its name here, beside the installed package or in its repository."""
+    """Find the folder of a paper by its path, or by its name here, in the installed package or in its repository."""
     places = [Path("benchmarks"), _PACKAGE / "benchmarks", _PACKAGE.parents[1] / "benchmarks"]
     for folder in [Path(paper), *(place / paper for place in places)]:
         if (folder / RECIPE_FILE).is_file():
@@ -82,7 +82,7 @@ def find_paper(paper: str) -> Path:
 
 
 def load_recipe(folder: Path) -> Recipe:
-    """RECIPE of the folder's recipe.py; the file is code and is trusted like any script that you run."""
+    """Run the folder's recipe.py and return its RECIPE; the file is code, and trusted like any script that you run."""
     file = (folder / RECIPE_FILE).resolve()
     try:
         module = load_file(file)
@@ -104,7 +104,7 @@ def load_recipe(folder: Path) -> Recipe:
 
 
 def _faults(recipe: Recipe) -> Iterator[str]:
-    """Mistakes that the types of a recipe do not show."""
+    """Yield the mistakes of a recipe that its types do not show."""
     if not recipe.presets or set(recipe.presets) != set(recipe.tables):
         yield "presets and tables must have the same names, at least one"
     for preset, tables in recipe.tables.items():
@@ -121,7 +121,7 @@ def _faults(recipe: Recipe) -> Iterator[str]:
 
 
 def load_expected(folder: Path, recipe: Recipe) -> Expected:
-    """The paper's numbers, each for a cell of the recipe; a folder without the file has none."""
+    """Read the paper's numbers, and refuse numbers for no cell of the recipe; a folder without the file has none."""
     file = folder / EXPECTED_FILE
     if not file.is_file():
         return {}
@@ -152,7 +152,7 @@ def _check_known(word: str, known: Collection[str], problem: str) -> None:
 
 
 def find_preset(recipe: Recipe, preset: str | None) -> str:
-    """The preset asked for, or the recipe's first."""
+    """Return the named preset, or the recipe's first; refuse an unknown name."""
     if preset is None:
         return next(iter(recipe.presets))
     _check_known(preset, recipe.presets, f"--preset: {recipe.paper} has no preset")
@@ -168,7 +168,7 @@ OWN_SETS = ("none", "test", "central")  # words of data.unlabeled that name no d
 
 
 def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The words of a comma list, each of them known; all that are known when the option is not given."""
+    """Return the known words that a comma list names, in their order; all of them when the option is not set."""
     if text is None:
         return tuple(known)
     words = split_methods(text)
@@ -180,7 +180,7 @@ def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ..
 
 
 def select(table: Table, columns: Sequence[str], rows: Sequence[str]) -> list[Cell]:
-    """The cells at the crossings; a row that does not stand in a column is left out there."""
+    """Return the cells of these columns and rows; a row that a column does not have is left out there."""
     cells = [cell for cell in table.cells if cell.column in columns and cell.row in rows]
     if not cells:
         raise FedstillError(f"table {table.name} has no {', '.join(rows)} in {', '.join(columns)}: choose others")
@@ -188,7 +188,7 @@ def select(table: Table, columns: Sequence[str], rows: Sequence[str]) -> list[Ce
 
 
 def with_settings(table: Table, settings: Sequence[str], chosen: Iterable[Cell]) -> Table:
-    """The table with `--set` in every cell; a setting that does not fit counts only for the chosen ones."""
+    """Return the table with `--set` in every cell; only a chosen cell that a setting does not fit is an error."""
     if not settings:
         return table
     if any(setting.split("=")[0].strip() == "seed" for setting in settings):
@@ -205,7 +205,7 @@ def with_settings(table: Table, settings: Sequence[str], chosen: Iterable[Cell])
 
 
 def with_data(experiment: Experiment, folder: Path | None) -> Experiment:
-    """The experiment with its data taken from `folder`; a FedstillError says which set is missing there."""
+    """Return the experiment with its data taken from `folder`; the error names a set that is missing there."""
     if folder is None:
         return experiment
     data = experiment.data

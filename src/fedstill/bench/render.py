@@ -1,4 +1,4 @@
-"""A paper's table with ours beside it: Markdown for the documentation, plain text for people, data for programs."""
+"""Show a paper's table beside ours: Markdown for the documentation, plain text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Rows = list[list[str]]  # header first
 
 
 def render_table(recipe: Recipe, preset: str, table_name: str, runs: Sequence[Run], expected: Expected) -> str:
-    """One table as Markdown: for each column its facts and a table, and at the end the words explained."""
+    """Return one table as Markdown: for each column its facts and a table, and at the end the words explained."""
     columns = summarize_table(find_table(recipe, preset, table_name), runs, expected)
     parts = [f"**{column.column}**{_facts(column)}\n\n{markdown_table(cells(column))}" for column in columns]
     return "\n\n".join([*parts, legend(columns)]) + "\n"
 
 
 def text_table(columns: Sequence[ColumnSummary]) -> str:
-    """The same with columns by spaces."""
+    """Return the columns as plain text, aligned by spaces."""
     parts = [f"{column.column}{_facts(column)}\n{align(_two_line_header(cells(column)))}" for column in columns]
     return "\n\n".join([*parts, textwrap.fill(legend(columns), 100)])
 
 
 def _two_line_header(rows: Rows) -> Rows:
-    """Long names over narrow numbers: each name in two lines of about the same length."""
+    """Break each name of the header into two lines of about the same length, because its numbers are narrow."""
     header, *body = rows
     halves = [textwrap.wrap(name, max(len(name) // 2 + 2, max(map(len, name.split())))) for name in header]
     above = [lines[0] if len(lines) > 1 else "" for lines in halves]
@@ -45,7 +45,7 @@ def _two_line_header(rows: Rows) -> Rows:
 
 
 def markdown_table(rows: Rows) -> str:
-    """The first row is the header, the first column stands left, the others right.
+    """Return rows as a Markdown table; the first row is the header, the first column stands left, the others right.
 
     >>> print(markdown_table([["method", "best"], ["fedavg", "33.0"]]))
     | method | best |
@@ -58,7 +58,7 @@ def markdown_table(rows: Rows) -> str:
 
 
 def cells(column: ColumnSummary) -> Rows:
-    """Header and rows of one column."""
+    """Return the header and the rows of one column."""
     rows = column.rows
     printed = {figure for row in rows for figure in row.paper}
     kinds = printed & {"best", "last"}
@@ -88,7 +88,7 @@ def cells(column: ColumnSummary) -> Rows:
 
 
 def legend(columns: Sequence[ColumnSummary]) -> str:
-    """The words of the header explained, in one line."""
+    """Explain the words of the header in one line."""
     seeds = max((row.seeds for column in columns for row in column.rows), default=0)
     over = "Mean over seeds ± standard deviation" if seeds > 1 else "Ours with one seed" if seeds else "Nothing run yet"
     text = (
@@ -118,7 +118,7 @@ def _facts(column: ColumnSummary) -> str:
 
 
 def _engines(column: ColumnSummary) -> str:
-    """Which are not the default, and whose where not all have the same."""
+    """Return the engines that are not the default, with their rows where not all rows have the same engine."""
     rows: dict[str, list[str]] = {}
     for row in column.rows:
         for engine, seeds in row.engines.items():
@@ -138,7 +138,7 @@ def _spread(value: Spread | None, unit: str = "") -> str:
 
 
 def _of_all(value: Spread | None, all_seeds: int, unit: str = "") -> str:
-    """1.26x (1 of 2): of two seeds one has it; no count where all or none have."""
+    """Return a value such as 1.26x (1 of 2), with the seeds that have it; no count where all or none have."""
     reached = 0 if value is None else value.seeds
     return _spread(value, unit) + (f" ({reached} of {all_seeds})" if 0 < reached < all_seeds else "")
 
@@ -154,6 +154,6 @@ def _signed(value: float | None) -> str:
 def as_json(
     recipe: Recipe, preset: str, table: Table, columns: Sequence[ColumnSummary], *, settings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """One table for programs; settings: keys of the recipe that the command line has changed."""
+    """Return one table for programs; settings: keys of the recipe that the command line has changed."""
     head = {"paper": recipe.paper, "preset": preset, "table": table.name, "title": table.title, "note": table.note}
     return {**head, "settings": list(settings), "columns": [column.as_json() for column in columns]}

@@ -1,4 +1,4 @@
-"""Runs as data: who is the same run, one line a run in a JSON file, nothing lost and nothing twice."""
+"""Records of finished runs in a JSON file, one line a run, and the key that says which runs are the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Curve(NamedTuple):
 
 
 class Run(TypedDict):
-    """The record of one finished run; accuracies in percent make every figure computable again."""
+    """The record of one finished run, with all accuracies in percent, from which every figure can be computed again."""
 
     key: str  # of its cell: see cell_key
     row: str
@@ -72,10 +72,10 @@ _RECORD = TypeAdapter(Run)
 
 
 def cell_key(experiment: Experiment) -> str:
-    """Ten letters for all that decides a cell's numbers; the same cell in two tables is the same run.
+    """Return ten letters for everything that decides a cell's numbers; the same cell in two tables is the same run.
 
-    Values equal to a section's default are left out, so that new keys do not change old names, and so is where the
-    data and methods' own files lie.
+    Values equal to a section's default are left out, because new keys must not change old names. The folders of data
+    and of users' files are left out, too.
     """
     table = experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL)
     method, data = table.get("method", {}), table.get("data", {})
@@ -90,7 +90,7 @@ def cell_key(experiment: Experiment) -> str:
 
 
 def engine_of(experiment: Experiment) -> dict[str, Any]:
-    """The keys of `engine` that are not at their default, without device and threads: times depend on them.
+    """Return the keys of `engine` that are not at their default, without device and threads.
 
     >>> engine_of(Experiment(engine={"device": "cuda", "precision": "bf16"}))
     {'precision': 'bf16'}
@@ -99,7 +99,7 @@ def engine_of(experiment: Experiment) -> dict[str, Any]:
 
 
 def engine_text(engine: Mapping[str, Any]) -> str:
-    """An engine as one word to compare and sort by; none for the default.
+    """Return an engine as one text to compare and sort by; an empty text for the default.
 
     >>> engine_text({"precision": "bf16", "chunk": 2}), engine_text({})
     ('{"chunk": 2, "precision": "bf16"}', '')
@@ -108,17 +108,17 @@ def engine_text(engine: Mapping[str, Any]) -> str:
 
 
 def cell_id(experiment: Experiment) -> tuple[str, str]:
-    """Key and engine of a cell, which is run once a seed."""
+    """Return the key and the engine of a cell, which is run once for each seed."""
     return cell_key(experiment), engine_text(engine_of(experiment))
 
 
 def run_id(run: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Key, seed and engine: two records that have them in common are of the same run."""
+    """Return key, seed and engine; two records with equal ones are of the same run."""
     return run["key"], run["seed"], engine_text(run.get("engine", {}))
 
 
 def name_of_data(place: str) -> str:
-    """The name of the folder of a data set: the last part of a path or a hub id, without a configuration.
+    """Return the name of a data set's folder: the last part of a path or a hub id, without a configuration.
 
     >>> name_of_data("ufldl-stanford/svhn:cropped_digits"), name_of_data("data/cifar10")
     ('svhn', 'cifar10')
@@ -127,7 +127,7 @@ def name_of_data(place: str) -> str:
 
 
 def method_text(experiment: Experiment) -> str:
-    """The method as one writes it: fedprox(mu=0.1)."""
+    """Return the method as it is written: fedprox(mu=0.1)."""
     return expression.label(expression.write(experiment.method.name, experiment.method.options))
 
 
@@ -136,17 +136,17 @@ def curve_of(run: Mapping[str, Any]) -> Curve:
 
 
 def read_runs(path: Path, paper: str | None = None) -> list[Run]:
-    """The runs of a results file (of that paper); none when there is no file yet."""
+    """Return the runs of a results file, and refuse a file of another paper; no runs when there is no file yet."""
     if not os.path.exists(path):  # nor where its folder may not be read
         return []
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         runs: list[Run] = list(table["runs"])
-        whose = table.get("paper")
+        owner = table.get("paper")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise FedstillError(f"--results: '{path}' is no file of results: move it away, or name another") from None
-    if paper is not None and whose != paper:
-        raise FedstillError(f"--results: '{path}' holds runs of {whose!r}, not of {paper!r}: name another file")
+    if paper is not None and owner != paper:
+        raise FedstillError(f"--results: '{path}' holds runs of {owner!r}, not of {paper!r}: name another file")
     for number, run in enumerate(runs, 1):
         if (fault := fault_of(run)) is not None:
             name = " ".join(str(run.get(key)) for key in ("row", "column", "seed")) if isinstance(run, dict) else run
@@ -155,7 +155,7 @@ def read_runs(path: Path, paper: str | None = None) -> list[Run]:
 
 
 def fault_of(run: Any) -> str | None:
-    """Why a record is unusable; None for a good one."""
+    """Return why a record is unusable; None for a good one."""
     try:
         _RECORD.validate_python(run, strict=True)
     except ValidationError as error:
@@ -168,9 +168,9 @@ def fault_of(run: Any) -> str | None:
 
 
 def first_fault(error: ValidationError, positions: Sequence[str] = ()) -> str:
-    """The first of pydantic's complaints in one line: rounds = None: Input should be a valid integer
+    """Return pydantic's first complaint as one line, such as: rounds = None: Input should be a valid integer.
 
-    positions: names of what a call gives by position.
+    positions: names of a call's positional arguments.
     """
     first = error.errors(include_url=False)[0]
     start, *deeper = first["loc"] or ("",)
@@ -180,7 +180,7 @@ def first_fault(error: ValidationError, positions: Sequence[str] = ()) -> str:
 
 
 def merge(*groups: Iterable[Run]) -> list[Run]:
-    """One run a key, seed and engine, the later one wins, in an order that does not depend on who finished first."""
+    """Return one run for each key, seed and engine, the latest one, in an order that does not depend on their ends."""
     runs = {run_id(run): run for group in groups for run in group}
     return sorted(runs.values(), key=lambda run: (run["preset"], run["column"], run["row"], *run_id(run)))
 
@@ -195,9 +195,9 @@ class Records:
             self._runs.setdefault(key, {}).setdefault(seed, {})[engine] = run
 
     def of(self, experiment: Experiment) -> dict[int, Run]:
-        """Seed -> the run that stands for a cell: of the cell's own engine.
+        """Return the run of a cell for each seed, with the cell's engine.
 
-        A cell that asks for no engine takes another's where there is no run of the default, the first in order.
+        A cell with the default engine takes a run of another engine, the first in order, where it has none of its own.
         """
         key, engine = cell_id(experiment)
         by_seed: dict[int, Run] = {}
@@ -208,7 +208,7 @@ class Records:
 
 
 def write_runs(path: Path, paper: str, runs: Sequence[Run]) -> None:
-    """A line a run, written whole: a reader or a crash never sees half of it."""
+    """Write runs as a line each, whole, so that no reader and no crash sees half of the file."""
     lines = ",\n".join(json.dumps(run, ensure_ascii=False, allow_nan=False) for run in merge(runs))
     try:
         write_whole(path, f'{{"paper": {json.dumps(paper)}, "runs": [\n{lines}\n]}}\n')
@@ -217,14 +217,14 @@ def write_runs(path: Path, paper: str, runs: Sequence[Run]) -> None:
 
 
 def add_run(path: Path, paper: str, run: Run) -> None:
-    """Put one run into the file, beside what others have put there since."""
+    """Put one run into the file, beside the runs that other processes have put there since."""
     with holding(path):
         write_runs(path, paper, merge(read_runs(path, paper), [run]))
 
 
 @contextmanager
 def holding(results: Path) -> Iterator[None]:
-    """The results file is this process's own; whoever comes second waits."""
+    """Hold the lock of the results file while the block runs; another process waits for it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(lock(results.with_name(f".{results.name}.lock"), wait=True))

@@ -1,4 +1,4 @@
-"""A table of the paper from finished runs: ours as mean and spread over seeds, the paper's figures, the differences."""
+"""Summarise finished runs as a table of the paper: our mean and spread over seeds, the paper's figures, differences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Over the seeds that have a value; None where none has.
+    """Return mean and deviation over the seeds that have a value; None where none has.
 
     >>> spread([1.0, None, 3.0])
     Spread(mean=2.0, std=1.4142135623730951, seeds=2)
@@ -39,22 +39,22 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def best(curve: Curve) -> float:
-    """The highest accuracy over rounds."""
+    """Return the highest accuracy over rounds."""
     return max(curve.accuracy)
 
 
 def last_ten(curve: Curve) -> float:
-    """The mean of the last ten evaluated rounds."""
+    """Return the mean accuracy of the last ten evaluated rounds."""
     return statistics.fmean(curve.accuracy[-LAST:])
 
 
 def last_round(curve: Curve) -> float:
-    """The accuracy after the last round."""
+    """Return the accuracy after the last round."""
     return curve.accuracy[-1]
 
 
 def last_known(values: Sequence[float | None]) -> float | None:
-    """The mean of the last ten values, of those that exist; None where none does.
+    """Return the mean of the last ten values without missing ones; None where all are missing.
 
     >>> last_known([None, 80.0, 90.0])
     85.0
@@ -64,15 +64,15 @@ def last_known(values: Sequence[float | None]) -> float | None:
 
 
 def first_round(curve: Curve, target: float) -> int | None:
-    """The first evaluated round with at least the target accuracy; None when it is never reached."""
+    """Return the first evaluated round with at least the target accuracy; None when it is never reached."""
     pairs = zip(curve.at, curve.accuracy, strict=True)
     return next((number for number, accuracy in pairs if accuracy >= target), None)
 
 
 def speed_up(curve: Curve, fedavg: Curve) -> float:
-    """T / r: all rounds over the first round r that reaches FedAvg's best accuracy; 1 if none does.
+    """Return T / r: all rounds over the first round r that reaches FedAvg's best accuracy; 1 if none does.
 
-    FedLMD's printed speed-ups are this. FedAvg is the measure, so its own is 1 by definition.
+    FedLMD prints these speed-ups. FedAvg is the measure, so its speed-up is 1 by definition.
     """
     if curve is fedavg:
         return 1.0
@@ -81,7 +81,7 @@ def speed_up(curve: Curve, fedavg: Curve) -> float:
 
 
 def rounds_ratio(curve: Curve, fedavg: Curve) -> float | None:
-    """The round in which FedAvg reaches its best over the round in which this one does; None if it never does."""
+    """Return the round of FedAvg's best accuracy over the round in which this curve reaches it; None if never."""
     needed, reached = first_round(fedavg, best(fedavg)), first_round(curve, best(fedavg))
     return None if needed is None or reached is None else needed / reached
 
@@ -102,19 +102,19 @@ class RowSummary:
     paper: Mapping[str, Number]
     comparable: bool = True  # False where the command line has changed the rounds
     final: Spread | None = None  # after the last round
-    gain: float | None = None  # last ten less those of the best other row of the column
+    gain: float | None = None  # mean of the last ten less that of the best other row of the column
     beside: Mapping[str, Spread] = field(default_factory=dict)  # other numbers, means of the last ten rounds
     reached: Spread | None = None  # first round with the column's target accuracy, over the seeds that reach it
     engines: Mapping[str, int] = field(default_factory=dict)  # in words -> seeds that were run so; "": the default
 
     @property
     def figure(self) -> float | None:
-        """The accuracy that the paper prints."""
+        """Return the accuracy that the paper prints."""
         value = self.paper.get("best", self.paper.get("last"))
         return None if isinstance(value, str) else value
 
     def above(self, ours: Spread | None) -> float | None:
-        """Ours less the paper's; None where they are not of the same rounds."""
+        """Return our accuracy less the paper's; None where they are not of the same rounds."""
         return None if ours is None or self.figure is None or not self.comparable else ours.mean - self.figure
 
     def as_json(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class RowSummary:
         ours = {name: None if value is None else value.as_json() for name, value in {**numbers, **times}.items()}
         difference = {name: _rounded(self.above(value)) for name, value in numbers.items()}
         beside = {name: value.as_json() for name, value in self.beside.items()}
-        rest = {"gain": _rounded(self.gain), "beside": beside, "paper": dict(self.paper), "difference": difference}
-        return {"row": self.row, "seeds": self.seeds, **ours, **rest, "engines": list(self.engines)}
+        paper = {"gain": _rounded(self.gain), "beside": beside, "paper": dict(self.paper), "difference": difference}
+        return {"row": self.row, "seeds": self.seeds, **ours, **paper, "engines": list(self.engines)}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -154,7 +154,7 @@ def summarize_table(
     rows: Sequence[str] = (),
     printed: Table | None = None,
 ) -> list[ColumnSummary]:
-    """Our numbers and the paper's for columns and rows of a table (default: all), in the table's order.
+    """Return our numbers and the paper's for columns and rows of a table (default: all), in the table's order.
 
     printed: the table as the recipe has it, where the command line has changed its settings.
     """
@@ -182,7 +182,7 @@ def summarize_table(
 
 
 def reference(cells: Sequence[Cell]) -> Cell | None:
-    """The column's FedAvg: the row of that name, else the first plain FedAvg."""
+    """Return the column's FedAvg: the row of that name, else the first plain FedAvg."""
     named = [cell for cell in cells if cell.row == REFERENCE]
     plain = [cell for cell in cells if method_text(cell.experiment) == REFERENCE]
     return next(iter([*named, *plain]), None)
@@ -191,7 +191,7 @@ def reference(cells: Sequence[Cell]) -> Cell | None:
 def _row(
     row: str, runs: Mapping[int, Run], fedavg: Mapping[int, Run], paper: Mapping[str, Number], target: float | None
 ) -> RowSummary:
-    """Speed-ups are those of each seed against the same seed's FedAvg, then averaged."""
+    """Summarise one row; a speed-up compares a seed with the same seed's FedAvg, and the mean is over seeds."""
     by_seed = {seed: curve_of(run) for seed, run in runs.items()}
     measures = {seed: by_seed[seed] if run is runs.get(seed) else curve_of(run) for seed, run in fedavg.items()}
     pairs = [(curve, measures[seed]) for seed, curve in by_seed.items() if seed in measures]
@@ -214,7 +214,7 @@ def _row(
 
 
 def _engine_in_words(run: Run) -> str:
-    """precision = bf16, compile = true; nothing for the default engine"""
+    """Return a run's engine in words, such as: precision = bf16, compile = true; an empty text for the default."""
     engine = run.get("engine", {}).items()
     return ", ".join(f"{name} = {value if isinstance(value, str) else json.dumps(value)}" for name, value in engine)
 

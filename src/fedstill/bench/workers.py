@@ -1,4 +1,4 @@
-"""Who does the runs: this process one after another, or several worker processes that each take the next one."""
+"""Do the runs of a bench, in this process one after another, or in several worker processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DIED = "its process was ended from outside or for want of memory: try less --job
 
 @dataclass(frozen=True)
 class Message:
-    """News of one job: how far it is or, as the last message about it, its run or why it failed."""
+    """A message about one job: its progress or, as the last message, its run or why it failed."""
 
     number: int  # of the job in the list
     round: int | None = None  # rounds that are done
@@ -64,7 +64,7 @@ def do_jobs(jobs: Sequence[Job], hear: Hear, *, at_once: int) -> None:
 
 
 class Worker:
-    """Runs in this process; sources and splits are kept, because the next run mostly has the same."""
+    """Does jobs in this process; it keeps sources and splits, because the next job mostly has the same."""
 
     def __init__(self, at_once: int = 1) -> None:
         self.at_once = at_once
@@ -72,7 +72,7 @@ class Worker:
         self._splits: OrderedDict[str, Federation] = OrderedDict()
 
     def do(self, number: int, job: Job, hear: Hear) -> Message:
-        """Run the job in its folder, or go on with it there; a failure is an answer too."""
+        """Run the job in its folder, or go on with it there; return the last message, also of a failure."""
         try:
             return Message(number, run=self._perform(job, Ticker(number, hear)))
         except Exception as error:
@@ -105,7 +105,7 @@ class Worker:
         return self._splits[name]
 
     def _source(self, experiment: Experiment) -> Source:
-        """A source that cannot be had is not asked for again, because a hub takes its time to say no."""
+        """Return the source; one that cannot be loaded is not tried again, because a hub takes long to refuse."""
         keys = experiment.partition.options.get("keys")
         name = json.dumps([experiment.data.model_dump(mode="json"), keys], sort_keys=True)
         if name not in self._sources:
@@ -121,7 +121,7 @@ class Worker:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """A user's mistake as it is; of anything else the traceback goes into a file."""
+    """Return why a job failed; the traceback of an error that is no user's mistake goes into a file."""
     if isinstance(error, FedstillError):
         return str(error)
     line, file = f"{type(error).__name__}: {' '.join(str(error).split())}", folder / "error.txt"
@@ -134,33 +134,31 @@ def _reason(error: Exception, folder: Path) -> str:
 
 
 class Ticker(Callback):
-    """Says how many rounds are done, or what a method prepares before the first, not too often."""
+    """Sends messages about finished rounds and about preparations before the first, not too often."""
 
     def __init__(self, number: int, hear: Hear) -> None:
-        self._number, self._hear, self._said = number, hear, 0.0
+        self._number, self._hear, self._last = number, hear, 0.0
 
-    def on_start(self, info: RunInfo) -> bool | None:
+    def on_start(self, info: RunInfo) -> None:
         self._hear(Message(self._number, round=len(info.past)))
-        return None
 
     def on_prepare(self, what: str, share: float) -> None:
         self._now_and_then(Message(self._number, doing=what))
 
-    def on_round(self, row: Row) -> bool | None:
+    def on_round(self, row: Row) -> None:
         self._now_and_then(Message(self._number, round=int(row["round"])))
-        return None
 
     def _now_and_then(self, message: Message) -> None:
         now = time.perf_counter()
-        if now - self._said > QUIET:
-            self._said = now
+        if now - self._last > QUIET:
+            self._last = now
             self._hear(message)
 
 
 class WorkerPool:
     """Worker processes that each take the next job.
 
-    Each is an executor of its own, so that one that dies costs its run only and is replaced.
+    Each has its own executor, because then a process that dies costs only its run and is replaced.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -194,7 +192,7 @@ class WorkerPool:
                         busy |= self._submit(place, *waiting.pop())
         except BaseException:
             for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # the same command resumes what it does
+                child.terminate()  # the same command resumes its run
             raise
         finally:
             for executor in self._executors:
@@ -213,8 +211,8 @@ class WorkerPool:
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """A process that is started meanwhile ignores Ctrl-C, which reaches the whole group: the parent decides."""
-    if threading.current_thread() is not threading.main_thread():  # no other thread may say what a signal does
+    """Start processes that ignore Ctrl-C, which reaches the whole group, because the parent ends them."""
+    if threading.current_thread() is not threading.main_thread():  # no other thread may set a signal
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -225,7 +223,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _begin(sender: Connection, at_once: int, threads: int) -> None:
-    """In a new worker process, before its first job."""
+    """Set up a new worker process before its first job."""
     global _worker, _hear
     torch.set_num_threads(threads)
     _worker, _hear = Worker(at_once), sender.send
@@ -233,7 +231,7 @@ def _begin(sender: Connection, at_once: int, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A bench that is killed leaves no worker behind."""
+    """End this worker when its parent ends, because a killed bench must leave no worker behind."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -85,10 +85,9 @@ class _Describe(Callback):
     def __init__(self, experiment: Experiment, federation: Federation, folder: Path) -> None:
         self._experiment, self._federation, self._folder = experiment, federation, folder
 
-    def on_start(self, info: RunInfo) -> bool | None:
+    def on_start(self, info: RunInfo) -> None:
         write_description(self._experiment, self._folder)
         keep_tokenizer(self._federation, self._folder)
-        return None
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:

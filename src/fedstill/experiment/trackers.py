@@ -44,13 +44,11 @@ class Tracker(Callback):
     def __init__(self, start: Callable[[RunInfo], tuple[Log, Close]]) -> None:
         self._start = start
 
-    def on_start(self, info: RunInfo) -> bool | None:
+    def on_start(self, info: RunInfo) -> None:
         self._log, self._close = self._start(info)
-        return None
 
-    def on_round(self, row: Row) -> bool | None:
+    def on_round(self, row: Row) -> None:
         self._log(int(row["round"]), numbers(row))
-        return None
 
     def on_end(self, result: Result) -> None:
         self._close()

@@ -32,40 +32,13 @@ from fedstill.methods.pretraining.simclr import simclr
 from fedstill.methods.scaffold import scaffold
 from fedstill.methods.update_noise import update_noise
 
-METHODS: dict[str, Callable[..., Method]] = {
-    "fedavg": fedavg,
-    "fedprox": fedprox,
-    "fedavgm": fedavgm,
-    "fedadam": fedadam,
-    "fedyogi": fedyogi,
-    "fedadagrad": fedadagrad,
-    "fedopt": fedopt,
-    "scaffold": scaffold,
-    "fednova": fednova,
-    "feddyn": feddyn,
-    "fedcurv": fedcurv,
-    "moon": moon,
-    "fedmmd": fedmmd,
-    "kd": kd,
-    "fedntd": fedntd,
-    "fedntd_tf": fedntd_tf,
-    "fedlmd": fedlmd,
-    "fedlmd_tf": fedlmd_tf,
-    "label_smoothing": label_smoothing,
-    "fedrs": fedrs,
-    "avglogit": avglogit,
-    "avgprob": avgprob,
-    "feddf": feddf,
-    "feddf_gen": feddf_gen,
-    "fedaux": fedaux,
-    "fedbe": fedbe,
-    "mrtf": mrtf,
-    "d2cfl": d2cfl,
-    "fedftg": fedftg,
-    "fedgen": fedgen,
-    "update_noise": update_noise,
-    "dp_fedavg": dp_fedavg,
-    "simclr": simclr,
-    "masked_lm": masked_lm,
-    "next_token": next_token,
+Factory = Callable[..., Method]
+AVERAGES: tuple[Factory, ...] = (fedavg, fedprox, fedavgm, fedadam, fedyogi, fedadagrad, fedopt)
+CORRECTIONS: tuple[Factory, ...] = (scaffold, fednova, feddyn, fedcurv)
+LOCAL_LOSSES: tuple[Factory, ...] = (moon, fedmmd, kd, fedntd, fedntd_tf, fedlmd, fedlmd_tf, label_smoothing, fedrs)
+DISTILLATIONS: tuple[Factory, ...] = (avglogit, avgprob, feddf, feddf_gen, fedaux, fedbe, mrtf, d2cfl, fedftg, fedgen)
+TO_BE_JOINED: tuple[Factory, ...] = (update_noise, dp_fedavg, simclr, masked_lm, next_token)
+
+METHODS: dict[str, Factory] = {
+    factory.__name__: factory for factory in (*AVERAGES, *CORRECTIONS, *LOCAL_LOSSES, *DISTILLATIONS, *TO_BE_JOINED)
 }

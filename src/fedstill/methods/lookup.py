@@ -186,7 +186,7 @@ def label(text: str) -> str:
 
 
 def anchored(text: str) -> str:
-    """Return a method's text with full paths of its files, so that they are found from anywhere.
+    """Return a method's text with full paths of its files, so that any working folder finds them.
 
     A path that a text cannot hold (with spaces, brackets, ...) stays as it is.
     """

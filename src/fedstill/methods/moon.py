@@ -77,7 +77,7 @@ def model_contrast(mu: float, *, temperature: float = 0.5, previous: Previous = 
 
 
 def moon(*, mu: NotNegative = 0.1, temperature: Temperature = 0.5) -> Method:
-    """MOON: a client's features stay near those of the global model and move away from those of its last model.
+    """MOON: a client's features stay near the global model's features and move away from its last model's.
 
         F_k + mu mean -log(e^{cos(z, z_global) / T} / (e^{cos(z, z_global) / T} + e^{cos(z, z_previous) / T})),
         w <- sum_{k in S} p_k w_k

@@ -273,7 +273,7 @@ def limits_of(annotation: Any) -> str:
 
 
 def _own_limits(annotation: Any) -> str:
-    """Return the limits that the marks of an Annotated state, without those of the types inside it."""
+    """Return the limits in the marks of an Annotated itself, without limits of the types inside it."""
     ends = {type(limit): limit for limit in getattr(annotation, "__metadata__", ()) if type(limit) in _LIMITS}
     if any(isinstance(mark, MinLen) for mark in getattr(annotation, "__metadata__", ())):
         return "that is not empty"

@@ -1,4 +1,4 @@
-"""Networks, and the way from any nn.Module to a Model."""
+"""The built-in networks by name, and functions that make a Model from any nn.Module."""
 
 from __future__ import annotations
 
@@ -22,30 +22,15 @@ from fedstill.models.zoo.small import cnn, convnet, fecnn, lenet, lenet5, mlp, v
 
 __all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]
 
-MODELS: dict[str, Callable[..., Network]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "lenet5": lenet5,
-    "lenet": lenet,
-    "convnet": convnet,
-    "fecnn": fecnn,
-    "vgg8": vgg8,
-    "vgg11": vgg11,
-    "resnet8": resnet8,
-    "resnet20": resnet20,
-    "resnet8_wide": resnet8_wide,
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "mobilenet_v2": mobilenet_v2,
-    "shufflenet": shufflenet,
-    "char_lstm": char_lstm,
-    "bert": bert,
-}
+SMALL = (mlp, cnn, lenet5, lenet, convnet, fecnn, vgg8, vgg11)
+RESIDUAL = (resnet8, resnet20, resnet8_wide, resnet18, resnet34)
+OTHERS = (mobilenet_v2, shufflenet, char_lstm, bert)
+MODELS: dict[str, Callable[..., Network]] = {network.__name__: network for network in (*SMALL, *RESIDUAL, *OTHERS)}
 READS_TEXT = frozenset({"char_lstm", "bert"})
 
 
 def model_options(name: str) -> dict[str, Any]:
-    """The options of a built-in network and their defaults."""
+    """Return the options of a built-in network with their defaults."""
     if name not in MODELS:
         raise FedstillError(f"model.name = '{name}' is unknown: {suggest(name, MODELS)}")
     parameters = inspect.signature(MODELS[name]).parameters.values()
@@ -53,7 +38,7 @@ def model_options(name: str) -> dict[str, Any]:
 
 
 def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **options: Any) -> Model:
-    """A built-in network as a Model, for samples of `input_shape`.
+    """Build a built-in network as a Model, for samples of `input_shape`.
 
     >>> model = build_model("mlp", input_shape=(64,), classes=10, hidden=(32,))
     >>> sorted(model.init(0).params)
@@ -62,12 +47,12 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
     known = model_options(name)
     for option, value in options.items():
         if option not in known:
-            told = suggest(option, known) if known else f"'{name}' has no options"
-            raise FedstillError(f"model.{option} is not an option of '{name}': {told}")
+            hint = suggest(option, known) if known else f"'{name}' has no options"
+            raise FedstillError(f"model.{option} is not an option of '{name}': {hint}")
         if isinstance(known[option], tuple) and not isinstance(value, (tuple, list)):
             raise FedstillError(f"model.{option} = {value!r} must be a list: e.g. {option}={known[option]!r}")
     shape = tuple(input_shape)
-    # All of them batch (a test runs each under vmap), so that the trial runs of from_module can be left out.
+    # vmap can run all of them, as a test shows, so from_module need not try.
     return from_module(
         partial(MODELS[name], shape, classes, **options),
         input_shape=shape,

@@ -1,4 +1,4 @@
-"""nn.Module -> core.types.Model: a stateless view that vmap can run for a whole cohort."""
+"""Make a Model from an nn.Module: a stateless function that vmap can run for a whole cohort."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def from_module(
     check: bool = True,
     input_dtype: torch.dtype = torch.float32,
 ) -> Model:
-    """A Model from a factory (a class or function called without arguments) or from a module.
+    """Make a Model from a module, or from a factory (a class or function called without arguments).
 
-    The module returns logits (B, K) or (features, logits). With logits alone, the features are what its last layer
-    reads, if that is an nn.Linear. The head is the submodule called `head`, or else the last nn.Linear, if it maps
+    The module returns logits (B, K) or (features, logits). With logits alone, the features are the input of its last
+    layer, if that is an nn.Linear. The head is the submodule called `head`, or else the last nn.Linear, if it maps
     the features to the logits (tried on one input); it runs in eval mode.
 
-    `init(seed)` builds the factory anew under that seed; of a module it returns a copy of the module's own weights,
-    as they are now, whatever the seed. Parameters with requires_grad=False are kept with the buffers: not trained.
-    The module itself is never changed. Its constants must be buffers (register_buffer) to follow it to a GPU.
+    `init(seed)` calls the factory under that seed. Of a module it returns a copy of the weights that the module has
+    now, whatever the seed. Parameters with requires_grad=False are not trained, and kept with the buffers. The module
+    itself is never changed. Its constants must be buffers (register_buffer), because only these follow it to a GPU.
 
     `input_shape` is the shape of one sample; `classes` checks the width of the logits; `check=False` skips the trial
     runs that refuse global random draws and find out whether vmap can run the module (for modules known to be good).
@@ -50,8 +50,7 @@ def from_module(
     """
     module = _build(source, 0)
     name = name or type(module).__name__
-    given: dict[str, Any] = {"input_shape": input_shape, "classes": classes, "name": name, "check": check}
-    given["input_dtype"] = input_dtype
+    options = {"input_shape": input_shape, "classes": classes, "name": name, "check": check, "input_dtype": input_dtype}
     x = torch.rand(2, *input_shape, generator=torch_generator(0))
     if not input_dtype.is_floating_point:
         x = x.round().to(input_dtype)  # ids 0 and 1, which every vocabulary has
@@ -59,14 +58,14 @@ def from_module(
     if check:
         check_training(module, x, name=name)
     unbatchable = why_unbatchable(module, x) if check else None
-    fold = unbatchable is None or not all_fold(module)  # else its convolutions must not leave folded images
+    fold = unbatchable is None or not all_fold(module)  # a layer that cannot read folded images may be the reason
     if not fold:
         unbatchable = why_unbatchable(module, x, fold=False)
-    own = weights_of(module) if isinstance(source, nn.Module) else None
+    copied = weights_of(module) if isinstance(source, nn.Module) else None
     layers, (head, head_names) = list(module.modules()), _head(module, seen.head)
     return Model(
         name=name,
-        init=lambda seed: weights_of(_build(source, seed)) if own is None else clone(own),
+        init=lambda seed: weights_of(_build(source, seed)) if copied is None else clone(copied),
         apply=_apply(module, seen.reads_features, fold=fold),
         head=head,
         head_names=head_names,
@@ -81,7 +80,7 @@ def from_module(
         input_shape=tuple(input_shape),
         classes=seen.classes,
         feature_size=seen.feature_size,
-        recipe=partial(from_module, source, **given),
+        recipe=partial(from_module, source, **options),  # type: ignore[arg-type]
     )
 
 
@@ -101,7 +100,7 @@ def _build(source: nn.Module | Callable[[], nn.Module], seed: Seed) -> nn.Module
 
 
 class _Seen(NamedTuple):
-    """What one run of a module showed."""
+    """The facts about a module that one trial run showed."""
 
     has_features: bool
     reads_features: str | None  # path of the nn.Linear whose input are the features of a module that returns logits
@@ -128,8 +127,8 @@ def _look(module: nn.Module, x: Tensor, *, name: str, classes: int | None) -> _S
         with torch.no_grad():
             result = trial(x)
     except Exception as error:
-        what = f"model '{name}' cannot run on a batch of shape {tuple(x.shape)}"
-        raise FedstillError(f"{what}: {first_line(error)}") from error
+        problem = f"model '{name}' cannot run on a batch of shape {tuple(x.shape)}"
+        raise FedstillError(f"{problem}: {first_line(error)}") from error
     features, logits = _split(result, name=name, rows=len(x), classes=classes)
     last = linears[-1] if linears and linears[-1][2] is logits else None
     width = logits.shape[1]
@@ -142,12 +141,12 @@ def _look(module: nn.Module, x: Tensor, *, name: str, classes: int | None) -> _S
 
 
 def _split(result: Any, *, name: str, rows: int, classes: int | None) -> tuple[Tensor | None, Tensor]:
-    """(features or None, logits) of what a module returned, or a line that says what it returned."""
+    """Return (features or None, logits) of a module's result; refuse a result of another form."""
     parts = result if isinstance(result, tuple | list) else (result,)
     if len(parts) not in (1, 2) or not all(isinstance(part, Tensor) for part in parts):
-        told = ", ".join(type(part).__name__ for part in parts)
-        told = f"({told})" if isinstance(result, tuple | list) else told
-        raise FedstillError(f"model '{name}' returned {told}: it must return logits or (features, logits)")
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        kinds = f"({kinds})" if isinstance(result, tuple | list) else kinds
+        raise FedstillError(f"model '{name}' returned {kinds}: it must return logits or (features, logits)")
     logits = parts[-1]
     if logits.dim() != 2 or len(logits) != rows or (classes is not None and logits.shape[1] != classes):
         raise FedstillError(
@@ -180,7 +179,7 @@ def _find_head(trial: nn.Module, features: Tensor, logits: Tensor, last: str | N
 
 
 def _head(module: nn.Module, path: str | None) -> tuple[Callable[[Params, Tensor], Tensor] | None, tuple[str, ...]]:
-    """(the head, its parameters as they are stored); no names where another layer shares one (a tied embedding)."""
+    """Return (the head, the names of its parameters); no names where another layer shares one (a tied embedding)."""
     if path is None:
         return None, ()
     prefix, stored = f"{path}." if path else "", canonical_names(module)
@@ -190,13 +189,13 @@ def _head(module: nn.Module, path: str | None) -> tuple[Callable[[Params, Tensor
         logits: Tensor = skeleton(params, features, Step())[0]
         return logits
 
-    own = [name for leaf, name in stored.items() if leaf.startswith(prefix)]
+    names = [name for leaf, name in stored.items() if leaf.startswith(prefix)]
     others = {name for leaf, name in stored.items() if not leaf.startswith(prefix)}
-    return head, () if others.intersection(own) else tuple(dict.fromkeys(own))
+    return head, () if others.intersection(names) else tuple(dict.fromkeys(names))
 
 
 class _TokenReader(nn.Module):
-    """The encoder of a text network under the names it has there, read before its pooling."""
+    """Runs the encoder of a text network up to its pooling; its parameters keep their names in the network."""
 
     def __init__(self, encoder: nn.Module, causal: bool) -> None:
         super().__init__()
@@ -208,7 +207,7 @@ class _TokenReader(nn.Module):
 
 
 def _tokens(module: nn.Module) -> ReadTokens | None:
-    """Of a module whose submodule `encoder` has a method token_states(x, causal=...)."""
+    """Return the reader of token states, if the module's `encoder` has a method token_states(x, causal=...)."""
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, nn.Module) or not hasattr(encoder, "token_states"):
         return None
@@ -219,14 +218,14 @@ def _tokens(module: nn.Module) -> ReadTokens | None:
         for causal in (False, True)
         for training in (False, True)
     }
-    # In the place of what is not read (the pooling), and may be missing: without values, so that reading it would fail.
+    # Stands for parameters that are not read and may be missing (the pooling); it has no values, so reading it fails.
     unread = {name: table[leaf] for name, table, leaf in skeletons[False, False].slots}
 
     def tokens(
         weights: Weights, x: Tensor, *, causal: bool = True, training: bool = False, seed: Tensor | None = None
     ) -> Tensor:
-        given = {**unread, **weights.params, **weights.buffers}
-        states: Tensor = skeletons[causal, training](given, x, Step(None, seed))[0]
+        tensors = {**unread, **weights.params, **weights.buffers}
+        states: Tensor = skeletons[causal, training](tensors, x, Step(None, seed))[0]
         return states
 
     return tokens
@@ -287,7 +286,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_training(module: nn.Module, x: Tensor, *, name: str) -> None:
-    """The module must run in train mode and may not draw from a global random stream (a run must repeat)."""
+    """Refuse a module that cannot train, or that draws from a global random stream, because runs must repeat."""
     skeleton = Skeleton(module, training=True, stored=canonical_names(module))
     follow = _Follow(skeleton.module)
     weights = weights_of(module)
@@ -307,9 +306,9 @@ def check_training(module: nn.Module, x: Tensor, *, name: str) -> None:
 
 
 def why_unbatchable(module: nn.Module, example_input: Tensor, *, fold: bool = True) -> str | None:
-    """Why vmap cannot train the module for many clients at once, and what to do; None if it can.
+    """Return why vmap cannot train the module for many clients at once, and the cure; None if it can.
 
-    Tries it: two clients on the CPU, with padding and without, forward and backward, and in eval mode.
+    The function tries it: two clients on the CPU, with padding and without, forward and backward, and in eval mode.
     `example_input` is a small batch (B, ...); fold: see stateless.convert.
     """
     stored = canonical_names(module)
@@ -322,11 +321,9 @@ def why_unbatchable(module: nn.Module, example_input: Tensor, *, fold: bool = Tr
                 _try_two(module, skeleton, example_input)
         except Exception as error:
             message, advice = first_line(error), "see 'torch.func.vmap' limitations"
-            what, cure = why_not_under_vmap(message) or (f"fails under vmap ({message})", advice)
-            return (
-                f"{follow.innermost} {what} and so cannot run for many clients at once: {cure}, "
-                "or set engine.name = 'looped'"
-            )
+            reason, cure = why_not_under_vmap(message) or (f"fails under vmap ({message})", advice)
+            problem = f"{follow.innermost} {reason} and so cannot run for many clients at once"
+            return f"{problem}: {cure}, or set engine.name = 'looped'"
     return None
 
 

@@ -20,17 +20,17 @@ def mixed(*, prototypes: list[str], report: str = ENSEMBLE) -> None:
     """Clients with different networks: client k runs prototype k mod P, and distillation teaches all of them.
 
     Args:
-        prototypes: networks with their options, such as "cnn" or "mlp(hidden=[32])"; what has one name is numbered.
-        report: the model that is looked at and that predicts: "ensemble", the mean of the prototypes' logits, or the
+        prototypes: networks with their options, such as "cnn" or "mlp(hidden=[32])"; equal names are numbered.
+        report: the model that is evaluated and that predicts: "ensemble", the mean of the prototypes' logits, or the
             name of one prototype.
     """
 
 
 def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:
-    """Clients with different models: each prototype by its name, any Model, from `from_module` too.
+    """Make one Model for clients with different models; `prototypes` are any Models by name, from `from_module` too.
 
     member: the prototype of each client; or the number of clients, and client k runs prototype k mod P.
-    report: the model that is looked at and that predicts: "ensemble" (the mean of the prototypes' logits) or the name
+    report: the model that is evaluated and that predicts: "ensemble" (the mean of the prototypes' logits) or the name
         of one prototype.
 
     Its weights hold all prototypes, the tensors named "<prototype>/<name>". Each prototype starts as it would alone.
@@ -94,12 +94,12 @@ def _members(names: tuple[str, ...], member: int | Sequence[str]) -> tuple[str, 
     return tuple(member)
 
 
-def _kind(found: Any) -> str:
-    return repr(found) if isinstance(found, str | float | bool | type) or found is None else type(found).__name__
+def _kind(value: Any) -> str:
+    return repr(value) if isinstance(value, str | float | bool | type) or value is None else type(value).__name__
 
 
 def _check_prototypes(prototypes: Any) -> None:
-    """Models by name, of which all tell the same classes apart."""
+    """Refuse prototypes that are not Models by name with one number of classes."""
     if not isinstance(prototypes, Mapping):
         raise FedstillError(
             f"prototypes are models by their names, not {_kind(prototypes)}: write {{'small': model, 'large': model}}"
@@ -116,8 +116,8 @@ def _check_prototypes(prototypes: Any) -> None:
             raise FedstillError(f"the prototype '{name}' is itself a mixture: name its prototypes instead")
     widths = {name: model.classes for name, model in prototypes.items() if model.classes}
     if len(set(widths.values())) > 1:
-        told = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise FedstillError(f"the prototypes tell different numbers of classes apart ({told}): give them one")
+        counts = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise FedstillError(f"the prototypes have different numbers of classes ({counts}): give them one number")
 
 
 def _check(groups: Groups) -> None:

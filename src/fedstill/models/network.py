@@ -1,4 +1,4 @@
-"""What the built-in networks share: the shape of a network, its norm layers, its initialisation, its checks."""
+"""The common parts of the built-in networks: encoder and head, norm layers, initialisation, checks of options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]  # of one sample: (channels, height, width), (columns,) 
 
 
 class Network(nn.Module):
-    """encoder: x -> features (B, F); head: features -> logits (B, K). Returns (features, logits)."""
+    """Returns (features, logits): the encoder maps x to features (B, F), the head maps features to logits (B, K)."""
 
     def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -35,9 +35,10 @@ class Projection(nn.Sequential):
 
 
 def classifier(layers: list[nn.Module], width: int, classes: int, projection: int) -> Network:
-    """A network of layers that end in `width` features and one linear head; `projection` > 0 puts one between them.
+    """Return a network of layers that end in `width` features, and one linear head.
 
-    The head then reads the projection's output, and that is the features (Li et al., CVPR 2021).
+    projection: width of a projection between them; its output is the features and the head's input (Li et al., CVPR
+    2021). 0 puts none.
     """
     if not isinstance(projection, int) or isinstance(projection, bool) or projection < 0:
         raise FedstillError(f"model.projection = {projection} must be a whole number: 0 for none, 256 as in MOON")
@@ -47,7 +48,7 @@ def classifier(layers: list[nn.Module], width: int, classes: int, projection: in
 
 
 def dense(*widths: int) -> list[nn.Module]:
-    """A linear layer and ReLU for each step from width to width."""
+    """Return a linear layer and a ReLU for each step from width to width."""
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
@@ -68,7 +69,7 @@ def choose(key: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def norm_layer(norm: str, channels: int, groups: int) -> nn.Module:
-    """One normalisation of a convolution's output; 'none' is the identity."""
+    """Return the layer that normalises a convolution's output; 'none' is the identity."""
     choose("norm", norm, NORMS)
     if norm == "batch":
         return nn.BatchNorm2d(channels)
@@ -80,7 +81,7 @@ def norm_layer(norm: str, channels: int, groups: int) -> nn.Module:
 
 
 class Norm(NamedTuple):
-    """Which normalisation follows every convolution of a network."""
+    """The normalisation that follows every convolution of a network."""
 
     kind: str
     groups: int
@@ -89,14 +90,14 @@ class Norm(NamedTuple):
 def normed_conv(
     before: int, after: int, norm: Norm, *, kernel: int = 1, stride: int = 1, parts: int = 1
 ) -> nn.Sequential:
-    """A convolution and its norm; `parts` = `before` is depthwise, each map with a filter of its own."""
+    """Return a convolution and its norm; `parts` = `before` is depthwise, each map with its own filter."""
     bias = norm.kind == "none"  # nothing else would shift the output
     convolution = nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, groups=parts, bias=bias)
     return nn.Sequential(convolution, norm_layer(norm.kind, after, norm.groups))
 
 
 def image_shape(name: str, input_shape: Shape, *, least: int) -> tuple[int, int, int]:
-    """(channels, height, width), or a line that says what this network needs."""
+    """Return (channels, height, width), and refuse samples that are no images of at least this size."""
     if len(input_shape) != 3:
         raise FedstillError(
             f"model.name = '{name}' needs images (channels, height, width), this data has shape {tuple(input_shape)}: "
@@ -112,10 +113,11 @@ def image_shape(name: str, input_shape: Shape, *, least: int) -> tuple[int, int,
 
 
 def initialise(network: Network, init: str = "paper", *, linear: bool = True) -> Network:
-    """'paper' is MrTF's: convolutions Kaiming-normal, linear layers N(0, 0.01), biases 0; 'torch': PyTorch's own.
+    """Initialise a network and return it: 'paper' as MrTF does, 'torch' as PyTorch does.
 
-    Convolutions by fan out (He et al., ICCV 2015). linear: False leaves linear layers as PyTorch starts them. So does a
-    projection: two more layers of N(0, 0.01) would leave a hundredth of what they read.
+    MrTF: convolutions Kaiming-normal by fan out (He et al., ICCV 2015), linear layers N(0, 0.01), biases 0. linear:
+    False leaves linear layers as PyTorch starts them. The layers of a projection stay so, too, because two more layers
+    of N(0, 0.01) would shrink their input a hundredfold.
     """
     if choose("init", init, INITS) == "torch":
         return network

@@ -1,7 +1,7 @@
 """Modules as pure functions: weights are lent for one call, layers draw from a seed and ignore padded rows.
 
 Dropout draws its mask from the step's seed, not from a global stream; BatchNorm takes its statistics over real
-rows only. What a module cannot be given as an argument (row weights, the seed) reaches them through `Step`.
+rows only. `Step` brings row weights and the seed to these layers, because a module does not take them as arguments.
 
 Weights are lent by the technique of torch.func.functional_call (tensors are put into the module's own tables and taken
 out again), with the places looked up once instead of at every call: on a 64-64-10 MLP a call costs 28 us instead of
@@ -46,17 +46,17 @@ _ALPHA = -1.7580993408473766  # SELU's value at minus infinity (Klambauer et al.
 
 @dataclass
 class Step:
-    """What one call lends to the layers inside it, and what they leave behind for the caller."""
+    """Values that one call lends to the layers inside it, and values that they leave for the caller."""
 
     weight: Tensor | None = None  # (B,) 1 real row, 0 padding
     seed: Tensor | None = None  # int64 scalar
     draws: int = 0  # masks drawn so far
-    features: Tensor | None = None  # what the last nn.Linear read
+    features: Tensor | None = None  # input of the last nn.Linear
 
 
 @dataclass
 class Context:
-    """Where the layers of one module find the step that is running now."""
+    """Holds the step that is running now, for the layers of one module."""
 
     step: Step = field(default_factory=Step)
 
@@ -93,7 +93,7 @@ class MaskedBatchNorm(_BatchNorm):
     mean and biased variance over n = (real rows) * (positions) values per channel; the running variance gets
     variance * n / (n - 1). With one value per channel or none (n <= 1) there is no variance: the running
     statistics normalise and stay as they are (without running statistics the output is the bias).
-    New statistics replace the buffers, they never write into them. Names and values are those of nn.BatchNorm.
+    New statistics replace the buffers, they never write into them. Names and values are the same as in nn.BatchNorm.
     """
 
     running_mean: Tensor  # read only where statistics are tracked
@@ -118,7 +118,7 @@ class MaskedBatchNorm(_BatchNorm):
         return self._masked(x, tracked)
 
     def _fused(self, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(output, running mean, running variance); nothing is written into."""
+        """Return (output, running mean, running variance); no buffer is written into."""
         mean, variance = self.running_mean, self.running_var
         momentum = (self.momentum or 0.0) if training else 0.0
         if self.folded and is_batched(x) and x.ndim == 4:
@@ -133,13 +133,13 @@ class MaskedBatchNorm(_BatchNorm):
         return out, mean, variance
 
     def _masked(self, x: Tensor, tracked: bool) -> Tensor:
-        given = self.context.step.weight
-        if given is not None and len(given) != len(x):
+        real = self.context.step.weight
+        if real is not None and len(real) != len(x):
             raise FedstillError(
-                f"a BatchNorm layer reads {len(x)} rows where the batch has {len(given)}, and cannot tell padding "
+                f"a BatchNorm layer reads {len(x)} rows where the batch has {len(real)}, and cannot tell padding "
                 "from data: keep the batch as the first dimension, or use GroupNorm or LayerNorm there"
             )
-        weight = x.new_ones(x.shape[0]) if given is None else (given > 0).to(x.dtype)
+        weight = x.new_ones(x.shape[0]) if real is None else (real > 0).to(x.dtype)
         channel = (1, -1, *(1 for _ in x.shape[2:]))
         n = weight.sum() * math.prod(x.shape[2:])
         enough = n > 1
@@ -174,7 +174,7 @@ class MaskedBatchNorm(_BatchNorm):
 
 
 def _mean(values: Tensor, weight: Tensor, n: Tensor) -> Tensor:
-    """Per channel, over the n values in rows of weight 1."""
+    """Return the mean per channel over the n values in rows of weight 1."""
     rows = values.sum(tuple(range(2, values.dim()))) if values.dim() > 2 else values
     return (rows * weight[:, None]).sum(0) / n.clamp_min(1.0)
 
@@ -194,9 +194,9 @@ Convolution = type[StackedConv2d | FoldedConv2d]  # runs the convolutions of man
 
 
 def convert(module: nn.Module, context: Context, *, fold: bool = True) -> nn.Module:
-    """The module with its layers turned in place into those above, or faster ones; names, attributes and hooks stay.
+    """Turn a module's layers in place into the layers above, or into faster ones, and return it.
 
-    fold: whether its convolutions may leave folded images, which not every function can read.
+    Names, attributes and hooks stay. fold: its convolutions may return folded images, which not every function reads.
     """
     convolution: Convolution | None = None  # torch's own, under vmap a grouped one
     if has_stacked_kernels(module):
@@ -206,13 +206,13 @@ def convert(module: nn.Module, context: Context, *, fold: bool = True) -> nn.Mod
     for path, layer in module.named_modules():
         if isinstance(layer, _BatchNorm | _DropoutNd):
             _make_pure(layer, context, path, folded=convolution is FoldedConv2d)
-        elif own := _replacement(layer, convolution):
-            layer.__class__ = own  # the same values, read by another forward
+        elif faster := _replacement(layer, convolution):
+            layer.__class__ = faster  # the same values, read by another forward
     return module
 
 
 def _replacement(layer: nn.Module, convolution: Convolution | None) -> type[nn.Module] | None:
-    """The class that runs many clients at once, or avoids a mistake of torch's own."""
+    """Return the class that runs many clients at once or avoids a mistake of torch; None leaves the layer as it is."""
     if type(layer) is nn.Conv2d:
         return convolution
     if type(layer) is nn.LSTM:
@@ -251,20 +251,20 @@ _KNOWN = {nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward, *(kind.forward for k
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """Every name under which a parameter or buffer is found -> the one name under which it is stored.
+    """Map every name of a parameter or buffer to the one name under which it is stored.
 
     They differ for tied weights, which have several names and are stored once.
     """
     names: dict[str, str] = {}
-    for found in (module.named_parameters, module.named_buffers):
+    for named_tensors in (module.named_parameters, module.named_buffers):
         first: dict[int, str] = {}
-        for name, tensor in found(remove_duplicate=False):
+        for name, tensor in named_tensors(remove_duplicate=False):
             names[name] = first.setdefault(id(tensor), name)
     return names
 
 
 def weights_of(module: nn.Module) -> Weights:
-    """A copy of all that the module holds. Parameters that do not require a gradient count as buffers: not trained."""
+    """Return a copy of a module's weights; parameters without requires_grad are buffers: they are not trained."""
     params: Params = {}
     buffers: Params = {}
     for name, parameter in module.named_parameters():
@@ -274,9 +274,9 @@ def weights_of(module: nn.Module) -> Weights:
 
 
 class Skeleton:
-    """A copy of a module without values of its own, in train or in eval mode for good.
+    """A copy of a module that holds no values and gets them with each call, always in train or always in eval mode.
 
-    Calls are serialised by a lock, and may nest: the tables are restored to what they held before.
+    A lock lets one thread call at a time. Calls may nest, because each restores the tables as they were before.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class Skeleton:
                         self.written.append((name, table, leaf, not isinstance(layer, MaskedBatchNorm)))
 
     def keep_features_of(self, path: str) -> None:
-        """From now on each call leaves the input of this layer in `step.features`."""
+        """Make each later call leave the input of this layer in `step.features`."""
 
         def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self.context.step.features = inputs[0]
@@ -305,7 +305,7 @@ class Skeleton:
         self.module.get_submodule(path).register_forward_pre_hook(keep)
 
     def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
-        """The module's result, and in train mode the new value of each buffer (`tensors` stays as it is)."""
+        """Return the module's result, and in train mode the new value of each buffer (`tensors` stays as it is)."""
         if torch.compiler.is_dynamo_compiling():  # a trace knows no locks, and reads no weights
             return self._lent(tensors, x, step)
         with self.lock:

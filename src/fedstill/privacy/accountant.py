@@ -62,7 +62,10 @@ def _epsilon(events: tuple[Event, ...], delta: float) -> float:
     strength = _strength([event for event in events if event.probability == 1])
     try:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            return min(everybody, _of_losses(sampled, strength, delta, grid))
+            losses = [_pld(event.multiplier, event.count, event.probability, grid) for event in sampled]
+            always = [_pld(1 / strength, 1, 1.0, grid)] if strength else []
+            together = functools.reduce(lambda one, other: one.compose(other), [*always, *losses])
+            return min(everybody, float(together.get_epsilon_for_delta(delta)))
     except (ArithmeticError, ValueError):  # losses that float64 cannot hold
         return everybody
 
@@ -79,16 +82,6 @@ def _of_gaussians(events: Sequence[Event], delta: float) -> float:
         return math.inf
     multiplier = 1 / strength if strength else math.inf
     return 0.0 if math.isinf(multiplier) else epsilon_of(delta, multiplier)
-
-
-def _of_losses(sampled: Sequence[Event], strength: float, delta: float, grid: float) -> float:
-    """Return the epsilon of sampled events together with others, whose `_strength` is given."""
-    losses = _pld(1 / strength, 1, 1.0, grid) if strength else None
-    for event in sampled:
-        more = _pld(event.multiplier, event.count, event.probability, grid)
-        losses = more if losses is None else losses.compose(more)
-    assert losses is not None
-    return float(losses.get_epsilon_for_delta(delta))
 
 
 def _pld(multiplier: float, count: int, probability: float, grid: float) -> Any:

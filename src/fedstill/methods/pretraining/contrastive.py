@@ -180,7 +180,7 @@ def _project(head: Params, features: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _masked_norm(h: Tensor, weight: Tensor) -> Tensor:
-    """(h - mean) / sqrt(variance + epsilon) over the rows of weight 1; the others come out as 0."""
+    """Return (h - mean) / sqrt(variance + epsilon) over the rows of weight 1; other rows are 0."""
     real, count = weight.unsqueeze(1), weight.sum().clamp_min(1.0)
     h = torch.where(real > 0, h, 0.0)
     centred = (h - h.sum(0) / count) * real

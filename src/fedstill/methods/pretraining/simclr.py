@@ -45,7 +45,7 @@ def simclr(
     """
     if training.batch_size < 2:
         setting = f"method.training.batch_size = {training.batch_size!r} is impossible"
-        raise FedstillError(f"{setting}: it must be 2 or more, because views are compared with those of other images")
+        raise FedstillError(f"{setting}: it must be 2 or more, because views are compared with views of other images")
     if not training.epochs:
         return Method(cross_entropy(), average())
     pretext = simclr_pretext(training.by("adam"), temperature=temperature, projection=projection, hidden=hidden)

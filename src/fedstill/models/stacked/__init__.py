@@ -8,12 +8,12 @@ from torch._C import _functorch
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether vmap sees several of it, and is the innermost transform: else its rule is not what is asked for."""
+    """Return whether vmap runs over a tensor and is the innermost transform, because only then its rules apply."""
     if torch.compiler.is_dynamo_compiling() or not _functorch.is_batchedtensor(x):
         return False
     return bool(_functorch.maybe_get_level(x) == _functorch.maybe_current_level())
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether it is under vmap, torch.func.grad or another of them."""
+    """Return whether a tensor is inside vmap, torch.func.grad or another transform."""
     return not torch.compiler.is_dynamo_compiling() and _functorch.is_functorch_wrapped_tensor(x)

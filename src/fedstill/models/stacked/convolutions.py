@@ -18,12 +18,12 @@ LARGEST = 64  # channels and filters; beyond, cuDNN a client on streams of its o
 
 @cache
 def available() -> bool:
-    """Triton comes with PyTorch's CUDA builds."""
+    """Return whether Triton can run here: there is a GPU, and PyTorch's CUDA build has brought Triton."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def suits(layer: nn.Module) -> bool:
-    """Stride 1, square kernel and padding, few channels: what the kernels are written for."""
+    """Return whether the kernels can run a layer: stride 1, square kernel and padding, few channels."""
     if type(layer) is not nn.Conv2d or not isinstance(layer.padding, tuple):
         return False
     square = len(set(layer.kernel_size)) == 1 and len(set(layer.padding)) == 1
@@ -33,7 +33,7 @@ def suits(layer: nn.Module) -> bool:
 
 
 def has_stacked_kernels(module: nn.Module) -> bool:
-    """Whether every convolution of a module can run for many clients in one kernel here."""
+    """Return whether every convolution of a module can run for many clients in one kernel here."""
     convolutions = [layer for layer in module.modules() if isinstance(layer, _ConvNd)]
     return bool(convolutions) and available() and all(suits(layer) for layer in convolutions)
 
@@ -69,9 +69,9 @@ class _Stacked(torch.autograd.Function):
 
 
 def _channels_last(image: Tensor, spare: int = 0) -> Tensor:
-    """(C, B, channels + spare, H, W) with the channels last in memory; spare channels are zero.
+    """Return images (C, B, channels + spare, H, W) with the channels last in memory; spare channels are zero.
 
-    Four floats are one load: three colours are padded to four.
+    Three colours are padded to four, because four floats are one load.
     """
     rows = image.permute(0, 1, 3, 4, 2)
     return (F.pad(rows, (0, spare)) if spare else rows.contiguous()).permute(0, 1, 4, 2, 3)
@@ -175,7 +175,7 @@ class StackedMaxPool2d(nn.MaxPool2d):
 
 
 def pools_by_two(layer: nn.Module) -> bool:
-    """nn.MaxPool2d(2) with its defaults."""
+    """Return whether a layer is nn.MaxPool2d(2) with its defaults."""
     if type(layer) is not nn.MaxPool2d:
         return False
     plain = layer.padding == 0 and layer.dilation == 1 and not layer.return_indices and not layer.ceil_mode

@@ -25,7 +25,7 @@ LARGEST_PATCH = 64  # inputs of a filter that is larger than 1x1 and not depthwi
 
 
 class Form(NamedTuple):
-    """How a convolution walks over an image."""
+    """The numbers that say how a convolution walks over an image."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -40,7 +40,7 @@ def form_of(layer: nn.Conv2d) -> Form:
 
 
 def folds(layer: nn.Module) -> bool:
-    """1x1, depthwise, or with few inputs a filter."""
+    """Return whether a layer is a convolution that folds: 1x1, depthwise, or with few inputs to each filter."""
     if type(layer) is not nn.Conv2d or not isinstance(layer.padding, tuple) or layer.padding_mode != "zeros":
         return False
     if layer.groups == layer.in_channels:
@@ -51,19 +51,19 @@ def folds(layer: nn.Module) -> bool:
 
 
 def all_fold(module: nn.Module) -> bool:
-    """Whether a module has convolutions, and all of them fold."""
+    """Return whether a module has convolutions, and all of them fold."""
     convolutions = [layer for layer in module.modules() if isinstance(layer, _ConvNd)]
     return bool(convolutions) and all(folds(layer) for layer in convolutions)
 
 
 def fold(x: Tensor, dim: int | None, clients: int) -> Tensor:
-    """Images with the clients at `dim` (None: all see the same) -> (B, clients x channels, H, W), channels last."""
+    """Fold images with the clients at `dim` (None: shared by all) to (B, clients x channels, H, W), channels last."""
     x = x.unsqueeze(1).expand(-1, clients, -1, -1, -1) if dim is None else x.movedim(dim, 1)
     return x.permute(0, 3, 4, 1, 2).contiguous().flatten(3).permute(0, 3, 1, 2)
 
 
 def unfold(x: Tensor, clients: int) -> Tensor:
-    """(B, clients, channels, H, W), the same memory."""
+    """Return folded images as (B, clients, channels, H, W) in the same memory."""
     rows, channels, tall, wide = x.shape
     return x.view(rows, clients, channels // clients, tall, wide)
 
@@ -71,7 +71,7 @@ def unfold(x: Tensor, clients: int) -> Tensor:
 class _Product(torch.autograd.Function):
     """out[m, g] = weight[g] x[m, g]: x (M, G, inputs), weight (G, filters, inputs) -> (M, G, filters).
 
-    G is neither first nor last in memory; matrix products take that as it is, and are told to leave it so.
+    G is neither first nor last in memory; matrix products read and write this order without a copy.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Product(torch.autograd.Function):
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """(G, M, K) (G, K, N) -> (G, M, N), in memory (M, G, N)."""
+    """Multiply (G, M, K) with (G, K, N) to (G, M, N), whose memory order is (M, G, N)."""
     if torch.is_grad_enabled():  # a gradient of a gradient, which `out=` cannot have
         return torch.bmm(a, b)
     out = a.new_empty(a.shape[1], a.shape[0], b.shape[2]).transpose(0, 1)
@@ -100,7 +100,7 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, form: Form) -> Tensor:
-    """x folded, weight (clients, filters, inputs, kernel, kernel) -> folded; see `folds` for what there is."""
+    """Convolve folded x with weights (clients, filters, inputs, kernel, kernel) of a layer that `folds`."""
     clients = len(weight)
     if form.groups * clients == x.shape[1]:
         return F.conv2d(x, weight.flatten(0, 1), None, form.stride, form.padding, form.dilation, x.shape[1])
@@ -109,7 +109,7 @@ def convolve(x: Tensor, weight: Tensor, form: Form) -> Tensor:
         x, weight = x.to(kind), weight.to(kind)
     (above, beside), parts = form.padding, clients * form.groups
     x = F.pad(x, (beside, beside, above, above)) if above or beside else x
-    # what each filter sees of x: (B, H', W', channels, ...)
+    # the window of x at each place of the result: (B, H', W', channels, ...)
     (tall, wide), (down, right), rows = form.kernel, form.stride, x.permute(0, 2, 3, 1)
     windows = rows[:, ::down, ::right] if tall == wide == 1 else rows.unfold(1, tall, down).unfold(2, wide, right)
     weight = weight.reshape(parts, weight.shape[1] // form.groups, -1)
@@ -118,7 +118,7 @@ def convolve(x: Tensor, weight: Tensor, form: Form) -> Tensor:
 
 
 class _ForAll(torch.autograd.Function):
-    """What `rule(clients, dims, *tensors)` does with the tensors of all clients, as the rule of vmap for one client."""
+    """Under vmap, calls `rule(clients, dims, *tensors)` once with the tensors of all clients."""
 
     @staticmethod
     def forward(rule: Rule, *tensors: Any) -> Any:
@@ -190,7 +190,7 @@ class FoldedMean(nn.AdaptiveAvgPool2d):
 
 
 def means_all(layer: nn.Module) -> bool:
-    """nn.AdaptiveAvgPool2d to one value a channel."""
+    """Return whether a layer is nn.AdaptiveAvgPool2d to one value a channel."""
     return type(layer) is nn.AdaptiveAvgPool2d and layer.output_size in (1, (1, 1))
 
 
@@ -204,14 +204,14 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, running mean, running variance) of images under vmap; in train mode the latter two are new."""
+    """Return (output, running mean, running variance) of images under vmap; in train mode the statistics are new."""
 
     def rule(
-        clients: int, dims: Dims, x: Tensor, *given: Tensor | None
+        clients: int, dims: Dims, x: Tensor, *leaves: Tensor | None
     ) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
         mean, variance, weight, bias = (
             None if leaf is None else _side_by_side(leaf, dim, clients)
-            for leaf, dim in zip(given, dims[1:], strict=True)
+            for leaf, dim in zip(leaves, dims[1:], strict=True)
         )
         assert mean is not None
         assert variance is not None
@@ -219,8 +219,8 @@ def batch_norm(
         out = F.batch_norm(fold(x, dims[0], clients), mean, variance, weight, bias, training, momentum, eps)
         return (unfold(out, clients), mean.reshape(clients, -1), variance.reshape(clients, -1)), (1, 0, 0)
 
-    found: tuple[Tensor, Tensor, Tensor] = _for_all(rule, x, *running, weight, bias)
-    return found
+    normed: tuple[Tensor, Tensor, Tensor] = _for_all(rule, x, *running, weight, bias)
+    return normed
 
 
 def _side_by_side(leaf: Tensor, dim: int | None, clients: int) -> Tensor:

@@ -77,10 +77,10 @@ class TextEncoder(nn.Module):
         self.pooler = nn.Linear(hidden, hidden) if pool == "first" else None
 
     def token_states(self, x: Tensor, *, causal: bool = False) -> Tensor:
-        """(B, L, hidden): each token after the last layer, before pooling. It reads no parameter of the pooling.
+        """Return the state (B, L, hidden) of each token after the last layer; no parameter of the pooling is read.
 
-        causal: a token sees itself and those before it, for predicting the next one; else it sees the whole text, for
-        guessing masked ones. `Model.tokens` calls it with a model's weights.
+        causal: a token sees itself and earlier tokens, to predict the next one; otherwise it sees the whole text, to
+        guess masked tokens. `Model.tokens` calls it with a model's weights.
         """
         length = x.shape[1]
         place = self.positions.weight[:length] + self.types.weight[0]

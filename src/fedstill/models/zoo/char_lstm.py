@@ -13,7 +13,7 @@ from fedstill.models.network import Network, Shape, check_counts, initialise
 
 
 class _Chain(torch.autograd.Function):
-    """(h_1..h_L, c_1..c_L) of one layer from its projected inputs (L, B, 4H), W_hh, h_0 and c_0.
+    """Computes (h_1..h_L, c_1..c_L) of one layer from its projected inputs (L, B, 4H), W_hh, h_0 and c_0.
 
     The gradient of W_hh is one product over all steps; a sum over steps, as autograd would do it, writes the whole
     matrix of every client at each step (ten clients of 256 units on one core: 4.6 -> 3.1 s for three steps of SGD).
@@ -64,8 +64,8 @@ class StepwiseLSTM(nn.LSTM):
     (i, f, g, o) = W_ih x_t + b_ih + W_hh h_{t-1} + b_hh;  c_t = s(f) c_{t-1} + s(i) tanh(g);  h_t = s(o) tanh(c_t)
 
     The inputs of all steps are projected in one product, each step then needs one more for its four gates. Names,
-    shapes and values are those of nn.LSTM, which still reads what has no such form: packed or unbatched
-    sequences, dropout between layers, projected states.
+    shapes and values are the same as in nn.LSTM, which still runs packed or unbatched sequences, dropout between
+    layers and projected states, because they have no such form.
     """
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
@@ -106,7 +106,7 @@ class CharacterReader(nn.Module):
         self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
 
     def token_states(self, x: Tensor, *, causal: bool = True) -> Tensor:
-        """(B, L, hidden): the state after each character, which never sees those that follow."""
+        """Return the state (B, L, hidden) after each character, which never sees the following characters."""
         states: Tensor = self.lstm(self.embedding(x))[0]
         return states
 
@@ -119,7 +119,7 @@ def char_lstm(
 ) -> Network:
     """MrTF's and LEAF's CharLSTM: character ids - embedding 8 - LSTM 256, 256 - next character.
 
-    What can come in can come out: `classes` is also the number of different ids.
+    `classes` is also the number of different ids, because every character can follow another.
     """
     if len(input_shape) != 1:
         raise FedstillError(
