@@ -217,8 +217,9 @@ def with_rows(frames: Mapping[str, Frame], where: str) -> dict[str, Frame]:
     """Return the splits that hold rows; at least one must."""
     filled = {split: frame for split, frame in frames.items() if frame.rows}
     if not filled:
-        some = any(frame.columns for frame in frames.values())
-        raise FedstillError(f"data.source: {where} has no {'rows' if some else 'column of numbers, words or images'}")
+        has_columns = any(frame.columns for frame in frames.values())
+        lacking = "rows" if has_columns else "column of numbers, words or images"
+        raise FedstillError(f"data.source: {where} has no {lacking}")
     return filled
 
 
@@ -316,10 +317,10 @@ def find_text(frame: Frame, reading: Reading, label: str, where: str) -> str:
         return reading.inputs[0]
     if len(texts) == 1 and (reading.like or not reading.inputs):
         return texts[0]
-    asked = f", not {' and '.join(reading.inputs)}" if reading.inputs else ""
+    wrong = f", not {' and '.join(reading.inputs)}" if reading.inputs else ""
     hint = suggest(reading.inputs[0], free) if len(reading.inputs) == 1 and free else "set data.inputs to one of them"
     listed = f"{', '.join(texts)}; {hint}" if texts else f"none among {', '.join(frame.columns)}"
-    raise FedstillError(f"data.inputs: fedstill reads one column of text of {where}{asked}; it has {listed}")
+    raise FedstillError(f"data.inputs: fedstill reads one column of text of {where}{wrong}; it has {listed}")
 
 
 def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], name: str) -> dict[str, np.ndarray]:

@@ -96,10 +96,10 @@ def _mean_square(gradient: Callable[[Batch], Params], batch: Batch, at_once: int
     total: Params = {}
     for some in zip(*(torch.split(part, at_once) for part in batch), strict=True):
         if at_once == 1:
-            looked = squares(*(part[0] for part in some))
+            squared = squares(*(part[0] for part in some))
         else:
-            looked = {name: leaf.sum(0) for name, leaf in torch.func.vmap(squares)(*some).items()}
-        total = add(total, looked) if total else looked
+            squared = {name: leaf.sum(0) for name, leaf in torch.func.vmap(squares)(*some).items()}
+        total = add(total, squared) if total else squared
     return {name: leaf / batch.weight.sum().clamp_min(1.0) for name, leaf in total.items()}
 
 

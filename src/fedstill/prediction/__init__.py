@@ -151,8 +151,8 @@ def open_run(folder: Path) -> Experiment:
     """Return the experiment of a folder that holds a trained model."""
     experiment = read_description(folder)
     if (folder / RESULTS_FILE).exists():
-        some = sorted(path.parent.parent for path in folder.glob(f"*/seed-*/last/{WEIGHTS_FILE}"))
-        example = f", e.g. {some[0]}" if some else ""
+        runs = sorted(path.parent.parent for path in folder.glob(f"*/seed-*/last/{WEIGHTS_FILE}"))
+        example = f", e.g. {runs[0]}" if runs else ""
         raise FedstillError(f"'{folder}' holds a comparison, not one run: give the folder of one of its runs{example}")
     if not (folder / "last" / WEIGHTS_FILE).is_file():
         raise FedstillError(f"'{folder}' holds no trained model yet: finish the run with `fedstill resume {folder}`")

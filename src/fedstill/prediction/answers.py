@@ -75,12 +75,12 @@ def targets_answer(folder: Path, experiment: Experiment, federation: Federation,
             f"--from targets: {path} is about other rows: the unlabeled data have changed since the run; {instead}"
         )
     scores, learnt = log_scores(probabilities), int(kept.sum())
-    some = "" if learnt == len(kept) else f"; the server learnt from {learnt} of these rows (column kept)"
+    part = "" if learnt == len(kept) else f"; the server learnt from {learnt} of these rows (column kept)"
     return Answer(
         scores,
         Calibration(None, "not calibrated: there are targets for the predicted rows only, none for rows with labels"),
         _measure_known(scores, samples, None),
-        f"the server's targets of round {number}{some}",
+        f"the server's targets of round {number}{part}",
         kept,
         number,
     )

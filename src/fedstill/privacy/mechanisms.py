@@ -37,9 +37,9 @@ def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
                 params[name].append(sent.to(start.params[name].dtype))
         buffers = {name: leaf.expand(len(uploads.ids), *leaf.shape) for name, leaf in start.buffers.items()}
         weights = Weights({name: torch.stack(sent) for name, sent in params.items()}, buffers)
-        one = torch.ones_like(uploads.size)
-        steps, travel, loss = one.to(uploads.steps), one.to(uploads.travel), torch.zeros_like(uploads.loss)
-        return uploads._replace(weights=weights, size=one, steps=steps, travel=travel, loss=loss)
+        ones = torch.ones_like(uploads.size)
+        steps, travel, loss = ones.to(uploads.steps), ones.to(uploads.travel), torch.zeros_like(uploads.loss)
+        return uploads._replace(weights=weights, size=ones, steps=steps, travel=travel, loss=loss)
 
     return transmit
 

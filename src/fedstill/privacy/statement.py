@@ -132,7 +132,7 @@ class PrivacyStatement:
         lines = [claim.text() for claim in self.strongest()] or ["no claim"]
         lines += [f"no claim for {release}" for release in self.refused]
         public = self.open_to_public
-        server = {what: since for what, since in self.open_to_server.items() if public.get(what) != since}
+        server = {part: since for part, since in self.open_to_server.items() if public.get(part) != since}
         lines += [*_unprotected_lines("anybody", public), *_unprotected_lines("the server", server), *self.notes]
         lines += [self.stopped] if self.stopped else []
         return "\n".join(lines)

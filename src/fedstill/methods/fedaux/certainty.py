@@ -140,12 +140,14 @@ def _ask_scores(
     def question(data: ClientData) -> Tree:
         preparation.tell(SCORES, min(1.0, next(begun) / preparation.population))
         seen = preparation.trainer.outputs(candidate, data.x, features=True, keep=False).features
-        own = seen.flatten(1).double()
+        private = seen.flatten(1).double()
         if logistic:
-            return client_answer(own, public.negatives, scoring, seed_for(preparation.noise_seed, "scores", data.id))
+            return client_answer(
+                private, public.negatives, scoring, seed_for(preparation.noise_seed, "scores", data.id)
+            )
         scorer: OtherScorer = scoring.scorer  # type: ignore[assignment]
         seed = seed_for(preparation.seed, "scores", data.id)
-        return {"log_scores": log_scores(scorer, own, public.negatives, public.distilled, seed).float()}
+        return {"log_scores": log_scores(scorer, private, public.negatives, public.distilled, seed).float()}
 
     sent: Tree = {"model": candidate, "negatives": public.negatives.to(public.distilled.dtype)}
     ids, answers = preparation.ask(
@@ -156,17 +158,17 @@ def _ask_scores(
     return ids, scores_of(answers, public, scoring) if logistic else answers["log_scores"]
 
 
-def client_answer(own: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) -> Tree:
+def client_answer(private: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) -> Tree:
     """Return the message of one client: its w with noise, and if they are its own the intercept and the norm bound.
 
     Features that are not finite count as 0, because one sample must not decide whether the client answers at all.
     """
-    own = torch.where(own.isfinite().all(dim=1, keepdim=True), own, 0.0)
+    private = torch.where(private.isfinite().all(dim=1, keepdim=True), private, 0.0)
     bound = norm_bound(negatives)
     if scoring.gamma == "both":
-        bound = torch.maximum(bound, norm_bound(own))
-    points = torch.cat([bounded(own, bound), bounded(negatives, bound)])
-    sign = torch.cat([points.new_ones(len(own)), -points.new_ones(len(negatives))])
+        bound = torch.maximum(bound, norm_bound(private))
+    points = torch.cat([bounded(private, bound), bounded(negatives, bound)])
+    sign = torch.cat([points.new_ones(len(private)), -points.new_ones(len(negatives))])
     solved = fit_logistic(points, sign, lam=scoring.lam, form=scoring.form, intercept=scoring.intercept)
     w = solved.w
     if scoring.noise:
@@ -218,49 +220,49 @@ Points = np.ndarray  # (n, F)
 LEAST = 1e-30  # of a score, as a part of the largest one for the same sample
 
 
-def log_scores(scorer: OtherScorer, own: Tensor, negatives: Tensor, asked: Tensor, seed: Seed) -> Tensor:
-    """Return the logarithm (M,) of one client's scores for `asked` (M, F), from its `own` features and the negatives.
+def log_scores(scorer: OtherScorer, private: Tensor, negatives: Tensor, asked: Tensor, seed: Seed) -> Tensor:
+    """Return the logarithm (M,) of one client's scores for `asked` (M, F), from its `private` features.
 
     kde:              the density of a Gaussian kernel estimate from its own points
     isolation_forest: 1 - the anomaly score of a forest grown on its own points
     one_class_svm:    sum_j a_j k(x, x_j) / rho: 1 on the border of the region that holds its own points
     two_class_svm:    1 / (1 + exp(-f(x))), f the margin of an RBF machine that parts them from the negatives
     """
-    mine, public, wanted = (part.double().cpu().numpy() for part in (own, negatives, asked))
+    mine, public, wanted = (part.double().cpu().numpy() for part in (private, negatives, asked))
     scored = _SCORERS[scorer](mine, public, wanted, seed % 2**32)
-    return torch.from_numpy(scored).to(own.device)
+    return torch.from_numpy(scored).to(private.device)
 
 
-def _kde(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
+def _kde(private: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
     """Score by a density with Scott's bandwidth for the client's spread, at least a thousandth of the public spread."""
     from sklearn.neighbors import KernelDensity
 
-    spread = max(np.sqrt(own.var(axis=0).mean()), 1e-3 * np.sqrt(negatives.var(axis=0).mean()), 1e-12)
-    width = spread * len(own) ** (-1.0 / (own.shape[1] + 4))
-    return np.asarray(KernelDensity(bandwidth=float(width)).fit(own).score_samples(asked))
+    spread = max(np.sqrt(private.var(axis=0).mean()), 1e-3 * np.sqrt(negatives.var(axis=0).mean()), 1e-12)
+    width = spread * len(private) ** (-1.0 / (private.shape[1] + 4))
+    return np.asarray(KernelDensity(bandwidth=float(width)).fit(private).score_samples(asked))
 
 
-def _isolation_forest(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
+def _isolation_forest(private: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
     from sklearn.ensemble import IsolationForest
 
-    return _log(1.0 + IsolationForest(random_state=seed).fit(own).score_samples(asked))
+    return _log(1.0 + IsolationForest(random_state=seed).fit(private).score_samples(asked))
 
 
-def _one_class_svm(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
+def _one_class_svm(private: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
     from sklearn.svm import OneClassSVM
 
     machine = OneClassSVM(gamma=_kernel_width(negatives))
     machine.random_state = seed  # no argument of its own; without it, `fit` draws from numpy's global stream
-    machine.fit(own)
+    machine.fit(private)
     return _log(machine.score_samples(asked) / max(float(machine.offset_[0]), LEAST))
 
 
-def _two_class_svm(own: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
+def _two_class_svm(private: Points, negatives: Points, asked: Points, seed: int) -> np.ndarray:
     from sklearn.svm import SVC
 
-    sign = np.r_[np.ones(len(own)), -np.ones(len(negatives))]
+    sign = np.r_[np.ones(len(private)), -np.ones(len(negatives))]
     machine = SVC(gamma=_kernel_width(negatives), random_state=seed)
-    margin = machine.fit(np.r_[own, negatives], sign).decision_function(asked)
+    margin = machine.fit(np.r_[private, negatives], sign).decision_function(asked)
     return np.asarray(-np.logaddexp(0.0, -margin))
 
 
