@@ -15,8 +15,8 @@ from fedstill import run
 from fedstill.bench.recipe import with_data
 from fedstill.bench.results import cell_key, method_text
 from fedstill.core.errors import FedstillError
-from fedstill.engine import Engine
 from fedstill.methods.lookup import build_method, parse, write
+from fedstill.server import pretrain
 
 FEDAUX = PaperCase("fedaux")
 PRESETS = ("correct", "paper", "released")
@@ -337,8 +337,8 @@ def pictures(tmp_path, monkeypatch):
 
 def test_two_seeds_and_all_methods_of_a_table_share_one_pre_training(pictures, monkeypatch):
     """Counted where the epochs are trained: two of them, in the first of eight runs."""
-    fit, epochs = Engine.fit, []
-    monkeypatch.setattr(Engine, "fit", lambda self, *given, **how: epochs.append(1) or fit(self, *given, **how))
+    train, epochs = pretrain._Training._epoch, []
+    monkeypatch.setattr(pretrain._Training, "_epoch", lambda self, *given: epochs.append(1) or train(self, *given))
     found = []
     for seed in (0, 1):
         for row in ("fedavg+p", "fedprox+p", "feddf+p", "fedaux"):

@@ -1,7 +1,7 @@
 """The guard between clients and server: each upload is checked on its own, a bad one is quarantined.
 
-One set of rules, two doors: `admit` for a cohort that the engine stacked, `admit_messages` for messages that
-arrive one by one. Nothing a client sends can end the run.
+`admit` takes a cohort that the engine stacked, or the messages of its clients, which it opens first. Nothing that a
+client sends can end the run.
 """
 
 from __future__ import annotations
