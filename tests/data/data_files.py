@@ -11,7 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from fedstill.core.errors import FedstillError
@@ -19,6 +21,23 @@ from fedstill.core.errors import FedstillError
 # tmp_path is shared by the examples of one test; a busy machine is no reason to fail
 HYPOTHESIS = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 HUB_FEATURES = {"img": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog", "owl"]}}
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)
+NOT_A_NUMBER = WORDS.filter(lambda word: not any(c.isdigit() for c in word)).filter(
+    lambda word: word.strip().lower() not in {"na", "n/a", "nan", "null", "inf", "+inf", "-inf", "infinity"}
+)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def rows_of(source) -> tuple[torch.Tensor, list[str]]:
+    """All inputs and the class name of each, train then test."""
+    names = [source.train.classes[y] for y in torch.cat([source.train.y, source.test.y])]
+    return torch.cat([source.train.x, source.test.x]), names
 
 
 def png(pixels: np.ndarray) -> bytes:

@@ -13,7 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_files import HYPOTHESIS, fails, hub_folder, image_folder, pictures, png, write_parquet
+from data_files import (
+    HYPOTHESIS,
+    NOT_A_NUMBER,
+    fails,
+    hub_folder,
+    image_folder,
+    pictures,
+    png,
+    rows_of,
+    write,
+    write_parquet,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -21,26 +32,7 @@ from PIL import Image
 from fedstill.data import from_hf, load, read_unlabeled
 from fedstill.data.files import read_csv
 
-WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)
-
-
-NOT_A_NUMBER = WORDS.filter(lambda word: not any(c.isdigit() for c in word)).filter(
-    lambda word: word.strip().lower() not in {"na", "n/a", "nan", "null", "inf", "+inf", "-inf", "infinity"}
-)
-
-
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False, width=32)
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def rows_of(source) -> tuple[torch.Tensor, list[str]]:
-    """All inputs and the class name of each, train then test."""
-    names = [source.train.classes[y] for y in torch.cat([source.train.y, source.test.y])]
-    return torch.cat([source.train.x, source.test.x]), names
 
 
 @HYPOTHESIS

@@ -12,30 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_files import HUB_FEATURES, HYPOTHESIS, fails, pictures, png, write_parquet
+from data_files import HUB_FEATURES, HYPOTHESIS, NOT_A_NUMBER, fails, pictures, png, rows_of, write, write_parquet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.data import Source, from_csv, load, owners, read_unlabeled, split_unlabeled
 from fedstill.data.tables import encode_labels
-
-WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zs", "Zl", "Zp")), min_size=1, max_size=6)
-
-
-NOT_A_NUMBER = WORDS.filter(lambda word: not any(c.isdigit() for c in word)).filter(
-    lambda word: word.strip().lower() not in {"na", "n/a", "nan", "null", "inf", "+inf", "-inf", "infinity"}
-)
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def rows_of(source) -> tuple[torch.Tensor, list[str]]:
-    """All inputs and the class name of each, train then test."""
-    names = [source.train.classes[y] for y in torch.cat([source.train.y, source.test.y])]
-    return torch.cat([source.train.x, source.test.x]), names
 
 
 @HYPOTHESIS

@@ -122,6 +122,13 @@ def train(engine: Engine, training: Training, *, objective=None, start: Weights 
     return engine.train(LocalWork(objective or cross_entropy(), training, start, **{"seed": 7, **how}), ids, states)
 
 
+def trained_in_float64(engine: str, model: Model, samples: toy.Points, sizes, training: Training):
+    """(the first model, the models of all clients after a round); client k holds sizes[k] of the samples."""
+    data, start = toy.federation_of(samples, samples, sizes), in_dtype(model.init(0), torch.float64)
+    built = build_engine(engine, "cpu", model=model, federation=data, precision="float64")
+    return start, train(built, training, start=start).uploads.weights
+
+
 def assert_close(found, wanted, *, tolerance: float = 1e-6) -> None:
     """Every leaf: |found - wanted| <= tolerance * (1 + largest |wanted| of that leaf); integers must be equal."""
     found, wanted = flatten(found), flatten(wanted)

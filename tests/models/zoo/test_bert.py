@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from engine_cases import trained_in_float64
 from torch import Tensor, nn
 from torch.func import vmap
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
-from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import rows, stack, tree_map
-from fedstill.core.types import Dataset, Federation, Model, Training, Weights
-from fedstill.engine import build_engine
-from fedstill.local.terms import cross_entropy
+from fedstill.core.types import Model, Training, Weights
 from fedstill.models import MODELS, build_model, from_module, why_unbatchable
 
 SMALL = {"vocabulary": 11, "positions": 9, "layers": 2, "hidden": 12, "heads": 3, "inner": 20}
@@ -255,18 +253,14 @@ def test_dropout_draws_a_mask_after_the_embedding_and_three_in_each_layer(monkey
 def test_both_engines_train_clients_of_different_sizes_to_the_same_models(optimizer):
     model = small(dropout=0.1)
     x = torch.randint(0, 11, (13, 6), generator=torch_generator(0))
-    data = Dataset("text", x, torch.arange(13) % 4, tuple("abcd"))
-    federation = Federation(data, data, torch.arange(13), torch.tensor([0, 6, 8, 13]))
-    start = tree_map(lambda leaf: leaf.double(), model.init(0))
     training = Training(batch_size=4, epochs=2, lr=0.1 if optimizer == "sgd" else 0.01, optimizer=optimizer)
-    found = []
-    for name in ("batched", "looped"):
-        engine = build_engine(name, "cpu", model=model, federation=federation, precision="float64")
-        work = LocalWork(cross_entropy(), training, start, seed=7)
-        found.append(engine.train(work, np.arange(3), {}).uploads.weights)
+    texts = x, torch.arange(13) % 4
+    (start, batched), (_, looped) = (
+        trained_in_float64(engine, model, texts, (6, 2, 5), training) for engine in ("batched", "looped")
+    )
     for name in ("encoder.tokens.weight", "encoder.blocks.0.attend.weight", "encoder.blocks.1.narrow.weight"):
-        assert float((found[0].params[name][0] - start.params[name]).abs().max()) > 1e-5, name
-    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+        assert float((batched.params[name][0] - start.params[name]).abs().max()) > 1e-5, name
+    torch.testing.assert_close(batched, looped, rtol=1e-7, atol=1e-9)
 
 
 def test_it_runs_in_bfloat16_for_many_clients():

@@ -3,15 +3,11 @@
 import numpy as np
 import pytest
 import torch
-import toy
+from engine_cases import trained_in_float64
 from torch import Tensor, nn
 
 from fedstill.core.seeds import torch_generator, torch_stream
-from fedstill.core.trainer import LocalWork
-from fedstill.core.tree import tree_map
 from fedstill.core.types import Training
-from fedstill.engine import build_engine
-from fedstill.local.terms import cross_entropy
 from fedstill.models import MODELS, build_model, why_unbatchable
 from fedstill.models.zoo.mobile import InvertedResidual, Unit
 
@@ -201,14 +197,11 @@ def test_vmap_can_train_its_grouped_convolutions():
     ("name", "options", "sizes"), [("mobilenet_v2", {"width": 0.125}, (12, 10, 5)), ("shufflenet", {}, (9, 6))]
 )
 def test_both_engines_train_a_cohort_to_the_same_models(name, options, sizes):
-    model, samples = build_model(name, input_shape=(3, 16, 16), classes=4, **options), sum(sizes)
-    images = draw(samples, 3, 16, 16).float(), torch.arange(samples) % 4
-    federation = toy.federation_of(images, images, sizes)
-    start = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, model.init(0))
-    work = LocalWork(cross_entropy(), Training(batch_size=6, epochs=1, lr=0.01, momentum=0.9), start, seed=7)
-    found = []
-    for engine in ("batched", "looped"):
-        runner = build_engine(engine, "cpu", model=model, federation=federation, precision="float64")
-        found.append(runner.train(work, np.arange(len(sizes)), {}).uploads.weights)
-    assert (found[0].params["head.weight"][0] - start.params["head.weight"]).abs().max() > 1e-4
-    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+    model, count = build_model(name, input_shape=(3, 16, 16), classes=4, **options), sum(sizes)
+    images = draw(count, 3, 16, 16).float(), torch.arange(count) % 4
+    training = Training(batch_size=6, epochs=1, lr=0.01, momentum=0.9)
+    (start, batched), (_, looped) = (
+        trained_in_float64(engine, model, images, sizes, training) for engine in ("batched", "looped")
+    )
+    assert (batched.params["head.weight"][0] - start.params["head.weight"]).abs().max() > 1e-4
+    torch.testing.assert_close(batched, looped, rtol=1e-9, atol=1e-9)

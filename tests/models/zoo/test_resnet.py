@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
+from engine_cases import trained_in_float64
 from torch import Tensor, nn
 
 from fedstill.core.seeds import torch_generator, torch_stream
-from fedstill.core.trainer import LocalWork
-from fedstill.core.tree import tree_map
-from fedstill.core.types import Dataset, Federation, Training, Weights
-from fedstill.engine import build_engine
-from fedstill.local.terms import cross_entropy
+from fedstill.core.types import Training, Weights
 from fedstill.models import MODELS, build_model, why_unbatchable
 from fedstill.models.zoo.resnet import BasicBlock
 
@@ -89,13 +85,8 @@ def test_resnet34_has_the_buffer_entries_of_its_norms():
 def trained(engine: str, name: str, shape: tuple[int, int, int], options: dict[str, object]) -> tuple[Weights, Weights]:
     """(start, models of two clients after an epoch)."""
     model = build_model(name, input_shape=shape, classes=4, **options)
-    dataset = Dataset("noise", draw(12, *shape), torch.arange(12) // 3, tuple("abcd"))
-    federation = Federation(dataset, dataset, torch.arange(12), torch.tensor([0, 4, 12]))
-    start = tree_map(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, model.init(0))
-    built = build_engine(engine, "cpu", model=model, federation=federation, precision="float64")
-    training = Training(batch_size=4, epochs=1, lr=0.01)
-    work = LocalWork(cross_entropy(), training, start, seed=7)
-    return start, built.train(work, np.arange(2), {}).uploads.weights
+    images = draw(12, *shape), torch.arange(12) // 3
+    return trained_in_float64(engine, model, images, (4, 8), Training(batch_size=4, epochs=1, lr=0.01))
 
 
 @pytest.mark.slow
