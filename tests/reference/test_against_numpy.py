@@ -138,7 +138,7 @@ ELSEWHERE = {  # slow versions that need more than rounds by hand: a hidden laye
     "fedaux": ("test_two_rounds_of_fedaux_equal_its_equations_in_numpy", "reference/test_fedaux_against_numpy.py"),
     "feddf_gen": ("by_hand", "methods/data_free/test_teach_invented.py"),
     "fedftg": ("test_the_server_phase_equals_its_equations", "reference/test_fedftg_against_slow.py"),
-    "fedgen": ("by_hand", "methods/data_free/test_feature_generator_training.py"),
+    "fedgen": ("by_hand", "methods/data_free/test_feature_generator.py"),
     "mrtf": ("numpy_target", "methods/mrtf/test_refinery.py"),
     "d2cfl": ("naive_rounds", "methods/d2cfl/test_migrate.py"),
     "masked_lm": ("test_masked_prediction_by_hand", "methods/pretraining/test_words.py"),

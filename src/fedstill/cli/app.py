@@ -34,12 +34,12 @@ class OneLineErrors(TyperGroup):
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
         except Exception as error:
+            # typer brings its own copy of click since 0.20 or so: both kinds of usage error have this method.
+            if hasattr(error, "format_message"):
+                fail(error.format_message())
             if isinstance(error, FedstillError) or own_place(error):  # a file of the user, such as FILE.py:function
                 fail(in_one_line(error))
-            # typer brings its own copy of click since 0.20 or so: both kinds of usage error have this method.
-            if not hasattr(error, "format_message"):
-                raise
-            fail(error.format_message())
+            raise
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

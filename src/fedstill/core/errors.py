@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import sysconfig
+import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
 _FEDSTILL = str(Path(__file__).parents[1])
-_INSTALLED = (_FEDSTILL, "<", *(sysconfig.get_path(key) for key in ("purelib", "platlib", "stdlib")))
 
 
 class FedstillError(Exception):
@@ -36,8 +35,11 @@ def in_one_line(error: Exception) -> str:
 
 def own_place(error: Exception, folder: str = "") -> str:
     """The innermost line in a file of this folder, by default of no installed package; empty where there is none."""
+    from importlib.metadata import packages_distributions  # here, because it would slow every start of the command
+
+    installed = {"fedstill", *sys.stdlib_module_names, *packages_distributions()}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        code = frame.f_code
-        if code.co_filename.startswith(folder) if folder else not code.co_filename.startswith(_INSTALLED):
+        code, package = frame.f_code, frame.f_globals.get("__name__", "").partition(".")[0]
+        if code.co_filename.startswith(folder) if folder else package not in installed:
             return f"{code.co_qualname.partition('.<locals>')[0]} ({Path(code.co_filename).name}, line {line})"
     return ""

@@ -103,9 +103,9 @@ class Cache:
                     stack.enter_context(lock(path, wait=False))
                     break
                 except BlockingIOError:
-                    if (process := holder(path)) != waited_for:
-                        tell(process)
-                        waited_for = process
+                    if not waited_for:
+                        waited_for = holder(path)
+                        tell(waited_for)
                     time.sleep(PATIENCE)
                 except OSError:
                     break  # a full or read-only disk: `save` will warn
