@@ -146,7 +146,7 @@ def test_json_says_what_was_chosen_and_is_what_the_file_says(run, pictures, tmp_
     facts, file = json.loads(outcome.stdout), json.loads((tmp_path / "predictions.json").read_text())
     assert file.pop("files") == ["predictions.csv", "predictions.parquet", "reliability.png", "predictions.json"]
     assert facts == file
-    assert (facts["from"], facts["count"], facts["round"]) == ("model", 7, 4)
+    assert (facts["from"], facts["count"], facts["round"]) == ("last", 7, 4)
     assert sum(facts["labels"].values()) == 7
     assert facts["skipped"] == ["b/broken.png", "notes.txt"]
     assert facts["calibrated"]

@@ -437,5 +437,5 @@ def test_columns_of_words_and_columns_that_never_change(tmp_path: Path) -> None:
     scaled = scale_inputs(source, unlabeled, "unlabeled")
     assert scaled.train.mean[2] == 7.0
     assert scaled.train.std[2] == 1.0
-    assert scaled.columns == source.columns
+    assert scaled.train.columns == source.train.columns
     assert scaled.train.x is source.train.x

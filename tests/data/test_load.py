@@ -13,8 +13,8 @@ import torch
 from data_files import fails, hub_folder, pictures, png, write_parquet
 from PIL import Image
 
+from fedstill.core.data import InputColumn
 from fedstill.data import Source, describe_datasets, files, from_tensors, load
-from fedstill.data.source import InputColumn
 
 CIFAR10 = Path(__file__).parents[3] / "shared" / "data" / "cifar10"
 
@@ -195,7 +195,7 @@ def same(a: Source, b: Source) -> bool:
     keys = set(a.keys) == set(b.keys) and all(np.array_equal(a.keys[k], b.keys[k]) for k in a.keys)
     rows = set(a.rows) == set(b.rows) and all(np.array_equal(a.rows[k], b.rows[k]) for k in a.rows)
     facts = [
-        (s.train.name, s.train.classes, s.train.mean, s.train.std, s.notes, s.origin, s.columns, s.skipped)
+        (s.train.name, s.train.classes, s.train.mean, s.train.std, s.notes, s.origin, s.train.columns, s.skipped)
         for s in (a, b)
     ]
     return tensors and keys and rows and facts[0] == facts[1]
@@ -218,7 +218,7 @@ def test_columns_words_and_row_numbers_come_back_from_the_cache(tmp_path: Path, 
     first, second = (load(tmp_path / "t.csv", label="kind") for _ in range(2))
     assert len(decodings) == 1
     assert same(first, second)
-    assert second.columns == (InputColumn("colour", 3, ("b", "g", "r")), InputColumn("size", 1))
+    assert second.train.columns == (InputColumn("colour", 3, ("b", "g", "r")), InputColumn("size", 1))
     assert sorted([*second.rows["train"], *second.rows["test"]]) == list(range(10))
 
 

@@ -401,7 +401,7 @@ def test_rows_are_named_as_in_the_file_they_came_from(tmp_path: Path, table: Sou
             assert table.train.classes[label] == kind
     again = load(tmp_path / "task.csv", label="kind")  # from the cache
     assert split_unlabeled(again, "test", seed=0)[1].ids == tested.ids
-    assert again.columns == table.columns
+    assert again.train.columns == table.train.columns
 
 
 def test_rows_of_the_digits_are_named_as_scikit_learn_numbers_them() -> None:
@@ -491,8 +491,8 @@ def test_a_table_is_matched_by_the_names_of_the_columns(tmp_path: Path, table: S
     new = tmp_path / "new.csv"
     new.write_text("note,weight,colour,size\nfree text here,1.5,green,7\nand more,0.5,blue,3\n")
     found = read_unlabeled(str(new), table)
-    assert [column.name for column in table.columns] == ["colour", "size", "weight"]
-    assert table.columns[0].words == ("blue", "green", "red")  # though only two of them are in the new file
+    assert [column.name for column in table.train.columns] == ["colour", "size", "weight"]
+    assert table.train.columns[0].words == ("blue", "green", "red")  # though only two of them are in the new file
     assert found.x.tolist() == [[0.0, 1.0, 0.0, 7.0, 1.5], [1.0, 0.0, 0.0, 3.0, 0.5]]
     assert found.x.dtype == table.train.x.dtype
     assert found.ids == ("0", "1")
@@ -507,7 +507,7 @@ def test_words_that_look_like_numbers_in_the_new_file_stay_words(tmp_path: Path)
     (tmp_path / "task.csv").write_text("code,y\n" + "01,a\n1,b\nx,a\n" * 5)
     task = load(tmp_path / "task.csv", label="y")
     (tmp_path / "new.csv").write_text("code\n1\n01\n")
-    assert task.columns[0].words == ("01", "1", "x")
+    assert task.train.columns[0].words == ("01", "1", "x")
     assert read_unlabeled(str(tmp_path / "new.csv"), task).x.tolist() == [[0, 1, 0], [1, 0, 0]]
 
 

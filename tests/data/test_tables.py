@@ -221,14 +221,14 @@ def test_a_word_in_the_test_split_alone_is_refused_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cells", [["1", "2", "A", "B"] * 10, ["1"] * 8 + ["A"], ["01", "02", "K1"] * 5])
 def test_codes_stay_words(tmp_path: Path, cells: list[str]) -> None:
     source = from_csv(column_of(tmp_path / "t.csv", "stage", cells), label="kind")
-    assert source.columns[0].words == tuple(sorted(set(cells)))
+    assert source.train.columns[0].words == tuple(sorted(set(cells)))
 
 
 def test_words_that_a_file_declares_are_words_whatever_they_look_like(tmp_path: Path) -> None:
     features = {"grade": {"_type": "ClassLabel", "names": ["1", "2", "A"]}}
     grades = [0, 1] * 20 + [2]
     write_parquet(tmp_path / "t.parquet", {"grade": grades, "kind": ["x", "y"] * 20 + ["x"]}, features)
-    assert load(tmp_path / "t.parquet", label="kind").columns[0].words == ("1", "2", "A")
+    assert load(tmp_path / "t.parquet", label="kind").train.columns[0].words == ("1", "2", "A")
 
 
 def test_a_bad_cell_of_a_new_table_is_named_not_a_good_one(tmp_path: Path) -> None:

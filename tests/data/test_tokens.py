@@ -342,13 +342,13 @@ def test_columns_that_are_no_text_or_too_many_are_told(tmp_path):
     assert "one column of text of two; it has title, body; set data.inputs to one of them" in fails(
         load, two, text=True
     )
-    assert load(two, inputs=["body"], text=True).columns[0].name == "body"
+    assert load(two, inputs=["body"], text=True).train.columns[0].name == "body"
     assert "reads one column of text of two, not title and body" in fails(
         load, two, inputs=["title", "body"], text=True
     )
     assert "of two, not bodi; it has title, body; did you mean 'body'" in fails(load, two, inputs=["bodi"], text=True)
     named = table(tmp_path / "ids.csv", [("a1", "c d", "a"), ("b2", "g h", "b")] * 6, header=("id", "body", "label"))
-    assert load(named, text=True).columns[0].name == "body"
+    assert load(named, text=True).train.columns[0].name == "body"
     empty = table(tmp_path / "empty.csv", [("a b", "a"), ("", "b")] * 6, header=("text", "label"))
     assert "column 'text' of empty has no value in row 2" in fails(load, empty, text=True)
 

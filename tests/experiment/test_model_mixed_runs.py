@@ -48,7 +48,7 @@ def test_the_last_model_holds_all_prototypes_and_each_goes_back_into_its_network
 
 
 def test_predict_labels_with_the_mean_of_the_prototypes_logits(folder):
-    found = fedstill.predict(folder, from_="model")
+    found = fedstill.predict(folder, from_="last")
     federation = build_federation(experiment())
     weights, logits = load_weights(folder / "last"), []
     model = build_network(experiment(), federation)

@@ -77,7 +77,7 @@ def test_the_defaults_run():
 )
 def test_another_experiment_is_not_taken_for_the_one_begun(tmp_path, changes):
     fedstill.run(small(), run_dir=tmp_path / "run")
-    with pytest.raises(FedstillError, match=f"holds a run with another {next(iter(changes))}"):
+    with pytest.raises(FedstillError, match=rf"of another experiment: .*{next(iter(changes))}.* was .* and is"):
         fedstill.run(small(rounds=3, **changes), run_dir=tmp_path / "run", resume=True)
 
 

@@ -196,7 +196,7 @@ def test_a_resume_with_other_settings_is_refused(tmp_path, change, told):
 def test_the_run_folder_holds_what_it_promises(tmp_path):
     result = run(run_dir=tmp_path, rounds=4, checkpoint_every=2, tamper=lambda t, c, data: data if c else b"")
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["audit.jsonl", "best", "checkpoints", "last", "log.txt", "metrics.jsonl"]
+    assert names == ["audit.jsonl", "best", "calibration.json", "checkpoints", "last", "log.txt", "metrics.jsonl"]
     assert same_bits(load_weights(tmp_path / "last"), result.weights)
     assert same_bits(load_weights(tmp_path / "best"), result.best_weights)
     assert lines(tmp_path / "metrics.jsonl") == result.history.rows

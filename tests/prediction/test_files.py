@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedstill.prediction.calibrate import reliability
+from fedstill.loop.calibrate import reliability
 from fedstill.prediction.files import reliability_picture, wilson
 
 

@@ -165,14 +165,11 @@ def no_truth(held):
     return None
 
 
-def test_a_validation_set_calibrates_the_test_set_too(runs, monkeypatch):
-    def taken(held):
-        return held.train.x[:200], held.train.y[:200]
-
-    with_federation(monkeypatch, validation=taken)
-    found = fedstill.predict(runs["transductive"])
-    x, y = taken(federation_of(runs["transductive"]))
-    scores = torch.from_numpy(scores_by_hand(runs["transductive"], x))
+def test_a_validation_set_calibrates_the_test_set_too(tmp_path):
+    data = {"source": "digits", "unlabeled": "test", "validation": 200}
+    fedstill.run(experiment(data=data), run_dir=tmp_path, pictures=False)
+    found, (x, y) = fedstill.predict(tmp_path), federation_of(tmp_path).validation
+    scores = torch.from_numpy(scores_by_hand(tmp_path, x))
     assert found.calibration.temperature == pytest.approx(fit_by_search(scores.numpy(), y.numpy()), rel=1e-3)
     assert found.calibration.fitted_on == "the validation set"
     assert found.calibration.rows == 200
@@ -183,9 +180,14 @@ def fit_by_search(scores, y):
     return fine[np.argmax([np.log(softmax(scores / t)[np.arange(len(y)), y]).mean() for t in fine])]
 
 
-def test_a_handful_of_labels_calibrates_nothing(runs, monkeypatch):
-    with_federation(monkeypatch, validation=lambda held: (held.train.x[:5], held.train.y[:5]))
-    assert "has 5 labeled rows" in fedstill.predict(runs["held-out"]).calibration.why
+def test_a_handful_of_labels_calibrates_nothing(tmp_path):
+    fedstill.run(
+        experiment(data={"source": "digits", "validation": 10}, method="fedavg"),
+        run_dir=tmp_path / "run",
+        pictures=False,
+    )
+    new = draw(tmp_path / "new", range(9))
+    assert "has 10 labeled rows" in fedstill.predict(tmp_path / "run", new).calibration.why
 
 
 def test_without_known_truth_the_curve_is_that_of_the_rows_of_the_fit(runs, monkeypatch):
@@ -323,13 +325,13 @@ def test_targets_of_other_rows_are_not_handed_out(copied):
 
 def test_weights_of_another_network_are_refused(copied):
     folder = copied("held-out")
-    text = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(text.replace("hidden = [8]", "hidden = [9]"))
-    assert "does not fit mlp on digits" in mistake(folder)
+    weights = load_file(folder / "last" / "weights.safetensors")
+    save_file({name: leaf[:1] for name, leaf in weights.items()}, folder / "last" / "weights.safetensors")
+    assert "holds no mlp of this run" in mistake(folder)
 
 
 def test_words_that_mean_nothing_are_refused(runs, tmp_path):
-    assert "'model'" in mistake(runs["held-out"], from_="modle")
+    assert "'last'" in mistake(runs["held-out"], from_="lst")
     (tmp_path / "file").touch()
     assert "is a file" in mistake(runs["held-out"], out=tmp_path / "file")
     assert "holds no run" in mistake(tmp_path)
@@ -416,7 +418,7 @@ def test_new_rows_that_may_hold_the_labeled_ones_are_not_calibrated_on_them(tmp_
 def test_an_unlabeled_set_that_is_the_test_folder_is_not_calibrated_on_it(tmp_path):
     test = draw(tmp_path / "test", range(120), classes=True)
     folder = finished_run(tmp_path / "run", test=test, unlabeled=test)
-    assert "may be among the predicted ones" in fedstill.predict(folder, from_="model").calibration.why
+    assert "may be among the predicted ones" in fedstill.predict(folder, from_="last").calibration.why
     new = draw(tmp_path / "new", range(130, 140))
     assert fedstill.predict(folder, new).calibration.fitted_on == "the test set"
 

@@ -92,7 +92,7 @@ class LoopEngine:
         ids = torch.from_numpy(np.asarray(ids))
         return Trained(Uploads(weights, size, steps, travel, loss, extra, None, ids), stack([s for _, s in outcomes]))
 
-    def outputs(self, weights, x, stacked=False):
+    def outputs(self, weights, x, stacked=False, **how):
         return self.model.apply(weights, x)[0]
 
     def fit(self, lesson, start, seed, **how):

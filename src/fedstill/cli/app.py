@@ -173,9 +173,8 @@ def predict(
         typer.Argument(metavar="INPUTS", help="A folder of images or a table; without it: the run's unlabeled set."),
     ] = None,
     from_: Annotated[
-        str,
-        typer.Option("--from", metavar="model|targets", help="Who answers: the last model, or the server's targets."),
-    ] = "model",
+        str, typer.Option("--from", metavar="last|best|targets", help="Who answers: a model, or the server's targets.")
+    ] = "last",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the files (default: RUN).")] = None,
     format_: AsFormat = Format.text,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,14 @@ class Tokenizer:
     first_word: int = PAD + 1  # smaller ids are marks: [CLS], [SEP], places that were left free
 
 
+class InputColumn(NamedTuple):
+    """A column of a table that is learnt from, and the features it became."""
+
+    name: str
+    width: int  # features: 1 for a number, more for a vector or for words
+    words: tuple[str, ...] = ()  # one feature each, in this order; none for numbers
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Samples in storage form: images uint8 (n, channels, height, width), text as integer ids (n, length), anything
@@ -35,6 +44,8 @@ class Dataset:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     tokenizer: Tokenizer | None = None  # of text whose ids are tokens; characters have none
+    columns: tuple[InputColumn, ...] = ()  # of a table, in the order of its features; none for images and text
+    label: str = ""  # the column of the labels; empty where there is none
 
     @property
     def text(self) -> bool:
@@ -55,6 +66,7 @@ class Federation:
     unlabeled_skipped: tuple[str, ...] = ()  # names of what could not be read of them
     validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
     partition: str = ""  # how it was split, for people
+    built_from: str = ""  # the settings that it follows from, as JSON; empty: somebody made it in Python
     public_facts: tuple[str, ...] = ()  # what of the clients' data everybody knows by how they were read, for people
 
     @property

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
+from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset, Tree
 from fedstill.data.files import files_of, frames_from_hf, frames_from_hub, read_csv, read_files
-from fedstill.data.source import InputColumn, Reading, Source, as_array, first_line, stratified_holdout
+from fedstill.data.source import Reading, Source, as_array, first_line, stratified_holdout
 from fedstill.data.tables import Frame, assemble, storage_form
 from fedstill.data.text import pack, text_source, unpack
 from fedstill.storage.cache import Cache
 
 FORMAT = 5  # raise it when sources are decoded otherwise
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
+GIVEN = "(given from Python)"  # as data.source: the run was started with data that no file holds
 FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|jsonl?|zip|gz|png|jpe?g)$", re.IGNORECASE)
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -106,18 +108,20 @@ def fingerprint(files: Iterable[Path]) -> str:
 def _as_tree(source: Source) -> Tree:
     train, test = source.train, source.test
     return {
-        **{name: getattr(train, name) for name in ("name", "classes", "mean", "std")},
+        **{name: getattr(train, name) for name in ("name", "classes", "mean", "std", "columns", "label")},
         "train": {"x": train.x, "y": train.y},
         "test": {"x": test.x, "y": test.y},
         "keys": dict(source.keys),
         "rows": dict(source.rows),
         "texts": {} if source.texts is None else dict(zip(("blob", "ends"), pack(source.texts), strict=True)),
-        **{name: getattr(source, name) for name in ("notes", "origin", "columns", "skipped", "label")},
+        **{name: getattr(source, name) for name in ("notes", "origin", "skipped")},
     }
 
 
 def _as_source(tree: Tree) -> Source:
     about: dict[str, Any] = {name: tuple(tree[name]) for name in ("classes", "mean", "std")}
+    about["columns"] = tuple(InputColumn(name, width, tuple(words)) for name, width, words in tree["columns"])
+    about["label"] = tree["label"]
     train, test = (Dataset(tree["name"], **tree[split], **about) for split in ("train", "test"))
     return Source(
         train,
@@ -125,10 +129,8 @@ def _as_source(tree: Tree) -> Source:
         tree["keys"],
         tuple(tree["notes"]),
         tree["origin"],
-        columns=tuple(InputColumn(name, width, tuple(words)) for name, width, words in tree["columns"]),
         rows=tree["rows"],
         skipped=tuple(tree["skipped"]),
-        label=tree["label"],
         texts=unpack(**tree["texts"]) if tree["texts"] else None,
     )
 

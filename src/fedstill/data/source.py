@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.types import Dataset
@@ -26,14 +27,6 @@ KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "fashionmnist": ((0.2860,), (0.3530,)),
     "fashionmini": ((0.2860,), (0.3530,)),
 }
-
-
-class InputColumn(NamedTuple):
-    """A column of a table that is learnt from, and the features it became."""
-
-    name: str
-    width: int  # features: 1 for a number, more for a vector or for words
-    words: tuple[str, ...] = ()  # one feature each, in this order; none for numbers
 
 
 class Unlabeled(NamedTuple):
@@ -54,13 +47,12 @@ class Source(NamedTuple):
     keys: Mapping[str, np.ndarray] = MappingProxyType({})  # columns of the train rows to partition by: user, play, ...
     notes: tuple[str, ...] = ()  # decisions made while reading, for people
     origin: str = ""  # where it came from: equal origins hold the same samples
-    columns: tuple[InputColumn, ...] = ()  # of a table, in the order of its features; none for images and text
     rows: Mapping[str, np.ndarray] = MappingProxyType({})  # split -> names or file numbers of its rows; else 0, 1, ..
     skipped: tuple[str, ...] = ()  # samples that could not be read; only of sources read without labels
     central: Unlabeled | None = None  # rows of neither the clients nor the test set (see split.central_pool)
-    label: str = ""  # column of the labels; none where there are no labels
     texts: np.ndarray | None = None  # of str: samples that are not tokens yet; x (n, 1) are rows of it
     scale: str = "train"  # the samples whose mean and deviation scale the inputs (see `scale_inputs`)
+    built_from: str = ""  # the settings that it was read by, as JSON; empty: somebody made it in Python
     public_facts: tuple[str, ...] = ()  # facts about the clients' texts that a tokenizer gives away
 
 

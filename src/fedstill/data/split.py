@@ -52,7 +52,7 @@ def with_test_of(source: Source, place: str, *, label: str | None = None, cache_
         )
     data = source.train
     x = match_storage(other.test.x, data.x, where=f"'{place}'", key="data.test")
-    test = replace(other.test, x=x, y=y, classes=data.classes, mean=data.mean, std=data.std)
+    test = replace(data, name=other.test.name, x=x, y=y)
     rows = {**source.rows, "test": other.rows.get("test", np.arange(len(y)))}
     notes = (*source.notes, f"tested on {other.test.name}, {len(y)} rows", *other.notes)
     return source._replace(test=test, rows=rows, notes=notes)
@@ -183,7 +183,7 @@ def _load_unlabeled(place: str | Path, source: Source, cache_dir: str | None) ->
     These names are not cached, because the images alone name the cache entry. Where a parquet file holds the images,
     `skipped` names only the images beside it.
     """
-    label = source.label or None
+    label = source.train.label or None
     other = load_like(place, source, key="data.unlabeled", labelled=False, label=label, cache_dir=cache_dir)
     root = Path(other.origin)
     if not root.is_absolute() or not root.is_dir():
@@ -200,7 +200,7 @@ def _as_unlabeled(place: str | Path, other: Source, source: Source) -> Unlabeled
     x = match_storage(other.train.x, source.train.x, where=f"'{place}'")
     for note in other.notes:
         _log.warning("'%s': %s", place, note)
-    truth = match_classes(other.train, source, some=True) if other.label else None
+    truth = match_classes(other.train, source, some=True) if other.train.label else None
     return Unlabeled(x, row_ids(other, "train"), truth, other.skipped, other.notes)
 
 
@@ -228,7 +228,7 @@ def load_like(
 
 
 def reading_like(task: Source, *, labelled: bool) -> Reading:
-    x, columns = task.train.x, task.columns
+    x, columns = task.train.x, task.train.columns
     fit = (x.shape[2], x.shape[3]) if x.ndim == 4 else None
     text = task.texts is not None or task.train.tokenizer is not None
     names = tuple(column.name for column in columns)

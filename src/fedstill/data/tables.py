@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
 from fedstill.data.images import decode_images, fit_images
 from fedstill.data.source import (
-    InputColumn,
     Reading,
     Source,
     as_tensor,
@@ -118,19 +118,19 @@ def assemble(
         new_notes.append(f"{name} has no labelled test split: {held}")
     mean, std = statistics(encoded.x[parts[0]], name)
     train_set, test_set = (
-        Dataset(name, as_tensor(encoded.x[part]), as_tensor(y[part]), classes, mean=mean, std=std) for part in parts
+        Dataset(
+            name,
+            as_tensor(encoded.x[part]),
+            as_tensor(y[part]),
+            classes,
+            mean=mean,
+            std=std,
+            columns=encoded.columns,
+            label=label,
+        )
+        for part in parts
     )
-    return Source(
-        train_set,
-        test_set,
-        keys,
-        (*notes, *new_notes),
-        origin,
-        columns=encoded.columns,
-        rows=rows,
-        label=label,
-        texts=encoded.texts,
-    )
+    return Source(train_set, test_set, keys, (*notes, *new_notes), origin, rows=rows, texts=encoded.texts)
 
 
 def _without_labels(
@@ -153,16 +153,17 @@ def _without_labels(
             truth = label
     lost = set(encoded.unreadable)
     kept = np.array([row for row in order if row not in lost], np.int64)
-    train, test = (Dataset(name, as_tensor(encoded.x[rows]), as_tensor(y[rows]), classes) for rows in (kept, kept[:0]))
+    train, test = (
+        Dataset(name, as_tensor(encoded.x[rows]), as_tensor(y[rows]), classes, columns=encoded.columns, label=truth)
+        for rows in (kept, kept[:0])
+    )
     return Source(
         train,
         test,
         notes=(*notes, *new_notes),
         origin=origin,
-        columns=encoded.columns,
         rows={"train": np.array([names[row] for row in kept], np.str_)},
         skipped=tuple(names[row] for row in order if row in lost),
-        label=truth,
         texts=encoded.texts,
     )
 

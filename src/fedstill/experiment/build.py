@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
+from fedstill.data.load import GIVEN
 from fedstill.engine import Engines, build_engines
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network
@@ -45,6 +48,11 @@ def load_source(experiment: Experiment) -> Source:
 
     Texts are not tokens yet, because the seed decides from whose texts a tokenizer learns (see build_federation).
     """
+    if experiment.data.source == GIVEN:
+        raise FedstillError(
+            "the data of this run were handed over in Python, and no file holds them: call fedstill.run or "
+            "fedstill.compare with the same data and resume=True"
+        )
     data = experiment.data
     keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
     source = load(
@@ -60,12 +68,14 @@ def load_source(experiment: Experiment) -> Source:
         source = with_test_of(source, data.test, label=data.label)
     if data.client_rows is not None:
         source = central_pool(source, data.client_rows, test_share=data.test_share)
-    return source if data.test_limit is None else limit_test(source, data.test_limit)
+    source = source if data.test_limit is None else limit_test(source, data.test_limit)
+    return source._replace(built_from=data_settings(experiment))
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
     """Share the data out to clients and server. Only [data], [partition] and the seed decide, so methods share it."""
     source = load_source(experiment) if source is None else source
+    own = source.built_from == data_settings(experiment)
     data, partition, seed = experiment.data, experiment.partition, experiment.seed
     source, unlabeled = split_unlabeled(source, data.unlabeled, seed=seed, limit=data.unlabeled_limit)
     if unlabeled is not None and (names := unlabeled.skipped):
@@ -82,7 +92,7 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     if columns := _owner_columns(experiment):
         options["keys"] = owners(source, *columns)
     parts = _draw_parts(experiment, source.train.y.numpy(), options)
-    return make_federation(
+    federation = make_federation(
         source,
         parts,
         unlabeled=unlabeled,
@@ -90,6 +100,18 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
         partition=describe_partition(experiment),
         shared_rows=partition.scheme in SHARES_ROWS,
     )
+    return replace(federation, built_from=split_settings(experiment) if own else "")
+
+
+def data_settings(experiment: Experiment) -> str:
+    """Return the settings that the rows follow from, as JSON."""
+    return json.dumps([experiment.data.model_dump(), _owner_columns(experiment)], sort_keys=True)
+
+
+def split_settings(experiment: Experiment) -> str:
+    """Return the settings that the federation follows from, as JSON."""
+    settings = [experiment.data.model_dump(), experiment.partition.model_dump(), experiment.seed]
+    return json.dumps(settings, sort_keys=True)
 
 
 def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, Any]) -> list[np.ndarray]:

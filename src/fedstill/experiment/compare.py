@@ -18,7 +18,7 @@ from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
 from fedstill.experiment.run import draw_pictures, run_built
-from fedstill.experiment.run_folder import write_description
+from fedstill.experiment.run_folder import with_given_data, write_description
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.evaluate import METRICS
 from fedstill.loop.federate import Built, check_built
@@ -131,7 +131,8 @@ def compare(
             check_built(built)  # a budget's first round depends on the split, so each seed is checked
         variants[label(entry)] = pairs
     if folder is not None:
-        write_description(experiment, folder)
+        given = not federations[0].built_from
+        write_description(with_given_data(experiment) if given else experiment, folder)
     results: dict[str, list[Result]] = {}
     for entry, pairs in variants.items():
         _save(results, experiment, folder)

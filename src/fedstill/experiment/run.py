@@ -9,15 +9,16 @@ from typing import Any
 
 from fedstill.core.trainer import threads
 from fedstill.core.types import Federation
-from fedstill.experiment.build import build
+from fedstill.experiment.build import build, split_settings
 from fedstill.experiment.config import Experiment, checked_experiment
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
     check_run_folder,
-    check_same_experiment,
-    keep_tokenizer,
+    check_same_run,
     read_description,
+    with_given_data,
+    write_contract,
     write_description,
 )
 from fedstill.experiment.trackers import build_trackers
@@ -61,13 +62,15 @@ def run_built(
 ) -> Result:
     """Run an experiment whose parts `build` has made already, and return its result."""
     folder, federation = None if run_dir is None else Path(run_dir), built.federation
+    if federation.built_from != split_settings(experiment):
+        experiment = with_given_data(experiment)
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
         elif resume:
-            check_same_experiment(experiment, folder)
+            check_same_run(experiment, federation, folder)
         watchers = [_Describe(experiment, federation, folder), *watchers]
     count = experiment.engine.threads
     with nullcontext() if count is None else threads(count):
@@ -87,7 +90,7 @@ class _Describe(Callback):
 
     def on_start(self, info: RunInfo) -> None:
         write_description(self._experiment, self._folder)
-        keep_tokenizer(self._federation, self._folder)
+        write_contract(self._experiment, self._federation, self._folder)
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:

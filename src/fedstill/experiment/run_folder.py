@@ -1,26 +1,30 @@
-"""The folder of a run: its name, its files config.toml and env.json, and how a later command reads them."""
+"""The folder of a run: its name, config.toml, env.json and contract.json, and how a later command reads them."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import subprocess
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
-from fedstill.data.load import is_embedded
+from fedstill.data import contract
+from fedstill.data.load import GIVEN, is_embedded
 from fedstill.experiment.config import Experiment
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
 
 CONFIG_FILE = "config.toml"
-TOKENIZER_FILE = "tokenizer.json"
+CONTRACT_FILE = "contract.json"
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
@@ -49,17 +53,105 @@ def write_description(experiment: Experiment, folder: Path) -> None:
         ) from error
 
 
-def keep_tokenizer(federation: Federation, folder: Path) -> None:
-    """Write tokenizer.json, because `predict` must read new texts as the run did, even if the data change."""
-    if federation.train.tokenizer is None:
+def write_contract(experiment: Experiment, federation: Federation, folder: Path) -> None:
+    """Write contract.json: the experiment, its files and its data as the run begins; a resumed run keeps it."""
+    if (folder / CONTRACT_FILE).exists():
         return
-    path, file = folder / TOKENIZER_FILE, federation.train.tokenizer.file
-    if path.exists() and path.read_text(encoding="utf-8") != file:
+    tree = {
+        "experiment": _as_table(experiment),
+        "files": {path: file_digest(Path(path)) for path in own_files(*_texts_of(experiment))},
+        "data": contract.as_json(contract.contract_of(federation)),
+    }
+    write_whole(folder / CONTRACT_FILE, json.dumps({**tree, "seal": _seal(tree)}, indent=1, ensure_ascii=False) + "\n")
+
+
+class Agreed(NamedTuple):
+    """What a run fixed when it began."""
+
+    experiment: Experiment
+    data: contract.Contract
+    files: Mapping[str, str]  # path -> digest, of Python files that the experiment names
+
+
+def read_contract(folder: Path) -> Agreed:
+    """Return the contract in a run's folder; one that was changed since it was written is refused."""
+    read_description(folder)
+    path = folder / CONTRACT_FILE
+    if not path.is_file():
+        raise FedstillError(f"'{folder}' was written by an older fedstill (no {CONTRACT_FILE}): run it again")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        seal = tree.pop("seal")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
+    if seal != _seal(tree):
+        raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
+    return Agreed(
+        Experiment.model_validate(tree["experiment"]), contract.from_json(tree["data"], where=str(path)), tree["files"]
+    )
+
+
+def _seal(tree: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def own_files(*texts: str) -> list[str]:
+    """Return the Python files that texts name (FILE.py:function), by their full paths."""
+    return sorted({path for text in texts for path in re.findall(r"([^+()>,\"']+\.py):", anchored(text))})
+
+
+def _texts_of(experiment: Experiment) -> list[str]:
+    """Return every text of an experiment that may name a function of one's own."""
+    network, server = experiment.model, experiment.server
+    texts = [network.name, *network.options.get("prototypes", ()), experiment.method.name, experiment.evaluate]
+    return [*texts, experiment.engine.name, server.aggregate or ""]
+
+
+def file_digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def check_files(files: Mapping[str, str], names: Collection[str]) -> None:
+    """Refuse Python files that are not as they were when the run began."""
+    for path in names:
+        if not Path(path).is_file():
+            raise FedstillError(f"'{path}' is gone, and this run needs it: put it back")
+        if file_digest(Path(path)) != files.get(path):
+            raise FedstillError(f"'{path}' has changed since the run began: restore it, or start a new run")
+
+
+def check_same_run(experiment: Experiment, federation: Federation, folder: Path) -> None:
+    """Refuse to resume a run as another experiment, with other data or with other code.
+
+    Only the rounds and the trackers may differ.
+    """
+    agreed = read_contract(folder)
+    old, new = _flat(_as_table(agreed.experiment)), _flat(_as_table(experiment))
+    changed = [
+        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
+        for key in dict.fromkeys((*old, *new))
+        if key.partition(".")[0] not in ("rounds", "track") and old.get(key) != new.get(key)
+    ]
+    if changed:
         raise FedstillError(
-            f"'{path}' is not the tokenizer that these data give now: the data have changed since the run began, "
-            "start a new run"
+            f"'{folder}' holds a run of another experiment: {'; '.join(changed)}: set it back, or use a new folder"
         )
-    write_whole(path, file)
+    check_files(agreed.files, own_files(*_texts_of(experiment)))
+    if others := contract.differences(agreed.data, contract.contract_of(federation)):
+        raise FedstillError(
+            f"'{folder}' began with other data: {'; '.join(others)}: restore the data, or start a new run"
+        )
+
+
+def _as_table(experiment: Experiment) -> dict[str, Any]:
+    return toml_io.loads(toml_io.dumps(_anchored(experiment).resolved()))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def _anchored(experiment: Experiment) -> Experiment:
@@ -84,19 +176,14 @@ def _anchored(experiment: Experiment) -> Experiment:
     )
 
 
+def with_given_data(experiment: Experiment) -> Experiment:
+    """Return the experiment as a run records it whose data were handed over in Python."""
+    return experiment.model_copy(update={"data": experiment.data.model_copy(update={"source": GIVEN})})
+
+
 def is_local(place: object) -> bool:
     """Return whether a place is a file or folder of this machine; an embedded set hides a folder of its name."""
-    return isinstance(place, str) and not is_embedded(place) and Path(place).exists()
-
-
-def check_same_experiment(experiment: Experiment, folder: Path) -> None:
-    """Refuse to resume a run as another experiment; only the rounds and the trackers may differ."""
-    new, old = (toml_io.loads(toml_io.dumps(_anchored(x).resolved())) for x in (experiment, read_description(folder)))
-    changed = [key for key in new | old if key not in ("rounds", "track") and new.get(key) != old.get(key)]
-    if changed:
-        raise FedstillError(
-            f"'{folder}' holds a run with another {' and '.join(changed)}: use `fedstill resume`, or a new folder"
-        )
+    return isinstance(place, str) and place != GIVEN and not is_embedded(place) and Path(place).exists()
 
 
 def read_description(folder: Path) -> Experiment:

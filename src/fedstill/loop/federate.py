@@ -6,11 +6,11 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, S
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
+from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.evaluate import Evaluate, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
@@ -46,6 +47,7 @@ from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, 
 from fedstill.loop.round import State, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
+from fedstill.storage.files import write_whole
 
 MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
 _log = logging.getLogger("fedstill.run")
@@ -219,6 +221,8 @@ def _run(
         last, belief = reported(task, state), _targets(task, state)
         save_last(plan, state, store, last, belief)
         best = state.best if state.best is not None else last
+        if plan.folder is not None:
+            _calibrate(task, {"last": last, "best": best}, plan.folder)
         seconds = earlier + time.perf_counter() - began
         result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, belief)
         invented = samples(task.method(max(state.round, 1)), state.server)
@@ -229,6 +233,19 @@ def _run(
         for callback in callbacks:
             callback.on_end(result)
     return result
+
+
+def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> None:
+    """Write the temperatures of each model into calibration.json, one for each set of labeled rows."""
+    sets = {"the test set": (task.test.x, task.test.y)}
+    if task.federation.validation is not None:
+        sets = {"the validation set": task.federation.validation, **sets}
+    table: dict[str, list[dict[str, Any]]] = {}
+    for name, weights in models.items():
+        for where, (x, y) in sets.items():
+            scores = task.trainer.outputs(weights, x.to(task.engine.device), features=False).logits.double().cpu()
+            table.setdefault(name, []).append(dataclasses.asdict(calibrate(scores, y.cpu(), where)))
+    write_whole(folder / CALIBRATION_FILE, json.dumps(table, indent=1) + "\n")
 
 
 def _targets(task: Task, state: State) -> Targets | None:

@@ -11,18 +11,25 @@ from typing import Any
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.types import Federation
 from fedstill.data import Source
+from fedstill.data.contract import contract_of, differences, task_differences
 from fedstill.data.split import read_unlabeled
-from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.build import build_federation
 from fedstill.experiment.compare import RESULTS_FILE
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.run_folder import CONFIG_FILE, TOKENIZER_FILE, read_description, unlabeled_place
+from fedstill.experiment.run_folder import (
+    CONFIG_FILE,
+    check_files,
+    own_files,
+    read_contract,
+    read_description,
+    unlabeled_place,
+)
+from fedstill.loop.calibrate import Calibration, at_temperature
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.loop.privacy_plan import STATEMENT_FILE
 from fedstill.methods.lookup import label
-from fedstill.prediction.answers import ANSWERS, Measured, Samples, last_round
-from fedstill.prediction.calibrate import Calibration, at_temperature
+from fedstill.prediction.answers import ANSWERS, Measured, Opened, Samples, last_round
 from fedstill.prediction.files import write_predictions
 
 
@@ -37,7 +44,7 @@ class Predictions:
     confidence_raw: Tensor  # (M,) before calibration
     classes: tuple[str, ...]
     kept: Tensor | None  # (M,) only from targets: the rows that the server learnt from
-    source: str  # "model" or "targets"
+    source: str  # "last", "best" or "targets"
     why: str  # who answered, in words
     what: str  # the data that were labeled, in words
     method: str
@@ -79,33 +86,27 @@ class Predictions:
 
 
 def predict(
-    run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "model", out: str | Path | None = None
+    run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "last", out: str | Path | None = None
 ) -> Predictions:
     """Label the unlabeled set of a run, or new data, and return a class and a confidence for each sample.
 
     inputs: a folder of images or a table; None is the run's own unlabeled set.
-    from_: "model": the last model answers; "targets": the server's last targets for the run's own unlabeled set.
+    from_: "last" or "best": that model answers; "targets": the server's last targets for the run's own unlabeled set.
     out: a folder for predictions.csv, .parquet, .json and reliability.png; None writes nothing.
     """
     _check_arguments(inputs, from_, out)
     folder = Path(run_dir)
-    experiment = with_own_tokenizer(open_run(folder), folder)
+    run = open_run(folder)
+    experiment, data = run.experiment, run.contract.data
     place = unlabeled_place(experiment)
     for name, samples_at in {"INPUTS": inputs, "data.unlabeled": place}.items():
         if out is not None and samples_at is not None and _would_be_read(Path(out), Path(samples_at)):
             raise FedstillError(f"--out: '{out}' lies in {name} '{samples_at}': give a folder outside of the data")
-    source = load_source(experiment)
-    if inputs is not None and place is not None:  # the run's own samples are not needed, and may be gone
-        data = {**experiment.data.model_dump(), "unlabeled": "none", "unlabeled_limit": None}
-        federation = build_federation(experiment.replace(data=data), source)
-    else:
-        federation = build_federation(experiment, source)
-    task = source._replace(train=federation.train, texts=None)  # texts as the tokens that the run knows
-    samples = own_samples(experiment, federation) if inputs is None else new_samples(inputs, task)
-    answer = ANSWERS[from_](folder, experiment, federation, samples)
+    samples = own_samples(run) if inputs is None else new_samples(inputs, Source(data, data))
+    answer = ANSWERS[from_](run, samples)
     probabilities = at_temperature(answer.scores, answer.calibration.temperature or 1.0).float()
     best = answer.scores.argmax(dim=1, keepdim=True)  # of float64: rounding makes no ties
-    classes = federation.train.classes
+    classes = data.classes
     predictions = Predictions(
         ids=samples.ids,
         labels=tuple(classes[number] for number in best[:, 0].tolist()),
@@ -125,7 +126,7 @@ def predict(
         measured=answer.measured,
     )
     if out is not None:
-        title = f"{federation.train.name}: {from_} of {predictions.method}"
+        title = f"{data.name}: {from_} of {predictions.method}"
         write_predictions(predictions, Path(out), title=title)
     return predictions
 
@@ -134,7 +135,7 @@ def _check_arguments(inputs: str | Path | None, from_: str, out: str | Path | No
     if from_ not in ANSWERS:
         raise FedstillError(f"--from '{from_}' is unknown: {suggest(from_, ANSWERS)}")
     if from_ == "targets" and inputs is not None:
-        raise FedstillError("--from targets: they exist for the run's own unlabeled set only; use --from model")
+        raise FedstillError("--from targets: they exist for the run's own unlabeled set only; use --from last")
     if inputs is not None and not Path(inputs).exists():  # otherwise the Hugging Face hub would be asked
         raise FedstillError(f"INPUTS: no such file or folder: '{inputs}'")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
@@ -147,40 +148,46 @@ def _would_be_read(out: Path, data: Path) -> bool:
     return inside and not (out / CONFIG_FILE).exists()
 
 
-def open_run(folder: Path) -> Experiment:
-    """Return the experiment of a folder that holds a trained model."""
-    experiment = read_description(folder)
+def open_run(folder: Path) -> Opened:
+    """Return the run in a folder that holds a trained model, with the experiment and the data that it began with."""
+    read_description(folder)
     if (folder / RESULTS_FILE).exists():
         runs = sorted(path.parent.parent for path in folder.glob(f"*/seed-*/last/{WEIGHTS_FILE}"))
         example = f", e.g. {runs[0]}" if runs else ""
         raise FedstillError(f"'{folder}' holds a comparison, not one run: give the folder of one of its runs{example}")
     if not (folder / "last" / WEIGHTS_FILE).is_file():
         raise FedstillError(f"'{folder}' holds no trained model yet: finish the run with `fedstill resume {folder}`")
-    return experiment
+    agreed = read_contract(folder)
+    network = agreed.experiment.model  # no other code of the experiment has a part in an answer
+    check_files(agreed.files, own_files(network.name, *network.options.get("prototypes", ())))
+    return Opened(folder, agreed.experiment, agreed.data)
 
 
-def with_own_tokenizer(experiment: Experiment, folder: Path) -> Experiment:
-    """Return the experiment with the tokenizer that its run kept, because a new training might give other tokens."""
-    path = folder / TOKENIZER_FILE
-    if experiment.data.tokens is None or not path.is_file():
-        return experiment
-    return experiment.replace(data={**experiment.data.model_dump(), "tokenizer": str(path)})
-
-
-def own_samples(experiment: Experiment, federation: Federation) -> Samples:
-    """Return the run's unlabeled set; rows without names get their number."""
-    if federation.unlabeled is None:
+def own_samples(run: Opened) -> Samples:
+    """Return the run's unlabeled set as it was; rows without names get their number."""
+    choice = run.experiment.data.unlabeled
+    if "unlabeled" not in run.contract.rows:
         raise FedstillError(
             "this run has no unlabeled set (data.unlabeled = 'none'): name the data to label, "
             "`fedstill predict RUN INPUTS` with a folder of images or a table"
         )
+    federation = build_federation(run.experiment)
+    now = contract_of(federation)
+    same_rows = now.rows.get("unlabeled") == run.contract.rows["unlabeled"]
+    if not same_rows or any(task_differences(run.contract.data, now.data)):
+        others = "; ".join(differences(run.contract, now))
+        raise FedstillError(
+            f"the run's unlabeled set (data.unlabeled = {choice!r}) is not as it was: {others}: restore the data, or "
+            "name the data to label, `fedstill predict RUN INPUTS`"
+        )
+    assert federation.unlabeled is not None
     return Samples(
         federation.unlabeled,
         federation.unlabeled_ids or tuple(str(row) for row in range(len(federation.unlabeled))),
         federation.unlabeled_truth,
-        f"the run's unlabeled set (data.unlabeled = {experiment.data.unlabeled!r})",
+        f"the run's unlabeled set (data.unlabeled = {choice!r})",
         federation.unlabeled_skipped,
-        unlabeled_place(experiment) or "",
+        unlabeled_place(run.experiment) or "",
     )
 
 

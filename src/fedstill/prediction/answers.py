@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,14 +11,22 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Federation
+from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.engine import build_engine
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network
 from fedstill.experiment.run_folder import is_local
+from fedstill.loop.calibrate import (
+    CALIBRATION_FILE,
+    Calibration,
+    Reliability,
+    at_temperature,
+    calibration_from,
+    log_scores,
+    reliability,
+)
 from fedstill.loop.checkpoint import list_checkpoints, load_weights
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
-from fedstill.prediction.calibrate import Calibration, Reliability, at_temperature, calibrate, log_scores, reliability
 
 
 class Samples(NamedTuple):
@@ -56,21 +65,29 @@ def last_round(folder: Path) -> int | None:
     return next((number for number, _ in list_checkpoints(folder / "checkpoints")), None)
 
 
-def targets_answer(folder: Path, experiment: Experiment, federation: Federation, samples: Samples) -> Answer:
+class Opened(NamedTuple):
+    """A run that can answer: its folder, and the experiment and the data that it began with."""
+
+    folder: Path
+    experiment: Experiment
+    contract: Contract
+
+
+def targets_answer(run: Opened, samples: Samples) -> Answer:
     """Answer with the server's last targets for its unlabeled data; refuse targets for other rows."""
-    path, instead = folder / TARGETS_FILE, "use --from model"
+    path, instead = run.folder / TARGETS_FILE, "use --from last"
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             probabilities, kept, about = file.get_tensor("probabilities"), file.get_tensor("kept"), file.metadata()
         number, rows = int(about["round"]), about["rows"]
     except FileNotFoundError:
         raise FedstillError(
-            f"--from targets: '{folder}' has no {TARGETS_FILE}, because its method forms no targets or has formed none "
-            f"yet; {instead}"
+            f"--from targets: '{run.folder}' has no {TARGETS_FILE}, because its method forms no targets or has formed "
+            f"none yet; {instead}"
         ) from None
     except (safetensors.SafetensorError, KeyError, TypeError, OSError) as error:
         raise FedstillError(f"--from targets: {path} cannot be read ({error}); {instead}") from error
-    if len(kept) != len(samples.x) or rows != rows_digest(samples.x, federation.unlabeled_ids):
+    if len(kept) != len(samples.x) or rows != rows_digest(samples.x, samples.ids):
         raise FedstillError(
             f"--from targets: {path} is about other rows: the unlabeled data have changed since the run; {instead}"
         )
@@ -86,55 +103,57 @@ def targets_answer(folder: Path, experiment: Experiment, federation: Federation,
     )
 
 
-def model_answer(folder: Path, experiment: Experiment, federation: Federation, samples: Samples) -> Answer:
-    """Answer with the run's last model, at a temperature that labeled rows choose; on the CPU where there is no GPU."""
-    network, options = build_network(experiment, federation), experiment.engine
+def model_answer(run: Opened, samples: Samples, which: str) -> Answer:
+    """Answer with the run's last or best model, at the temperature that the run fitted; on the CPU without a GPU."""
+    federation, options = federation_without_rows(run.contract), run.experiment.engine
+    network = build_network(run.experiment, federation)
     device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
-    engine = build_engine(
-        options.name, device, model=network, federation=federation, chunk=options.chunk, precision=precision
-    )
-    weights = load_weights(folder / "last", engine.device)
+    name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
+    engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)
+    weights = load_weights(run.folder / which, engine.device)
     stored, wanted = ({name: leaf.shape for name, leaf in x.params.items()} for x in (weights, network.init(0)))
     if stored != wanted:
         raise FedstillError(
-            f"'{folder / 'last'}' does not fit {experiment.model.name} on {federation.train.name}: "
-            "the data have changed since the run"
+            f"'{run.folder / which}' holds no {run.experiment.model.name} of this run: restore its copy"
         )
-
-    def ask(x: Tensor) -> Tensor:
-        return engine.outputs(weights, x, features=False).logits.double().cpu()
-
-    scores = ask(samples.x)
-    labeled, where = calibration_set(experiment, federation, samples)
-    if labeled is None:
-        calibration = Calibration(None, f"not calibrated: {where}")
-        measured = _measure_known(scores, samples, None)
-    else:
-        known, y = ask(labeled[0]), labeled[1].cpu()
-        calibration = calibrate(known, y, where)
-        measured = _measure_known(scores, samples, calibration.temperature)
-        if measured is None:
-            how = "the rows that chose the temperature, so the error after it is a little too small"
-            measured = _measure(known, y, calibration.temperature, where, how)
-    return Answer(scores, calibration, measured, "the run's last model", round=last_round(folder))
+    scores = engine.outputs(weights, samples.x, features=False).logits.double().cpu()
+    calibration = stored_calibration(run, samples, which)
+    measured = _measure_known(scores, samples, calibration.temperature)
+    if measured is None and calibration.before is not None and calibration.fitted_on is not None:
+        how = "the rows that chose the temperature, so the error after it is a little too small"
+        measured = Measured(calibration.fitted_on, calibration.before, calibration.after, how)
+    return Answer(scores, calibration, measured, f"the run's {which} model", round=last_round(run.folder))
 
 
-ANSWERS = {"model": model_answer, "targets": targets_answer}
+ANSWERS = {
+    "last": lambda run, samples: model_answer(run, samples, "last"),
+    "best": lambda run, samples: model_answer(run, samples, "best"),
+    "targets": targets_answer,
+}
 
 
-def calibration_set(
-    experiment: Experiment, federation: Federation, samples: Samples
-) -> tuple[tuple[Tensor, Tensor] | None, str]:
-    """Return labeled rows that are not among the predicted ones, and their name; or None and why there are none."""
-    data, among = experiment.data, f"may be among the predicted ones, which are read from '{samples.place}' too"
-    if federation.validation is not None and not shares_rows(samples.place, data.source):
-        return federation.validation, "the validation set"
-    if not samples.place and data.unlabeled == "test":
-        return None, "the rows are the test set itself, and the run has no validation set (data.validation = 0)"
-    if shares_rows(samples.place, data.source if data.test is None else data.test):
-        return None, f"the labeled rows {among}"
-    return (federation.test.x, federation.test.y), "the test set"
+def stored_calibration(run: Opened, samples: Samples, which: str) -> Calibration:
+    """Return the run's first temperature whose labeled rows cannot be among the predicted ones."""
+    path, data = run.folder / CALIBRATION_FILE, run.experiment.data
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))[which]
+        calibrations = [calibration_from(tree) for tree in stored]
+    except FileNotFoundError:
+        return Calibration(None, f"not calibrated: the run has not ended; finish it with: fedstill resume {run.folder}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
+    why = ""
+    for calibration in calibrations:
+        tested = calibration.fitted_on == "the test set"
+        if tested and not samples.place and data.unlabeled == "test":
+            why = "the rows are the test set itself, and the run has no validation set (data.validation = 0)"
+        elif shares_rows(samples.place, data.test if tested and data.test is not None else data.source):
+            among = f"which are read from '{samples.place}' too"
+            why = f"the labeled rows may be among the predicted ones, {among}"
+        else:
+            return calibration
+    return Calibration(None, f"not calibrated: {why}")
 
 
 def shares_rows(place: str, other: str) -> bool:

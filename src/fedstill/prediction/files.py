@@ -16,7 +16,7 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.source import require_extra
-from fedstill.prediction.calibrate import Reliability
+from fedstill.loop.calibrate import Reliability
 from fedstill.report import COLOURS, new_figure, quiet
 from fedstill.storage.files import write_whole, writing
 

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedstill.loop.calibrate import FEWEST_ROWS, at_temperature, calibrate, fit_temperature, log_scores, reliability
 from fedstill.loop.evaluate import calibration_error
-from fedstill.prediction.calibrate import (
-    FEWEST_ROWS,
-    at_temperature,
-    calibrate,
-    fit_temperature,
-    log_scores,
-    reliability,
-)
 
 
 def drawn(count=600, classes=5, *, sharpness=1.0, seed=0):
@@ -73,9 +66,22 @@ def test_too_few_labels_are_told_and_enough_are_not():
     few = calibrate(scores[: FEWEST_ROWS - 1], y[: FEWEST_ROWS - 1], "the validation set")
     assert few.temperature is None
     assert "the validation set has 19 labeled rows" in few.why
-    enough = calibrate(scores[:FEWEST_ROWS], y[:FEWEST_ROWS], "the validation set")
-    assert enough.temperature == fit_temperature(scores[:FEWEST_ROWS], y[:FEWEST_ROWS])
-    assert (enough.fitted_on, enough.rows) == ("the validation set", 20)
+    enough = calibrate(3 * scores, y, "the validation set")  # too sure of itself
+    assert enough.temperature == fit_temperature(3 * scores, y)
+    assert (enough.fitted_on, enough.rows) == ("the validation set", len(y))
+    assert enough.after.ece < enough.before.ece
+
+
+def test_a_temperature_that_raises_the_calibration_error_is_not_used():
+    """Sure and wrong in one class, unsure and right in the other: one temperature cannot serve both."""
+    scores, y = drawn()
+    worse = next(
+        found
+        for size in range(FEWEST_ROWS, 200)
+        if "would raise the calibration error" in (found := calibrate(scores[:size], y[:size], "some rows")).why
+    )
+    assert worse.temperature is None
+    assert worse.after is None
 
 
 def test_a_temperature_changes_no_answer_and_rows_sum_to_one():

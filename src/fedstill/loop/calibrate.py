@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedstill.loop.evaluate import BINS, calibration_error
 
+CALIBRATION_FILE = "calibration.json"
 FEWEST_ROWS = 20  # a temperature from fewer labels says more about these than about the model
 COLDEST, HOTTEST = 1e-3, 1e3
 HALVINGS = 60  # of ln(HOTTEST / COLDEST): to the last bit of a float64
@@ -54,28 +57,6 @@ def fit_temperature(scores: Tensor, y: Tensor) -> float | None:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """One temperature for all answers; without one, `why` says so in words."""
-
-    temperature: float | None
-    why: str
-    fitted_on: str | None = None
-    rows: int = 0
-
-
-def calibrate(scores: Tensor, y: Tensor, where: str) -> Calibration:
-    """Fit the temperature on labeled rows, which `where` names, if they are enough."""
-    temperature = fit_temperature(scores, y) if len(y) >= FEWEST_ROWS else None
-    if len(y) < FEWEST_ROWS:
-        why = f"not calibrated: {where} has {len(y)} labeled rows, at least {FEWEST_ROWS} are needed"
-    elif temperature is None:
-        why = f"not calibrated: no temperature fits {where} (all answers right, or no better than chance)"
-    else:
-        why = f"temperature {temperature:.3f}, fitted on {where} ({len(y)} rows)"
-    return Calibration(temperature, why, where, len(y))
-
-
-@dataclass(frozen=True)
 class ReliabilityBin:
     """Rows whose confidence is in (low, high]."""
 
@@ -113,3 +94,50 @@ def reliability(probabilities: Tensor, y: Tensor, bins: int = BINS) -> Reliabili
     )
     error = float(calibration_error(confidence, correct, bins))
     return Reliability(len(y), float(correct.mean()), float(confidence.mean()), error, filled)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One temperature for all answers; without one, `why` says so in words.
+
+    before, after: how answers hold against the labels of the rows that chose the temperature.
+    """
+
+    temperature: float | None
+    why: str
+    fitted_on: str | None = None
+    rows: int = 0
+    before: Reliability | None = None
+    after: Reliability | None = None
+
+
+def calibrate(scores: Tensor, y: Tensor, where: str) -> Calibration:
+    """Fit the temperature on some labeled rows (`where` names them), if they suffice and if it helps there."""
+    y = y.to(scores.device)
+    before = reliability(at_temperature(scores, 1.0), y) if len(y) else None
+    if before is None or len(y) < FEWEST_ROWS:
+        why = f"not calibrated: {where} has {len(y)} labeled rows, at least {FEWEST_ROWS} are needed"
+        return Calibration(None, why, where, len(y), before)
+    temperature = fit_temperature(scores, y)
+    if temperature is None:
+        why = f"not calibrated: no temperature fits {where} (all answers right, or no better than chance)"
+        return Calibration(None, why, where, len(y), before)
+    after = reliability(at_temperature(scores, temperature), y)
+    if after.ece >= before.ece:
+        why = (
+            f"not calibrated: on {where} the temperature {temperature:.3f} would raise the calibration error from "
+            f"{before.ece:.1%} to {after.ece:.1%}"
+        )
+        return Calibration(None, why, where, len(y), before)
+    why = f"temperature {temperature:.3f}, fitted on {where} ({len(y)} rows)"
+    return Calibration(temperature, why, where, len(y), before, after)
+
+
+def calibration_from(tree: Mapping[str, Any]) -> Calibration:
+    """Return the calibration that `dataclasses.asdict` turned into a dict."""
+    known = {name: None if tree[name] is None else _reliability_from(tree[name]) for name in ("before", "after")}
+    return Calibration(**{**tree, **known})
+
+
+def _reliability_from(tree: Mapping[str, Any]) -> Reliability:
+    return Reliability(**{**tree, "bins": tuple(ReliabilityBin(**part) for part in tree["bins"])})

@@ -1,0 +1,235 @@
+"""The contract of a run with its data: how inputs are read, which classes there are, and which rows it began with.
+
+A run writes its contract before its first round. Later commands read new data by it and never fit anything again, so
+the training files may change, move or vanish. `differences` names everything in which data are not as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.core.data import InputColumn, Tokenizer
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Dataset, Federation
+
+FORMAT = 1  # raise it when a contract says something else in the same words
+DIGEST_BYTES = 16
+AT_ONCE = 4096  # rows
+MIXER = np.uint64(0x9E3779B97F4A7C15)
+DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32)}
+SHOWN = 3  # names of a kind in one line
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Fingerprints of some rows."""
+
+    count: int
+    inputs: str
+    labels: str  # empty where they have none
+    in_any_order: str  # of inputs and labels together, whatever the order of the rows
+    classes: tuple[int, ...] = ()  # how many rows of each class
+
+
+@dataclass(frozen=True)
+class Contract:
+    """All that a run fixed about its data.
+
+    data: how samples are read and what they mean, without any row.
+    rows: fingerprints of the clients' rows ("train"), of "test", and of "validation" and "unlabeled" where there are.
+    owners: a fingerprint of which client holds which rows.
+    """
+
+    data: Dataset
+    rows: Mapping[str, Rows]
+    owners: str
+    population: int
+
+
+def contract_of(federation: Federation) -> Contract:
+    """The contract of a run that begins with this federation."""
+    train, test = federation.train, federation.test
+    rows = {"train": _rows(train.x, train.y, train.classes), "test": _rows(test.x, test.y, train.classes)}
+    if federation.validation is not None:
+        rows["validation"] = _rows(*federation.validation, train.classes)
+    if federation.unlabeled is not None:
+        rows["unlabeled"] = _rows(federation.unlabeled, None, ())
+    split = _digest(federation.indices.numpy(), federation.offsets.numpy())
+    return Contract(without_rows(train), rows, split, federation.population)
+
+
+def without_rows(data: Dataset) -> Dataset:
+    """The same task with no sample."""
+    return replace(data, x=data.x[:0].clone(), y=data.y[:0].clone())
+
+
+def federation_without_rows(contract: Contract) -> Federation:
+    """A federation of as many clients, none of which holds a row: networks and engines are built for it."""
+    nobody = torch.zeros(contract.population + 1, dtype=torch.int64)
+    return Federation(contract.data, contract.data, nobody[:0], nobody)
+
+
+def _rows(x: Tensor, y: Tensor | None, classes: tuple[str, ...]) -> Rows:
+    inputs = x.cpu().numpy()
+    labels = np.zeros(len(inputs), np.int64) if y is None else y.cpu().numpy()
+    counts = () if y is None else tuple(np.bincount(labels, minlength=len(classes)).tolist())
+    told = "" if y is None else _digest(labels)
+    return Rows(len(inputs), _digest(inputs), told, _unordered(inputs, labels), counts)
+
+
+def _unordered(inputs: np.ndarray, labels: np.ndarray) -> str:
+    """A sum over rows of one mixed number a row, modulo 2^64."""
+    total = np.zeros(1, np.uint64)
+    for first in range(0, len(inputs), AT_ONCE):
+        rows = np.ascontiguousarray(inputs[first : first + AT_ONCE]).reshape(len(inputs[first : first + AT_ONCE]), -1)
+        codes = rows.view(np.uint8).astype(np.uint64)
+        factors = np.random.Generator(np.random.PCG64(codes.shape[1])).integers(1, 2**63, codes.shape[1], np.uint64)
+        mixed = codes @ (2 * factors + 1) + labels[first : first + AT_ONCE].astype(np.uint64) * MIXER
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * MIXER  # without it a sum of sums would not tell rows apart
+        total += (mixed ^ (mixed >> np.uint64(29))).sum(dtype=np.uint64)
+    return f"{int(total[0]):016x}"
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    told = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for array in arrays:
+        told.update(f"{array.dtype} {array.shape} ".encode())
+        told.update(np.ascontiguousarray(array).data)
+    return told.hexdigest()
+
+
+def as_json(contract: Contract) -> dict[str, Any]:
+    """The contract as JSON holds it. Python writes a float so that it reads the same bits again."""
+    data = contract.data
+    tokenizer = None if data.tokenizer is None else asdict(data.tokenizer)
+    return {
+        "format": FORMAT,
+        "name": data.name,
+        "sample": {"shape": list(data.x.shape[1:]), "dtype": str(data.x.dtype)},
+        "classes": list(data.classes),
+        "label": data.label,
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "columns": [column._asdict() for column in data.columns],
+        "tokenizer": tokenizer,
+        "rows": {part: asdict(rows) for part, rows in contract.rows.items()},
+        "owners": contract.owners,
+        "population": contract.population,
+    }
+
+
+def from_json(tree: Mapping[str, Any], *, where: str) -> Contract:
+    """The contract that JSON holds; a text that is none, or of another version, is refused with its place."""
+    try:
+        if tree["format"] != FORMAT:
+            raise FedstillError(f"{where}: written by another version of fedstill: run the experiment again")
+        sample = tree["sample"]
+        data = Dataset(
+            tree["name"],
+            torch.zeros(0, *sample["shape"], dtype=DTYPES[sample["dtype"]]),
+            torch.zeros(0, dtype=torch.int64),
+            tuple(tree["classes"]),
+            mean=tuple(tree["mean"]),
+            std=tuple(tree["std"]),
+            tokenizer=None if tree["tokenizer"] is None else Tokenizer(**tree["tokenizer"]),
+            columns=tuple(InputColumn(c["name"], c["width"], tuple(c["words"])) for c in tree["columns"]),
+            label=tree["label"],
+        )
+        rows = {part: Rows(**{**about, "classes": tuple(about["classes"])}) for part, about in tree["rows"].items()}
+        return Contract(data, rows, tree["owners"], tree["population"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FedstillError(f"{where}: this is no contract of a run ({type(error).__name__}: {error})") from error
+
+
+def differences(then: Contract, now: Contract) -> list[str]:
+    """Everything in which data are not as they were, a line each; the most telling first."""
+    return [*task_differences(then.data, now.data), *_row_differences(then, now)]
+
+
+def task_differences(then: Dataset, now: Dataset) -> Iterator[str]:
+    """Everything in which samples are read otherwise or classes differ, whatever the rows are."""
+    yield from _changed_names("class", then.classes, now.classes)
+    if then.label != now.label:
+        yield f"the label column was '{then.label}' and is '{now.label}'"
+    names = [column.name for column in then.columns], [column.name for column in now.columns]
+    yield from _changed_names("column", *names)
+    present = {column.name: column for column in now.columns}
+    for column in then.columns:
+        other = present.get(column.name, column)
+        if column.words != other.words:
+            if column.words and other.words:
+                yield from _changed_names("word", column.words, other.words, f"column '{column.name}': ")
+            else:
+                kinds = ["words" if one.words else "numbers" for one in (column, other)]
+                yield f"column '{column.name}' held {kinds[0]} and holds {kinds[1]}"
+        elif column.width != other.width:
+            yield f"column '{column.name}' had {column.width} numbers in a cell and has {other.width}"
+    if then.x.shape[1:] != now.x.shape[1:] and not then.columns:
+        yield f"samples had the shape {tuple(then.x.shape[1:])} and have {tuple(now.x.shape[1:])}"
+    if then.x.dtype != now.x.dtype:
+        yield f"samples were {then.x.dtype} and are {now.x.dtype}"
+    if then.tokenizer != now.tokenizer:
+        yield "texts are cut into other tokens"
+    if len(then.mean) == len(now.mean) and then.columns == now.columns:
+        yield from _changed_scale(then, now)
+
+
+def _changed_scale(then: Dataset, now: Dataset) -> Iterator[str]:
+    """Features whose mean or deviation moved, by the columns that they belong to."""
+    owners = [column.name for column in then.columns for _ in range(column.width)]
+    scales = zip(then.mean, then.std, now.mean, now.std, strict=True)
+    moved = [place for place, (mean, std, *others) in enumerate(scales) if [mean, std] != others]
+    if moved:
+        names = list(dict.fromkeys(owners[place] if owners else f"channel {place}" for place in moved))
+        shown = ", ".join(f"'{name}'" for name in names[:SHOWN]) + (" and more" if len(names) > SHOWN else "")
+        yield f"mean or deviation moved in {len(names)} of {len(dict.fromkeys(owners)) or len(then.mean)}: {shown}"
+
+
+def _changed_names(kind: str, then: Sequence[str], now: Sequence[str], where: str = "") -> Iterator[str]:
+    """What went, what came, and whether the order changed."""
+    if list(then) == list(now):
+        return
+    gone, new = ([name for name in a if name not in set(b)] for a, b in ((then, now), (now, then)))
+    if gone or new:
+        many = "classes" if kind == "class" else f"{kind}s"
+        yield f"{where}{many} differ: {_listed(gone, 'without')}{_listed(new, ' with new' if gone else 'with new')}"
+    else:
+        yield f"{where}the {kind} names are in another order"
+
+
+def _listed(names: list[str], word: str) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{word} {', '.join(map(repr, names[:SHOWN]))}{more}"
+
+
+def _row_differences(then: Contract, now: Contract) -> Iterator[str]:
+    for part in dict.fromkeys((*then.rows, *now.rows)):
+        old, new = then.rows.get(part), now.rows.get(part)
+        if old == new:
+            continue
+        if old is None or new is None:
+            yield f"there {'was no' if old is None else 'is no'} {part} set{' any more' if new is None else ''}"
+        elif old.count != new.count:
+            yield f"{part} has {new.count:,} rows and had {old.count:,}"
+        elif old.in_any_order == new.in_any_order:
+            yield f"{part}: the same {old.count:,} rows stand in another order"
+        elif old.inputs == new.inputs:
+            moved = sum(abs(a - b) for a, b in zip(old.classes, new.classes, strict=False)) // 2
+            counted = f", class sizes differ by {moved:,} rows" if moved else ""
+            yield f"{part}: labels of the same {old.count:,} inputs differ{counted}"
+        else:
+            labels = " and labels" if old.labels != new.labels else ""
+            yield f"{part}: inputs{labels} of its {old.count:,} rows differ"
+    if then.population != now.population:
+        yield f"there were {then.population} clients and are {now.population}"
+    elif then.owners != now.owners and then.rows["train"].count == now.rows["train"].count:
+        yield "the rows belong to other clients"
