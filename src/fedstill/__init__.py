@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         split_unlabeled,
         tokenise,
     )
+    from fedstill.data.given import from_data
     from fedstill.engine import build_engine, build_engines
     from fedstill.experiment.build import build, build_federation
     from fedstill.experiment.compare import Comparison, compare
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from fedstill.methods.lookup import build_method
     from fedstill.models import build_model, from_module, mixed_model
     from fedstill.prediction import Predictions, predict
+    from fedstill.prediction.loaded import LoadedRun, load_run
 
 # Imported when first used: torch takes a second, and `fedstill --help` should not.
 _HOMES = {
@@ -79,6 +81,7 @@ _HOMES = {
     "fedstill.data": (
         "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled tokenise"
     ),
+    "fedstill.data.given": "from_data",
     "fedstill.experiment.build": "build build_federation",
     "fedstill.experiment.run": "resume_run run",
     "fedstill.loop.guard": "Guard",
@@ -86,6 +89,7 @@ _HOMES = {
     "fedstill.methods.lookup": "build_method",
     "fedstill.models": "build_model from_module mixed_model",
     "fedstill.prediction": "Predictions predict",
+    "fedstill.prediction.loaded": "LoadedRun load_run",
     "fedstill.engine": "build_engine build_engines",
     "fedstill.loop.federate": "Built Schedule federate",
 }
@@ -103,6 +107,7 @@ __all__ = [
     "FedstillError",
     "Guard",
     "History",
+    "LoadedRun",
     "Local",
     "Method",
     "Model",
@@ -132,10 +137,12 @@ __all__ = [
     "federate",
     "federation_from_tensors",
     "from_csv",
+    "from_data",
     "from_hf",
     "from_module",
     "from_tensors",
     "load",
+    "load_run",
     "make_federation",
     "mixed_model",
     "predict",

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+GIVEN = "(given from Python)"  # stands in a run's files for data or a network that somebody handed over in Python
 PAD = 0  # the id that fills a text up to the common length; never read, never to be told
 
 
@@ -29,7 +30,7 @@ class InputColumn(NamedTuple):
     words: tuple[str, ...] = ()  # one feature each, in this order; none for numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dataset:
     """Samples in storage form: images uint8 (n, channels, height, width), text as integer ids (n, length), anything
     else float32.
@@ -47,12 +48,16 @@ class Dataset:
     columns: tuple[InputColumn, ...] = ()  # of a table, in the order of its features; none for images and text
     label: str = ""  # the column of the labels; empty where there is none
 
+    def __repr__(self) -> str:
+        kind = f"{tuple(self.x.shape[1:])} {str(self.x.dtype).removeprefix('torch.')}"
+        return f"Dataset('{self.name}', {len(self.x):,} samples of {kind}, {len(self.classes)} classes)"
+
     @property
     def text(self) -> bool:
         return self.x.ndim == 2 and not self.x.is_floating_point()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Federation:
     """Who holds what: client k owns train rows indices[offsets[k]:offsets[k + 1]]."""
 
@@ -68,6 +73,12 @@ class Federation:
     partition: str = ""  # how it was split, for people
     built_from: str = ""  # the settings that it follows from, as JSON; empty: somebody made it in Python
     public_facts: tuple[str, ...] = ()  # what of the clients' data everybody knows by how they were read, for people
+
+    def __repr__(self) -> str:
+        server = "" if self.unlabeled is None else f", {len(self.unlabeled):,} unlabeled on the server"
+        split = f", {self.partition}" if self.partition else ""
+        held = f"{self.population:,} clients with {len(self.indices):,} samples, {len(self.test.x):,} for the test"
+        return f"Federation('{self.train.name}', {held}{server}{split})"
 
     @property
     def population(self) -> int:

@@ -101,6 +101,9 @@ class Weights(NamedTuple):
     params: Params
     buffers: Params
 
+    def __repr__(self) -> str:
+        return f"Weights({len(self.params)} parameters, {len(self.buffers)} buffers)"
+
 
 class Output(NamedTuple):
     """What a model says about a batch: logits (B, K) and the features before the head (B, F)."""
@@ -176,7 +179,7 @@ class Traits(NamedTuple):
     unbatchable: str | None = None  # why vmap cannot run it, in one sentence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model:
     """A stateless view of an nn.Module."""
 
@@ -192,6 +195,9 @@ class Model:
     classes: int = 0  # K
     feature_size: int = 0  # F; 0 where it has no features
     recipe: Callable[[], Model] | None = None  # builds it again; it can be sent to another process, a Model cannot
+
+    def __repr__(self) -> str:
+        return f"Model('{self.name}', samples of {self.input_shape}, {self.classes} classes)"
 
     @property
     def networks(self) -> Mapping[str, Model]:

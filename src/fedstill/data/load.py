@@ -28,7 +28,6 @@ from fedstill.storage.cache import Cache
 
 FORMAT = 5  # raise it when sources are decoded otherwise
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
-GIVEN = "(given from Python)"  # as data.source: the run was started with data that no file holds
 FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|jsonl?|zip|gz|png|jpe?g)$", re.IGNORECASE)
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",

@@ -55,6 +55,10 @@ class Source(NamedTuple):
     built_from: str = ""  # the settings that it was read by, as JSON; empty: somebody made it in Python
     public_facts: tuple[str, ...] = ()  # facts about the clients' texts that a tokenizer gives away
 
+    def __repr__(self) -> str:
+        keys = f", keys {', '.join(self.keys)}" if self.keys else ""
+        return f"Source({self.train!r}, {len(self.test.x):,} for the test{keys})"
+
 
 @dataclass(frozen=True)
 class Reading:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.author_mistakes import call, name_of
+from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation
@@ -27,10 +28,10 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
-from fedstill.data.load import GIVEN
+from fedstill.data.load import Options
 from fedstill.engine import Engines, build_engines
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.model import build_network
+from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.overrides import describe_partition
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
@@ -43,33 +44,40 @@ from fedstill.storage.cache import Cache
 _log = logging.getLogger("fedstill.run")
 
 
-def load_source(experiment: Experiment) -> Source:
+def load_source(experiment: Experiment, given: Any = None) -> Source:
     """Load the experiment's data, which do not depend on the seed, so that all seeds share one test set.
 
+    given: data in Python that take the place of data.source, as `fedstill.run` takes them.
     Texts are not tokens yet, because the seed decides from whose texts a tokenizer learns (see build_federation).
     """
-    if experiment.data.source == GIVEN:
+    if experiment.data.source == GIVEN and given is None:
         raise FedstillError(
             "the data of this run were handed over in Python, and no file holds them: call fedstill.run or "
             "fedstill.compare with the same data and resume=True"
         )
     data = experiment.data
     keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
-    source = load(
-        data.source,
-        label=data.label,
-        inputs=data.inputs,
-        keys=keys,
-        size=data.size,
-        window=data.window,
-        text=data.tokens is not None,
-    )
+    options: Options = {
+        "label": data.label,
+        "inputs": data.inputs,
+        "keys": keys,
+        "size": data.size,
+        "window": data.window,
+        "text": data.tokens is not None,
+    }
+    if given is None:
+        source = load(data.source, **options)
+    else:
+        from fedstill.data.given import from_data
+
+        x, y, groups = (*(given if isinstance(given, tuple) else (given, data.label)), None, None)[:3]
+        source = from_data(x, y, groups=groups, **options)
     if data.test is not None:
         source = with_test_of(source, data.test, label=data.label)
     if data.client_rows is not None:
         source = central_pool(source, data.client_rows, test_share=data.test_share)
     source = source if data.test_limit is None else limit_test(source, data.test_limit)
-    return source._replace(built_from=data_settings(experiment))
+    return source._replace(built_from=data_settings(experiment) if given is None else "")
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
@@ -134,10 +142,11 @@ def _draw_parts(experiment: Experiment, labels: np.ndarray, options: dict[str, A
     return draw() if "keys" in options else cached_parts(draw, labels, identity)
 
 
-def build(experiment: Experiment, federation: Federation | None = None) -> Built:
+def build(experiment: Experiment, federation: Federation | None = None, model: Network | None = None) -> Built:
     """Make everything that a run of this experiment needs; no other function turns its text into objects.
 
     federation: a federation that is built already (by default it is built from the experiment).
+    model: a network in Python that takes the place of the experiment's [model].
     """
     server = experiment.server  # the method first, so that two parts that clash are reported before the data are read
     aggregate = aggregate_part(server.aggregate)
@@ -147,7 +156,7 @@ def build(experiment: Experiment, federation: Federation | None = None) -> Built
     how = engine.model_dump(exclude={"name", "device", "threads"})
     return Built(
         method=method,
-        model=build_network(experiment, federation),
+        model=build_network(experiment, federation, model),
         federation=federation,
         training=experiment.local,
         schedule=Schedule(**{key: getattr(experiment, key) for key in Schedule.__dataclass_fields__}),

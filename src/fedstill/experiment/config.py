@@ -242,6 +242,14 @@ class Experiment(_Section):
             check_mixture(model.options)
         return experiment
 
+    def __repr__(self) -> str:
+        model, data = (text.rpartition("/")[2] for text in (self.model.name, self.data.source))
+        names = f"{lookup.label(self.method.name)} trains {model} on {data}"
+        clients = f"{self.partition.scheme} over {self.partition.clients or 'all'} clients"
+        return f"Experiment('{self.name}': {names}, {clients}, {self.rounds} rounds, seed {self.seed})"
+
+    __str__ = __repr__
+
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
         return cls.model_validate(toml_io.read_toml(Path(path)))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten
 from fedstill.core.types import ENSEMBLE, Federation, Model, check_report
 from fedstill.methods import options
 from fedstill.methods.lookup import Part, own_function, single
@@ -18,11 +22,25 @@ from fedstill.models.mixed import MIXED
 if TYPE_CHECKING:
     from fedstill.experiment.config import Experiment
 
+Network = Model | nn.Module | Callable[[], nn.Module]  # as somebody hands it over in Python
 EXAMPLE = 'e.g. model.prototypes = ["mlp(hidden=[32])", "cnn"]'
 
 
-def build_network(experiment: Experiment, federation: Federation) -> Model:
+def build_network(experiment: Experiment, federation: Federation, given: Network | None = None) -> Model:
+    """Build the experiment's network for the federation's samples and classes.
+
+    given: a network in Python that takes its place: a Model, an nn.Module, or a function that builds one.
+    """
     section = experiment.model
+    if isinstance(given, Model):
+        return given
+    if given is not None:
+        return _from_module(given, federation)
+    if section.name == GIVEN:
+        raise FedstillError(
+            "the network of this run was handed over in Python, and no file holds it: hand it over again, to predict "
+            "fedstill.load_run(folder, model=network), to go on fedstill.run(..., model=network, resume=True)"
+        )
     if section.name != MIXED:
         return _network(section.name, section.options, federation)
     parts = prototypes_of(section.options["prototypes"])
@@ -69,13 +87,24 @@ def _own_network(name: str, options: dict[str, Any], federation: Federation) -> 
     factory, facts = own_function(name, "model.name"), _facts(federation)
     parameters = inspect.signature(factory).parameters
     arguments = {key: value for key, value in facts.items() if key in parameters}
+    return _from_module(lambda: factory(**arguments, **options), federation, name.rpartition(":")[2])
+
+
+def _from_module(source: nn.Module | Callable[[], nn.Module], federation: Federation, name: str | None = None) -> Model:
+    facts = _facts(federation)
     return from_module(
-        lambda: factory(**arguments, **options),
+        source,
         input_shape=facts["input_shape"],
         classes=facts["classes"],
-        name=name.rpartition(":")[2],
+        name=name,
         input_dtype=torch.int64 if federation.train.text else torch.float32,
     )
+
+
+def tensors_digest(network: Model) -> str:
+    """Return a text that changes with the names and shapes of a network's tensors."""
+    shapes = {name: tuple(leaf.shape) for name, leaf in flatten(network.init(0)).items()}
+    return hashlib.blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
 
 
 def prototypes_of(texts: Sequence[str]) -> dict[str, Part]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fedstill.core.data import GIVEN
+from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import threads
 from fedstill.core.types import Federation
-from fedstill.experiment.build import build, split_settings
-from fedstill.experiment.config import Experiment, checked_experiment
-from fedstill.experiment.model import describe_model
+from fedstill.data import Source
+from fedstill.experiment.build import build, build_federation, load_source, split_settings
+from fedstill.experiment.config import Experiment, PartitionSection, checked_experiment
+from fedstill.experiment.model import Network, build_network, describe_model
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
     check_run_folder,
     check_same_run,
     read_description,
     with_given_data,
+    with_given_network,
     write_contract,
     write_description,
 )
@@ -33,6 +40,8 @@ from fedstill.report.generated import show_generated
 from fedstill.report.partition import partition_picture
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 
+_log = logging.getLogger("fedstill.run")
+
 
 def run(
     experiment: Experiment,
@@ -40,15 +49,69 @@ def run(
     run_dir: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     federation: Federation | None = None,
+    data: Any = None,
+    model: Network | None = None,
     resume: bool = False,
     pictures: bool = True,
 ) -> Result:
     """Run an experiment and return its result; configuration, numbers, models and pictures go into `run_dir`.
 
     federation: a federation that is built already (by default it is built from the experiment).
+    data: data that take the place of data.source: (x, y) or (x, y, owners), where x is a DataFrame, an array, a tensor
+        or a list of texts; a DataFrame with its label column; a torch Dataset; or a Source. Each owner is a client.
+    model: a network that takes the place of [model]: an nn.Module, a function that builds one, or a Model.
+    resume: go on with the run in `run_dir`, with the same data and the same network.
     """
-    built = build(checked_experiment(experiment), federation)
+    checked_experiment(experiment)
+    if data is not None:
+        if federation is not None:
+            raise FedstillError("federation and data both say whose rows there are: give one of them")
+        experiment, federation = share_out(experiment, data)
+    if model is not None:
+        federation = build_federation(experiment) if federation is None else federation
+        model = build_network(experiment, federation, model)
+        experiment = with_given_network(experiment, model)
+    built = build(experiment, federation, model)
+    if run_dir is not None and not resume:
+        _say_what_no_file_holds(experiment, built.federation)
     return run_built(experiment, built, run_dir=run_dir, callbacks=callbacks, resume=resume, pictures=pictures)
+
+
+def share_out(experiment: Experiment, data: Any) -> tuple[Experiment, Federation]:
+    """Return (the experiment, the federation) of data in Python. Owners become the clients of an experiment that
+    leaves its partition at the default, and a cohort that is left at its default has at most all of them."""
+    owner = ""
+    if not isinstance(data, Source) and isinstance(data, tuple) and len(data) == 3:
+        from fedstill.data.given import owner_name
+
+        owner = owner_name(data[0], data[2])
+        if experiment.partition == PartitionSection():
+            natural = PartitionSection.model_validate({"scheme": "natural", "keys": owner, "clients": 0})
+            experiment = experiment.model_copy(update={"partition": natural})
+        elif experiment.partition.scheme != "natural":
+            raise FedstillError(
+                f"data name the owner of each row, and partition.scheme = '{experiment.partition.scheme}' shares them "
+                "out otherwise: leave out the owners, or the partition"
+            )
+    source = data if isinstance(data, Source) else load_source(experiment, data)
+    if owner and experiment.cohort == Experiment.model_fields["cohort"].default:
+        count = len(np.unique(source.keys[owner]))
+        experiment = experiment.model_copy(update={"cohort": min(experiment.cohort, count)})
+    return experiment, build_federation(experiment, source)
+
+
+def _say_what_no_file_holds(experiment: Experiment, federation: Federation) -> None:
+    """Log how to go on with a run, and how to predict with it, where its data or its network are in Python only."""
+    if federation.built_from != split_settings(experiment):
+        _log.warning(
+            "the data are in Python only: to go on with this run, call fedstill.run with the same data and "
+            "resume=True; `fedstill resume` cannot"
+        )
+    if experiment.model.name == GIVEN:
+        _log.warning(
+            "the network is in Python only: to predict, call fedstill.load_run(folder, model=network); "
+            "`fedstill predict` and `fedstill resume` cannot build it"
+        )
 
 
 def run_built(

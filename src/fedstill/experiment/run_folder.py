@@ -14,11 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Federation
+from fedstill.core.types import Federation, Model
 from fedstill.data import contract
-from fedstill.data.load import GIVEN, is_embedded
-from fedstill.experiment.config import Experiment
+from fedstill.data.load import is_embedded
+from fedstill.experiment.config import Experiment, ModelSection
+from fedstill.experiment.model import tensors_digest
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
@@ -179,6 +181,12 @@ def _anchored(experiment: Experiment) -> Experiment:
 def with_given_data(experiment: Experiment) -> Experiment:
     """Return the experiment as a run records it whose data were handed over in Python."""
     return experiment.model_copy(update={"data": experiment.data.model_copy(update={"source": GIVEN})})
+
+
+def with_given_network(experiment: Experiment, network: Model) -> Experiment:
+    """Return the experiment as a run records it whose network was handed over in Python."""
+    about = {"name": GIVEN, "network": network.name, "tensors": tensors_digest(network)}
+    return experiment.model_copy(update={"model": ModelSection.model_validate(about)})
 
 
 def is_local(place: object) -> bool:

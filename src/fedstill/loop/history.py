@@ -28,6 +28,10 @@ class History:
     rows: list[Row] = field(default_factory=list)
     audit: list[AuditRecord] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        last = f", accuracy {self.last['accuracy']:.4f}" if self.last else ""
+        return f"History({len(self.rows)} rounds{last})"
+
     @property
     def evaluated(self) -> list[Row]:
         return [row for row in self.rows if row.get("accuracy") is not None]

@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.limits import Example
 from fedstill.methods import METHODS
 from fedstill.models import MODELS
-from fedstill.models.mixed import MIXED, mixed
+from fedstill.models.mixed import MIXED, given, mixed
 from fedstill.partition import PARTITIONS
 from fedstill.server.aggregate import AGGREGATES
 from fedstill.storage.toml import toml_value
@@ -52,6 +53,8 @@ def find(kind: str, name: str) -> Callable[..., Any]:
     known = registry(kind)
     if name in known:
         return known[name]
+    if kind == "model" and name == GIVEN:
+        return given
     if ":" in name and kind in ("method", "model"):
         from fedstill.methods.lookup import own_function
 

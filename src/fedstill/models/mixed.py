@@ -26,6 +26,15 @@ def mixed(*, prototypes: list[str], report: str = ENSEMBLE) -> None:
     """
 
 
+def given(*, network: str = "", tensors: str = "") -> None:
+    """A network that somebody handed over in Python; no file can ask for it.
+
+    Args:
+        network: its name.
+        tensors: a digest of the names and shapes of its tensors.
+    """
+
+
 def mixed_model(prototypes: Mapping[str, Model], member: int | Sequence[str], report: str = ENSEMBLE) -> Model:
     """Make one Model for clients with different models; `prototypes` are any Models by name, from `from_module` too.
 

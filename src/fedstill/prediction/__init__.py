@@ -17,6 +17,7 @@ from fedstill.data.split import read_unlabeled
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.compare import RESULTS_FILE
 from fedstill.experiment.config import Experiment
+from fedstill.experiment.model import Network
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
     check_files,
@@ -54,6 +55,12 @@ class Predictions:
     calibration: Calibration
     measured: Measured | None
 
+    def __repr__(self) -> str:
+        """Without the rows, which would fill a notebook's page."""
+        counts = ", ".join(f"{name} {count:,}" for name, count in Counter(self.labels).most_common(5))
+        more = ", ..." if len(set(self.labels)) > 5 else ""
+        return f"Predictions({len(self.ids):,} rows by {self.why}: {counts}{more})"
+
     def summary(self) -> dict[str, Any]:
         """Return the content of predictions.json: who answered, counts, temperature and calibration error."""
         chosen, measured, counts = self.calibration, self.measured, Counter(self.labels)
@@ -86,21 +93,28 @@ class Predictions:
 
 
 def predict(
-    run_dir: str | Path, inputs: str | Path | None = None, *, from_: str = "last", out: str | Path | None = None
+    run_dir: str | Path,
+    inputs: Any = None,
+    *,
+    from_: str = "last",
+    out: str | Path | None = None,
+    model: Network | None = None,
 ) -> Predictions:
     """Label the unlabeled set of a run, or new data, and return a class and a confidence for each sample.
 
-    inputs: a folder of images or a table; None is the run's own unlabeled set.
+    inputs: the path of a folder of images or of a table; a DataFrame, an array or a list of texts; None is the run's
+        own unlabeled set.
     from_: "last" or "best": that model answers; "targets": the server's last targets for the run's own unlabeled set.
     out: a folder for predictions.csv, .parquet, .json and reliability.png; None writes nothing.
+    model: the network of a run that was started with a network in Python.
     """
     _check_arguments(inputs, from_, out)
     folder = Path(run_dir)
-    run = open_run(folder)
+    run = open_run(folder, model)
     experiment, data = run.experiment, run.contract.data
     place = unlabeled_place(experiment)
     for name, samples_at in {"INPUTS": inputs, "data.unlabeled": place}.items():
-        if out is not None and samples_at is not None and _would_be_read(Path(out), Path(samples_at)):
+        if out is not None and isinstance(samples_at, str | Path) and _would_be_read(Path(out), Path(samples_at)):
             raise FedstillError(f"--out: '{out}' lies in {name} '{samples_at}': give a folder outside of the data")
     samples = own_samples(run) if inputs is None else new_samples(inputs, Source(data, data))
     answer = ANSWERS[from_](run, samples)
@@ -131,12 +145,12 @@ def predict(
     return predictions
 
 
-def _check_arguments(inputs: str | Path | None, from_: str, out: str | Path | None) -> None:
+def _check_arguments(inputs: Any, from_: str, out: str | Path | None) -> None:
     if from_ not in ANSWERS:
         raise FedstillError(f"--from '{from_}' is unknown: {suggest(from_, ANSWERS)}")
     if from_ == "targets" and inputs is not None:
         raise FedstillError("--from targets: they exist for the run's own unlabeled set only; use --from last")
-    if inputs is not None and not Path(inputs).exists():  # otherwise the Hugging Face hub would be asked
+    if isinstance(inputs, str | Path) and not Path(inputs).exists():  # otherwise the Hugging Face hub would be asked
         raise FedstillError(f"INPUTS: no such file or folder: '{inputs}'")
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         raise FedstillError(f"--out: '{out}' is a file: give a folder")
@@ -148,7 +162,7 @@ def _would_be_read(out: Path, data: Path) -> bool:
     return inside and not (out / CONFIG_FILE).exists()
 
 
-def open_run(folder: Path) -> Opened:
+def open_run(folder: Path, model: Network | None = None) -> Opened:
     """Return the run in a folder that holds a trained model, with the experiment and the data that it began with."""
     read_description(folder)
     if (folder / RESULTS_FILE).exists():
@@ -160,7 +174,7 @@ def open_run(folder: Path) -> Opened:
     agreed = read_contract(folder)
     network = agreed.experiment.model  # no other code of the experiment has a part in an answer
     check_files(agreed.files, own_files(network.name, *network.options.get("prototypes", ())))
-    return Opened(folder, agreed.experiment, agreed.data)
+    return Opened(folder, agreed.experiment, agreed.data, model)
 
 
 def own_samples(run: Opened) -> Samples:
@@ -191,8 +205,13 @@ def own_samples(run: Opened) -> Samples:
     )
 
 
-def new_samples(inputs: str | Path, source: Source) -> Samples:
-    """Read a folder of images, a table or texts into the task's storage form."""
+def new_samples(inputs: Any, source: Source) -> Samples:
+    """Read a folder of images, a table or texts into the task's storage form, from a path or from Python."""
+    if not isinstance(inputs, str | Path):
+        from fedstill.data.given import read_given
+
+        what, given = f"the given {type(inputs).__name__}", read_given(inputs, source)
+        return Samples(given.x, given.ids, None, what, given.skipped, what)
     place = str(Path(inputs).resolve())  # a full path, because a bare name may mean an embedded set
     try:
         samples = read_unlabeled(place, source)

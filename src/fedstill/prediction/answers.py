@@ -14,7 +14,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.engine import build_engine
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.model import build_network
+from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.run_folder import is_local
 from fedstill.loop.calibrate import (
     CALIBRATION_FILE,
@@ -71,6 +71,7 @@ class Opened(NamedTuple):
     folder: Path
     experiment: Experiment
     contract: Contract
+    model: Network | None = None  # of a run whose network was handed over in Python
 
 
 def targets_answer(run: Opened, samples: Samples) -> Answer:
@@ -106,7 +107,7 @@ def targets_answer(run: Opened, samples: Samples) -> Answer:
 def model_answer(run: Opened, samples: Samples, which: str) -> Answer:
     """Answer with the run's last or best model, at the temperature that the run fitted; on the CPU without a GPU."""
     federation, options = federation_without_rows(run.contract), run.experiment.engine
-    network = build_network(run.experiment, federation)
+    network = build_network(run.experiment, federation, run.model)
     device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
