@@ -115,6 +115,16 @@ def test_compare_tables_mean_and_sample_deviation_best_first(gallery):
         assert (gallery / "out" / name).is_file()
 
 
+def test_references_answer_whether_the_federation_is_worth_it(folder):
+    single = fedstill("run", "small.toml", "--references").stdout
+    several = fedstill("compare", "small.toml", "--methods", "fedavg", "--seeds", "1", "--references", "--out", "out")
+    again = fedstill("resume", "out").stdout
+    for text in (single, several.stdout, again):
+        (line,) = (line for line in text.splitlines() if "ederated (fedavg)" in line)
+        assert all(name in line for name in ("alone", "best party", "pooled", "majority class"))
+    assert "Next: fedstill explain fedavg" in several.stdout
+
+
 def test_a_run_of_compare_is_the_run_of_its_own_config(folder):
     rows = answer("compare", "small.toml", "--methods", "fedavg", "--seeds", "2", "--out", "out")
     alone = answer("run", "small.toml", "--set", "seed=1")

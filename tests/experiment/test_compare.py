@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from fedstill import EarlyStop, Experiment, compare
+from fedstill import EarlyStop, Experiment, FedstillError, compare, run
 from fedstill.experiment.trackers import numbers
 from fedstill.loop.evaluate import METRICS, Metric
 from fedstill.report.table import plain_table
@@ -39,3 +41,23 @@ def test_a_run_stops_early_when_a_metric_that_should_fall_rises(monkeypatch):
     stop = lambda method, seed: [EarlyStop(1, "rises")]  # noqa: E731
     (results,) = compare(SMALL.replace(rounds=5), ["fedavg"], seeds=1, callbacks=stop).results.values()
     assert len(results[0].history.rows) == 2
+
+
+def test_methods_of_a_comparison_share_the_references_of_their_seed(tmp_path):
+    asked = SMALL.replace(compare={"references": True})
+    comparison = compare(asked, ["fedavg", "fedprox"], seeds=2, run_dir=tmp_path / "both")
+    assert [len(found.alone) for found in comparison.references] == [4, 4]
+    assert {row.method for row in comparison.summaries[2:]} == {"pooled", "alone (mean)", "majority class"}
+    assert not list((tmp_path / "both" / "fedavg").rglob("references.json"))
+    table = json.loads((tmp_path / "both" / "results.json").read_text())
+    assert [row["seed"] for row in table["references"]] == [0, 1]
+    assert "references" not in [row["method"] for row in table["methods"]]
+    one_run = run(asked, run_dir=tmp_path / "one")
+    assert one_run.references.pooled == comparison.references[0].pooled
+    assert one_run.references.alone == comparison.references[0].alone
+
+
+def test_references_need_one_network_for_all():
+    several = {"name": "mixed", "prototypes": ["mlp(hidden=[16])", "mlp(hidden=[8])"]}
+    with pytest.raises(FedstillError, match=r"compare\.references.*one network"):
+        SMALL.replace(model=several, compare={"references": True})

@@ -256,3 +256,18 @@ def test_a_picture_of_one_run_has_no_band_and_several_seeds_have():
     assert mean.tolist() == pytest.approx([0.2, 0.3])
     assert spread.tolist() == pytest.approx([0.02**0.5, 0.0])
     assert band([([5], [0.5])])[2].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("rounds", [[1], [1, 2, 3]], ids=["bars", "lines"])
+def test_a_reference_is_drawn_grey_at_its_height_and_has_its_name(monkeypatch, tmp_path, rounds):
+    figures = saved_figures(monkeypatch)
+    curves = {"fedavg": [(rounds, [0.5] * len(rounds))]}
+    learning_curves(curves, tmp_path / "curves.png", title="t", references={"pooled": 0.8125})
+    (axes,) = figures[-1].axes
+    if len(rounds) == 1:
+        assert [bar.get_width() for bar in axes.patches] == [50.0, 81.25]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["fedavg", "pooled"]
+    else:
+        (level,) = (line for line in axes.lines if list(line.get_ydata()) == [81.25, 81.25])
+        assert level.get_color() == curves_module.GREY
+        assert any("pooled" in text.get_text() for text in axes.texts)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedstill.loop.references import References
 from fedstill.report import human_bytes
 from fedstill.report.curves import learning_curves, spread_apart
-from fedstill.report.table import MethodSummary, best_first, plain_table, rich_table
+from fedstill.report.table import MethodSummary, best_first, plain_table, reference_lines, reference_rows, rich_table
 
 
 def summary(method, *last):
@@ -32,6 +33,31 @@ def test_columns_line_up():
 def test_the_best_mean_comes_first_and_what_is_no_number_last():
     rows = best_first([summary("nan", math.nan), summary("low", 0.1), summary("high", 0.9)])
     assert [row.method for row in rows] == ["high", "low", "nan"]
+
+
+def references(*, alone=(0.25, 0.75), pooled=0.9, majority=0.4):
+    rows = ({"accuracy": value} for value in (majority, pooled))
+    own = tuple({"accuracy": value} for value in alone)
+    return References("yes", *rows, alone=own, clients=tuple(range(len(alone))), rounds=1, budget=("a budget",))
+
+
+def test_reference_points_stand_below_all_methods_however_good_they_are():
+    rows = [summary("low", 0.1, 0.1), *reference_rows([references(), references(alone=(0.5, 0.9), pooled=1.0)])]
+    _, *lines = plain_table(rows).splitlines()
+    assert [line.split()[0] for line in lines] == ["low", "pooled", "alone", "majority"]
+    assert lines[1].split()[1] == "95.00"
+    assert lines[2].split()[2] == "60.00"
+
+
+def test_the_answer_names_every_reference_and_counts_whom_the_federation_serves_better():
+    parties = [place / 100 for place in range(20)]
+    answer, whom, budget = reference_lines("m", [0.105], [references(alone=parties)])
+    assert answer == (
+        "federated (m) 10.5 %, alone 9.5 % on average (best party 19.0 %), pooled 90.0 %, majority class 40.0 %"
+    )
+    assert "of 11 of 20 parties" in whom
+    assert "worst tenth 0.5 %, best tenth 18.5 %" in whom
+    assert budget == "a budget"
 
 
 def test_one_seed_shows_no_spread():

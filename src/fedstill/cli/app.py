@@ -105,6 +105,9 @@ Set = Annotated[
 Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder for the results (default: runs/<name>/<utc>-<hash>).")
 ]
+References = Annotated[
+    bool, typer.Option("--references", help="Also measure the majority class, each client alone, and all data pooled.")
+]
 AsFormat = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
 
 
@@ -123,12 +126,18 @@ def start(
 
 
 @app.command()
-def run(file: File = None, set_: Set = None, out: Out = None, format_: AsFormat = Format.text) -> None:
+def run(
+    file: File = None,
+    set_: Set = None,
+    references: References = False,
+    out: Out = None,
+    format_: AsFormat = Format.text,
+) -> None:
     """Run one experiment: one method, one seed."""
     from fedstill.cli.run import run_command
     from fedstill.experiment.overrides import read_experiment
 
-    experiment = read_experiment(file, changes := set_ or [])
+    experiment = read_experiment(file, changes := [*(set_ or []), *(["compare.references=true"] if references else [])])
 
     run_command(experiment, file=file, changes=changes, out=out, as_json=format_ is Format.json)
 
@@ -141,6 +150,7 @@ def compare(
     ] = None,
     seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds a method.")] = None,
     set_: Set = None,
+    references: References = False,
     out: Out = None,
     format_: AsFormat = Format.text,
 ) -> None:
@@ -148,7 +158,7 @@ def compare(
     from fedstill.cli.run import compare_command
     from fedstill.experiment.overrides import read_experiment
 
-    experiment = read_experiment(file, changes := set_ or [])
+    experiment = read_experiment(file, changes := [*(set_ or []), *(["compare.references=true"] if references else [])])
 
     as_json = format_ is Format.json
     compare_command(experiment, file=file, changes=changes, methods=methods, seeds=seeds, out=out, as_json=as_json)

@@ -14,7 +14,7 @@ from fedstill.cli.app import print_json, stoppable, tell
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
-from fedstill.experiment.compare import RESULTS_FILE, choose_methods, compare, table_notes
+from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
 from fedstill.experiment.config import Experiment, MethodSection
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.overrides import describe_partition, parse_method, without_defaults
@@ -24,7 +24,7 @@ from fedstill.loop.callbacks import Callback
 from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
-from fedstill.report.table import plain_table, rich_table
+from fedstill.report.table import plain_table, reference_lines, rich_table
 
 
 def run_command(
@@ -52,7 +52,8 @@ def compare_command(
     entries = choose_methods(experiment, asked)
     count = experiment.compare.seeds if seeds is None else seeds
     changed = changes or count != experiment.compare.seeds or (methods and tuple(entries) != experiment.compare.methods)
-    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
+    section = {**experiment.compare.model_dump(), "methods": list(entries), "seeds": count}
+    experiment = experiment.replace(compare=section)
     folder = choose_folder(experiment, out)
     _tell_unreached(list(entries.values()), experiment.rounds)
     _compare(experiment, folder, file=folder / CONFIG_FILE if changed else file, as_json=as_json)
@@ -122,10 +123,18 @@ def _compare(experiment: Experiment, folder: Path, *, file: Path | None, as_json
     lines = [
         f"{over}; seconds and bytes are those of one run.",
         *table_notes(comparison.results),
+        *_reference_lines(comparison),
         f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.",
         f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}",
     ]
     typer.echo("\n".join(lines))
+
+
+def _reference_lines(comparison: Comparison) -> list[str]:
+    """Return how the best method stands to the reference points, where there are any."""
+    best = comparison.summaries[0]
+    lines = reference_lines(best.method, best.last, comparison.references) if comparison.references else []
+    return [line[0].upper() + line[1:] + "." for line in lines]
 
 
 def _resumable(folder: Path) -> AbstractContextManager[None]:
@@ -155,6 +164,9 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
     if experiment.target is not None:
         reached = result.rounds_to_target
         lines.append(f"  target         {'not reached' if reached is None else f'reached in round {reached}'}")
+    if result.references is not None:
+        references = reference_lines(result.method, [last["accuracy"]], [result.references])
+        lines.append("  references     " + ("\n" + " " * 17).join(references))
     if result.privacy is not None:
         lines.append("  privacy        " + result.privacy.text().replace("\n", "\n" + " " * 17))
     if result.generated is not None:

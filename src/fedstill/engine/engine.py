@@ -90,8 +90,11 @@ class Engine:
         self.feeds: dict[int, tuple[Tensor, Feed]] = {}
         self.turns: dict[object, Turns] = {}
 
-    def train(self, work: LocalWork, ids: np.ndarray, states: Tree) -> Trained:
-        """Train the clients `ids`; see core.trainer.CohortEngine."""
+    def train(self, work: LocalWork, ids: np.ndarray, states: Tree, *, starts: Weights | None = None) -> Trained:
+        """Train the clients `ids`; see core.trainer.CohortEngine.
+
+        starts: (C, ...) the model that each client begins at, where they do not all begin at `work.start`.
+        """
         training = work.training
         check_training(training)
         check_augmentations(training.augment, tuple(self.dataset.x.shape[1:]))
@@ -102,6 +105,7 @@ class Engine:
             program, runner = self._program(work.objective, training, self.feed, work.start, work.received)
             slots = {slot: value for slot, value in states.items() if slot != OPTIMIZER}
             inputs = make_inputs(plan, slots, counts, sizes, self.dtype, states.get(OPTIMIZER))
+            inputs.starts = starts
             weights, loss, optimizer = self._run(program, runner, plan, inputs, (rows, sizes))
             seeds = torch.from_numpy(plan.finish_seeds).to(self.device)
             local = local_view(program, inputs, seeds, len(ids))

@@ -15,7 +15,7 @@ from fedstill.core.author_mistakes import UndeclaredInput, tell_mistake
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import concatenate, leaves, tree_map
 from fedstill.core.tree import rows as rows_of
-from fedstill.core.types import Batch, Local, Params, Tree, no_finish
+from fedstill.core.types import Batch, Local, Params, Tree, Weights, no_finish
 from fedstill.engine.device_data import free_memory
 from fedstill.engine.plan import Plan, sweep_plan
 from fedstill.engine.stack import Stack, View, allocate_weights, layout_of
@@ -37,6 +37,7 @@ class Inputs:
     state: Tree
     label_counts: Tensor  # (C, K)
     optimizer: Tree = field(default_factory=dict)  # (C, ...) what each client's remembers; empty: they are fresh
+    starts: Weights | None = None  # (C, ...) where each client begins; None: all begin at the program's start
 
 
 def make_inputs(
@@ -57,7 +58,8 @@ def columns_of(inputs: Inputs, piece: slice | Tensor) -> Inputs:
     """The inputs of some clients (as views, for a slice)."""
     columns = {name: getattr(inputs, name)[:, piece] for name in (*PLANNED, "facts")}
     own = {name: rows_of(getattr(inputs, name), piece) for name in ("state", "label_counts", "optimizer")}
-    return Inputs(**columns, **own)
+    starts = None if inputs.starts is None else rows_of(inputs.starts, piece)
+    return Inputs(**columns, **own, starts=starts)
 
 
 def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Local:

@@ -35,8 +35,9 @@ class Batched:
                 self._replay(part, inputs, piece, results)
                 continue
             stack = Stack(results.piece(piece), len(part.steps), self.program.training)
-            stack.reset(self.program.moving)
-            for _ in Group(self.program, stack, stacked=True).run(part, columns_of(inputs, piece)):
+            here = columns_of(inputs, piece)
+            stack.reset(self.program.moving, here.starts)
+            for _ in Group(self.program, stack, stacked=True).run(part, here):
                 pass
             results.loss[piece] = stack.loss.to(results.loss.dtype)
         return results.ordered(order)
@@ -46,7 +47,7 @@ class Batched:
         if self.captured is None or self.captured.stack.width < width:
             storage = allocate_weights(self.program.moving, width, self.program.layout)
             self.captured = CapturedGroup(self.program, Stack(storage, width, self.program.training), stacked=True)
-        self.captured.stack.reset(self.program.moving)
+        self.captured.stack.reset(self.program.moving, columns_of(inputs, piece).starts)
         self.captured.load(inputs, piece)
         for _ in self.captured.run(plan, results, piece.start):
             pass
@@ -102,9 +103,10 @@ class Looped:
         group = Group(self.program, stack, stacked=False)
         for column in range(len(order)):
             here = slice(column, column + 1)
-            stack.reset(self.program.moving)
+            alone = columns_of(inputs, here)
+            stack.reset(self.program.moving, alone.starts)
             stack.go_on(rows(inputs.optimizer, column))
-            for _ in group.run(plan.columns([column]), columns_of(inputs, here)):
+            for _ in group.run(plan.columns([column]), alone):
                 pass
             results.take(stack, slice(0, 1), here)
         return results.ordered(order)
@@ -138,9 +140,10 @@ class Looped:
         self, lane: CapturedGroup, queue: list[int], plan: Plan, inputs: Inputs, results: Results
     ) -> Iterator[None]:
         for column in queue:
-            lane.stack.reset(self.program.moving)
+            here = slice(column, column + 1)
+            lane.stack.reset(self.program.moving, columns_of(inputs, here).starts)
             lane.stack.go_on(rows(inputs.optimizer, column))
-            lane.load(inputs, slice(column, column + 1))
+            lane.load(inputs, here)
             yield from lane.run(plan.columns([column]), results, column)
 
 

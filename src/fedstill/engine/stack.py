@@ -57,11 +57,15 @@ class Stack:
         self.count = torch.zeros((), device=first.device)  # Adam's step number: the same for all clients in the stack
         self.loss = first.new_zeros(width)
 
-    def reset(self, start: Weights) -> None:
-        """Everybody starts at the received model with a fresh optimiser."""
+    def reset(self, start: Weights, starts: Weights | None = None) -> None:
+        """Everybody starts at the received model with a fresh optimiser; the first clients at `starts`, if given."""
         for mine, received in ((self.params, start.params), (self.buffers, start.buffers)):
             if mine:
                 torch._foreach_copy_(list(mine.values()), [received[name].expand_as(mine[name]) for name in mine])
+        if starts is not None:
+            for mine, given in ((self.params, starts.params), (self.buffers, starts.buffers)):
+                for name, leaf in mine.items():
+                    leaf[: len(given[name])].copy_(given[name])
         for moments in self.moments.values():
             torch._foreach_zero_(list(moments.values()))
         self.count.zero_()

@@ -17,16 +17,16 @@ from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
-from fedstill.experiment.run import draw_pictures, run_built
+from fedstill.experiment.run import draw_pictures, measure_references, run_built
 from fedstill.experiment.run_folder import with_given_data, write_description
 from fedstill.loop.callbacks import Callback
-from fedstill.loop.evaluate import METRICS
 from fedstill.loop.federate import Built, check_built
 from fedstill.loop.history import Result
+from fedstill.loop.references import References
 from fedstill.methods.lookup import build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report import counted
-from fedstill.report.table import MethodSummary, best_first
+from fedstill.report.table import MethodSummary, best_first, column_means, reference_rows
 from fedstill.storage.files import write_whole
 
 RESULTS_FILE = "results.json"
@@ -39,10 +39,12 @@ class Comparison:
 
     results: dict[str, list[Result]]
     run_dir: Path | None = None
+    references: tuple[References, ...] = ()  # one for each seed, where the experiment asks for them
 
     @property
     def summaries(self) -> list[MethodSummary]:
-        return best_first(summarize(method, results) for method, results in self.results.items())
+        methods = [summarize(method, results) for method, results in self.results.items()]
+        return best_first([*methods, *reference_rows(self.references)])
 
     def as_json(self) -> list[dict[str, Any]]:
         return [summary.as_json() for summary in self.summaries]
@@ -57,20 +59,9 @@ def summarize(method: str, results: Sequence[Result]) -> MethodSummary:
         seconds=statistics.fmean(row["seconds"] for row in summaries),
         bytes_up=round(statistics.fmean(row["bytes_up"] for row in summaries)),
         bytes_down=round(statistics.fmean(row["bytes_down"] for row in summaries)),
-        metrics=_metrics(results),
+        metrics=column_means([result.history.last for result in results if result.history.last]),
         epsilon=max((claim.epsilon for claim in map(_main_claim, results) if claim), default=None),
     )
-
-
-def _metrics(results: Sequence[Result]) -> dict[str, float]:
-    """Return the mean over seeds of each metric that has a column, in the last evaluated round."""
-    means: dict[str, float] = {}
-    last_rows = [result.history.last for result in results if result.history.last]
-    for name, metric in METRICS.items():
-        values = [row[name] for row in last_rows if name in row]
-        if metric.column and values:
-            means[metric.column] = statistics.fmean(values) * (100 if metric.percent else 1)
-    return means
 
 
 def _main_claim(result: Result) -> Claim | None:
@@ -118,14 +109,16 @@ def compare(
     """
     entries = choose_methods(checked_experiment(experiment), methods)
     count = experiment.compare.seeds if seeds is None else seeds
-    experiment = experiment.replace(compare={"methods": list(entries), "seeds": count})
+    table = {**experiment.compare.model_dump(), "methods": list(entries), "seeds": count}
+    experiment = experiment.replace(compare=table)
     folder = None if run_dir is None else Path(run_dir)
     source = load_source(experiment) if source is None else source
     shifted = [experiment.model_copy(update={"seed": experiment.seed + shift}) for shift in range(count)]
     federations = [build_federation(seeded, source) for seeded in shifted]
     variants: dict[str, list[tuple[Experiment, Built]]] = {}
-    for entry, section in entries.items():
-        runs = [seeded.model_copy(update={"method": section}) for seeded in shifted]
+    alone = experiment.compare.model_copy(update={"references": False})  # all methods share the reference points
+    for entry, method in entries.items():
+        runs = [seeded.model_copy(update={"method": method, "compare": alone}) for seeded in shifted]
         pairs = [(run, build(run, federation)) for run, federation in zip(runs, federations, strict=True)]
         for _, built in pairs if experiment.privacy.epsilon is not None else pairs[:1]:
             check_built(built)  # a budget's first round depends on the split, so each seed is checked
@@ -142,10 +135,16 @@ def compare(
             watchers = callbacks(entry, run.seed)
             result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
             results[entry].append(replace(result, stands_for=_stands_for(entry, run.method)))
-    _save(results, experiment, folder)
+    references = []
+    for run, built in pairs if experiment.compare.references else []:
+        _save(results, experiment, folder)
+        file = None if folder is None else folder / "references" / f"seed-{run.seed}.json"
+        watchers = callbacks("references", run.seed)
+        references.append(measure_references(run, built, file=file, callbacks=watchers, resume=resume))
+    _save(results, experiment, folder, references)
     if folder is not None:
-        draw_pictures(experiment, federations[0], results, folder)
-    return Comparison(results, folder)
+        draw_pictures(experiment, federations[0], results, folder, references)
+    return Comparison(results, folder, tuple(references))
 
 
 def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, MethodSection]:
@@ -196,7 +195,9 @@ def run_folder(entry: str, seed: int) -> str:
     return f"{folder_name(entry)}/seed-{seed}"
 
 
-def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path | None) -> None:
+def _save(
+    results: dict[str, list[Result]], experiment: Experiment, folder: Path | None, references: Sequence[References] = ()
+) -> None:
     """Write results.json with the finished runs: the table, and for each run its numbers and its folder."""
     if folder is None:
         return
@@ -212,4 +213,8 @@ def _save(results: dict[str, list[Result]], experiment: Experiment, folder: Path
         for seed, result in enumerate(finished, experiment.seed)
     ]
     table = {"name": experiment.name, "methods": Comparison(results).as_json(), "runs": runs}
+    if references:
+        table["references"] = [
+            {"seed": seed, **each.summary()} for seed, each in enumerate(references, experiment.seed)
+        ]
     write_whole(folder / RESULTS_FILE, json.dumps(table, indent=2) + "\n")

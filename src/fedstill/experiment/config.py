@@ -188,6 +188,7 @@ class CompareSection(_Section):
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
     seeds: int = Field(default=3, ge=1)
+    references: bool = False  # also measure the majority class, each client alone and all data pooled; in `run`, too
 
 
 class Experiment(_Section):
@@ -240,6 +241,11 @@ class Experiment(_Section):
         options.check("model", model.name, model.options)
         if model.name == MIXED:
             check_mixture(model.options)
+            if experiment.compare.references:
+                raise FedstillError(
+                    f"compare.references = true needs one network for all clients: model.name = '{MIXED}' has several; "
+                    "set it to false, or choose one network"
+                )
         return experiment
 
     def __repr__(self) -> str:

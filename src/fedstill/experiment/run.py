@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.evaluate import label_counts
 from fedstill.loop.federate import Built, federate
 from fedstill.loop.history import Result
+from fedstill.loop.references import REFERENCES_FILE, References, find_references
+from fedstill.methods.fedavg import fedavg
 from fedstill.models.mixed import MIXED
 from fedstill.report import draw_all
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.partition import partition_picture
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
+from fedstill.report.table import reference_rows
 
 _log = logging.getLogger("fedstill.run")
 
@@ -135,14 +139,31 @@ def run_built(
         elif resume:
             check_same_run(experiment, federation, folder)
         watchers = [_Describe(experiment, federation, folder), *watchers]
-    count = experiment.engine.threads
-    with nullcontext() if count is None else threads(count):
+    with _threads_of(experiment):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
+    if experiment.compare.references:
+        file = None if folder is None else folder / REFERENCES_FILE
+        references = measure_references(experiment, built, file=file, callbacks=callbacks, resume=resume)
+        result = replace(result, references=references)
     if result.samples is not None and folder is not None:
         result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:
-        draw_pictures(experiment, federation, {result.method: [result]}, folder)
+        known = [] if result.references is None else [result.references]
+        draw_pictures(experiment, federation, {result.method: [result]}, folder, known)
     return result
+
+
+def measure_references(
+    experiment: Experiment, built: Built, *, file: Path | None, callbacks: Sequence[Callback], resume: bool
+) -> References:
+    """Return the reference points of a run; see loop/references.py. They are the same for all methods."""
+    with _threads_of(experiment):
+        return find_references(built, fedavg(), file=file, callbacks=callbacks, resume=resume)
+
+
+def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
+    count = experiment.engine.threads
+    return nullcontext() if count is None else threads(count)
 
 
 class _Describe(Callback):
@@ -163,7 +184,11 @@ def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Re
 
 
 def draw_pictures(
-    experiment: Experiment, federation: Federation, results: dict[str, list[Result]], folder: Path
+    experiment: Experiment,
+    federation: Federation,
+    results: dict[str, list[Result]],
+    folder: Path,
+    references: Sequence[References] = (),
 ) -> list[Path]:
     """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths."""
     title, classes = f"{federation.train.name}: {federation.partition}", federation.train.classes
@@ -171,9 +196,12 @@ def draw_pictures(
     trained = f"{title}; {network}" if experiment.model.name == MIXED else title
     rows = {method: [result.history.rows for result in runs] for method, runs in results.items()}
     counts = label_counts(federation).numpy()
+    levels = {row.method: row.mean for row in reference_rows(references)}
     pictures: dict[str, Callable[[Path], Any]] = {
         "partition.png": lambda path: partition_picture(counts, path, title=title, classes=classes),
-        "curves.png": lambda path: learning_curves(_curves(results), path, title=trained, target=experiment.target),
+        "curves.png": lambda path: learning_curves(
+            _curves(results), path, title=trained, target=experiment.target, references=levels
+        ),
     }
     if any(has_pseudo_labels(history) for histories in rows.values() for history in histories):
         pictures["pseudo_labels.png"] = lambda path: pseudo_label_picture(rows, path, title=title, classes=classes)

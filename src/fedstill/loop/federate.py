@@ -318,10 +318,16 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
 
 
 def _first_state(task: Task) -> State:
-    weights = to_device(task.model.init(seed_for(task.seed, "model")), task.engine.device)
-    dtype = getattr(task.trainer, "dtype", torch.float32)
-    weights = tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
+    weights = to_device(first_weights(task.model, task.seed, task.trainer), task.engine.device)
     return State(0, weights, first_state(task.method(1), weights))
+
+
+def first_weights(model: Model, seed: Seed, trainer: Trainer) -> Weights:
+    """Return the model that a run with this seed begins at, in the precision of its trainer."""
+    dtype = getattr(trainer, "dtype", torch.float32)
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, model.init(seed_for(seed, "model"))
+    )
 
 
 def _loop(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from fedstill.core.types import Samples, Targets, Weights
 from fedstill.loop.guard import AuditRecord
 from fedstill.privacy.statement import PrivacyStatement
 from fedstill.storage.files import write_whole
+
+if TYPE_CHECKING:
+    from fedstill.loop.references import References
 
 _SHOWN = ("method", "rounds", "accuracy_last", "accuracy_best", "run_dir")
 Row = dict[str, Any]  # one round; `pandas.DataFrame(history.rows)` is a table
@@ -86,6 +89,7 @@ class Result:
     privacy: PrivacyStatement | None = None  # where a part of the run speaks of it
     samples: Samples | None = None  # what the server's generator invented last, if the method has one
     generated: Mapping[str, Any] | None = None  # generated.json: how near they are to training samples
+    references: References | None = None  # accuracies without a federation, where the experiment asks for them
     stands_for: str = ""  # in a comparison: the method with options that its bare name takes from the experiment
 
     def __repr__(self) -> str:
@@ -124,6 +128,7 @@ class Result:
             "bytes_up": self.history.bytes_up,
             "bytes_down": self.history.bytes_down,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
+            **({} if self.references is None else {"references": self.references.summary()}),
         }
 
 

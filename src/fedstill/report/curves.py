@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstill.report import Style, new_figure, quiet, style, whole_rounds, wrapped
+from fedstill.report import COLOURS, Style, new_figure, quiet, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ HEIGHT = 4.6  # inches of a picture, unless its names need more
 GAP = 0.052  # of two names right of their lines, in heights of the axes of such a picture
 SWATCH = (1.03, 1.10)  # where a piece of the line stands before its name, in widths of the axes: two dashes at least
 LINE_WIDTH = 1.8
+GREY = "0.45"  # of reference points
 NAME_WIDTH = 34  # letters a line, beside a picture of eight inches
 
 End = tuple[float, str, Style]  # of a line: where it ends, its name, how it is drawn
@@ -44,28 +45,37 @@ def band(curves: Sequence[Curve]) -> Band:
 
 
 def learning_curves(
-    curves: Mapping[str, Sequence[Curve]], path: Path, *, title: str, target: float | None = None
+    curves: Mapping[str, Sequence[Curve]],
+    path: Path,
+    *,
+    title: str,
+    target: float | None = None,
+    references: Mapping[str, float] | None = None,
 ) -> Path:
     """Draw one line a method (names at their ends) into a PNG; several seeds make a band of one standard deviation.
 
     Where every method has one round (one-shot), a bar a method, and the line beyond its end is that deviation.
+    references: accuracies that belong to no round, by name; each is a grey line across the picture, or a grey bar.
     """
+    references = references or {}
     bands = {wrapped(method, NAME_WIDTH): band(runs) for method, runs in curves.items()}
     gap = GAP * max(name.count("\n") + 1 for name in bands)
-    taller = max(1.0, gap * len(bands))  # so that all names find room
+    taller = max(1.0, gap * (len(bands) + len(references)))  # so that all names find room
     bars = all(len(rounds) == 1 for rounds, _, _ in bands.values())
     note = about_seeds((len(runs) for runs in curves.values()), "line" if bars else "band")
     figure = new_figure(8.0, HEIGHT * taller, title + note)
     axes = figure.add_subplot()
     if bars:
-        _draw_bars(axes, bands, target)
+        _draw_bars(axes, bands, references, target)
     else:
-        _draw_lines(axes, bands, target, gap / taller)
+        _draw_lines(axes, bands, references, target, gap / taller)
     figure.savefig(path)
     return path
 
 
-def _draw_lines(axes: Axes, bands: Mapping[str, Band], target: float | None, gap: float) -> None:
+def _draw_lines(
+    axes: Axes, bands: Mapping[str, Band], references: Mapping[str, float], target: float | None, gap: float
+) -> None:
     ends: list[End] = []
     for place, (method, (rounds, mean, spread)) in enumerate(bands.items()):
         colour, dash = style(place)
@@ -73,6 +83,10 @@ def _draw_lines(axes: Axes, bands: Mapping[str, Band], target: float | None, gap
         axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=LINE_WIDTH, marker=marker)
         axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
         ends.append((100 * float(mean[-1]), method, (colour, dash)))
+    for place, (name, accuracy) in enumerate(references.items()):
+        grey: Style = GREY, style(len(COLOURS) * (place + 1))[1]
+        axes.axhline(100 * accuracy, color=grey[0], linestyle=grey[1], linewidth=1.2)
+        ends.append((100 * accuracy, name, grey))
     axes.set_xlabel("round")
     axes.set_ylabel("test accuracy (%)")
     whole_rounds(axes)
@@ -86,13 +100,15 @@ def _draw_lines(axes: Axes, bands: Mapping[str, Band], target: float | None, gap
     name_ends(axes, ends, gap=gap)
 
 
-def _draw_bars(axes: Axes, bands: Mapping[str, Band], target: float | None) -> None:
-    """Draw the methods from top to bottom, each with its accuracy after its only evaluated round."""
+def _draw_bars(axes: Axes, bands: Mapping[str, Band], references: Mapping[str, float], target: float | None) -> None:
+    """Draw methods with their accuracies after their only evaluated round from top to bottom, then reference points."""
+    rounds = {int(band[0][0]) for band in bands.values()}
+    none = np.zeros(1)
+    bands = {**bands, **{name: (none, np.array([accuracy]), none) for name, accuracy in references.items()}}
     names, places = list(bands), np.arange(len(bands))
     heights, spreads = (np.array([100 * bands[name][part][0] for name in names]) for part in (1, 2))
-    axes.barh(
-        places, heights, height=min(0.7, 0.18 * len(names)), color=[style(place)[0] for place in range(len(names))]
-    )
+    colours = [GREY if name in references else style(place)[0] for place, name in enumerate(names)]
+    axes.barh(places, heights, height=min(0.7, 0.18 * len(names)), color=colours)
     shown = spreads > 0
     if shown.any():
         axes.errorbar(heights[shown], places[shown], xerr=spreads[shown], fmt="none", ecolor="0.25", elinewidth=1.2)
@@ -104,7 +120,6 @@ def _draw_bars(axes: Axes, bands: Mapping[str, Band], target: float | None) -> N
     axes.set_xlim(0, max(1.1 * axes.dataLim.x1, 1.0, 105 * (target or 0)))
     quiet(axes, "x")
     axes.tick_params(axis="y", length=0)
-    rounds = {int(bands[name][0][0]) for name in names}
     after = f" after round {rounds.pop()}" if len(rounds) == 1 else ""
     goal = "" if target is None else f"; dotted: target {100 * target:g}"
     axes.set_xlabel(f"test accuracy{after} (%){goal}")

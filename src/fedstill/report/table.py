@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fedstill.loop.evaluate import METRICS
+from fedstill.loop.history import Row
+from fedstill.loop.references import References
 from fedstill.privacy.statement import shown
 from fedstill.report import human_bytes
 
@@ -28,6 +31,7 @@ class MethodSummary:
     bytes_down: int
     epsilon: float | None = None  # of one run, the largest over the seeds; None: nothing is claimed
     metrics: Mapping[str, float] = field(default_factory=dict)  # by heading, the mean over seeds: loop.evaluate.METRICS
+    is_reference: bool = False  # it stands below the methods
 
     @property
     def mean(self) -> float:
@@ -51,12 +55,69 @@ class MethodSummary:
             "bytes_down": self.bytes_down,
             **({} if self.epsilon is None else {"epsilon": self.epsilon}),
             **self.metrics,
+            **({"reference": True} if self.is_reference else {}),
         }
 
 
 def best_first(summaries: Iterable[MethodSummary]) -> list[MethodSummary]:
-    """By mean accuracy; a run whose accuracy is not a number comes last."""
-    return sorted(summaries, key=lambda row: (row.mean != row.mean, -row.mean, row.method))
+    """By mean accuracy; a run whose accuracy is not a number comes last, and reference points below all methods."""
+    return sorted(summaries, key=lambda row: (row.is_reference, row.mean != row.mean, -row.mean, row.method))
+
+
+def column_means(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the mean over rows of each metric that has a column, by its heading."""
+    means: dict[str, float] = {}
+    for name, metric in METRICS.items():
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if metric.column and values:
+            means[metric.column] = statistics.fmean(values) * (100 if metric.percent else 1)
+    return means
+
+
+def reference_rows(references: Sequence[References]) -> list[MethodSummary]:
+    """Return a row for each reference point; there is one References for each seed."""
+    if not references:
+        return []
+    rows = {
+        "pooled": [[each.pooled] for each in references],
+        "alone (mean)": [list(each.alone) for each in references],
+        "majority class": [[each.majority] for each in references],
+    }
+    seconds = {"pooled": [each.seconds_pooled for each in references]}
+    seconds["alone (mean)"] = [each.seconds_alone for each in references]
+    return [
+        MethodSummary(
+            method=name,
+            last=(last := tuple(statistics.fmean(row["accuracy"] for row in parties) for parties in by_seed)),
+            best=last,  # they are measured once, after their last step
+            seconds=statistics.fmean(seconds.get(name, [0.0])),
+            bytes_up=0,
+            bytes_down=0,
+            metrics=column_means([row for parties in by_seed for row in parties]),
+            is_reference=True,
+        )
+        for name, by_seed in rows.items()
+    ]
+
+
+def reference_lines(method: str, accuracies: Sequence[float], references: Sequence[References]) -> list[str]:
+    """Answer whether the federation is worth it, and for whom: `method` had these accuracies, one for each seed."""
+    summaries = [each.summary() for each in references]
+    mean = {name: f"{100 * statistics.fmean(each[name] for each in summaries):.1f} %" for name in summaries[0]}
+    parties = sum(len(each.alone) for each in references)
+    gain = sum(
+        federated > alone
+        for federated, each in zip(accuracies, references, strict=True)
+        for alone in each.accuracies_alone
+    )
+    seeds = f", over {len(references)} seeds" if len(references) > 1 else ""
+    return [
+        f"federated ({method}) {100 * statistics.fmean(accuracies):.1f} %, alone {mean['alone_mean']} on average (best "
+        f"party {mean['alone_best']}), pooled {mean['pooled']}, majority class {mean['majority']}",
+        f"the federated model is better than the own model of {gain} of {parties} parties{seeds} (alone: worst tenth "
+        f"{mean['alone_worst_tenth']}, best tenth {mean['alone_best_tenth']})",
+        *references[0].budget,
+    ]
 
 
 def columns(summaries: Sequence[MethodSummary]) -> tuple[str, ...]:
@@ -71,13 +132,13 @@ def cells(summary: MethodSummary, headings: Sequence[str]) -> tuple[str, ...]:
     texts = {
         "method": summary.method,
         "last %": f"{100 * summary.mean:.2f}{spread}",
-        "best %": f"{100 * statistics.fmean(summary.best):.2f}",
         "seconds": f"{summary.seconds:.1f}",
-        "up": human_bytes(summary.bytes_up),
-        "down": human_bytes(summary.bytes_down),
         **{heading: f"{value:.2f}" for heading, value in summary.metrics.items()},
         **({} if summary.epsilon is None else {"epsilon": shown(summary.epsilon)}),
     }
+    if not summary.is_reference:  # a reference has one measurement, and nobody sends anything
+        texts["best %"] = f"{100 * statistics.fmean(summary.best):.2f}"
+        texts |= {"up": human_bytes(summary.bytes_up), "down": human_bytes(summary.bytes_down)}
     return tuple(texts.get(heading, "none") for heading in headings)
 
 
