@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fedstill.data.given import from_data
     from fedstill.engine import build_engine, build_engines
     from fedstill.experiment.build import build, build_federation
+    from fedstill.experiment.classifier import FederatedClassifier
     from fedstill.experiment.compare import Comparison, compare
     from fedstill.experiment.config import Experiment
     from fedstill.experiment.run import resume_run, run
@@ -83,6 +84,7 @@ _HOMES = {
     ),
     "fedstill.data.given": "from_data",
     "fedstill.experiment.build": "build build_federation",
+    "fedstill.experiment.classifier": "FederatedClassifier",
     "fedstill.experiment.run": "resume_run run",
     "fedstill.loop.guard": "Guard",
     "fedstill.loop.history": "History Result",
@@ -103,6 +105,7 @@ __all__ = [
     "Dataset",
     "EarlyStop",
     "Experiment",
+    "FederatedClassifier",
     "Federation",
     "FedstillError",
     "Guard",

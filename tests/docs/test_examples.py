@@ -13,7 +13,9 @@ from fedstill import Training
 from fedstill.methods.lookup import build_method
 
 FILES = sorted((ROOT / "examples").glob("*.py"))
-EXAMPLES = [path for path in FILES if "__main__" in path.read_text()]  # my_method.py: see test_adding_a_method
+EXAMPLES = [  # my_method.py: see test_adding_a_method; cells of a notebook begin with # %%
+    path for path in FILES if "__main__" in path.read_text() or "# %%" in path.read_text()
+]
 
 
 @pytest.mark.slow
@@ -27,7 +29,12 @@ def test_an_example_runs_and_says_something(example, tmp_path, monkeypatch, caps
 
 
 def test_there_are_examples_and_they_are_short():
-    assert {path.name for path in EXAMPLES} >= {"fedavg_in_one_file.py", "own_method.py", "own_data.py"}
+    assert {path.name for path in EXAMPLES} >= {
+        "fedavg_in_one_file.py",
+        "own_method.py",
+        "own_data.py",
+        "from_a_dataframe.py",
+    }
     assert all(len(path.read_text().splitlines()) <= 120 for path in FILES)
 
 

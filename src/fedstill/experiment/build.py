@@ -55,16 +55,7 @@ def load_source(experiment: Experiment, given: Any = None) -> Source:
             "the data of this run were handed over in Python, and no file holds them: call fedstill.run or "
             "fedstill.compare with the same data and resume=True"
         )
-    data = experiment.data
-    keys = [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)]
-    options: Options = {
-        "label": data.label,
-        "inputs": data.inputs,
-        "keys": keys,
-        "size": data.size,
-        "window": data.window,
-        "text": data.tokens is not None,
-    }
+    data, options = experiment.data, reading_options(experiment)
     if given is None:
         source = load(data.source, **options)
     else:
@@ -78,6 +69,19 @@ def load_source(experiment: Experiment, given: Any = None) -> Source:
         source = central_pool(source, data.client_rows, test_share=data.test_share)
     source = source if data.test_limit is None else limit_test(source, data.test_limit)
     return source._replace(built_from=data_settings(experiment) if given is None else "")
+
+
+def reading_options(experiment: Experiment) -> Options:
+    """Return the options by which the experiment's data are read."""
+    data = experiment.data
+    return {
+        "label": data.label,
+        "inputs": data.inputs,
+        "keys": [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)],
+        "size": data.size,
+        "window": data.window,
+        "text": data.tokens is not None,
+    }
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
