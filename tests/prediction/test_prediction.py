@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import fedstill
 from fedstill import prediction
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.run_folder import read_description
+from fedstill.loop.checkpoint import load_model, load_tensors, save_tensors, save_weights
 
 ROUNDS = 3
 
@@ -80,10 +80,9 @@ def scores_by_hand(folder, x):
 
 
 def save_targets(tensors, folder):
-    """Other targets in the place of a run's, said to be of the same rows and round."""
-    with safe_open(folder / "targets.safetensors", framework="numpy") as file:
-        about = file.metadata()
-    save_file(tensors, folder / "targets.safetensors", about)
+    """Other targets in the place of a run's, as if this run had written them for the same rows and round."""
+    _, about = load_tensors(folder / "targets.safetensors")
+    save_tensors(folder / "targets.safetensors", {key: torch.from_numpy(leaf) for key, leaf in tensors.items()}, about)
 
 
 def softmax(scores):
@@ -277,6 +276,8 @@ def test_a_run_of_a_gpu_is_read_on_a_machine_without_one(copied, monkeypatch):
 def test_a_run_that_stopped_early_says_which_model_answers(copied):
     folder = copied("held-out")
     (folder / "checkpoints" / "round-000003.zip").unlink()
+    weights, about = load_model(folder / "last")
+    save_weights(folder / "last", weights, {**about, "round": "2"})
     (note,) = fedstill.predict(folder).notes
     assert "round 2 of 3" in note
     assert f"fedstill resume {folder}" in note
@@ -325,8 +326,8 @@ def test_targets_of_other_rows_are_not_handed_out(copied):
 
 def test_weights_of_another_network_are_refused(copied):
     folder = copied("held-out")
-    weights = load_file(folder / "last" / "weights.safetensors")
-    save_file({name: leaf[:1] for name, leaf in weights.items()}, folder / "last" / "weights.safetensors")
+    tensors, about = load_tensors(folder / "last" / "weights.safetensors")
+    save_tensors(folder / "last" / "weights.safetensors", {name: leaf[:1] for name, leaf in tensors.items()}, about)
     assert "holds no mlp of this run" in mistake(folder)
 
 

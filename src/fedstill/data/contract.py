@@ -56,11 +56,11 @@ class Contract:
 def contract_of(federation: Federation) -> Contract:
     """The contract of a run that begins with this federation."""
     train, test = federation.train, federation.test
-    rows = {"train": _rows(train.x, train.y, train.classes), "test": _rows(test.x, test.y, train.classes)}
+    rows = {"train": rows_of(train.x, train.y, train.classes), "test": rows_of(test.x, test.y, train.classes)}
     if federation.validation is not None:
-        rows["validation"] = _rows(*federation.validation, train.classes)
+        rows["validation"] = rows_of(*federation.validation, train.classes)
     if federation.unlabeled is not None:
-        rows["unlabeled"] = _rows(federation.unlabeled, None, ())
+        rows["unlabeled"] = rows_of(federation.unlabeled)
     split = _digest(federation.indices.numpy(), federation.offsets.numpy())
     return Contract(without_rows(train), rows, split, federation.population)
 
@@ -76,7 +76,8 @@ def federation_without_rows(contract: Contract) -> Federation:
     return Federation(contract.data, contract.data, nobody[:0], nobody)
 
 
-def _rows(x: Tensor, y: Tensor | None, classes: tuple[str, ...]) -> Rows:
+def rows_of(x: Tensor, y: Tensor | None = None, classes: tuple[str, ...] = ()) -> Rows:
+    """The fingerprints of some rows, with or without labels."""
     inputs = x.cpu().numpy()
     labels = np.zeros(len(inputs), np.int64) if y is None else y.cpu().numpy()
     counts = () if y is None else tuple(np.bincount(labels, minlength=len(classes)).tolist())

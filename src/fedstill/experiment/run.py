@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +22,17 @@ from fedstill.experiment.model import Network, build_network, describe_model
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
     check_run_folder,
+    check_same_experiment,
     check_same_run,
+    make_contract,
     read_description,
     with_given_data,
     with_given_network,
-    write_contract,
     write_description,
 )
 from fedstill.experiment.trackers import build_trackers
 from fedstill.loop.callbacks import Callback, RunInfo
+from fedstill.loop.checkpoint import list_checkpoints
 from fedstill.loop.evaluate import label_counts
 from fedstill.loop.federate import Built, federate
 from fedstill.loop.history import Result
@@ -136,9 +138,11 @@ def run_built(
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
-        elif resume:
-            check_same_run(experiment, federation, folder)
-        watchers = [_Describe(experiment, federation, folder), *watchers]
+            contract = make_contract(experiment, federation)
+            watchers = [_Describe(experiment, contract, folder), *watchers]
+            built = replace(built, contract=contract["seal"])
+        elif resume or not list_checkpoints(folder / "checkpoints"):
+            built = replace(built, contract=check_same_run(experiment, federation, folder))
     with _threads_of(experiment):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
     if experiment.compare.references:
@@ -167,19 +171,19 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 
 
 class _Describe(Callback):
-    """Writes config.toml, env.json and the tokenizer once all checks have passed, before the first round."""
+    """Writes contract.json, config.toml and env.json once all checks have passed, before the first round."""
 
-    def __init__(self, experiment: Experiment, federation: Federation, folder: Path) -> None:
-        self._experiment, self._federation, self._folder = experiment, federation, folder
+    def __init__(self, experiment: Experiment, contract: Mapping[str, Any], folder: Path) -> None:
+        self._experiment, self._contract, self._folder = experiment, contract, folder
 
     def on_start(self, info: RunInfo) -> None:
-        write_description(self._experiment, self._folder)
-        write_contract(self._experiment, self._federation, self._folder)
+        write_description(self._experiment, self._folder, self._contract)
 
 
 def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:
     """Go on with the run in a folder from its newest checkpoint; the result equals that of an uninterrupted run."""
     experiment = read_description(Path(run_dir))
+    check_same_experiment(experiment, Path(run_dir))  # before the data are read, because it names the setting
     return run(experiment, run_dir=run_dir, callbacks=callbacks, resume=True)
 
 

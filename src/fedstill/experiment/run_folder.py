@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -40,13 +41,15 @@ def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
     return folder
 
 
-def write_description(experiment: Experiment, folder: Path) -> None:
-    """Write config.toml, with every default, and env.json; a resumed run keeps the files of its start."""
+def write_description(experiment: Experiment, folder: Path, contract: Mapping[str, Any] | None = None) -> None:
+    """Write contract.json, env.json and config.toml, with every default; a resumed run keeps the files of its start."""
     if not (begun := (folder / CONFIG_FILE).exists()):
         check_run_folder(experiment, folder, asked="run_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not begun:
+            if contract is not None:
+                write_whole(folder / CONTRACT_FILE, json.dumps(contract, indent=1, ensure_ascii=False) + "\n")
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
             write_whole(folder / CONFIG_FILE, toml_io.dumps(_anchored(experiment).resolved()))
     except OSError as error:
@@ -55,24 +58,23 @@ def write_description(experiment: Experiment, folder: Path) -> None:
         ) from error
 
 
-def write_contract(experiment: Experiment, federation: Federation, folder: Path) -> None:
-    """Write contract.json: the experiment, its files and its data as the run begins; a resumed run keeps it."""
-    if (folder / CONTRACT_FILE).exists():
-        return
+def make_contract(experiment: Experiment, federation: Federation) -> dict[str, Any]:
+    """Return the content of contract.json: the experiment, its files and its data as the run begins, and a seal."""
     tree = {
         "experiment": _as_table(experiment),
         "files": {path: file_digest(Path(path)) for path in own_files(*_texts_of(experiment))},
         "data": contract.as_json(contract.contract_of(federation)),
     }
-    write_whole(folder / CONTRACT_FILE, json.dumps({**tree, "seal": _seal(tree)}, indent=1, ensure_ascii=False) + "\n")
+    return {**tree, "seal": _seal(tree)}
 
 
 class Agreed(NamedTuple):
-    """What a run fixed when it began."""
+    """A run's experiment, data and files when it began."""
 
     experiment: Experiment
     data: contract.Contract
     files: Mapping[str, str]  # path -> digest, of Python files that the experiment names
+    seal: str  # a digest of all of them
 
 
 def read_contract(folder: Path) -> Agreed:
@@ -88,9 +90,8 @@ def read_contract(folder: Path) -> Agreed:
         raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
     if seal != _seal(tree):
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
-    return Agreed(
-        Experiment.model_validate(tree["experiment"]), contract.from_json(tree["data"], where=str(path)), tree["files"]
-    )
+    data = contract.from_json(tree["data"], where=str(path))
+    return Agreed(Experiment.model_validate(tree["experiment"]), data, tree["files"], seal)
 
 
 def _seal(tree: Mapping[str, Any]) -> str:
@@ -98,8 +99,45 @@ def _seal(tree: Mapping[str, Any]) -> str:
 
 
 def own_files(*texts: str) -> list[str]:
-    """Return the Python files that texts name (FILE.py:function), by their full paths."""
-    return sorted({path for text in texts for path in re.findall(r"([^+()>,\"']+\.py):", anchored(text))})
+    """Return the Python files that texts name (FILE.py:function or module:function), by their full paths.
+
+    Neighbours that these files import are among them.
+    """
+    found: dict[str, None] = {}
+    queue = [path for text in texts for path in re.findall(r"([^+()>,\"']+\.py):", anchored(text))]
+    modules = {name for text in texts for name in re.findall(r"(?<![\w./\\])([A-Za-z_][\w.]*):[A-Za-z_]", text)}
+    queue += [path for name in modules if not name.endswith(".py") and (path := _file_of(name))]
+    while queue:
+        if (path := queue.pop()) not in found:
+            found[path] = None
+            queue += _imported_neighbours(Path(path))
+    return sorted(found)
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file of a module that can be imported from this folder; None where there is none."""
+    here = Path.cwd() / module.replace(".", "/")
+    for file in (here.with_suffix(".py"), here / "__init__.py"):
+        if file.is_file():
+            return str(file)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _imported_neighbours(path: Path) -> list[str]:
+    """Return the files in a file's own folder that it imports."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return []  # the import itself reports it
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    places = (path.parent / name.replace(".", "/") for name in names)
+    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+    return [str(file) for file in files if file.is_file()]
 
 
 def _texts_of(experiment: Experiment) -> list[str]:
@@ -122,27 +160,34 @@ def check_files(files: Mapping[str, str], names: Collection[str]) -> None:
             raise FedstillError(f"'{path}' has changed since the run began: restore it, or start a new run")
 
 
-def check_same_run(experiment: Experiment, federation: Federation, folder: Path) -> None:
-    """Refuse to resume a run as another experiment, with other data or with other code.
+def check_same_experiment(experiment: Experiment, folder: Path) -> Agreed:
+    """Refuse to resume a run as another experiment or with other code; return the contract of the run.
 
-    Only the rounds and the trackers may differ.
+    Only the rounds, the trackers and the section [compare] may differ, because no round depends on them.
     """
     agreed = read_contract(folder)
     old, new = _flat(_as_table(agreed.experiment)), _flat(_as_table(experiment))
     changed = [
         f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
         for key in dict.fromkeys((*old, *new))
-        if key.partition(".")[0] not in ("rounds", "track") and old.get(key) != new.get(key)
+        if key.partition(".")[0] not in ("rounds", "track", "compare") and old.get(key) != new.get(key)
     ]
     if changed:
         raise FedstillError(
             f"'{folder}' holds a run of another experiment: {'; '.join(changed)}: set it back, or use a new folder"
         )
     check_files(agreed.files, own_files(*_texts_of(experiment)))
+    return agreed
+
+
+def check_same_run(experiment: Experiment, federation: Federation, folder: Path) -> str:
+    """Refuse to resume a run as another experiment, with other data or with other code; return the contract's seal."""
+    agreed = check_same_experiment(experiment, folder)
     if others := contract.differences(agreed.data, contract.contract_of(federation)):
         raise FedstillError(
             f"'{folder}' began with other data: {'; '.join(others)}: restore the data, or start a new run"
         )
+    return agreed.seal
 
 
 def _as_table(experiment: Experiment) -> dict[str, Any]:

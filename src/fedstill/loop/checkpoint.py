@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -119,25 +120,48 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
     )
 
 
-def save_weights(folder: Path, weights: Weights, *, durable: bool = True) -> None:
-    """`folder`/weights.safetensors with the names params/... and buffers/..., replaced in one step."""
-    save_tensors(folder / WEIGHTS_FILE, flatten(weights), durable=durable)
-
-
-def save_tensors(
-    path: Path, tensors: dict[str, Tensor], *, durable: bool = True, metadata: dict[str, str] | None = None
+def save_weights(
+    folder: Path, weights: Weights, about: Mapping[str, str] = MappingProxyType({}), *, durable: bool = True
 ) -> None:
-    """A safetensors file, replaced in one step."""
+    """`folder`/weights.safetensors with the names params/... and buffers/..., replaced in one step."""
+    save_tensors(folder / WEIGHTS_FILE, flatten(weights), about, durable=durable)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], about: Mapping[str, str], *, durable: bool = True) -> None:
+    """A safetensors file, replaced in one step; its metadata hold `about` and a seal over `about` and the tensors."""
     with writing(path, durable=durable) as file:
-        file.write(_serialise(tensors, metadata))
+        file.write(_serialise(tensors, {**about, "seal": _seal(tensors, about)}))
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors in a safetensors file and its metadata; a file that does not fit its seal is refused."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        about = dict(file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    if "seal" in about and about.pop("seal") != _seal(tensors, about):
+        raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
+    return tensors, about
+
+
+def _seal(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    hasher = hashlib.blake2b(json.dumps(dict(about), sort_keys=True).encode(), digest_size=DIGEST_BYTES)
+    for name, leaf in sorted(tensors.items()):
+        hasher.update(f"{name} {leaf.dtype} {tuple(leaf.shape)} ".encode())
+        hasher.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def load_weights(folder: str | Path, device: torch.device | str = "cpu") -> Weights:
     """The model that `save_weights` wrote; `folder` is best/ or last/ of a run, or the file itself."""
+    return load_model(folder, device)[0]
+
+
+def load_model(folder: str | Path, device: torch.device | str = "cpu") -> tuple[Weights, dict[str, str]]:
+    """The model that `save_weights` wrote, and what it wrote about the model."""
     path = Path(folder)
     path = path / WEIGHTS_FILE if path.is_dir() else path
     try:
-        flat = read_tensors(path.read_bytes())
+        flat, about = load_tensors(path)
     except FileNotFoundError:
         raise FedstillError(f"no model at {path}: give the best/ or last/ folder of a finished run") from None
     except safetensors.SafetensorError as error:
@@ -148,7 +172,7 @@ def load_weights(folder: str | Path, device: torch.device | str = "cpu") -> Weig
         if kind not in parts:
             raise FedstillError(f"{path} holds '{name}', not params/... or buffers/...: it is not a fedstill model")
         parts[kind][rest] = leaf.to(device)
-    return Weights(**parts)
+    return Weights(**parts), about
 
 
 def same_form(found: Weights, expected: Weights) -> bool:
@@ -169,7 +193,7 @@ def _write_parts(state: RunState, archive: zipfile.ZipFile) -> None:
 
     def write(name: str, data: bytes) -> None:
         archive.writestr(zipfile.ZipInfo(name), data)
-        digests[name] = _digest(data)
+        digests[name] = content_digest(data)
 
     tensors: dict[str, Tensor] = {}
     tree = {"weights": state.weights, "best": state.best, "server": state.server}
@@ -186,7 +210,7 @@ def _write_parts(state: RunState, archive: zipfile.ZipFile) -> None:
     write("state.safetensors", _serialise(tensors))
     write("state.json", json.dumps(body).encode())
     manifest = json.dumps({"format": 1, "files": digests}, sort_keys=True)
-    sealed = {"manifest": manifest, "blake2b": _digest(manifest.encode())}
+    sealed = {"manifest": manifest, "blake2b": content_digest(manifest.encode())}
     write("manifest.json", json.dumps(sealed).encode())
 
 
@@ -210,7 +234,7 @@ def _read_clients(path: Path, parts: list[str], shape: Any) -> Iterator[tuple[np
 def _verify(archive: zipfile.ZipFile) -> list[str]:
     """The names of a checkpoint's parts, once each of them has the recorded digest."""
     sealed = json.loads(archive.read("manifest.json"))
-    if _digest(sealed["manifest"].encode()) != sealed["blake2b"]:
+    if content_digest(sealed["manifest"].encode()) != sealed["blake2b"]:
         raise ValueError("manifest.json was changed")
     digests: dict[str, str] = json.loads(sealed["manifest"])["files"]
     for name, digest in digests.items():
@@ -261,5 +285,6 @@ def _serialise(tensors: dict[str, Tensor], metadata: dict[str, str] | None = Non
     return data
 
 
-def _digest(data: bytes) -> str:
+def content_digest(data: bytes) -> str:
+    """The digest by which a later command knows the content of a file again."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()

@@ -30,6 +30,7 @@ from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
+from fedstill.loop.checkpoint import content_digest, list_checkpoints
 from fedstill.loop.evaluate import Evaluate, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
 from fedstill.loop.history import Journal, Result, Row
@@ -43,7 +44,7 @@ from fedstill.loop.privacy_plan import (
     warn_of_kept_statistics,
     write_statement,
 )
-from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_last
+from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, save, save_models
 from fedstill.loop.round import State, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
@@ -80,6 +81,7 @@ class Built:
     cache: keeps what a method prepares (a pre-trained extractor) for other runs; None keeps nothing.
     label: the method's name for people.
     settings: options of the method and the model in any words. Two runs whose settings differ never share noise.
+    contract: seal of the run's contract with its data (see experiment/run_folder.py); it binds files to their run.
     """
 
     method: Method | Sequence[Phase]
@@ -94,6 +96,7 @@ class Built:
     cache: Cache | None = None
     label: str = ""
     settings: str = ""
+    contract: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -219,10 +222,12 @@ def _run(
         state = _loop(task, plan, state, store, journal, callbacks, promise)
         stated = _state_privacy(plan, promise, state)
         last, belief = reported(task, state), _targets(task, state)
-        save_last(plan, state, store, last, belief)
         best = state.best if state.best is not None else last
         if plan.folder is not None:
-            _calibrate(task, {"last": last, "best": best}, plan.folder)
+            if state.round not in dict(list_checkpoints(plan.folder / "checkpoints")):
+                save(plan, state, store, last, belief)
+            calibration = _calibrate(task, {"last": last, "best": best}, plan.folder)
+            save_models(plan, state, last, belief, calibration=calibration)
         seconds = earlier + time.perf_counter() - began
         result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, belief)
         invented = samples(task.method(max(state.round, 1)), state.server)
@@ -235,8 +240,8 @@ def _run(
     return result
 
 
-def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> None:
-    """Write the temperatures of each model into calibration.json, one for each set of labeled rows."""
+def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> str:
+    """Write the temperatures of each model into calibration.json, one for each set of labeled rows; return a digest."""
     sets = {"the test set": (task.test.x, task.test.y)}
     if task.federation.validation is not None:
         sets = {"the validation set": task.federation.validation, **sets}
@@ -245,7 +250,9 @@ def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> None:
         for where, (x, y) in sets.items():
             scores = task.trainer.outputs(weights, x.to(task.engine.device), features=False).logits.double().cpu()
             table.setdefault(name, []).append(dataclasses.asdict(calibrate(scores, y.cpu(), where)))
-    write_whole(folder / CALIBRATION_FILE, json.dumps(table, indent=1) + "\n")
+    content = (json.dumps(table, indent=1) + "\n").encode()
+    write_whole(folder / CALIBRATION_FILE, content)
+    return content_digest(content)
 
 
 def _targets(task: Task, state: State) -> Targets | None:
@@ -304,6 +311,8 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
     }
     if found := fingerprint(task, identity, built.settings):
         identity["fingerprint"] = found
+    if built.contract:
+        identity["contract"] = built.contract
     rows, schedule = task.unlabeled, built.schedule
     return Plan(
         built.label,
@@ -314,6 +323,7 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
         schedule.target,
         identity=json.loads(json.dumps(identity)),
         unlabeled="" if folder is None or rows is None else rows_digest(rows, task.federation.unlabeled_ids),
+        contract=built.contract,
     )
 
 

@@ -49,6 +49,7 @@ class Plan:
     target: float | None
     identity: dict[str, Any]
     unlabeled: str = ""  # digest of the rows that targets are about
+    contract: str = ""  # seal of the run's contract: its models and targets carry it
 
     def evaluates(self, number: int) -> bool:
         return number % self.evaluate_every == 0 or number == self.rounds
@@ -89,25 +90,24 @@ def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: T
         state.targets_round,
     )
     save_checkpoint(whole, plan.folder / "checkpoints")
-    _save_models(plan, state, last, targets, durable=False)  # the checkpoint above is the durable copy
+    save_models(plan, state, last, targets, durable=False)  # the checkpoint above is the durable copy
 
 
-def _save_models(plan: Plan, state: State, last: Weights, targets: Targets | None, *, durable: bool) -> None:
+def save_models(
+    plan: Plan, state: State, last: Weights, targets: Targets | None, *, calibration: str = "", durable: bool = True
+) -> None:
+    """The model that is reported (`last`), the best one, and the server's targets, each with the run it belongs to.
+
+    calibration: digest of calibration.json, which a run writes when it ends; empty before.
+    """
     assert plan.folder is not None
-    save_weights(plan.folder / "last", last, durable=durable)
+    about = {"contract": plan.contract, "round": str(state.round), "calibration": calibration}
+    save_weights(plan.folder / "last", last, {**about, "model": "last"}, durable=durable)
     if state.best is not None:
-        save_weights(plan.folder / "best", state.best, durable=durable)
+        save_weights(plan.folder / "best", state.best, {**about, "model": "best"}, durable=durable)
     if targets is not None:
-        about = {"round": str(state.targets_round), "rows": plan.unlabeled}
-        save_tensors(plan.folder / TARGETS_FILE, targets._asdict(), durable=durable, metadata=about)
-
-
-def save_last(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
-    if plan.folder is None:
-        return
-    if state.round not in dict(list_checkpoints(plan.folder / "checkpoints")):
-        save(plan, state, store, last, targets)
-    _save_models(plan, state, last, targets, durable=True)
+        about = {"contract": plan.contract, "round": str(state.targets_round), "rows": plan.unlabeled}
+        save_tensors(plan.folder / TARGETS_FILE, targets._asdict(), about, durable=durable)
 
 
 def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
@@ -144,6 +144,10 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> tu
 
 
 def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
+    if plan.identity.get("contract") != saved.identity.get("contract", plan.identity.get("contract")):
+        raise FedstillError(
+            f"cannot resume {plan.folder}: its checkpoints were written by another run: restore them from a copy"
+        )
     for key, now in plan.identity.items():
         if key not in saved.identity:
             raise FedstillError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import Source
-from fedstill.data.contract import contract_of, differences, task_differences
-from fedstill.data.split import read_unlabeled
+from fedstill.data.contract import contract_of, differences, rows_of, task_differences
+from fedstill.data.source import Unlabeled
+from fedstill.data.split import read_unlabeled, split_unlabeled
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.compare import RESULTS_FILE
 from fedstill.experiment.config import Experiment
@@ -174,7 +175,7 @@ def open_run(folder: Path, model: Network | None = None) -> Opened:
     agreed = read_contract(folder)
     network = agreed.experiment.model  # no other code of the experiment has a part in an answer
     check_files(agreed.files, own_files(network.name, *network.options.get("prototypes", ())))
-    return Opened(folder, agreed.experiment, agreed.data, model)
+    return Opened(folder, agreed.experiment, agreed.data, agreed.seal, model)
 
 
 def own_samples(run: Opened) -> Samples:
@@ -185,24 +186,27 @@ def own_samples(run: Opened) -> Samples:
             "this run has no unlabeled set (data.unlabeled = 'none'): name the data to label, "
             "`fedstill predict RUN INPUTS` with a folder of images or a table"
         )
-    federation = build_federation(run.experiment)
-    now = contract_of(federation)
-    same_rows = now.rows.get("unlabeled") == run.contract.rows["unlabeled"]
-    if not same_rows or any(task_differences(run.contract.data, now.data)):
-        others = "; ".join(differences(run.contract, now))
+    then, place = run.contract, unlabeled_place(run.experiment)
+    if place is None:
+        federation = build_federation(run.experiment)
+        now, x = contract_of(federation), federation.unlabeled
+        assert x is not None
+        ids = federation.unlabeled_ids or tuple(map(str, range(len(x))))
+        unlabeled = Unlabeled(x, ids, federation.unlabeled_truth, federation.unlabeled_skipped)
+    else:  # a place of its own, which is read without the training data
+        limit = run.experiment.data.unlabeled_limit
+        _, read = split_unlabeled(Source(then.data, then.data), place, seed=run.experiment.seed, limit=limit)
+        assert read is not None
+        unlabeled = read
+        now = replace(then, rows={**then.rows, "unlabeled": rows_of(read.x)})
+    if now.rows["unlabeled"] != then.rows["unlabeled"] or any(task_differences(then.data, now.data)):
         raise FedstillError(
-            f"the run's unlabeled set (data.unlabeled = {choice!r}) is not as it was: {others}: restore the data, or "
-            "name the data to label, `fedstill predict RUN INPUTS`"
+            f"the run's unlabeled set (data.unlabeled = {choice!r}) is not as it was: "
+            f"{'; '.join(differences(then, now))}: restore the data, or name the data to label, "
+            "`fedstill predict RUN INPUTS`"
         )
-    assert federation.unlabeled is not None
-    return Samples(
-        federation.unlabeled,
-        federation.unlabeled_ids or tuple(str(row) for row in range(len(federation.unlabeled))),
-        federation.unlabeled_truth,
-        f"the run's unlabeled set (data.unlabeled = {choice!r})",
-        federation.unlabeled_skipped,
-        unlabeled_place(run.experiment) or "",
-    )
+    what = f"the run's unlabeled set (data.unlabeled = {choice!r})"
+    return Samples(unlabeled.x, unlabeled.ids, unlabeled.truth, what, unlabeled.skipped, place or "")
 
 
 def new_samples(inputs: Any, source: Source) -> Samples:

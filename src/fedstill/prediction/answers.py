@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from fedstill.loop.calibrate import (
     log_scores,
     reliability,
 )
-from fedstill.loop.checkpoint import list_checkpoints, load_weights
+from fedstill.loop.checkpoint import WEIGHTS_FILE, content_digest, list_checkpoints, load_model, load_tensors
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
 
 
@@ -61,16 +62,19 @@ class Answer(NamedTuple):
 
 
 def last_round(folder: Path) -> int | None:
-    """Return the round of the model in last/, which is the round of the newest checkpoint; None without one."""
-    return next((number for number, _ in list_checkpoints(folder / "checkpoints")), None)
+    """Return the round after which the model in last/ was written; None where the file does not say it."""
+    with safetensors.safe_open(folder / "last" / WEIGHTS_FILE, framework="pt") as file:
+        about = file.metadata() or {}
+    return int(about["round"]) if "round" in about else None
 
 
 class Opened(NamedTuple):
-    """A run that can answer: its folder, and the experiment and the data that it began with."""
+    """A run that can answer: its folder, the experiment and the data that it began with, and the contract's seal."""
 
     folder: Path
     experiment: Experiment
     contract: Contract
+    seal: str  # of the contract: every file of the run carries it
     model: Network | None = None  # of a run whose network was handed over in Python
 
 
@@ -78,9 +82,9 @@ def targets_answer(run: Opened, samples: Samples) -> Answer:
     """Answer with the server's last targets for its unlabeled data; refuse targets for other rows."""
     path, instead = run.folder / TARGETS_FILE, "use --from last"
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            probabilities, kept, about = file.get_tensor("probabilities"), file.get_tensor("kept"), file.metadata()
-        number, rows = int(about["round"]), about["rows"]
+        tensors, about = load_tensors(path)
+        probabilities, kept = tensors["probabilities"], tensors["kept"]
+        number, rows, contract = int(about["round"]), about["rows"], about["contract"]
     except FileNotFoundError:
         raise FedstillError(
             f"--from targets: '{run.folder}' has no {TARGETS_FILE}, because its method forms no targets or has formed "
@@ -88,6 +92,8 @@ def targets_answer(run: Opened, samples: Samples) -> Answer:
         ) from None
     except (safetensors.SafetensorError, KeyError, TypeError, OSError) as error:
         raise FedstillError(f"--from targets: {path} cannot be read ({error}); {instead}") from error
+    if contract != run.seal:
+        raise FedstillError(f"--from targets: {path} was written by another run: restore it from a copy; {instead}")
     if len(kept) != len(samples.x) or rows != rows_digest(samples.x, samples.ids):
         raise FedstillError(
             f"--from targets: {path} is about other rows: the unlabeled data have changed since the run; {instead}"
@@ -112,19 +118,35 @@ def model_answer(run: Opened, samples: Samples, which: str) -> Answer:
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
     engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)
-    weights = load_weights(run.folder / which, engine.device)
+    weights, about = load_model(run.folder / which, engine.device)
+    _check_model(run, which, about)
     stored, wanted = ({name: leaf.shape for name, leaf in x.params.items()} for x in (weights, network.init(0)))
     if stored != wanted:
         raise FedstillError(
             f"'{run.folder / which}' holds no {run.experiment.model.name} of this run: restore its copy"
         )
     scores = engine.outputs(weights, samples.x, features=False).logits.double().cpu()
-    calibration = stored_calibration(run, samples, which)
+    calibration = stored_calibration(run, samples, which, about["calibration"])
     measured = _measure_known(scores, samples, calibration.temperature)
     if measured is None and calibration.before is not None and calibration.fitted_on is not None:
         how = "the rows that chose the temperature, so the error after it is a little too small"
         measured = Measured(calibration.fitted_on, calibration.before, calibration.after, how)
     return Answer(scores, calibration, measured, f"the run's {which} model", round=last_round(run.folder))
+
+
+def _check_model(run: Opened, which: str, about: Mapping[str, str]) -> None:
+    """Refuse a model that the run did not write, or that it wrote in an earlier round or as another one."""
+    path, cure = f"'{run.folder / which / WEIGHTS_FILE}'", "restore it from a copy of the run"
+    newest = max((number for number, _ in list_checkpoints(run.folder / "checkpoints")), default=0)
+    if about.get("contract") != run.seal:
+        raise FedstillError(f"{path} was not written by this run: {cure}")
+    if about["model"] != which:
+        raise FedstillError(f"{path} holds the run's {about['model']} model: {cure}")
+    if int(about["round"]) < newest:
+        raise FedstillError(
+            f"{path} is the model after round {about['round']}, and the run has played {newest}: {cure}, or write it "
+            f"again with `fedstill resume {run.folder}`"
+        )
 
 
 ANSWERS = {
@@ -134,16 +156,22 @@ ANSWERS = {
 }
 
 
-def stored_calibration(run: Opened, samples: Samples, which: str) -> Calibration:
-    """Return the run's first temperature whose labeled rows cannot be among the predicted ones."""
+def stored_calibration(run: Opened, samples: Samples, which: str, digest: str) -> Calibration:
+    """Return the run's first temperature whose labeled rows cannot be among the predicted ones.
+
+    digest: of the file that the run wrote for its models; empty while the run has not ended.
+    """
     path, data = run.folder / CALIBRATION_FILE, run.experiment.data
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))[which]
-        calibrations = [calibration_from(tree) for tree in stored]
-    except FileNotFoundError:
+    if not digest:
         return Calibration(None, f"not calibrated: the run has not ended; finish it with: fedstill resume {run.folder}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
+    content = path.read_bytes() if path.is_file() else b""
+    if content_digest(content) != digest:
+        happened = "does not belong to the run's models" if content else "is gone"
+        raise FedstillError(
+            f"'{path}' {happened}: restore it from a copy of the run, or write it again with "
+            f"`fedstill resume {run.folder}`"
+        )
+    calibrations = [calibration_from(tree) for tree in json.loads(content)[which]]
     why = ""
     for calibration in calibrations:
         tested = calibration.fitted_on == "the test set"
