@@ -88,6 +88,17 @@ def test_a_network_of_python_trains_says_what_it_cannot_and_is_handed_over_again
     assert len(fedstill.load_run(tmp_path, model=network()).history) == 3
 
 
+def test_texts_of_a_list_are_read_by_the_tokenizer_of_the_run(tmp_path):
+    texts = [f"{'good film' if row % 2 else 'bad play'} {row}" for row in range(40)]
+    small = {"name": "bert", "layers": 1, "hidden": 8, "inner": 8, "heads": 2}
+    split = EXPERIMENT.replace(partition={"scheme": "iid", "clients": 2}, cohort=2, model=small, data={"tokens": 6})
+    fedstill.run(split, data=(texts, ["no", "yes"] * 20), run_dir=tmp_path / "run")
+    (tmp_path / "new.txt").write_text("\n".join(texts[:5]))
+    run = fedstill.load_run(tmp_path / "run")
+    by_list, by_file = run.predict(texts[:5]), run.predict(tmp_path / "new.txt")
+    assert torch.equal(by_list.probabilities, by_file.probabilities)
+
+
 def test_reprs_are_one_or_two_short_lines(tmp_path):
     source = fedstill.from_data(X, Y, groups=OWNER)
     federation = fedstill.make_federation(source, [np.arange(72)])
