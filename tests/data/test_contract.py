@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
-from fedstill.data import from_csv, make_federation
+from fedstill.data import from_csv, hold_client_tests, make_federation
 from fedstill.data.contract import as_json, contract_of, differences, from_json
 
 ROWS = [
@@ -67,6 +67,15 @@ def test_a_change_of_a_table_is_named(tmp_path, rows, header, named):
     assert named in "; ".join(differences(then, now))
 
 
+def test_other_test_rows_of_clients_are_told(tmp_path):
+    first = federation(tmp_path)
+    choices = [(0.25, 0), (0.25, 1), (0.5, 0)]
+    held, other, more = (contract_of(hold_client_tests(first, share, seed=seed)) for share, seed in choices)
+    assert differences(contract_of(first), held)[0] == "there was no client_test set"
+    assert differences(held, other)[0] == "client_test: inputs of its 6 rows differ"
+    assert differences(held, more)[0] == "client_test has 12 rows and had 6"
+
+
 def test_rows_in_another_order_and_other_owners_are_told_apart(tmp_path):
     first = federation(tmp_path)
     order = torch.arange(len(first.train.y)).flip(0)
@@ -74,6 +83,8 @@ def test_rows_in_another_order_and_other_owners_are_told_apart(tmp_path):
     assert differences(contract_of(first), contract_of(turned)) == ["train: the same 24 rows stand in another order"]
     moved = replace(first, indices=first.indices.roll(1))
     assert differences(contract_of(first), contract_of(moved)) == ["the rows belong to other clients"]
+    renamed = [contract_of(replace(first, names=names)) for names in (("a", "b", "c"), ("a", "b", "d"))]
+    assert differences(*renamed) == ["the rows belong to other clients"]
     changed = replace(first, train=replace(first.train, x=first.train.x + 1e-6))
     assert differences(contract_of(first), contract_of(changed)) == ["train: inputs of its 24 rows differ"]
 

@@ -25,6 +25,7 @@ from fedstill.data import (
     Source,
     federation_from_tensors,
     from_tensors,
+    hold_client_tests,
     hold_validation,
     load,
     make_federation,
@@ -60,6 +61,63 @@ def test_each_client_gets_its_own_rows_in_order(sizes: list[int], spare: int) ->
         mine = federation.indices[federation.offsets[k] : federation.offsets[k + 1]]
         assert mine.tolist() == part.tolist()
     assert federation.indices.dtype == federation.offsets.dtype == torch.int64
+
+
+@HYPOTHESIS
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=6).filter(any),
+    st.floats(0.01, 0.99),
+    st.integers(0, 100),
+)
+def test_no_row_is_both_trained_on_and_tested_on(labels: list[list[int]], share: float, seed: int) -> None:
+    sizes = [len(own) for own in labels]
+    y = np.array([label for own in labels for label in own])
+    source = from_tensors(np.zeros((len(y), 1), np.float32), y, test=(np.zeros((1, 1)), [0]), classes=["a", "b", "c"])
+    whole = make_federation(source, np.split(np.random.default_rng(seed).permutation(len(y)), np.cumsum(sizes)[:-1]))
+    held = hold_client_tests(whole, share, seed=seed)
+    tested, offsets = held.client_test
+    assert not set(held.indices.tolist()) & set(tested.tolist())
+    assert held.population == whole.population == len(offsets) - 1
+    for k, size in enumerate(sizes):
+        trains = held.indices[held.offsets[k] : held.offsets[k + 1]].tolist()
+        tests = tested[offsets[k] : offsets[k + 1]].tolist()
+        own = whole.indices[whole.offsets[k] : whole.offsets[k + 1]].tolist()
+        assert sorted(trains + tests) == sorted(own)
+        assert len(tests) == (min(max(1, round(share * size)), size - 1) if size > 1 else 0)
+        for label in range(3):  # a class has its share of the test, within one row
+            count = sum(int(y[row]) == label for row in tests)
+            assert abs(count - len(tests) * sum(int(y[row]) == label for row in own) / max(1, size)) <= 1
+    again = hold_client_tests(whole, share, seed=seed)
+    assert torch.equal(again.client_test[0], tested)
+    assert torch.equal(again.indices, held.indices)
+
+
+def test_the_seed_chooses_test_rows_and_nothing_else_moves() -> None:
+    whole = make_federation(numbered(60), np.split(np.arange(60), 3))
+    first, other = (hold_client_tests(whole, 0.2, seed=seed) for seed in (0, 1))
+    assert not torch.equal(first.client_test[0], other.client_test[0])
+    assert first.client_test[1].tolist() == other.client_test[1].tolist() == [0, 4, 8, 12]
+    assert torch.equal(first.train.x, whole.train.x)
+
+
+def test_clients_that_share_rows_hold_none_back() -> None:
+    shared = make_federation(numbered(6), [np.array([0, 1]), np.array([1, 2])], shared_rows=True)
+    assert "several clients share a row" in fails(hold_client_tests, shared, 0.5, seed=0)
+    assert "data.client_test_share = 1: give a share" in fails(hold_client_tests, shared, 1.0, seed=0)
+
+
+def test_owners_keep_their_names(tmp_path: Path) -> None:
+    lines = [
+        "town,ward,x,ill",
+        *(f"{town},{ward},{ward},{ward % 2}" for ward in (2, 1) for town in "ba" for _ in "123"),
+    ]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    for keys, names in (("town", ("a", "b")), (["ward"], ("1", "2")), (["town", "ward"], ("a / 1", "a / 2"))):
+        partition = {"scheme": "natural", "keys": keys, "clients": 0}
+        data = {"source": str(tmp_path / "t.csv"), "label": "ill", "inputs": ["x"]}
+        assert build_federation(Experiment(cohort=1, data=data, partition=partition)).names[:2] == names
+    assert build_federation(Experiment.quickstart()).names == ()
+    assert "2 names for 1 clients" in fails(make_federation, numbered(4), [np.arange(4)], names=["a", "b"])
 
 
 def test_a_hundred_thousand_clients_are_put_together_in_a_moment() -> None:

@@ -70,6 +70,8 @@ class Federation:
     unlabeled_ids: tuple[str, ...] | None = None  # a name for each unlabeled row: file, or row of a table
     unlabeled_skipped: tuple[str, ...] = ()  # names of what could not be read of them
     validation: tuple[Tensor, Tensor] | None = None  # labeled rows that the server holds, none of them a client's
+    client_test: tuple[Tensor, Tensor] | None = None  # train rows that nobody trains on, offsets: client k tests on its
+    names: tuple[str, ...] = ()  # of the clients; empty: they have none
     partition: str = ""  # how it was split, for people
     built_from: str = ""  # the settings that it follows from, as JSON; empty: somebody made it in Python
     public_facts: tuple[str, ...] = ()  # what of the clients' data everybody knows by how they were read, for people

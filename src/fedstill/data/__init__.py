@@ -1,6 +1,6 @@
 """Datasets and federations: load a source, give the server an unlabeled part, share the other rows out to clients."""
 
-from fedstill.data.federation import federation_from_tensors, make_federation, scale_inputs
+from fedstill.data.federation import federation_from_tensors, hold_client_tests, make_federation, scale_inputs
 from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, from_tensors, load
 from fedstill.data.source import Source, Unlabeled, owners, stratified_holdout
 from fedstill.data.split import central_pool, hold_validation, limit_test, read_unlabeled, split_unlabeled, with_test_of
@@ -18,6 +18,7 @@ __all__ = [
     "from_csv",
     "from_hf",
     "from_tensors",
+    "hold_client_tests",
     "hold_validation",
     "limit_test",
     "load",

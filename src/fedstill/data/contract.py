@@ -43,8 +43,9 @@ class Contract:
     """All that a run fixed about its data.
 
     data: how samples are read and what they mean, without any row.
-    rows: fingerprints of the clients' rows ("train"), of "test", and of "validation" and "unlabeled" where there are.
-    owners: a fingerprint of which client holds which rows.
+    rows: fingerprints of the clients' rows ("train"), of "test", and of "validation", "client_test" and "unlabeled"
+        where there are.
+    owners: a fingerprint of which client holds which rows, and of the clients' names.
     """
 
     data: Dataset
@@ -59,10 +60,16 @@ def contract_of(federation: Federation) -> Contract:
     rows = {"train": rows_of(train.x, train.y, train.classes), "test": rows_of(test.x, test.y, train.classes)}
     if federation.validation is not None:
         rows["validation"] = rows_of(*federation.validation, train.classes)
+    split = [federation.indices.numpy(), federation.offsets.numpy()]
+    if federation.names:
+        split.append(np.array(federation.names))
+    if federation.client_test is not None:
+        held, offsets = federation.client_test
+        rows["client_test"] = rows_of(train.x[held], train.y[held], train.classes)
+        split.append(offsets.numpy())
     if federation.unlabeled is not None:
         rows["unlabeled"] = rows_of(federation.unlabeled)
-    split = _digest(federation.indices.numpy(), federation.offsets.numpy())
-    return Contract(without_rows(train), rows, split, federation.population)
+    return Contract(without_rows(train), rows, _digest(*split), federation.population)
 
 
 def without_rows(data: Dataset) -> Dataset:

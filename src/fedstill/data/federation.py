@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.seeds import seed_for
 from fedstill.core.types import Federation
 from fedstill.data.load import from_tensors, is_embedded
-from fedstill.data.source import Source, Unlabeled, as_array, as_tensor, published_statistics, statistics
+from fedstill.data.source import (
+    Source,
+    Unlabeled,
+    as_array,
+    as_tensor,
+    published_statistics,
+    statistics,
+    stratified_holdout,
+)
 from fedstill.data.tables import storage_form
 
 
@@ -25,11 +34,13 @@ def make_federation(
     validation: tuple[Tensor, Tensor] | None = None,
     partition: str = "",
     shared_rows: bool = False,
+    names: Sequence[str] = (),
 ) -> Federation:
     """Make the federation in which client k owns the train rows parts[k].
 
     unlabeled, validation: samples that the server holds, validation with labels. Rows of a tensor are named by number.
     shared_rows: a row may have several owners (D2C-FL's partitions).
+    names: one for each client; empty: they have none.
     A client may be empty (some papers' procedures leave such clients): it is never drawn into a cohort.
     """
     sizes = np.fromiter((len(part) for part in parts), np.int64, len(parts))
@@ -37,6 +48,8 @@ def make_federation(
         raise FedstillError("partition: there is no client")
     if sizes.sum() == 0:
         raise FedstillError("partition: no client holds any sample; take fewer clients or more data")
+    if names and len(names) != len(sizes):
+        raise FedstillError(f"names: {len(names)} names for {len(sizes)} clients; give one for each, or none")
     indices = np.concatenate([np.asarray(part) for part in parts])
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise FedstillError(f"partition: rows must be 1-d integers, got {indices.dtype} of {indices.ndim} dimensions")
@@ -71,9 +84,38 @@ def make_federation(
         unlabeled_ids=None if unlabeled is None else unlabeled.ids,
         unlabeled_skipped=() if unlabeled is None else unlabeled.skipped,
         validation=validation,
+        names=tuple(names),
         partition=partition,
         public_facts=(*source.public_facts, *facts),
     )
+
+
+def hold_client_tests(federation: Federation, share: float, *, seed: int) -> Federation:
+    """Let each client hold back a share of its rows to test on, each class by its share; nobody trains on them.
+
+    A client with a single row trains on it and tests on none.
+    """
+    if not 0 < share < 1:
+        raise FedstillError(f"data.client_test_share = {share:g}: give a share above 0 and below 1, e.g. 0.2")
+    rows, labels = federation.indices.numpy(), federation.train.y.numpy()
+    if len(np.unique(rows)) < len(rows):
+        raise FedstillError(
+            "data.client_test_share: in this partition several clients share a row, so one client would train on "
+            "another's test rows; take another partition.scheme, or leave the key out"
+        )
+    kept, held = [], []
+    for client, part in enumerate(np.split(rows, federation.offsets.numpy()[1:-1])):
+        split = part, part[:0]
+        if len(part) > 1:
+            places = stratified_holdout(labels[part], share, seed=seed_for(seed, "client_test", client))
+            split = part[places[0]], part[places[1]]
+        kept.append(split[0])
+        held.append(split[1])
+    trained, tested = (
+        (torch.from_numpy(np.concatenate(parts)), torch.tensor([0, *np.cumsum([len(part) for part in parts])]))
+        for parts in (kept, held)
+    )
+    return replace(federation, indices=trained[0], offsets=trained[1], client_test=tested)
 
 
 def _check_form(key: str, x: Tensor, source: Source, *, cure: str = "") -> None:

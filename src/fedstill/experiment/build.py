@@ -18,6 +18,7 @@ from fedstill.core.types import Federation
 from fedstill.data import (
     Source,
     central_pool,
+    hold_client_tests,
     hold_validation,
     limit_test,
     load,
@@ -104,6 +105,9 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     if columns := _owner_columns(experiment):
         options["keys"] = owners(source, *columns)
     parts = _draw_parts(experiment, source.train.y.numpy(), options)
+    owner_names = (
+        [" / ".join(str(source.keys[column][part[0]]) for column in columns) for part in parts] if columns else []
+    )
     federation = make_federation(
         source,
         parts,
@@ -111,7 +115,10 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
         validation=validation,
         partition=describe_partition(experiment),
         shared_rows=partition.scheme in SHARES_ROWS,
+        names=owner_names,
     )
+    if data.client_test_share:
+        federation = hold_client_tests(federation, data.client_test_share, seed=seed)
     return replace(federation, built_from=split_settings(experiment) if own else "")
 
 

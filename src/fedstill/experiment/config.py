@@ -77,6 +77,7 @@ class DataSection(_Section):
     validation: int = Field(default=0, ge=0)
     test: str | None = Field(default=None, min_length=1, examples=["mnist_m"])
     test_limit: int | None = Field(default=None, ge=1, examples=[10000])
+    client_test_share: float = Field(default=0.0, ge=0, lt=1)  # of each client's rows, for a test of its own
     client_rows: int | None = Field(default=None, ge=1, examples=[20000])
     test_share: float = Field(default=0.2, gt=0, lt=1)  # of the rows that data.client_rows leaves to the server
     label: str | None = None
