@@ -128,6 +128,13 @@ def test_data_keys_of_the_server_are_off_unless_asked_for():
     assert (data.validation, data.test, data.test_limit, data.client_rows) == (0, None, None, None)
 
 
+def test_the_metric_of_the_best_model_must_exist_unless_the_evaluation_is_a_user_s():
+    assert Experiment(best="macro_f1").best == "macro_f1"
+    with pytest.raises(FedstillError, match="best = 'f1_macro' is no metric: did you mean 'macro_f1'"):
+        Experiment(best="f1_macro")
+    assert Experiment(best="cost", evaluate="mine.py:look").best == "cost"
+
+
 def test_several_mistakes_are_counted():
     with pytest.raises(FedstillError, match=r"rounds = 0 .* \(and 1 more\)"):
         Experiment(rounds=0, seed=-1)

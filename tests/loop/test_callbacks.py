@@ -59,3 +59,5 @@ def test_a_misspelt_metric_is_told_in_the_first_evaluated_round():
     assert stop.on_round({"round": 1}) is False
     with pytest.raises(FedstillError, match="no metric 'acuracy' in an evaluated round: did you mean 'accuracy'"):
         stop.on_round({"round": 2, "accuracy": 0.5})
+    with pytest.raises(FedstillError, match="no metric 'confusion' in an evaluated round"):
+        EarlyStop(1, "confusion").on_round({"round": 1, "accuracy": 0.5, "confusion": [[1]]})

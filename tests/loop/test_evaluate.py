@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from run_helpers import toy_federation
+from sklearn import metrics as sklearn_metrics
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator
 from fedstill.core.types import Dataset, Federation, Output
 from fedstill.loop.evaluate import (
+    CONFUSION_CLASSES,
     METRICS,
     Metric,
     calibration_error,
@@ -48,7 +51,7 @@ def federation_of(train_labels: list[list[int]], test_labels, classes: int) -> F
 
 def reference(logits: np.ndarray, y: np.ndarray, clients: list[list[int]], classes: int) -> dict:
     """From the definitions, sample by sample."""
-    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    shifted = np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True))
     p = shifted / shifted.sum(1, keepdims=True)
     answer, confidence = p.argmax(1), p.max(1)
     class_accuracy = [float(np.mean(answer[y == c] == c)) if (y == c).any() else None for c in range(classes)]
@@ -66,24 +69,58 @@ def reference(logits: np.ndarray, y: np.ndarray, clients: list[list[int]], class
         "accuracy": np.mean(answer == y),
         "loss": -np.mean(np.log(p[np.arange(len(y)), y])),
         "ece": gap,
+        **of_sklearn(p, y),
         "client_mean": np.mean(per_client),
         "client_worst": np.min(per_client),
         "class_accuracy": class_accuracy,
+        "confusion": sklearn_metrics.confusion_matrix(y, answer, labels=range(classes)).tolist(),
+    }
+
+
+def of_sklearn(p: np.ndarray, y: np.ndarray) -> dict[str, float | None]:
+    answer, tested = p.argmax(1), np.unique(y)
+    areas = [sklearn_metrics.roc_auc_score(y == c, p[:, c]) for c in tested] if len(tested) > 1 else None
+    if len(tested) == p.shape[1] > 2:
+        areas = sklearn_metrics.roc_auc_score(y, p, multi_class="ovr", average="macro")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # an answer that is no class of y
+        balanced = sklearn_metrics.balanced_accuracy_score(y, answer)
+    return {
+        "balanced_accuracy": balanced,
+        "macro_f1": sklearn_metrics.f1_score(y, answer, average="macro"),
+        "auc": None if areas is None else np.mean(areas),
     }
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 40))
 def test_every_number_is_the_one_of_the_definition(seed, classes, count):
     generator = numpy_generator(seed)
-    logits = generator.normal(size=(count, classes)).astype(np.float32) * 3
+    logits = generator.normal(size=(count, classes)).round(generator.integers(0, 3)).astype(np.float32) * 3  # ties, too
     y = generator.integers(0, classes, count)
     clients = [list(generator.integers(0, classes, size)) for size in (3, 0, 7, 1)]
     clients.append([int(y[0])])  # somebody holds a class that is tested
     found = global_test(None, make_test_set(federation_of(clients, y, classes), "cpu"), Oracle(logits))
     expected = reference(logits, y, clients, classes)
     assert found.keys() == expected.keys()
+    assert found.pop("confusion") == expected.pop("confusion")
     assert found.pop("class_accuracy") == pytest.approx(expected.pop("class_accuracy"))
     assert found == pytest.approx(expected, abs=2e-6)
+
+
+def test_classes_that_are_sorted_apart_have_the_same_areas(monkeypatch):
+    generator = numpy_generator(0)
+    logits, y = generator.normal(size=(30, 5)), np.arange(30) % 5
+    test = make_test_set(federation_of([[0]], y, 5), "cpu")
+    together = global_test(None, test, Oracle(logits))["auc"]
+    monkeypatch.setattr("fedstill.loop.evaluate.SORTED_AT_ONCE", 60)
+    assert global_test(None, test, Oracle(logits))["auc"] == together
+
+
+def test_a_task_of_many_classes_has_no_confusion_matrix_in_its_rows():
+    for classes in (CONFUSION_CLASSES, CONFUSION_CLASSES + 1):
+        test = make_test_set(federation_of([[0]], [0, 1], classes), "cpu")
+        row = global_test(None, test, Oracle(np.eye(2, classes)))
+        assert ("confusion" in row) == (classes == CONFUSION_CLASSES)
 
 
 def test_mean_and_worst_client_by_hand():

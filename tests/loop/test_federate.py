@@ -208,7 +208,8 @@ def test_the_run_folder_holds_what_it_promises(tmp_path):
     assert "client 0: unreadable message" in (tmp_path / "log.txt").read_text()
 
 
-def test_best_weights_are_those_of_the_best_round():
+@pytest.mark.parametrize("metric", ["accuracy", "loss", "macro_f1"])
+def test_best_weights_are_those_of_the_best_round(metric):
     kept = {}
 
     def remember(candidate, state, round):
@@ -217,9 +218,21 @@ def test_best_weights_are_those_of_the_best_round():
         kept[round.number] = moved
         return moved, state
 
-    result = run(fedavg(aggregate=ServerStep("remember", remember)), rounds=6)
+    result = run(fedavg(aggregate=ServerStep("remember", remember)), rounds=6, best=metric)
+    values = [row[metric] for row in result.history.rows]
+    assert result.best[metric] == (min(values) if metric == "loss" else max(values))
     assert same_bits(result.best_weights, kept[result.best["round"]])
     assert same_bits(result.weights, kept[6])
+
+
+def test_a_best_model_by_no_metric_is_refused_with_the_nearest_name(tmp_path):
+    with pytest.raises(
+        FedstillError, match="best: no metric 'macro_f2' in an evaluated round: did you mean 'macro_f1'"
+    ):
+        run(rounds=1, best="macro_f2")
+    run(rounds=2, run_dir=tmp_path, best="loss")
+    with pytest.raises(FedstillError, match="best was loss and is accuracy now"):
+        run(rounds=3, run_dir=tmp_path, resume=True)
 
 
 def test_states_are_kept_for_accepted_clients_only():

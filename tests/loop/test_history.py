@@ -29,6 +29,12 @@ def test_best_is_the_first_of_equals_and_last_the_last_evaluated():
     assert record.last["round"] == 5
 
 
+def test_the_best_round_by_another_metric():
+    rows = [{"round": 1, "loss": 2.0, "auc": None}, {"round": 2, "loss": 1.0, "auc": 0.6}, {"round": 3, "loss": 3.0}]
+    rows = [{**row, "accuracy": 0.5} for row in rows]
+    assert [History(rows, best_by=name).best["round"] for name in ("accuracy", "loss", "auc", "ece")] == [1, 2, 2, 1]
+
+
 def test_rounds_to_a_target_is_the_first_round_that_reaches_it():
     assert history().rounds_to(0.7) == 3
     assert history().rounds_to(0.1) == 1

@@ -24,13 +24,14 @@ from pydantic import (
     model_validator,
 )
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.limits import Positive
 from fedstill.core.seeds import cohort_size
 from fedstill.core.types import Training
 from fedstill.engine import check_engine
 from fedstill.experiment.config_errors import one_line
 from fedstill.experiment.model import check_mixture
+from fedstill.loop.evaluate import EVALUATIONS, METRICS
 from fedstill.loop.guard import Guard
 from fedstill.methods import lookup, options
 from fedstill.models.mixed import MIXED
@@ -206,6 +207,7 @@ class Experiment(_Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
     evaluate: str = Field(default="global_test", min_length=1)  # how good a model is: a name or FILE.py:function
+    best: str = Field(default="accuracy", min_length=1, examples=["macro_f1"])  # the metric that chooses the best model
     checkpoint_every: int = Field(default=10, ge=1)
     target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
@@ -232,6 +234,8 @@ class Experiment(_Section):
         except ValidationError as error:
             raise FedstillError(one_line(error, cls)) from None
         _check_cohort(experiment)
+        if experiment.evaluate in EVALUATIONS and experiment.best not in METRICS:
+            raise FedstillError(f"best = '{experiment.best}' is no metric: {suggest(experiment.best, METRICS)}")
         local = experiment.local
         if local.nesterov and local.momentum == 0:
             raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fedstill.core.errors import FedstillError, suggest
-from fedstill.loop.evaluate import is_lower_better
+from fedstill.core.errors import FedstillError
+from fedstill.loop.evaluate import is_lower_better, number_of
 from fedstill.loop.history import Result, Row
 
 
@@ -66,11 +66,7 @@ class EarlyStop(Callback):
         return answers[-1] if answers else False
 
     def on_round(self, row: Row) -> bool | None:
-        if "accuracy" in row and self.metric not in row:
-            raise FedstillError(
-                f"early stop: no metric '{self.metric}' in an evaluated round: {suggest(self.metric, row)}"
-            )
-        value = row.get(self.metric)
+        value = number_of(row, self.metric, asked="early stop") if "accuracy" in row else row.get(self.metric)
         if value is None:
             return False
         score = -value if is_lower_better(self.metric) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedstill.core.author_mistakes import name_of
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.trainer import Trainer
 from fedstill.core.types import Federation, Weights
 
 BINS = 15  # of the calibration error
+CONFUSION_CLASSES = 32  # a row of metrics.jsonl holds the confusion matrix of a task with at most so many classes
+SORTED_AT_ONCE = 2**22  # scores
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Answers(NamedTuple):
     logits: Tensor  # (n, K) float32
     confidence: Tensor  # (n,) the largest probability
     correct: Tensor  # (n,) float64, 1 where the most probable class is right
+    hits: Tensor  # (K,) float64, right answers for samples of each class
+    answered: Tensor  # (K,) float64, how often each class is the answer
     class_accuracy: Tensor  # (K,) float64, NaN for a class without test samples
     test: TestSet
 
@@ -63,6 +67,32 @@ def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> 
     return gaps.abs().sum() / len(confidence)
 
 
+def macro_f1(answers: Answers) -> Tensor:
+    """mean_c 2 hits_c / (samples of c + answers c), over the classes that are tested or answered."""
+    return (2 * answers.hits / (answers.test.class_sizes + answers.answered)).nanmean()
+
+
+def auc(answers: Answers) -> Tensor:
+    """mean_c P(p_c of a sample of class c > p_c of another sample), a tie counts one half; NaN if one class is tested.
+
+    This is the area under the ROC curve, one class against all others (Provost & Domingos, 2001). Classes without test
+    samples are left out.
+    """
+    scores, y = answers.logits.double().softmax(dim=1).T.contiguous(), answers.test.y
+    areas, first = [], 0
+    for some in torch.split(scores, max(1, SORTED_AT_ONCE // len(y))):
+        ranked, order = some.sort(dim=1)
+        positive = y[order] == torch.arange(first, first + len(some), device=y.device).unsqueeze(1)
+        last_of_equals = F.pad(ranked[:, 1:] != ranked[:, :-1], (0, 1), value=True)
+        # samples up to the last of equal scores, of the class and of others; and up to the equals before these
+        hits, others = ((flags.cumsum(1) * last_of_equals).cummax(1).values for flags in (positive, ~positive))
+        hits_before, others_before = (F.pad(counts[:, :-1], (1, 0)) for counts in (hits, others))
+        pairs = ((hits - hits_before) * (others + others_before)).sum(dim=1).double()
+        areas.append(pairs / (2 * hits[:, -1] * others[:, -1]))
+        first += len(some)
+    return torch.cat(areas).nanmean()
+
+
 def expected_by_client(answers: Answers) -> Tensor:
     """(clients,) the expected accuracy on each client's own label distribution, sum_c p_k(c) acc_c.
 
@@ -76,6 +106,9 @@ METRICS: dict[str, Metric] = {
     "accuracy": Metric(lambda answers: answers.correct.mean()),
     "loss": Metric(lambda answers: F.cross_entropy(answers.logits, answers.test.y).double(), lower_is_better=True),
     "ece": Metric(lambda answers: calibration_error(answers.confidence, answers.correct), lower_is_better=True),
+    "balanced_accuracy": Metric(lambda answers: answers.class_accuracy.nanmean()),
+    "macro_f1": Metric(macro_f1),
+    "auc": Metric(auc),
     "client_mean": Metric(lambda answers: expected_by_client(answers).mean().double()),
     "client_worst": Metric(lambda answers: expected_by_client(answers).min().double()),
     "train_loss": Metric(None, lower_is_better=True),
@@ -85,6 +118,15 @@ METRICS: dict[str, Metric] = {
 
 def is_lower_better(metric: str) -> bool:
     return metric in METRICS and METRICS[metric].lower_is_better
+
+
+def number_of(row: Mapping[str, Any], metric: str, *, asked: str) -> float | None:
+    """Return a metric of an evaluated round, None where it is not defined; refuse a name that no number there has."""
+    value = row.get(metric)
+    if metric not in row or not (value is None or isinstance(value, (int, float))):
+        numbers = [name for name, value in row.items() if isinstance(value, (int, float))]
+        raise FedstillError(f"{asked}: no metric '{metric}' in an evaluated round: {suggest(metric, numbers)}")
+    return value
 
 
 def label_counts(federation: Federation) -> Tensor:
@@ -112,17 +154,22 @@ Evaluate = Callable[[Weights, TestSet, Trainer], dict[str, Any]]  # -> the row's
 
 
 def global_test(weights: Weights, test: TestSet, trainer: Trainer) -> dict[str, Any]:
-    """Measure the model on the global test set, in eval mode: all METRICS, and class_accuracy (K numbers or None)."""
+    """Measure the model on the global test set, in eval mode; see `measure`."""
     return measure(trainer.outputs(weights, test.x).logits, test)
 
 
 def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
-    """All METRICS of a model that gave these answers (n, K) to the test set; one host sync."""
+    """Return all METRICS of a model that gave these answers (n, K) to the test set, by one host sync.
+
+    Beside them: class_accuracy (K numbers) and, of at most CONFUSION_CLASSES classes, confusion: how many samples of
+    class i (row) were taken for class j (column). None stands for a number that these samples do not define.
+    """
     logits = logits.float()
     confidence, answer = logits.softmax(dim=1).max(dim=1)
     correct = (answer == test.y).double()
     hits = torch.zeros_like(test.class_sizes).index_add_(0, test.y, correct)
-    answers = Answers(logits, confidence, correct, hits / test.class_sizes, test)
+    answered = torch.zeros_like(hits).index_add_(0, answer, torch.ones_like(correct))
+    answers = Answers(logits, confidence, correct, hits, answered, hits / test.class_sizes, test)
     numbers = {}
     for name, metric in METRICS.items():
         if metric.of is not None:
@@ -131,9 +178,34 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
                 what = "nothing" if number is None else f"numbers of shape {tuple(number.shape)}"
                 raise FedstillError(f"the metric '{name}', {name_of(metric.of)}, gave {what}: give one, e.g. a mean")
             numbers[name] = torch.as_tensor(number, dtype=torch.float64, device=logits.device)
-    values = torch.cat([torch.stack(list(numbers.values())), answers.class_accuracy]).tolist()
-    class_accuracy = [value if value == value else None for value in values[len(numbers) :]]
-    return {**dict(zip(numbers, values, strict=False)), "class_accuracy": class_accuracy}
+    classes = len(hits)
+    confusion = hits.new_zeros(classes**2 if classes <= CONFUSION_CLASSES else 0)
+    if len(confusion):
+        confusion.index_add_(0, test.y * classes + answer, torch.ones_like(correct))
+    on_host = iter(torch.cat([torch.stack(list(numbers.values())), answers.class_accuracy, confusion]).tolist())
+    row: dict[str, Any] = {name: _defined(next(on_host)) for name in numbers}
+    row["class_accuracy"] = [_defined(next(on_host)) for _ in range(classes)]
+    if len(confusion):
+        row["confusion"] = [[int(next(on_host)) for _ in range(classes)] for _ in range(classes)]
+    return row
+
+
+def _defined(value: float) -> float | None:
+    return value if value == value else None
+
+
+def accuracy_by_party(weights: Weights, federation: Federation, trainer: Trainer) -> tuple[float | None, ...]:
+    """Return the accuracy of a model on each client's own test rows, None for a client that has none of them.
+
+    A federation whose clients hold back no rows (see data.federation.hold_client_tests) gives an empty tuple.
+    """
+    if federation.client_test is None:
+        return ()
+    rows, offsets = federation.client_test
+    logits = trainer.outputs(weights, federation.train.x[rows], features=False, keep=False).logits
+    correct = (logits.argmax(dim=1).cpu() == federation.train.y[rows]).double()
+    hits = torch.cat([correct.new_zeros(1), correct.cumsum(0)])[offsets].diff()
+    return tuple(_defined(value) for value in (hits / offsets.diff()).tolist())
 
 
 EVALUATIONS: dict[str, Evaluate] = {"global_test": global_test}

@@ -31,9 +31,9 @@ from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.checkpoint import content_digest, list_checkpoints
-from fedstill.loop.evaluate import Evaluate, global_test, label_counts, make_test_set
+from fedstill.loop.evaluate import Evaluate, accuracy_by_party, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
-from fedstill.loop.history import Journal, Result, Row
+from fedstill.loop.history import History, Journal, Result, Row
 from fedstill.loop.privacy_plan import (
     Promise,
     fingerprint,
@@ -65,6 +65,7 @@ class Schedule:
     evaluate_every: int = 1
     checkpoint_every: int = 10
     target: float | None = None  # accuracy whose first round is reported
+    best: str = "accuracy"  # the metric of a round by which the best model is kept
 
     def __post_init__(self) -> None:
         for key in ("rounds", "evaluate_every", "checkpoint_every"):
@@ -206,7 +207,7 @@ def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
 def _run(
     task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int | None, began: float
 ) -> Result:
-    state, population = _first_state(task), task.federation.population
+    state, population = _first_state(task, plan.identity["best"]), task.federation.population
     task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
@@ -231,7 +232,8 @@ def _run(
         seconds = earlier + time.perf_counter() - began
         result = Result(state.history, last, best, plan.method, seconds, plan.folder, plan.target, belief)
         invented = samples(task.method(max(state.round, 1)), state.server)
-        result = dataclasses.replace(result, privacy=stated, samples=invented)
+        parties = accuracy_by_party(last, task.federation, task.trainer)
+        result = dataclasses.replace(result, privacy=stated, samples=invented, party_accuracy=parties)
         if task.model.groups is not None:
             names = tuple(task.model.groups.models)
             result = dataclasses.replace(result, reported=reported_name(task.model.groups), prototypes=names)
@@ -313,6 +315,7 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
         identity["fingerprint"] = found
     if built.contract:
         identity["contract"] = built.contract
+    identity["best"] = built.schedule.best
     rows, schedule = task.unlabeled, built.schedule
     return Plan(
         built.label,
@@ -327,9 +330,9 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
     )
 
 
-def _first_state(task: Task) -> State:
+def _first_state(task: Task, best_by: str) -> State:
     weights = to_device(first_weights(task.model, task.seed, task.trainer), task.engine.device)
-    return State(0, weights, first_state(task.method(1), weights))
+    return State(0, weights, first_state(task.method(1), weights), history=History(best_by=best_by))
 
 
 def first_weights(model: Model, seed: Seed, trainer: Trainer) -> Weights:

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedstill.core.types import Samples, Targets, Weights
+from fedstill.loop.evaluate import is_lower_better
 from fedstill.loop.guard import AuditRecord
 from fedstill.privacy.statement import PrivacyStatement
 from fedstill.storage.files import write_whole
@@ -26,10 +27,14 @@ Row = dict[str, Any]  # one round; `pandas.DataFrame(history.rows)` is a table
 
 @dataclass
 class History:
-    """One row a round. Rounds that were not evaluated have no "accuracy"."""
+    """One row a round. Rounds that were not evaluated have no "accuracy".
+
+    best_by: the metric by which the best round is chosen.
+    """
 
     rows: list[Row] = field(default_factory=list)
     audit: list[AuditRecord] = field(default_factory=list)
+    best_by: str = "accuracy"
 
     def __repr__(self) -> str:
         last = f", accuracy {self.last['accuracy']:.4f}" if self.last else ""
@@ -46,8 +51,15 @@ class History:
 
     @property
     def best(self) -> Row | None:
-        """The evaluated round with the highest accuracy, the first of equals."""
-        return max(self.evaluated, key=lambda row: row["accuracy"], default=None)
+        """The evaluated round whose `best_by` is best, the first of equals."""
+        return max(self.evaluated, key=self.rank, default=None)
+
+    def rank(self, row: Row) -> tuple[bool, float]:
+        """Return a key that is larger for a better round; a round in which the metric is not defined comes last."""
+        value = row.get(self.best_by)
+        if value is None:
+            return False, 0.0
+        return True, -value if is_lower_better(self.best_by) else value
 
     def mean_last(self, count: int = 10, metric: str = "accuracy") -> float:
         """Mean of `metric` over the last `count` rounds that have it; NaN when none has."""
@@ -90,6 +102,7 @@ class Result:
     samples: Samples | None = None  # what the server's generator invented last, if the method has one
     generated: Mapping[str, Any] | None = None  # generated.json: how near they are to training samples
     references: References | None = None  # accuracies without a federation, where the experiment asks for them
+    party_accuracy: tuple[float | None, ...] = ()  # of `weights` on each client's own test rows, where there are
     stands_for: str = ""  # in a comparison: the method with options that its bare name takes from the experiment
 
     def __repr__(self) -> str:

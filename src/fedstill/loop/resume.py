@@ -136,7 +136,7 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> tu
         _log.info("no checkpoint to resume from: starting at round 1")
         return state, 0.0
     _check_same_run(plan, state, saved)
-    history = History(**saved.history)
+    history = History(**saved.history, best_by=state.history.best_by)
     state = State(saved.round, saved.weights, saved.server, saved.best, history, targets_round=saved.targets_round)
     store.restore(saved.clients)
     _log.info("resuming after round %d", saved.round)

@@ -40,7 +40,7 @@ from fedstill.core.types import (
     Weights,
 )
 from fedstill.engine.client_store import ClientStore
-from fedstill.loop.evaluate import Evaluate, TestSet, forgetting
+from fedstill.loop.evaluate import Evaluate, TestSet, forgetting, number_of
 from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite
 from fedstill.loop.history import History, Row, plain
 from fedstill.loop.setup import Asked
@@ -318,16 +318,17 @@ def look_at(task: Task, state: State, row: Row) -> State:
     row.update(plain(task.evaluate(weights, task.test, task.trainer) or {}))
     if row.get("accuracy") is None:
         raise FedstillError(
-            "the evaluation gave no 'accuracy': its result needs that key, because the best model goes by it"
+            "the evaluation gave no 'accuracy': its result needs that key, because tables and curves show it"
         )
     if "class_accuracy" in row:
         row["forgetting"] = forgetting(
             (past["class_accuracy"] for past in earlier if "class_accuracy" in past), row["class_accuracy"]
         )
+    number_of(row, state.history.best_by, asked="best")
     others = {name: other for name, other in state.models.items() if other is not weights}
     others |= {network: only(weights, network) for network in task.model.networks if network}
     for name, other in others.items():
         row[f"accuracy_{name}"] = plain(task.evaluate(other, task.test, task.trainer)["accuracy"])
-    if earlier and row["accuracy"] <= max(known["accuracy"] for known in earlier):
+    if earlier and state.history.rank(row) <= max(map(state.history.rank, earlier)):
         return state
     return replace(state, best=clone(weights))
