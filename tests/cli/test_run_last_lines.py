@@ -41,6 +41,16 @@ def test_what_is_sent_before_the_first_round_counts(played, tmp_path):
     assert "(before the first round 192 B up, " in told
 
 
+def test_parties_with_test_rows_stand_in_a_table_and_the_best_model_names_its_metric(played, tmp_path):
+    done = played("run", "data.client_test_share=0.3", "best=loss", "rounds=2")
+    parties = json.loads((tmp_path / "run" / "parties.json").read_text())["parties"]
+    assert line(done, "Parties:").startswith(f"Parties: {len(parties)}. Accuracy on their own test rows: mean ")
+    for party in (parties[0], parties[-1]):
+        assert line(done, party["name"]).split()[-1] == f"{100 * party['federated']:.2f}"
+    least = min(rows(tmp_path), key=lambda row: row["loss"])
+    assert line(done, "best accuracy").endswith(f"(round {least['round']}, the best by loss: {least['loss']:.4f})")
+
+
 def test_what_a_later_method_asks_is_told_with_its_own_first_round(played):
     done = played("run", "method.name=fedavg until 2 then fedaux(student.steps=1)", "rounds=3")
     assert "(before round 3: 192 B up, " in line(done, "sent")

@@ -13,6 +13,7 @@ from running import built
 from toy import same_bits
 
 from fedstill.core.types import Federation, Training
+from fedstill.data import hold_client_tests
 from fedstill.engine import build_engine
 from fedstill.loop.federate import Built, federate
 from fedstill.loop.references import budget_of, find_references, train_alone, train_pooled
@@ -39,6 +40,29 @@ def only_client(data: Federation, client: int) -> Federation:
     first, last = data.offsets[client : client + 2].tolist()
     offsets = torch.tensor([0] * (client + 1) + [last - first] * (data.population - client))
     return dataclasses.replace(data, indices=data.indices[first:last], offsets=offsets, test=data.train)
+
+
+def test_pooled_and_own_models_answer_to_the_rows_that_each_party_holds_back():
+    run = run_of(hold_client_tests(federation([9, 1, 13]), 0.4, seed=0))
+    found = find_references(run, fedavg())
+    trainer = build_engine("batched", "cpu", model=run.model, federation=run.federation)
+    rows, offsets = run.federation.client_test
+    models = alone(run)
+    pooled = train_pooled(run, budget_of(run)).weights
+
+    def accuracy(weights, client: int) -> float:
+        own = rows[offsets[client] : offsets[client + 1]]
+        answers = trainer.outputs(weights, run.federation.train.x[own]).logits.argmax(1)
+        return sum(answers.eq(run.federation.train.y[own]).tolist()) / len(own)
+
+    assert found.alone_by_party == (accuracy(models[0], 0), None, accuracy(models[2], 2))
+    assert found.pooled_by_party == (accuracy(pooled, 0), None, accuracy(pooled, 2))
+    assert find_references(run_of(), fedavg()).alone_by_party == ()
+
+
+def test_a_best_model_by_a_number_of_one_s_own_evaluation_does_not_stop_the_references():
+    run = dataclasses.replace(run_of(best="cost"), evaluate=lambda *_: {"accuracy": 0.5, "cost": 1.0})
+    assert find_references(run, fedavg()).pooled == {"accuracy": 0.5, "cost": 1.0}
 
 
 @pytest.mark.parametrize("training", [MOMENTUM, KEPT, STEPS], ids=["epochs", "kept optimizer", "steps"])

@@ -24,6 +24,7 @@ from fedstill.loop.callbacks import Callback
 from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
+from fedstill.report.parties import parties_of, party_text
 from fedstill.report.table import plain_table, reference_lines, rich_table
 
 
@@ -93,7 +94,11 @@ def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bo
     with _resumable(folder), Progress(title, runs=1, rounds=experiment.rounds) as progress:
         progress.label = experiment.method.name
         result = run(experiment, run_dir=folder, callbacks=[progress], federation=federation, resume=resume)
-    print_json(result.summary()) if as_json else typer.echo(run_text(experiment, result, file))
+    if as_json:
+        print_json(result.summary())
+        return
+    parties = parties_of(federation, result)
+    typer.echo(run_text(experiment, result, file, parties=party_text(parties) if parties else ""))
 
 
 def _compare(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool = False) -> None:
@@ -149,13 +154,15 @@ def describe(experiment: Experiment) -> str:
     return f"{network} on {experiment.data.source}, {split}, {counted(experiment.rounds, 'round')}"
 
 
-def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
-    """Return the result of a run for people, and a command to try next."""
-    last, best = result.history.last or {}, result.history.best or {}
+def run_text(experiment: Experiment, result: Result, file: Path | None, *, parties: str = "") -> str:
+    """Return the result of a run for people, the table of its parties in it, and a command to try next."""
+    last, best, metric = result.history.last or {}, result.history.best or {}, result.history.best_by
+    value = "is not defined" if best.get(metric) is None else f"{best[metric]:.4f}"
+    chosen_by = "" if metric == "accuracy" else f", the best by {metric}: {value}"
     lines = [
         f"{result.method}: {counted(len(result.history.rows), 'round')} in {result.seconds:.1f} s",
         f"  last accuracy  {100 * last['accuracy']:.2f} %",
-        f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']})",
+        f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']}{chosen_by})",
         f"  sent           {_sent(result.history)}",
     ]
     if result.reported:
@@ -173,6 +180,7 @@ def run_text(experiment: Experiment, result: Result, file: Path | None) -> str:
         lines.append(f"  generated      {result.generated['line']}")
         lines.append("                 (a check against copies, no guarantee of privacy: see generated.json)")
     lines += _incidents(result)
+    lines += [parties] if parties else []
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
     if result.targets is not None:
         lines.append(f"Labels for the unlabeled set: fedstill predict {shlex.quote(str(result.run_dir))}")

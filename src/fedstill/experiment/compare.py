@@ -26,6 +26,7 @@ from fedstill.loop.references import References
 from fedstill.methods.lookup import build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report import counted
+from fedstill.report.parties import parties_of, write_parties
 from fedstill.report.table import MethodSummary, best_first, column_means, reference_rows
 from fedstill.storage.files import write_whole
 
@@ -141,6 +142,11 @@ def compare(
         file = None if folder is None else folder / "references" / f"seed-{run.seed}.json"
         watchers = callbacks("references", run.seed)
         references.append(measure_references(run, built, file=file, callbacks=watchers, resume=resume))
+    for finished in results.values() if references and folder is not None else []:
+        for made, known, federation in zip(finished, references, federations, strict=True):
+            parties = parties_of(federation, replace(made, references=known))
+            if parties and made.run_dir is not None:
+                write_parties(parties, made.run_dir)  # again, because the references are known now
     _save(results, experiment, folder, references)
     if folder is not None:
         draw_pictures(experiment, federations[0], results, folder, references)

@@ -42,6 +42,7 @@ from fedstill.models.mixed import MIXED
 from fedstill.report import draw_all
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
+from fedstill.report.parties import PICTURE_FILE, parties_of, party_picture, write_parties
 from fedstill.report.partition import partition_picture
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.report.table import reference_rows
@@ -154,6 +155,11 @@ def run_built(
     if folder is not None and pictures:
         known = [] if result.references is None else [result.references]
         draw_pictures(experiment, federation, {result.method: [result]}, folder, known)
+    if folder is not None and (parties := parties_of(federation, result)):
+        write_parties(parties, folder)
+        title = f"{result.method} on {federation.train.name}: {federation.partition}"
+        if pictures:
+            draw_all({PICTURE_FILE: lambda path: party_picture(parties, path, title=title)}, folder)
     return result
 
 

@@ -194,14 +194,22 @@ def _defined(value: float) -> float | None:
     return value if value == value else None
 
 
-def accuracy_by_party(weights: Weights, federation: Federation, trainer: Trainer) -> tuple[float | None, ...]:
+def accuracy_by_party(
+    weights: Weights, federation: Federation, trainer: Trainer, *, client: int | None = None
+) -> tuple[float | None, ...]:
     """Return the accuracy of a model on each client's own test rows, None for a client that has none of them.
 
     A federation whose clients hold back no rows (see data.federation.hold_client_tests) gives an empty tuple.
+    client: measure on the rows of this client only; the tuple has one number.
     """
     if federation.client_test is None:
         return ()
     rows, offsets = federation.client_test
+    if client is not None:
+        offsets = offsets[client : client + 2]
+        rows, offsets = rows[offsets[0] : offsets[1]], offsets - offsets[0]
+    if not len(rows):
+        return (None,) * (len(offsets) - 1)
     logits = trainer.outputs(weights, federation.train.x[rows], features=False, keep=False).logits
     correct = (logits.argmax(dim=1).cpu() == federation.train.y[rows]).double()
     hits = torch.cat([correct.new_zeros(1), correct.cumsum(0)])[offsets].diff()

@@ -21,7 +21,7 @@ from fedstill.core.types import Method, Training, Uploads, Weights
 from fedstill.engine import Engines, build_engine
 from fedstill.engine.engine import Engine
 from fedstill.loop.callbacks import Callback
-from fedstill.loop.evaluate import global_test, label_counts, make_test_set, measure
+from fedstill.loop.evaluate import accuracy_by_party, global_test, label_counts, make_test_set, measure
 from fedstill.loop.federate import Built, federate, first_weights, suited
 from fedstill.loop.guard import Guard
 from fedstill.loop.history import Result, Row, plain
@@ -44,6 +44,8 @@ class References:
     clients: tuple[int, ...]  # the clients that hold rows
     rounds: int  # of the run that they belong to
     budget: tuple[str, ...]  # how long the models were trained, in words
+    pooled_by_party: tuple[float | None, ...] = ()  # accuracy on each client's own test rows, where there are
+    alone_by_party: tuple[float | None, ...] = ()  # the same, each client's own model
     seconds_pooled: float = 0.0
     seconds_alone: float = 0.0  # of all parties together
 
@@ -137,7 +139,12 @@ def find_references(
     pooled = train_pooled(built, budget, tell("all rows pooled"))
     between = time.perf_counter()
     parties = train_alone(built, budget, engine, tell("each party alone"))
-    alone = {client: plain(built.evaluate(weights, test, engine)) for client, weights in parties}
+    alone: dict[int, Row] = {}
+    alone_by_party: list[float | None] = [None] * (federation.population if federation.client_test else 0)
+    for client, weights in parties:
+        alone[client] = plain(built.evaluate(weights, test, engine))
+        if federation.client_test:
+            (alone_by_party[client],) = accuracy_by_party(weights, federation, engine, client=client)
     made = References(
         majority_class=federation.train.classes[int(frequencies.argmax())],
         majority=plain(measure(frequencies.log().expand(len(test.y), -1).to(engine.device), test)),
@@ -146,6 +153,8 @@ def find_references(
         clients=tuple(alone),
         rounds=built.schedule.rounds,
         budget=budget.lines(),
+        pooled_by_party=pooled.party_accuracy,
+        alone_by_party=tuple(alone_by_party),
         seconds_pooled=between - began,
         seconds_alone=time.perf_counter() - between,
     )
@@ -178,7 +187,7 @@ def train_pooled(built: Built, budget: Budget, tell: Tell = lambda done: None) -
             tell(row["round"] / budget.turns)
 
     turns = {"rounds": budget.turns, "evaluate_every": budget.turns}
-    schedule = replace(built.schedule, cohort=1, sampling="fixed", target=None, **turns)
+    schedule = replace(built.schedule, cohort=1, sampling="fixed", target=None, best="accuracy", **turns)
     one_client = replace(one_client, training=budget.pooled, schedule=schedule, evaluate=global_test)
     return federate(replace(one_client, engines=engines), callbacks=[Watch()])
 
