@@ -150,7 +150,7 @@ def command(world: Path, words: str) -> torch.Tensor:
     folder = world / name
     if verb == "resume":
         fedstill.resume_run(folder)
-        return torch.cat([leaf.flatten() for leaf in load_weights(folder / "last").params.values()])
+        return torch.cat([leaf.flatten() for _, leaf in sorted(load_weights(folder / "last").params.items())])
     inputs = None if "unlabeled" in options or "targets" in options else world / INPUTS.get(name, "new.csv")
     from_ = next((word for word in ("best", "targets") if word in options), "last")
     return fedstill.predict(folder, inputs, from_=from_).probabilities
@@ -307,6 +307,7 @@ TABLE = [
         table(lambda rows: [*rows, *(["ulm", "50", "70", "no"] for _ in range(9))]),
         "words differ: .*'ulm'",
     ),
+    ("a cell emptied", text("train.csv", r"^(\w+),\d+", r"\1,"), "'age'"),
     ("file moved", move("train.csv", "elsewhere.csv"), "train.csv"),
     ("file is no table any more", lambda world: (world / "train.csv").write_bytes(b"\0\1"), "train.csv|label"),
 ]
@@ -385,6 +386,7 @@ CASES = [
     ),
     Case("inputs: column renamed", text("new.csv", "age", "years"), "predict table", "'age'"),
     Case("inputs: column dropped", table(lambda rows: [row[1:] for row in rows], "new.csv"), "predict table", "'town'"),
+    Case("inputs: a cell emptied", text("new.csv", r"^(\w+),\d+", r"\1,"), "predict table", "'age'"),
     Case("inputs: column retyped", cells("age", lambda age: f"{age} years", "new.csv"), "predict table", "'age'"),
     Case(
         "inputs: grey photos saved in colour",
