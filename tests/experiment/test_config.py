@@ -1,5 +1,6 @@
 """Experiment <-> TOML, its defaults, and a mistake in one line."""
 
+import re
 import tomllib
 
 import pytest
@@ -50,12 +51,12 @@ experiments = st.fixed_dictionaries(
 )
 
 
-def complaint(table):
+def complaints(table):
     try:
         Experiment.model_validate(table)
     except FedstillError as error:
-        return str(error)
-    return ""
+        return error.lines
+    return ()
 
 
 @given(experiments)
@@ -72,13 +73,15 @@ def test_an_experiment_survives_the_way_through_toml(table):
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.dictionaries(st.text(), x)
     )
 )
-def test_whatever_a_file_holds_is_an_experiment_or_one_line(value):
-    assert len(complaint(value if isinstance(value, dict) else {"rounds": value}).splitlines()) <= 1
+def test_whatever_a_file_holds_is_an_experiment_or_one_line_for_each_mistake(value):
+    lines = complaints(value if isinstance(value, dict) else {"rounds": value})
+    assert all(len(line.splitlines()) == 1 for line in lines)
 
 
 @pytest.mark.parametrize("table", [{"a\nb": 1}, {"name": "a\nb"}, {"local": {"l\nr": 1}}])
 def test_a_line_break_in_a_key_or_value_does_not_break_the_line(table):
-    assert len(complaint(table).splitlines()) == 1
+    (line,) = complaints(table)
+    assert len(line.splitlines()) == 1
 
 
 def test_a_resolved_experiment_spells_out_the_defaults_of_its_parts():
@@ -120,7 +123,8 @@ def test_a_mistake_in_python_is_the_same_one_line():
     ],
 )
 def test_what_cannot_be_a_test_or_validation_set_is_told_by_its_key(data, told):
-    assert told in complaint({"data": data})
+    (line,) = complaints({"data": data})
+    assert told in line
 
 
 def test_data_keys_of_the_server_are_off_unless_asked_for():
@@ -135,9 +139,49 @@ def test_the_metric_of_the_best_model_must_exist_unless_the_evaluation_is_a_user
     assert Experiment(best="cost", evaluate="mine.py:look").best == "cost"
 
 
-def test_several_mistakes_are_counted():
-    with pytest.raises(FedstillError, match=r"rounds = 0 .* \(and 1 more\)"):
-        Experiment(rounds=0, seed=-1)
+def test_mistakes_of_all_sections_are_reported_at_once_each_with_its_key_and_its_cure():
+    table = {
+        "rounds": 0,
+        "sed": 3,
+        "data": {"sorce": "digits"},
+        "partition": {"scheme": "ldaa", "clients": -6},
+        "model": {"name": "mlp", "hiden": [8], "hidden": "eight"},
+        "local": {"lr": "fast", "momentum": 2},
+        "method": {"name": "fedprox(mu=-1)", "nu": 3},
+        "server": {"aggregate": "medain", "bufers": "local"},
+        "engine": {"name": "batchd", "chunk": 0},
+        "guard": {"quorum": 1.5},
+    }
+    wanted = {
+        "rounds": "at least 1",
+        "sed": "'seed'",
+        "data.sorce": "'data.source'",
+        "partition.scheme": "'lda'",
+        "partition.clients": "at least 0",
+        "model.hiden": "'hidden'",
+        "model.hidden": "a list of whole numbers",
+        "local.lr": "a number above 0",
+        "local.momentum": "below 1",
+        "method.mu": "at least 0",
+        "method.nu": "'mu'",
+        "server.aggregate": "'median'",
+        "server.bufers": "'server.buffers'",
+        "engine.name": "'batched'",
+        "engine.chunk": "at least 1",
+        "guard.quorum": "between 0.0 and 1.0",
+    }
+    lines = complaints(table)
+    assert len(lines) == len(wanted)
+    for key, cure in wanted.items():
+        (line,) = (line for line in lines if re.search(rf"(^|'){re.escape(key)}\b(?!\.)", line))
+        assert cure in line
+
+
+def test_a_cohort_is_compared_with_the_clients_only_where_both_are_right():
+    clients = {"scheme": "iid", "clients": 6}
+    assert len(complaints({"cohort": "many", "partition": clients})) == 1
+    assert len(complaints({"cohort": 7, "partition": {"scheme": "iid", "clients": "six"}})) == 1
+    assert len(complaints({"cohort": 7, "partition": clients, "rounds": 0})) == 2
 
 
 def test_a_cohort_is_a_number_or_a_share_of_the_clients():
@@ -165,4 +209,5 @@ def test_the_quick_start_compares_at_least_five_methods_on_embedded_non_iid_data
 
 def test_an_unknown_scheme_is_told_before_its_number_of_clients():
     table = {"partition": {"scheme": "natural2", "clients": 0}}
-    assert complaint(table).startswith("partition.scheme = 'natural2' is unknown: did you mean 'natural'?")
+    (line,) = complaints(table)
+    assert line.startswith("partition.scheme = 'natural2' is unknown: did you mean 'natural'?")

@@ -28,7 +28,7 @@ class Format(StrEnum):
 
 
 class OneLineErrors(TyperGroup):
-    """Commands whose mistakes, typer's own included, are told in one line without a traceback."""
+    """Commands that print a mistake, typer's own included, in one line without a traceback."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -37,6 +37,8 @@ class OneLineErrors(TyperGroup):
             # typer brings its own copy of click since 0.20 or so: both kinds of usage error have this method.
             if hasattr(error, "format_message"):
                 fail(error.format_message())
+            if isinstance(error, FedstillError) and len(error.lines) > 1:
+                fail(f"{len(error.lines)} mistakes:", *error.lines)
             if isinstance(error, FedstillError) or own_place(error):  # a file of the user, such as FILE.py:function
                 fail(in_one_line(error))
             raise
@@ -48,8 +50,9 @@ class OneLineErrors(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def fail(message: str) -> NoReturn:
-    tell(" ".join(message.split()))
+def fail(*lines: str) -> NoReturn:
+    """Say what is wrong, a line each, and exit with 2."""
+    tell("\n  ".join(" ".join(line.split()) for line in lines))
     sys.exit(2)
 
 

@@ -5,14 +5,39 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _FEDSTILL = str(Path(__file__).parents[1])
 
 
 class FedstillError(Exception):
-    """A user's mistake, told in one line."""
+    """One or several mistakes of a user, each in one line.
+
+    >>> print(FedstillError("rounds = 0 must be at least 1", "unknown key 'sed': did you mean 'seed'?"))
+    2 mistakes:
+      rounds = 0 must be at least 1
+      unknown key 'sed': did you mean 'seed'?
+    """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)
+        self.lines = lines
+
+    def __str__(self) -> str:
+        if len(self.lines) < 2:
+            return "".join(self.lines)
+        return "\n".join([f"{len(self.lines)} mistakes:", *(f"  {line}" for line in self.lines)])
+
+
+@contextmanager
+def noting(lines: list[str]) -> Iterator[None]:
+    """Add the mistakes that the block raises to `lines`, so that the next check can run."""
+    try:
+        yield
+    except FedstillError as error:
+        lines += error.lines
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""An experiment as frozen pydantic models with the same names as the TOML file; every mistake is one line.
+"""An experiment as frozen pydantic models with the same names as the TOML file; all mistakes come at once, a line each.
 
 >>> experiment = Experiment(rounds=5, method={"name": "fedprox", "mu": 0.1})
 >>> experiment.method.options
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -16,20 +17,22 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.limits import Positive
 from fedstill.core.seeds import cohort_size
 from fedstill.core.types import Training
 from fedstill.engine import check_engine
-from fedstill.experiment.config_errors import one_line
+from fedstill.experiment.config_errors import collected, mistakes_of
 from fedstill.experiment.model import check_mixture
 from fedstill.loop.evaluate import EVALUATIONS, METRICS
 from fedstill.loop.guard import Guard
@@ -59,14 +62,37 @@ class _Choice(_Section):
         return dict(self.model_extra or {})
 
 
-def _section(key: str) -> BeforeValidator:
-    """Let a bare text stand for a section with one key: method = "fedavg" is method.name = "fedavg"."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+def _section(key: str = "") -> WrapValidator:
+    """Report a section's mistakes beside the mistakes of other sections.
+
+    key: lets a bare text stand for a section with one key: method = "fedavg" is method.name = "fedavg".
+    """
+
+    def read(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        with collected():
+            return handler({key: value} if key and isinstance(value, str) else value)
+
+    return WrapValidator(read)
 
 
 def _checked_aggregate(text: str) -> str:
-    lookup.aggregate_part(text)
+    with collected():
+        lookup.aggregate_part(text)
     return text
+
+
+def _checked_engine(name: str) -> str:
+    with collected():
+        return check_engine(name)
+
+
+def _checked_training(local: Training) -> Training:
+    with collected():
+        if local.nesterov and local.momentum == 0:
+            raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
+        if local.momentum and local.optimizer != "sgd":
+            raise FedstillError(f"local.momentum belongs to sgd, not {local.optimizer}: set local.momentum = 0")
+    return local
 
 
 class DataSection(_Section):
@@ -121,11 +147,38 @@ class PartitionSection(_Choice):
     scheme: str = "lda"
     clients: int = Field(default=100, ge=0)  # 0: all owners of a natural split
 
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        options.check("partition", self.scheme, self.options)
+        return self
+
+
+def _checked_clients(partition: PartitionSection, others: ValidationInfo) -> PartitionSection:
+    """Check the cohort against the number of clients; a cohort that is wrong itself is not there."""
+    cohort = others.data.get("cohort")
+    with collected():
+        if cohort is not None and cohort >= 1 and cohort != int(cohort):
+            raise FedstillError(
+                f"cohort = {cohort} must be a whole number of clients, or a share below 1: e.g. cohort = 0.1"
+            )
+        if partition.clients == 0 and partition.scheme != "natural":
+            raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")
+        if cohort is not None and partition.clients:
+            cohort_size(cohort, partition.clients)
+    return partition
+
 
 class ModelSection(_Choice):
     """The network that is trained; its options stand beside its name."""
 
     name: str = "cnn"
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        options.check("model", self.name, self.options)
+        if self.name == MIXED:
+            check_mixture(self.options)
+        return self
 
 
 class MethodSection(_Choice):
@@ -174,7 +227,7 @@ class ServerSection(_Section):
 class EngineSection(_Section):
     """The engine that trains the clients, and the device it runs on."""
 
-    name: Annotated[str, AfterValidator(check_engine)] = "auto"
+    name: Annotated[str, AfterValidator(_checked_engine)] = "auto"
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:<number>"
     )
@@ -193,6 +246,25 @@ class CompareSection(_Section):
     references: bool = False  # also measure the majority class, each client alone and all data pooled; in `run`, too
 
 
+def _checked_references(compare: CompareSection, others: ValidationInfo) -> CompareSection:
+    model = others.data.get("model")
+    with collected():
+        if compare.references and model is not None and model.name == MIXED:
+            raise FedstillError(
+                f"compare.references = true needs one network for all clients: model.name = '{MIXED}' has several; set "
+                "it to false, or choose one network"
+            )
+    return compare
+
+
+def _checked_best(best: str, others: ValidationInfo) -> str:
+    """Refuse a metric that no evaluation of ours measures; an evaluation of one's own may measure any."""
+    with collected():
+        if others.data.get("evaluate") in EVALUATIONS and best not in METRICS:
+            raise FedstillError(f"best = '{best}' is no metric: {suggest(best, METRICS)}")
+    return best
+
+
 class Experiment(_Section):
     """Everything that decides a run. `Experiment.from_toml(path)` reads it, `.to_toml()` writes it."""
 
@@ -207,51 +279,43 @@ class Experiment(_Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
     evaluate: str = Field(default="global_test", min_length=1)  # how good a model is: a name or FILE.py:function
-    best: str = Field(default="accuracy", min_length=1, examples=["macro_f1"])  # the metric that chooses the best model
+    best: Annotated[str, AfterValidator(_checked_best)] = Field(default="accuracy", min_length=1, examples=["macro_f1"])  # the metric that chooses the best model
     checkpoint_every: int = Field(default=10, ge=1)
     target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
         default=(), strict=False, examples=[["tensorboard"]]
     )
     data: Annotated[DataSection, _section("source")] = DataSection()
-    partition: Annotated[PartitionSection, _section("scheme")] = PartitionSection()
+    partition: Annotated[PartitionSection, _section("scheme"), AfterValidator(_checked_clients)] = Field(
+        default=PartitionSection(), validate_default=True
+    )
     model: Annotated[ModelSection, _section("name")] = ModelSection()
-    local: Training = Training()
+    local: Annotated[Training, AfterValidator(_checked_training)] = Training()
     method: Annotated[MethodSection, _section("name")] = MethodSection()
     server: Annotated[ServerSection, _section("aggregate")] = ServerSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
-    guard: Guard = Guard()
-    privacy: Privacy = Privacy()
-    compare: CompareSection = CompareSection()
+    guard: Annotated[Guard, _section()] = Guard()
+    privacy: Annotated[Privacy, _section()] = Privacy()
+    compare: Annotated[CompareSection, AfterValidator(_checked_references)] = CompareSection()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _one_line(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _report_all(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Raise all mistakes as one FedstillError."""
         if isinstance(data, dict) and "algorithm" in data:
             raise FedstillError("[algorithm] is now called [method]: rename the section, its keys stay the same")
         try:
-            experiment = handler(data)
+            return handler(data)
         except ValidationError as error:
-            raise FedstillError(one_line(error, cls)) from None
-        _check_cohort(experiment)
-        if experiment.evaluate in EVALUATIONS and experiment.best not in METRICS:
-            raise FedstillError(f"best = '{experiment.best}' is no metric: {suggest(experiment.best, METRICS)}")
-        local = experiment.local
-        if local.nesterov and local.momentum == 0:
-            raise FedstillError("local.nesterov needs momentum: set local.momentum, e.g. 0.9")
-        if local.momentum and local.optimizer != "sgd":
-            raise FedstillError(f"local.momentum belongs to sgd, not {local.optimizer}: set local.momentum = 0")
-        partition, model = experiment.partition, experiment.model
-        options.check("partition", partition.scheme, partition.options)
-        options.check("model", model.name, model.options)
-        if model.name == MIXED:
-            check_mixture(model.options)
-            if experiment.compare.references:
-                raise FedstillError(
-                    f"compare.references = true needs one network for all clients: model.name = '{MIXED}' has several; "
-                    "set it to false, or choose one network"
-                )
-        return experiment
+            mistakes = mistakes_of(error, cls)
+            lines = list(mistakes.values())
+            for name, kind in (("partition", PartitionSection), ("model", ModelSection), ("method", MethodSection)):
+                if isinstance(section := data.get(name), dict):
+                    # where another key of the section is wrong, pydantic has not come to its options
+                    sound = {key: value for key, value in section.items() if f"{name}.{key}" not in mistakes}
+                    with noting(lines), suppress(ValidationError):
+                        kind.model_validate(sound)
+            raise FedstillError(*dict.fromkeys(lines)) from None
 
     def __repr__(self) -> str:
         model, data = (text.rpartition("/")[2] for text in (self.model.name, self.data.source))
@@ -326,16 +390,3 @@ def checked_experiment(value: object) -> Experiment:
 def quickstart_table() -> dict[str, Any]:
     text = resources.files("fedstill").joinpath("quickstart.toml").read_text(encoding="utf-8")
     return toml_io.loads(text, where="quickstart.toml")
-
-
-def _check_cohort(experiment: Experiment) -> None:
-    cohort = experiment.cohort
-    if cohort >= 1 and cohort != int(cohort):
-        raise FedstillError(
-            f"cohort = {cohort} must be a whole number of clients, or a share below 1: e.g. cohort = 0.1"
-        )
-    if experiment.partition.clients:
-        experiment.cohort_size(experiment.partition.clients)
-    elif experiment.partition.scheme != "natural":
-        options.find("partition", experiment.partition.scheme)  # an unknown scheme is reported before its clients
-        raise FedstillError("partition.clients = 0 means all owners of a natural split: use at least 1")

@@ -1,4 +1,4 @@
-"""The keys of an experiment file, and pydantic's errors as one line that names the key and a right value."""
+"""The keys of an experiment file, and pydantic's errors as lines, each of which names a key and a right value."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from fedstill.core.errors import suggest
+from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.limits import Example
 from fedstill.methods.options import is_section, mistake, without_marks
 
@@ -51,14 +52,29 @@ def keys_of(section: type, prefix: str = "") -> Iterator[str]:
             yield from keys_of(key.section, f"{prefix}{name}.")
 
 
-def one_line(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first mistake of an experiment as one line, with the number of further mistakes."""
-    details: dict[str, ErrorDetails] = {}  # by dotted key, because pydantic reports each branch of `int | float`
+_COLLECTED = "fedstill"  # the type of an error in which pydantic carries lines of ours
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """Let pydantic carry a FedstillError, so that it goes on to the other keys."""
+    try:
+        yield
+    except FedstillError as error:
+        raise PydanticCustomError(_COLLECTED, "{lines}", {"lines": error.lines}) from None
+
+
+def mistakes_of(error: ValidationError, model: type[BaseModel]) -> dict[str, str]:
+    """Return every mistake of an experiment by its dotted key; a line of ours stands under itself."""
+    mistakes: dict[str, str] = {}
     for detail in error.errors(include_url=False):
-        details.setdefault(".".join(_path(detail, model)), detail)
-    (key, first), *others = details.items()
-    line = " ".join(_mistake(key, first, model).split())  # a key of the file may hold line breaks
-    return f"{line} (and {len(others)} more)" if others else line
+        if detail["type"] == _COLLECTED:
+            mistakes |= {line: line for line in detail["ctx"]["lines"]}
+            continue
+        key = ".".join(_path(detail, model))
+        line = " ".join(_mistake(key, detail, model).split())  # a key of the file may hold line breaks
+        mistakes.setdefault(key, line)  # pydantic reports each branch of `int | float`
+    return mistakes
 
 
 def _path(error: ErrorDetails, model: type[BaseModel]) -> list[str]:

@@ -154,5 +154,5 @@ def check_mixture(section: Mapping[str, Any]) -> None:
         try:
             options.check("model", part.name, part.options)
         except FedstillError as error:
-            raise FedstillError(f"model.prototypes, '{part.name}': {error}") from None
+            raise FedstillError(*(f"model.prototypes, '{part.name}': {line}" for line in error.lines)) from None
     check_report(section.get("report", ENSEMBLE), parts)

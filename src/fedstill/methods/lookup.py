@@ -16,7 +16,7 @@ from typing import Any
 
 from fedstill.compose.join import join
 from fedstill.core.author_mistakes import name_of
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.methods.options import NONE, check, find
 from fedstill.server.aggregate import AGGREGATES, BufferPolicy, with_buffers
@@ -59,8 +59,12 @@ def check_phase_texts(texts: Sequence[PhaseText], options: Mapping[str, Any]) ->
             names = "+".join(part.name for part in parts)
             raise FedstillError(f"method: options of '{names}' stand inside it, e.g. fedlmd(beta=1.0)+fedprox(mu=0.01)")
         texts = (PhaseText((Part(parts[0].name, {**parts[0].options, **options}),), texts[0].until),)
+    mistakes: list[str] = []
     for part in (part for text in texts for part in text.parts):
-        check("aggregate" if part.name in AGGREGATES else "method", part.name, part.options)
+        with noting(mistakes):
+            check("aggregate" if part.name in AGGREGATES else "method", part.name, part.options)
+    if mistakes:
+        raise FedstillError(*mistakes)
     return tuple(texts)
 
 

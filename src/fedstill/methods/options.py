@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from fedstill.core.data import GIVEN
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.limits import Example
 from fedstill.methods import METHODS
 from fedstill.models import MODELS
@@ -105,30 +105,39 @@ def check(kind: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     function, options = find(kind, name), parameters(kind, name)
     hints = {key: _COLUMNS.get((name, key), hint) for key, hint in _hints(function).items()}
+    mistakes: list[str] = []
     for key, option in options.items():
         if option.default is option.empty and key not in given:
             wanted = f", {describe(hints[key])}" if key in hints else ": set it, or give it a default"
-            raise FedstillError(f"{kind}.{key} is missing: {name} needs it{wanted}")
+            mistakes.append(f"{kind}.{key} is missing: {name} needs it{wanted}")
     values = {key: option.default for key, option in options.items()}
     signature = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):
         values = {**dict.fromkeys(given), **values}
-    return _checked_table(kind, name, given, values, hints)
+    with noting(mistakes):
+        checked = _checked_table(kind, name, given, values, hints)
+    if mistakes:
+        raise FedstillError(*mistakes)
+    return checked
 
 
 def _checked_table(
     where: str, name: str, given: Mapping[str, Any], values: Mapping[str, Any], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the checked values of one table; `values` are the defaults of all keys that it may have."""
-    checked = {}
+    checked, mistakes = {}, list[str]()
     for key, value in given.items():
+        default = values.get(key)
         if key not in values:
-            raise FedstillError(f"unknown key '{where}.{key}' for {name}: {_nearest(key, name, values)}")
-        default = values[key]
-        if dataclasses.is_dataclass(default) and not isinstance(default, type):
-            checked[key] = _laid_over(f"{where}.{key}", name, value, default)
-        else:
-            checked[key] = _checked(f"{where}.{key}", hints.get(key), value, default)
+            mistakes.append(f"unknown key '{where}.{key}' for {name}: {_nearest(key, name, values)}")
+            continue
+        with noting(mistakes):
+            if dataclasses.is_dataclass(default) and not isinstance(default, type):
+                checked[key] = _laid_over(f"{where}.{key}", name, value, default)
+            else:
+                checked[key] = _checked(f"{where}.{key}", hints.get(key), value, default)
+    if mistakes:
+        raise FedstillError(*mistakes)
     return checked
 
 
