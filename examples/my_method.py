@@ -1,6 +1,6 @@
 """A method of your own: one file, run by its path, registered nowhere.
 
-fedstill run --set method=examples/my_method.py:my_method --set rounds=3
+fedstill run --set method=examples/my_method.py:my_method --rounds 3
 """
 
 from torch import Tensor, log_softmax

@@ -1,5 +1,6 @@
 """Every mistake is one line on stderr that names its place and a cure, exit code 2, no traceback, nothing on stdout."""
 
+import os
 import subprocess
 import sys
 
@@ -137,6 +138,9 @@ def test_a_wrong_setting_is_one_line_that_names_the_key_and_the_cure(base, setti
         (["compare", "base.toml", "--methods", "fedavg,feddf"], "data.unlabeled", "feddf"),
         (["resume", "nowhere"], "nowhere", "config.toml"),
         (["resume"], "RUN_DIR", "Missing"),
+        (["run", "base.toml", "--rounds", "3", "--set", "rounds=4"], "--rounds", "leave one of them out"),
+        (["run", "base.toml", "--device", "cpu", "--set", 'engine={device="cpu"}'], "engine.device", "leave one"),
+        (["compare", "base.toml", "--seed", "3", "--set", "seed=4"], "--seed", "leave one of them out"),
         (["list", "metods"], "metods", "'methods'"),
         (["explain", "fedproxx"], "fedproxx", "'fedprox'"),
     ],
@@ -166,6 +170,15 @@ def test_bad_toml_names_the_file_and_the_line(base, text, said):
     assert said in line
 
 
+def test_all_mistakes_of_a_file_and_its_settings_are_printed_at_once(base):
+    (base / "bad.toml").write_text(BASE.replace("mu = 0.01", "nu = 1") + "[local]\nlr = 0\n")
+    outcome = fedstill("run", "bad.toml", "--rounds", "0", code=2)
+    first, *lines = outcome.stderr.splitlines()
+    assert first == "fedstill: 3 mistakes:"
+    assert sorted(line.split()[0] for line in lines) == ["local.lr", "rounds", "unknown"]
+    assert outcome.stdout == ""
+
+
 def test_a_model_option_of_another_model_is_named(base):
     assert "model.norm" in mistake("run", "base.toml", "--set", "model=resnet8", "--set", "model.norm=layer")
     assert "model.norm" in mistake("run", "base.toml", "--set", "model.norm=batch")
@@ -191,6 +204,13 @@ def test_the_installed_command_does_the_same(tmp_path, arguments):
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_shell_completes_commands(tmp_path):
+    command = [sys.executable, "-c", "from fedstill.cli import main; main()"]
+    words = {"_FEDSTILL_COMPLETE": "complete_bash", "COMP_WORDS": "fedstill re", "COMP_CWORD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | words, timeout=60)
+    assert done.stdout.split() == ["resume"]
 
 
 def test_an_error_in_a_file_of_ones_own_is_one_line_with_its_place(base):

@@ -11,7 +11,7 @@ import tomllib
 
 import numpy as np
 import pytest
-from cli_runs import SMALL, answer, fedstill
+from cli_runs import SMALL, answer, fedstill, mistake
 from safetensors.numpy import load_file
 
 from fedstill.experiment import build as build_module
@@ -324,6 +324,62 @@ def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
     told = fedstill("run", *words, "--out", "labels here").stdout
     assert "fedstill predict 'labels here'" in told
     assert "fedstill predict" not in fedstill("run", "small.toml", "--out", "none").stdout
+
+
+def test_short_forms_set_their_keys(folder):
+    answer("run", "small.toml", "--seed", "4", "--rounds", "1", "--device", "cpu", "--out", "out")
+    config = tomllib.loads((folder / "out" / "config.toml").read_text())
+    assert (config["seed"], config["rounds"], config["engine"]["device"]) == (4, 1, "cpu")
+
+
+@pytest.mark.parametrize("words", [["run"], ["compare", "--methods", "fedavg", "--seeds", "1"]])
+def test_quiet_leaves_the_result_alone(folder, words):
+    outcome = fedstill(words[0], "small.toml", *words[1:], "--rounds", "1", "-q")
+    assert outcome.stderr == ""
+    assert "fedavg" in outcome.stdout
+    assert "Next:" not in outcome.stdout
+
+
+def last_models(place):
+    return {
+        f"{path.relative_to(place)} {name}": tensor.tobytes()
+        for path in place.rglob("last/weights.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "words", [["run"], ["compare", "--methods", "fedavg,scaffold", "--seeds", "2"]], ids=["run", "compare"]
+)
+def test_more_rounds_give_the_result_of_a_run_that_had_them_from_the_start(folder, words):
+    fedstill(words[0], "small.toml", *words[1:], "--rounds", "2", "--out", "short")
+    longer = answer("resume", "short", "--rounds", "4")
+    whole = answer(words[0], "small.toml", *words[1:], "--rounds", "4", "--out", "whole")
+    alike = ("method", "accuracy_last", "accuracy_best", "mean", "std", "bytes_up")
+    for one, other in zip(*([found] if words == ["run"] else found for found in (longer, whole)), strict=True):
+        assert [one.get(key) for key in alike] == [other.get(key) for key in alike]
+    short, long = (folder / name for name in ("short", "whole"))
+    assert last_models(short) == last_models(long) != {}
+    for path in [*short.rglob("config.toml"), *short.rglob("contract.json")]:
+        assert path.read_bytes() == (long / path.relative_to(short)).read_bytes()
+    assert "has done 4 rounds already: give at least 4" in mistake("resume", "short", "--rounds", "3")
+
+
+def test_an_interrupted_run_ends_earlier_if_it_has_not_come_so_far(folder):
+    fedstill("run", "small.toml", "--out", "short")
+    for path in (folder / "short" / "checkpoints").glob("round-00000[23].zip"):
+        path.unlink()  # as if it had been stopped in the second of three rounds
+    assert "has done 1 round already: give at least 2" in mistake("resume", "short", "--rounds", "1")
+    assert answer("resume", "short", "--rounds", "2")["rounds"] == 2
+
+
+def test_a_round_that_was_evaluated_as_the_last_is_named(folder):
+    words = ["small.toml", "--set", "evaluate_every=2"]
+    fedstill("run", *words, "--out", "short")
+    (line,) = (line for line in fedstill("resume", "short", "--rounds", "4").stderr.splitlines() if "stays" in line)
+    assert line.startswith("fedstill: round 3 stays evaluated")
+    fedstill("run", *words, "--rounds", "2", "--out", "even")
+    assert "stays" not in fedstill("resume", "even", "--rounds", "4").stderr
 
 
 @pytest.fixture

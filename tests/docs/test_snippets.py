@@ -14,8 +14,8 @@ from fedstill.cli import app
 
 LANGUAGES = {"python", "py", "toml", "sh", "text"}  # py: an excerpt, see test_reference_pages
 SHORTER = {
-    "run": ["--set", "rounds=1", "--set", "local.steps=2"],
-    "compare": ["--set", "rounds=1", "--set", "local.steps=2", "--seeds", "1"],
+    "run": ["--rounds", "1", "--set", "local.steps=2"],
+    "compare": ["--rounds", "1", "--set", "local.steps=2", "--seeds", "1"],
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment, quickstart_table
-from fedstill.experiment.overrides import apply_settings, parse_method
+from fedstill.experiment.overrides import apply_settings, parse_method, with_short_forms
 from fedstill.methods.lookup import split_methods
 from fedstill.storage import toml as toml_io
 
@@ -36,6 +36,25 @@ def test_the_same_name_keeps_its_own_keys_and_clients_stay_with_the_partition():
 def test_settings_on_the_quick_start_can_choose_every_name(name):
     choice = {"partition": "iid", "model": "lenet5", "method": "fedavg"}[name]
     Experiment.model_validate(apply_settings(quickstart_table(), [f"{name}={choice}"]))
+
+
+@pytest.mark.parametrize("last", [["model.hidden=[4]"], []])
+def test_a_table_replaces_its_section_and_single_keys_are_set_afterwards(last):
+    table = {"model": {"name": "cnn", "norm": "batch"}, "local": {"lr": 0.5, "epochs": 2}}
+    whole = ['model={name="mlp", hidden=[8], init="torch"}', "local={lr=0.1}"]
+    changed = apply_settings(table, [*last, "local.momentum=0.9", *whole])
+    assert changed["model"] == {"name": "mlp", "hidden": [4] if last else [8], "init": "torch"}
+    assert changed["local"] == {"lr": 0.1, "momentum": 0.9}
+
+
+def test_a_key_can_be_set_where_a_word_stands_for_its_section():
+    changed = apply_settings({"engine": "looped", "method": "fedprox"}, ["engine.device=cpu", "method.mu=1"])
+    assert changed == {"engine": {"name": "looped", "device": "cpu"}, "method": {"name": "fedprox", "mu": 1}}
+
+
+def test_a_short_form_beside_a_table_without_its_key_is_no_contradiction():
+    settings = with_short_forms(['engine={name="looped"}'], {"device": "cpu", "seed": 0})
+    assert apply_settings({}, settings) == {"engine": {"name": "looped", "device": "cpu"}, "seed": 0}
 
 
 def test_none_removes_a_key_so_that_its_default_counts():

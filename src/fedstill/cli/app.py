@@ -94,7 +94,6 @@ app = typer.Typer(
     help="Federated learning on non-IID data by knowledge distillation.",
     epilog="Start with: fedstill compare (eight methods on embedded data, within a minute)",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -103,7 +102,7 @@ File = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. local.lr=0.1; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key (local.lr=0.1) or a whole section; may be repeated."),
 ]
 Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder for the results (default: runs/<name>/<utc>-<hash>).")
@@ -111,6 +110,7 @@ Out = Annotated[
 References = Annotated[
     bool, typer.Option("--references", help="Also measure the majority class, each client alone, and all data pooled.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and warnings only.")]
 AsFormat = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
 
 
@@ -128,54 +128,70 @@ def start(
         raise typer.Exit()
 
 
+def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as its arguments and options; typer reads them from its signature."""
+
+    def with_signature(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        return command
+
+    return with_signature
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The words of `fedstill run`."""
+
+    file: File = None
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Short for --set seed=S.")] = None
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="Short for --set rounds=N.")] = None
+    device: Annotated[str | None, typer.Option(metavar="D", help="Short for --set engine.device=D.")] = None
+    settings: Set = None
+    references: References = False
+    out: Out = None
+    quiet: Quiet = False
+    format: AsFormat = Format.text
+
+
 @app.command()
-def run(
-    file: File = None,
-    set_: Set = None,
-    references: References = False,
-    out: Out = None,
-    format_: AsFormat = Format.text,
-) -> None:
+@takes(RunOptions)
+def run(**words: Any) -> None:
     """Run one experiment: one method, one seed."""
     from fedstill.cli.run import run_command
-    from fedstill.experiment.overrides import read_experiment
 
-    experiment = read_experiment(file, changes := [*(set_ or []), *(["compare.references=true"] if references else [])])
+    run_command(RunOptions(**words))
 
-    run_command(experiment, file=file, changes=changes, out=out, as_json=format_ is Format.json)
+
+@dataclass(frozen=True)
+class CompareOptions(RunOptions):
+    """The words of `fedstill compare`."""
+
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Methods, with options if any: 'fedavg,fedprox(mu=0.1)'.")
+    ] = None
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds a method.")] = None
 
 
 @app.command()
-def compare(
-    file: File = None,
-    methods: Annotated[
-        str | None, typer.Option(metavar="A,B,...", help="Methods, with options if any: 'fedavg,fedprox(mu=0.1)'.")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds a method.")] = None,
-    set_: Set = None,
-    references: References = False,
-    out: Out = None,
-    format_: AsFormat = Format.text,
-) -> None:
+@takes(CompareOptions)
+def compare(**words: Any) -> None:
     """Run several methods with several seeds on the same data: one table, and pictures."""
     from fedstill.cli.run import compare_command
-    from fedstill.experiment.overrides import read_experiment
 
-    experiment = read_experiment(file, changes := [*(set_ or []), *(["compare.references=true"] if references else [])])
-
-    as_json = format_ is Format.json
-    compare_command(experiment, file=file, changes=changes, methods=methods, seeds=seeds, out=out, as_json=as_json)
+    compare_command(CompareOptions(**words))
 
 
 @app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder that run or compare named.")],
+    rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to N rounds instead.")] = None,
+    quiet: Quiet = False,
     format_: AsFormat = Format.text,
 ) -> None:
-    """Go on with a run or a comparison that was interrupted; the result is that of an uninterrupted one."""
+    """Go on with a run or a comparison; the result is that of an uninterrupted one."""
     from fedstill.cli.run import resume_command
 
-    resume_command(run_dir, as_json=format_ is Format.json)
+    resume_command(run_dir, rounds, quiet=quiet, as_json=format_ is Format.json)
 
 
 @app.command()
@@ -199,7 +215,7 @@ def predict(
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The words of `fedstill bench`: each field is an argument or an option of the command."""
+    """The words of `fedstill bench`."""
 
     paper: Annotated[str, typer.Argument(metavar="PAPER", help="A name in benchmarks/, or the path of its folder.")]
     table: Annotated[str | None, typer.Option(metavar="N", help="Which table; without it they are listed.")] = None
@@ -219,16 +235,13 @@ class BenchOptions:
     format: AsFormat = Format.text
 
 
+@app.command()
+@takes(BenchOptions)
 def bench(**words: Any) -> None:
     """Reproduce a paper's table: run what is not done yet, set ours beside the paper's numbers."""
     from fedstill.cli.bench import bench_command
 
     bench_command(BenchOptions(**words))
-
-
-# typer reads the options of a command from its signature
-bench.__signature__ = inspect.signature(BenchOptions, eval_str=True)  # type: ignore[attr-defined]
-app.command()(bench)
 
 
 @app.command("list")

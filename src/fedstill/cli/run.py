@@ -10,14 +10,21 @@ from pathlib import Path
 
 import typer
 
-from fedstill.cli.app import print_json, stoppable, tell
+from fedstill.cli.app import CompareOptions, Format, RunOptions, print_json, stoppable, tell
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
 from fedstill.experiment.config import Experiment, MethodSection
 from fedstill.experiment.model import describe_model
-from fedstill.experiment.overrides import describe_partition, parse_method, without_defaults
+from fedstill.experiment.more_rounds import with_rounds
+from fedstill.experiment.overrides import (
+    describe_partition,
+    parse_method,
+    read_experiment,
+    with_short_forms,
+    without_defaults,
+)
 from fedstill.experiment.run import run
 from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, new_run_dir, read_description
 from fedstill.loop.callbacks import Callback
@@ -28,41 +35,47 @@ from fedstill.report.parties import parties_of, party_text
 from fedstill.report.table import plain_table, reference_lines, rich_table
 
 
-def run_command(
-    experiment: Experiment, *, file: Path | None, changes: Sequence[str], out: Path | None, as_json: bool
-) -> None:
-    folder = choose_folder(experiment, out)
+def run_command(options: RunOptions) -> None:
+    changes = _settings(options)
+    experiment = read_experiment(options.file, changes)
+    folder = choose_folder(experiment, options.out)
     _tell_unreached([experiment.method], experiment.rounds)
     changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
-    _run(experiment, folder, file=folder / CONFIG_FILE if changed else file, as_json=as_json)
+    file = folder / CONFIG_FILE if changed else options.file
+    _run(experiment, folder, file=file, quiet=options.quiet, as_json=options.format is Format.json)
 
 
-def compare_command(
-    experiment: Experiment,
-    *,
-    file: Path | None,
-    changes: Sequence[str],
-    methods: str | None,
-    seeds: int | None,
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    asked = split_methods(methods or "")
-    if methods is not None and not asked:
+def compare_command(options: CompareOptions) -> None:
+    changes = _settings(options)
+    experiment = read_experiment(options.file, changes)
+    asked = split_methods(options.methods or "")
+    if options.methods is not None and not asked:
         raise FedstillError("--methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
-    entries = choose_methods(experiment, asked)
-    count = experiment.compare.seeds if seeds is None else seeds
-    changed = changes or count != experiment.compare.seeds or (methods and tuple(entries) != experiment.compare.methods)
-    section = {**experiment.compare.model_dump(), "methods": list(entries), "seeds": count}
+    entries, inside = choose_methods(experiment, asked), experiment.compare
+    count = inside.seeds if options.seeds is None else options.seeds
+    changed = changes or count != inside.seeds or (asked and tuple(entries) != inside.methods)
+    section = {**inside.model_dump(), "methods": list(entries), "seeds": count}
     experiment = experiment.replace(compare=section)
-    folder = choose_folder(experiment, out)
+    folder = choose_folder(experiment, options.out)
     _tell_unreached(list(entries.values()), experiment.rounds)
-    _compare(experiment, folder, file=folder / CONFIG_FILE if changed else file, as_json=as_json)
+    file = folder / CONFIG_FILE if changed else options.file
+    _compare(experiment, folder, file=file, quiet=options.quiet, as_json=options.format is Format.json)
 
 
-def resume_command(run_dir: Path, *, as_json: bool) -> None:
+def _settings(options: RunOptions) -> list[str]:
+    """Return the settings of --set and of the options that are short for one."""
+    short = {"seed": options.seed, "rounds": options.rounds, "device": options.device}
+    return with_short_forms(options.settings or [], {**short, "references": "true" if options.references else None})
+
+
+def resume_command(run_dir: Path, rounds: int | None, *, quiet: bool, as_json: bool) -> None:
+    experiment = read_description(run_dir)
+    if rounds is not None:
+        experiment, notes = with_rounds(experiment, rounds, run_dir)
+        for note in notes:
+            tell(note)
     go_on = _compare if (run_dir / RESULTS_FILE).exists() else _run
-    go_on(read_description(run_dir), run_dir, file=run_dir / CONFIG_FILE, as_json=as_json, resume=True)
+    go_on(experiment, run_dir, file=run_dir / CONFIG_FILE, quiet=quiet, as_json=as_json, resume=True)
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
@@ -86,22 +99,29 @@ def _tell_unreached(methods: Sequence[MethodSection], rounds: int) -> None:
             tell(f"{where}, the run has {rounds}: its last phase is never reached")
 
 
-def _run(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool = False) -> None:
+def _run(
+    experiment: Experiment, folder: Path, *, file: Path | None, quiet: bool, as_json: bool, resume: bool = False
+) -> None:
     """Run an experiment, and print its result; `file` is the experiment file to go on with."""
     source = load_source(experiment)
     federation = build_federation(experiment, source)
     title = "\n".join([describe(experiment), *source.notes])
     with _resumable(folder), Progress(title, runs=1, rounds=experiment.rounds) as progress:
         progress.label = experiment.method.name
-        result = run(experiment, run_dir=folder, callbacks=[progress], federation=federation, resume=resume)
+        watchers = [] if quiet else [progress]
+        result = run(experiment, run_dir=folder, callbacks=watchers, federation=federation, resume=resume)
     if as_json:
         print_json(result.summary())
         return
     parties = parties_of(federation, result)
-    typer.echo(run_text(experiment, result, file, parties=party_text(parties) if parties else ""))
+    typer.echo(run_text(experiment, result, parties=party_text(parties) if parties else ""))
+    if not quiet:
+        typer.echo(f"Next: {_after_run(experiment, file)}")
 
 
-def _compare(experiment: Experiment, folder: Path, *, file: Path | None, as_json: bool, resume: bool = False) -> None:
+def _compare(
+    experiment: Experiment, folder: Path, *, file: Path | None, quiet: bool, as_json: bool, resume: bool = False
+) -> None:
     """Run a comparison, and print its table; `file` is the experiment file to go on with."""
     methods, seeds = experiment.compare.methods, experiment.compare.seeds
     source = load_source(experiment)
@@ -111,7 +131,7 @@ def _compare(experiment: Experiment, folder: Path, *, file: Path | None, as_json
 
         def watch(method: str, seed: int) -> Sequence[Callback]:
             progress.label = f"{method} seed {seed}"
-            return [progress]
+            return [] if quiet else [progress]
 
         comparison = compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
     if as_json:
@@ -130,8 +150,9 @@ def _compare(experiment: Experiment, folder: Path, *, file: Path | None, as_json
         *table_notes(comparison.results),
         *_reference_lines(comparison),
         f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.",
-        f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}",
     ]
+    if not quiet:
+        lines.append(f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}")
     typer.echo("\n".join(lines))
 
 
@@ -154,8 +175,8 @@ def describe(experiment: Experiment) -> str:
     return f"{network} on {experiment.data.source}, {split}, {counted(experiment.rounds, 'round')}"
 
 
-def run_text(experiment: Experiment, result: Result, file: Path | None, *, parties: str = "") -> str:
-    """Return the result of a run for people, the table of its parties in it, and a command to try next."""
+def run_text(experiment: Experiment, result: Result, *, parties: str = "") -> str:
+    """Return the result of a run for people, with the table of its parties."""
     last, best, metric = result.history.last or {}, result.history.best or {}, result.history.best_by
     value = "is not defined" if best.get(metric) is None else f"{best[metric]:.4f}"
     chosen_by = "" if metric == "accuracy" else f", the best by {metric}: {value}"
@@ -184,7 +205,6 @@ def run_text(experiment: Experiment, result: Result, file: Path | None, *, parti
     lines.append(f"Everything is in {result.run_dir} (models in best/ and last/, numbers in metrics.jsonl, pictures).")
     if result.targets is not None:
         lines.append(f"Labels for the unlabeled set: fedstill predict {shlex.quote(str(result.run_dir))}")
-    lines.append(f"Next: {_after_run(experiment, file)}")
     return "\n".join(lines)
 
 

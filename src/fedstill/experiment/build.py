@@ -34,6 +34,7 @@ from fedstill.engine import Engines, build_engines
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.overrides import describe_partition
+from fedstill.experiment.warm_start import start_weights
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
 from fedstill.methods.lookup import aggregate_part, build_phases, label, own_function
@@ -163,11 +164,12 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
     aggregate = aggregate_part(server.aggregate)
     method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
     federation = build_federation(experiment) if federation is None else federation
-    engine = experiment.engine
+    engine, start = experiment.engine, experiment.model.start
     how = engine.model_dump(exclude={"name", "device", "threads"})
+    network = build_network(experiment, federation, model)
     return Built(
         method=method,
-        model=build_network(experiment, federation, model),
+        model=network,
         federation=federation,
         training=experiment.local,
         schedule=Schedule(**{key: getattr(experiment, key) for key in Schedule.__dataclass_fields__}),
@@ -178,6 +180,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         cache=Cache("prepared"),
         label=label(experiment.method.name),
         settings=experiment.options_text(),
+        start=None if start is None else start_weights(start, network, federation.train),
     )
 
 

@@ -172,6 +172,7 @@ class ModelSection(_Choice):
     """The network that is trained; its options stand beside its name."""
 
     name: str = "cnn"
+    start: str | None = Field(default=None, min_length=1, examples=["runs/first"])  # a run: begin from its last model
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
@@ -279,7 +280,9 @@ class Experiment(_Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
     evaluate: str = Field(default="global_test", min_length=1)  # how good a model is: a name or FILE.py:function
-    best: Annotated[str, AfterValidator(_checked_best)] = Field(default="accuracy", min_length=1, examples=["macro_f1"])  # the metric that chooses the best model
+    best: Annotated[str, AfterValidator(_checked_best)] = Field(  # the metric that chooses the best model
+        default="accuracy", min_length=1, examples=["macro_f1"]
+    )
     checkpoint_every: int = Field(default=10, ge=1)
     target: float | None = Field(default=None, gt=0, le=1, examples=[0.7])
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
@@ -356,7 +359,8 @@ class Experiment(_Section):
         """Return all options of method, model and guard as one text, which does not change when a user's file moves."""
         table = self.resolved()
         method = table["method"] | {"name": lookup.label(self.method.name)}
-        return json.dumps({"method": method, "model": table["model"], "guard": table["guard"]}, sort_keys=True)
+        model = {key: value for key, value in table["model"].items() if (key, value) != ("start", None)}
+        return json.dumps({"method": method, "model": model, "guard": table["guard"]}, sort_keys=True)
 
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
         """Return a copy that holds the numbers of scale = "unlabeled", because the unlabeled data may change later."""

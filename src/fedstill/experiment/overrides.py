@@ -17,6 +17,8 @@ from fedstill.methods.lookup import write
 from fedstill.storage import toml as toml_io
 
 _CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
+_WORDS = {**_CHOICES, "data": "source", "server": "aggregate", "engine": "name"}  # the key that a bare word stands for
+_SHORT_FORMS = {"seed": "seed", "rounds": "rounds", "device": "engine.device", "references": "compare.references"}
 _KEPT = {"clients"}  # stays when another scheme is chosen
 _NOTHING = "none"
 
@@ -27,15 +29,36 @@ def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:
     return Experiment.model_validate(apply_settings(table, settings))
 
 
+def with_short_forms(settings: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """Return the settings with one more for each short form that has a value; a key that is set already is refused.
+
+    >>> with_short_forms(["local.lr=0.1"], {"device": "cpu", "rounds": None})
+    ['local.lr=0.1', 'engine.device=cpu']
+    """
+    known = [_pair(setting) for setting in settings]
+    more = []
+    for option, value in values.items():
+        if value is None:
+            continue
+        key = _SHORT_FORMS[option]
+        section, _, name = key.rpartition(".")
+        for path, text in known:
+            table = toml_io.parse_value(text) if path == [section] else None
+            if path == key.split(".") or (isinstance(table, dict) and name in table):
+                raise FedstillError(f"--{option} and --set {'.'.join(path)} both set {key}: leave one of them out")
+        more.append(f"{key}={value}")
+    return [*settings, *more]
+
+
 def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return a copy of an experiment's table with every `key=value` set.
 
-    A new name of a method, model or scheme drops the options of the old one. `key=none` removes a key, so that its
-    default counts.
+    A new name of a method, model or scheme drops the options of the old one. A table replaces its section, and single
+    keys of the section are set afterwards. `key=none` removes a key, so that its default counts.
     """
     changed = copy.deepcopy(table)
     pairs = [_pair(setting) for setting in settings]
-    for path, text in sorted(pairs, key=lambda pair: not _is_choice(pair[0])):
+    for path, text in sorted(pairs, key=lambda pair: (len(pair[0]) > 1, not _is_choice(pair[0]))):
         if text == _NOTHING and _can_be_removed(changed, path):
             _remove(changed, path)
         else:
@@ -59,7 +82,7 @@ def _is_choice(path: Sequence[str]) -> bool:
 
 
 def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    if _is_choice(path):
+    if _is_choice(path) and not isinstance(value, dict):
         section, key = path[0], _CHOICES[path[0]]
         old = table.get(section, {})
         old = {key: old} if isinstance(old, str) else old
@@ -68,6 +91,8 @@ def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
         table[section] = {**old, key: value}
         return
     *parents, name = path
+    if parents and isinstance(word := table.get(path[0]), str) and path[0] in _WORDS:
+        table[path[0]] = {_WORDS[path[0]]: word}
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
@@ -90,7 +115,7 @@ def _can_be_removed(table: dict[str, Any], path: Sequence[str]) -> bool:
     if section not in _CHOICES or not isinstance(chosen, dict) or key not in chosen:
         return False
     name = str(chosen.get(_CHOICES[section]))
-    present = {other: value for other, value in chosen.items() if other not in (*_KEPT, _CHOICES[section])}
+    present = {other: value for other, value in chosen.items() if other not in keys_in(kind)}
     return not _is_fine(lambda: options.check(section, name, {**present, key: _NOTHING}))
 
 

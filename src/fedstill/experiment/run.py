@@ -19,6 +19,7 @@ from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment, PartitionSection, checked_experiment
 from fedstill.experiment.model import Network, build_network, describe_model
+from fedstill.experiment.more_rounds import with_rounds
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
     check_run_folder,
@@ -140,10 +141,11 @@ def run_built(
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
             contract = make_contract(experiment, federation)
-            watchers = [_Describe(experiment, contract, folder), *watchers]
+            watchers = [_Describe(experiment, folder, contract), *watchers]
             built = replace(built, contract=contract["seal"])
         elif resume or not list_checkpoints(folder / "checkpoints"):
             built = replace(built, contract=check_same_run(experiment, federation, folder))
+            watchers = [_Describe(experiment, folder), *watchers]
     with _threads_of(experiment):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
     if experiment.compare.references:
@@ -179,17 +181,24 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 class _Describe(Callback):
     """Writes contract.json, config.toml and env.json once all checks have passed, before the first round."""
 
-    def __init__(self, experiment: Experiment, contract: Mapping[str, Any], folder: Path) -> None:
-        self._experiment, self._contract, self._folder = experiment, contract, folder
+    def __init__(self, experiment: Experiment, folder: Path, contract: Mapping[str, Any] | None = None) -> None:
+        self._experiment, self._folder, self._contract = experiment, folder, contract
 
     def on_start(self, info: RunInfo) -> None:
         write_description(self._experiment, self._folder, self._contract)
 
 
-def resume_run(run_dir: str | Path, *, callbacks: Sequence[Callback] = ()) -> Result:
-    """Go on with the run in a folder from its newest checkpoint; the result equals that of an uninterrupted run."""
+def resume_run(run_dir: str | Path, *, rounds: int | None = None, callbacks: Sequence[Callback] = ()) -> Result:
+    """Go on with the run in a folder from its newest checkpoint; the result equals that of an uninterrupted run.
+
+    rounds: go on to so many rounds instead of the experiment's.
+    """
     experiment = read_description(Path(run_dir))
     check_same_experiment(experiment, Path(run_dir))  # before the data are read, because it names the setting
+    if rounds is not None:
+        experiment, notes = with_rounds(experiment, rounds, Path(run_dir))
+        for note in notes:
+            _log.warning(note)
     return run(experiment, run_dir=run_dir, callbacks=callbacks, resume=True)
 
 

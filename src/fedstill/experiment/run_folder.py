@@ -22,12 +22,14 @@ from fedstill.data import contract
 from fedstill.data.load import is_embedded
 from fedstill.experiment.config import Experiment, ModelSection
 from fedstill.experiment.model import tensors_digest
+from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
+MAY_CHANGE = ("rounds", "track", "compare")  # keys of an experiment on which no round depends
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
@@ -42,16 +44,26 @@ def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
 
 
 def write_description(experiment: Experiment, folder: Path, contract: Mapping[str, Any] | None = None) -> None:
-    """Write contract.json, env.json and config.toml, with every default; a resumed run keeps the files of its start."""
+    """Write contract.json, env.json and config.toml, with every default.
+
+    A resumed run keeps the files of its start. Only settings on which no round depends are written anew.
+    """
     if not (begun := (folder / CONFIG_FILE).exists()):
         check_run_folder(experiment, folder, asked="run_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not begun:
-            if contract is not None:
-                write_whole(folder / CONTRACT_FILE, json.dumps(contract, indent=1, ensure_ascii=False) + "\n")
+        table = _as_table(experiment)
+        if begun:
+            old = toml_io.read_toml(folder / CONFIG_FILE)
+            if old == table or _changes(old, table):
+                return
+            if (path := folder / CONTRACT_FILE).exists():  # a comparison has none
+                contract = {**json.loads(path.read_text(encoding="utf-8")), "experiment": table}
+        else:
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
-            write_whole(folder / CONFIG_FILE, toml_io.dumps(_anchored(experiment).resolved()))
+        if contract is not None:
+            write_whole(folder / CONTRACT_FILE, json.dumps(contract, indent=1, ensure_ascii=False) + "\n")
+        write_whole(folder / CONFIG_FILE, toml_io.dumps(table))
     except OSError as error:
         raise FedstillError(
             f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
@@ -62,7 +74,7 @@ def make_contract(experiment: Experiment, federation: Federation) -> dict[str, A
     """Return the content of contract.json: the experiment, its files and its data as the run begins, and a seal."""
     tree = {
         "experiment": _as_table(experiment),
-        "files": {path: file_digest(Path(path)) for path in own_files(*_texts_of(experiment))},
+        "files": {path: file_digest(Path(path)) for path in _files_of(experiment)},
         "data": contract.as_json(contract.contract_of(federation)),
     }
     return {**tree, "seal": _seal(tree)}
@@ -86,16 +98,20 @@ def read_contract(folder: Path) -> Agreed:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         seal = tree.pop("seal")
+        unchanged = seal == _seal(tree)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
-    if seal != _seal(tree):
+    if not unchanged:
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
     data = contract.from_json(tree["data"], where=str(path))
     return Agreed(Experiment.model_validate(tree["experiment"]), data, tree["files"], seal)
 
 
 def _seal(tree: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=16).hexdigest()
+    """Return a digest of a contract without the settings that may change while its run goes on."""
+    fixed = {key: value for key, value in tree["experiment"].items() if key not in MAY_CHANGE}
+    text = json.dumps({**tree, "experiment": fixed}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def own_files(*texts: str) -> list[str]:
@@ -148,11 +164,26 @@ def _texts_of(experiment: Experiment) -> list[str]:
 
 
 def file_digest(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    """Return a digest of a file; of a model's file only its tensors count, because its header has no fixed order."""
+    content = path.read_bytes()
+    if path.suffix == ".safetensors":
+        content = content[8 + int.from_bytes(content[:8], "little") :]
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _files_of(experiment: Experiment) -> list[str]:
+    """Return every file that decides a run beside its data: functions of one's own, and the model it starts from."""
+    start = [] if experiment.model.start is None else [str(start_file(experiment.model.start))]
+    return [*own_files(*_texts_of(experiment)), *start]
+
+
+def start_file(start: str) -> Path:
+    """Return the file of the model that `model.start` names."""
+    return Path(start).resolve() / "last" / WEIGHTS_FILE
 
 
 def check_files(files: Mapping[str, str], names: Collection[str]) -> None:
-    """Refuse Python files that are not as they were when the run began."""
+    """Refuse files that are not as they were when the run began."""
     for path in names:
         if not Path(path).is_file():
             raise FedstillError(f"'{path}' is gone, and this run needs it: put it back")
@@ -166,17 +197,11 @@ def check_same_experiment(experiment: Experiment, folder: Path) -> Agreed:
     Only the rounds, the trackers and the section [compare] may differ, because no round depends on them.
     """
     agreed = read_contract(folder)
-    old, new = _flat(_as_table(agreed.experiment)), _flat(_as_table(experiment))
-    changed = [
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
-        for key in dict.fromkeys((*old, *new))
-        if key.partition(".")[0] not in ("rounds", "track", "compare") and old.get(key) != new.get(key)
-    ]
-    if changed:
+    if changed := _changes(_as_table(agreed.experiment), _as_table(experiment)):
         raise FedstillError(
             f"'{folder}' holds a run of another experiment: {'; '.join(changed)}: set it back, or use a new folder"
         )
-    check_files(agreed.files, own_files(*_texts_of(experiment)))
+    check_files(agreed.files, _files_of(experiment))
     return agreed
 
 
@@ -188,6 +213,16 @@ def check_same_run(experiment: Experiment, federation: Federation, folder: Path)
             f"'{folder}' began with other data: {'; '.join(others)}: restore the data, or start a new run"
         )
     return agreed.seal
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return each key in which two experiments differ, with both values, but for the keys that may change."""
+    old, new = _flat(then), _flat(now)
+    return [
+        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
+        for key in dict.fromkeys((*old, *new))
+        if key.partition(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key)
+    ]
 
 
 def _as_table(experiment: Experiment) -> dict[str, Any]:
@@ -208,6 +243,8 @@ def _anchored(experiment: Experiment) -> Experiment:
     places |= {"test": data.test, "tokenizer": data.tokenizer}
     here = {key: str(Path(str(place)).resolve()) for key, place in places.items() if is_local(place)}
     network: dict[str, Any] = {"name": anchored(model.name)}
+    if model.start is not None:
+        network["start"] = str(Path(model.start).resolve())
     if "prototypes" in model.options:
         network["prototypes"] = [anchored(text) for text in model.options["prototypes"]]
     methods = tuple(anchored(entry) for entry in experiment.compare.methods)
@@ -230,7 +267,8 @@ def with_given_data(experiment: Experiment) -> Experiment:
 
 def with_given_network(experiment: Experiment, network: Model) -> Experiment:
     """Return the experiment as a run records it whose network was handed over in Python."""
-    about = {"name": GIVEN, "network": network.name, "tensors": tensors_digest(network)}
+    start = experiment.model.start
+    about = {"name": GIVEN, "start": start, "network": network.name, "tensors": tensors_digest(network)}
     return experiment.model_copy(update={"model": ModelSection.model_validate(about)})
 
 

@@ -83,6 +83,7 @@ class Built:
     label: the method's name for people.
     settings: options of the method and the model in any words. Two runs whose settings differ never share noise.
     contract: seal of the run's contract with its data (see experiment/run_folder.py); it binds files to their run.
+    start: the model of round 0; None lets the seed decide it.
     """
 
     method: Method | Sequence[Phase]
@@ -98,6 +99,7 @@ class Built:
     label: str = ""
     settings: str = ""
     contract: str = ""
+    start: Weights | None = None
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -142,7 +144,8 @@ def federate(
     if wanted > count:
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
     plan = _make_plan(task, built, None if run_dir is None else Path(run_dir))
-    return _run(task, plan, callbacks, resume=resume, state_budget=state_budget, began=began)
+    state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
+    return _run(task, plan, state, callbacks, resume=resume, state_budget=state_budget, began=began)
 
 
 def check_built(built: Built) -> None:
@@ -205,9 +208,16 @@ def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
 
 
 def _run(
-    task: Task, plan: Plan, callbacks: Sequence[Callback], *, resume: bool, state_budget: int | None, began: float
+    task: Task,
+    plan: Plan,
+    state: State,
+    callbacks: Sequence[Callback],
+    *,
+    resume: bool,
+    state_budget: int | None,
+    began: float,
 ) -> Result:
-    state, population = _first_state(task, plan.identity["best"]), task.federation.population
+    population = task.federation.population
     task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
@@ -330,17 +340,16 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
     )
 
 
-def _first_state(task: Task, best_by: str) -> State:
-    weights = to_device(first_weights(task.model, task.seed, task.trainer), task.engine.device)
+def _first_state(task: Task, weights: Weights, best_by: str) -> State:
+    weights = to_device(weights, task.engine.device)
     return State(0, weights, first_state(task.method(1), weights), history=History(best_by=best_by))
 
 
-def first_weights(model: Model, seed: Seed, trainer: Trainer) -> Weights:
-    """Return the model that a run with this seed begins at, in the precision of its trainer."""
+def first_weights(built: Built, trainer: Trainer) -> Weights:
+    """Return the model that a run begins at, in the precision of its trainer."""
     dtype = getattr(trainer, "dtype", torch.float32)
-    return tree_map(
-        lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, model.init(seed_for(seed, "model"))
-    )
+    weights = built.model.init(seed_for(built.schedule.seed, "model")) if built.start is None else built.start
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, weights)
 
 
 def _loop(

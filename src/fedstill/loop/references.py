@@ -202,7 +202,7 @@ def train_alone(
     """
     federation, training, seed = built.federation, budget.alone, built.schedule.seed
     objective = suited(phases_of(built.method), built.model, training)[0].method.objective
-    start = to_device(first_weights(built.model, seed, engine), engine.device)
+    start = to_device(first_weights(built, engine), engine.device)
     sizes = federation.offsets.diff().numpy()
     clients = np.flatnonzero(sizes > 0)
     steps = training.steps or training.epochs * -(-int(sizes.max()) // training.batch_size)

@@ -1,0 +1,95 @@
+"""A run that begins from the last model of another run, and every start that does not fit."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+import fedstill
+from fedstill import Experiment, FedstillError
+from fedstill.loop.checkpoint import load_weights
+
+
+def table_of(path, columns, words=("no", "yes")):
+    """A table of 60 rows whose class is the sign of its first number."""
+    rows = [[(7 * row + place) % 11 - 5 for place in range(len(columns))] for row in range(60)]
+    lines = [",".join([*columns, "label"]), *(",".join([*map(str, row), words[row[0] > 0]]) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def experiment(source, **changes):
+    sections = {
+        "rounds": 2,
+        "cohort": 2,
+        "data": {"source": source},
+        "partition": {"scheme": "iid", "clients": 4},
+        "model": {"name": "mlp", "hidden": [4]},
+        "local": {"lr": 0.1},
+    }
+    return Experiment.model_validate({**sections, **changes})
+
+
+def started(folder, **options):
+    return {"name": "mlp", "hidden": [4], "start": str(folder), **options}
+
+
+@pytest.fixture
+def first(tmp_path, monkeypatch):
+    """The folder of a finished run."""
+    monkeypatch.chdir(tmp_path)
+    source = table_of(tmp_path / "a.csv", ["a", "b"])
+    fedstill.run(experiment(source), run_dir="first", pictures=False)
+    return tmp_path / "first"
+
+
+def test_a_run_starts_from_the_last_model_of_another(first):
+    start = load_weights(first / "last")
+    still = experiment("a.csv", rounds=1, model=started("first"), local={"lr": 1e-30})
+    weights = fedstill.run(still, run_dir="second", pictures=False).weights
+    assert all(torch.equal(weights.params[name], start.params[name]) for name in start.params)
+    assert fedstill.Experiment.from_toml("second/config.toml").model.start == str(first)
+
+
+def test_the_scale_of_the_inputs_may_differ(first, tmp_path):
+    other = tmp_path / "b.csv"
+    other.write_text((tmp_path / "a.csv").read_text() + "90,80,yes\n")
+    fedstill.run(experiment(str(other), model=started(first)))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words", "options", "line"),
+    [
+        (["a", "b"], ("no", "maybe"), {}, "classes differ: without 'yes' with new 'maybe'"),
+        (["b", "a"], ("no", "yes"), {}, "the column names are in another order"),
+        (["a", "b", "c"], ("no", "yes"), {}, "columns differ: with new 'c'"),
+        (["a", "b"], ("no", "yes"), {"hidden": [5]}, r"layer 'encoder.\d.weight' has the shape \(4, 2\), not \(5, 2\)"),
+        (["a", "b"], ("no", "yes"), {"hidden": [4, 4]}, "it has no layer 'encoder.3.weight'"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused_by_its_first_difference(first, tmp_path, columns, words, options, line):
+    source = table_of(tmp_path / "b.csv", columns, words)
+    with pytest.raises(FedstillError, match=rf"^model.start = '.*' .*: {line}.*leave model.start out$"):
+        fedstill.run(experiment(source, model=started(first, **options)), run_dir="second")
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_start_that_is_no_finished_run_is_refused(first):
+    for place, line in {"nowhere": "holds no model", ".": "holds no model", "both": "holds a comparison"}.items():
+        if place == "both":
+            fedstill.compare(experiment("a.csv", rounds=1), ["fedavg"], seeds=1, run_dir="both")
+        with pytest.raises(FedstillError, match=rf"^model.start = '{place}' {line}"):
+            fedstill.run(experiment("a.csv", model=started(place)))
+
+
+def test_a_resume_notices_another_start_and_predict_does_not_need_it(first):
+    fedstill.run(experiment("a.csv", model=started("first")), run_dir="second", pictures=False)
+    fedstill.resume_run("first")  # it is finished, so its model stays
+    fedstill.resume_run("second", rounds=3)
+    fedstill.resume_run("first", rounds=3)
+    with pytest.raises(FedstillError, match=r"last/weights.safetensors' has changed since the run began"):
+        fedstill.resume_run("second", rounds=4)
+    shutil.rmtree(first)
+    assert len(fedstill.predict("second", "a.csv").labels) == 60
