@@ -146,3 +146,5 @@ def test_a_resumed_run_takes_finished_references_unless_it_has_more_rounds(tmp_p
     assert find_references(run_of(rounds=2), fedavg(), file=file, resume=True) == found
     longer = find_references(run_of(rounds=3), fedavg(), file=file, resume=True)
     assert longer.rounds == json.loads(file.read_text())["rounds"] == 3
+    file.write_text("{}")
+    assert find_references(run_of(rounds=3), fedavg(), file=file, resume=True).alone == longer.alone

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fedstill.compose.phases import phases_of
+from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import cohort_size
 from fedstill.core.trainer import LocalWork
 from fedstill.core.tree import byte_size, stack, to_device
@@ -114,14 +115,13 @@ def find_references(
     method: FedAvg, because with one client FedAvg is plain training.
     file: where the result is written as JSON; with `resume` a result there of as many rounds is taken as it is.
     """
-    if resume and file is not None and file.exists():
-        table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-        }
-        known = References(**fields)
-        if known.rounds == built.schedule.rounds:
-            return known
+    if built.model.groups is not None:
+        raise FedstillError(
+            "compare.references = true needs one network for all clients, and this model has several: set it to false"
+        )
+    known = _read(file) if resume and file is not None and file.exists() else None
+    if known is not None and known.rounds == built.schedule.rounds:
+        return known
     built = replace(built, method=method, guard=Guard(), privacy=Privacy(), label="pooled")
     budget, federation, engine = budget_of(built), built.federation, _engine(built)
     counts = label_counts(federation)
@@ -161,6 +161,16 @@ def find_references(
     if file is not None:
         write_whole(file, json.dumps(asdict(made), indent=1) + "\n")
     return made
+
+
+def _read(file: Path) -> References | None:
+    """Return the references in a file; None where it holds something else."""
+    try:
+        table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        table |= {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+        return References(**table)
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def _engine(built: Built) -> Engine:
