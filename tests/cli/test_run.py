@@ -319,6 +319,16 @@ def test_a_phase_that_is_never_reached_is_told_before_the_run(folder, words):
     assert told("fedavg") == []
 
 
+def test_a_run_whose_every_upload_is_refused_ends_with_1_and_a_line_that_says_why(folder):
+    outcome = fedstill("run", "small.toml", "--set", "local.lr=1e30", code=1)
+    (line,) = (line for line in outcome.stderr.splitlines() if "whole run" in line)
+    assert line.startswith("fedstill: ")
+    assert "NaN or Inf" in line
+    assert "lower local.lr" in line
+    assert outcome.stdout == ""
+    fedstill("compare", "small.toml", "--methods", "fedavg", "--seeds", "1", "--set", "local.lr=1e30", code=1)
+
+
 def test_a_run_whose_server_labels_its_data_says_how_to_get_the_labels(folder):
     words = ("--set", "rounds=1", "--set", "data.unlabeled='test'", "--set", "method.name=mrtf(student.steps=1)")
     told = fedstill("run", *words, "--out", "labels here").stdout

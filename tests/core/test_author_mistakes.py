@@ -17,7 +17,7 @@ from fedstill.compose.combine import weighted_mean
 from fedstill.compose.wrappers import every, report_only, rollback
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Aggregate, Output, Stage, Weights
-from fedstill.local import cross_entropy, start_model
+from fedstill.local import cross_entropy, proximal, start_model
 from fedstill.server import average
 
 HERE = r"\(test_author_mistakes.py, line \d+\)"
@@ -68,7 +68,7 @@ def test_whether_label_counts_are_there_may_be_asked_and_they_may_be_printed(eng
 @pytest.mark.parametrize("engine", EITHER_ENGINE)
 def test_features_of_a_frozen_model_that_are_not_declared_are_told(engine):
     def loss(output, batch, local):
-        return local.frozen["start"].features.square().mean()
+        return weighted_mean(local.frozen["start"].features.square().mean(-1), batch.weight)
 
     with pytest.raises(FedstillError, match=rf"{HERE}: .* features of a frozen model .*Need.FEATURES"):
         federate(with_term(loss, frozen={"start": start_model}), engine)
@@ -154,15 +154,14 @@ def test_a_loss_that_returns_nothing_is_named_and_a_plain_number_may_be_added():
 
 
 def branching(output: Output, batch, local):
-    if output.logits.sum() > 0:
-        return output.logits.mean()
-    return -output.logits.mean()
+    value = weighted_mean(output.logits.mean(-1), batch.weight)
+    return value if value > 0 else -value
 
 
 LINES = {
     "branches on the value of a tensor": branching,
     "calls .item": lambda output, batch, local: output.logits.mean() * output.logits.mean().item(),
-    "makes a shape that depends on values": lambda output, batch, local: output.logits[output.logits > 0].sum(),
+    "makes a shape that depends on values": lambda output, batch, local: output.logits[output.logits > 0].sum() * 0.0,
     "calls F.one_hot": lambda output, batch, local: (
         torch.nn.functional.one_hot(batch.y).sum() * output.logits.mean() * 0.0
     ),
@@ -191,13 +190,15 @@ def test_any_other_error_of_ones_own_code_keeps_its_traceback():
 
 OWN = '''
 from fedstill import Method, Objective, ServerStep, combine
+from fedstill.compose.combine import weighted_mean
 from fedstill.local import cross_entropy
 from fedstill.server import average
 
 
 def small_logits(strength):
     """strength mean |z|^2."""
-    return Objective(lambda output, batch, local: strength * output.logits.square().mean())
+    square = lambda logits: logits.square().mean(-1)
+    return Objective(lambda output, batch, local: strength * weighted_mean(square(output.logits), batch.weight))
 
 
 def tell():
@@ -238,3 +239,46 @@ def test_a_required_option_without_a_type_hint_is_told_without_one(folder):
     assert found.stderr.splitlines()[-1].endswith(
         "method.strength is missing: mine.py:hasty needs it: set it, or give it a default"
     )
+
+
+def plain_mean(output, batch, local):
+    return output.logits.square().mean()
+
+
+def mean_over_all_rows(output, batch, local):
+    return (output.logits.square().mean(-1) * batch.weight).mean()
+
+
+def distance_to_the_start(output, batch, local):  # zero at the start, where client and start are the same model
+    return (output.logits - local.frozen["start"].logits).square().mean()
+
+
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+@pytest.mark.parametrize(
+    ("loss", "how"),
+    [(plain_mean, {}), (mean_over_all_rows, {}), (distance_to_the_start, {"frozen": {"start": start_model}})],
+)
+def test_a_mean_that_counts_padding_is_refused_before_anybody_trains(engine, loss, how):
+    with pytest.raises(FedstillError, match=rf"local term {loss.__name__} {HERE} counts padding: .*weighted_mean"):
+        federate(with_term(loss, **how), engine)
+
+
+def test_terms_that_fit_no_label_are_refused_unless_they_say_so():
+    def small_logits(output, batch, local):
+        return weighted_mean(output.logits.square().mean(-1), batch.weight)
+
+    def fits(output, batch, local):
+        chosen = output.logits.log_softmax(-1).gather(-1, batch.y.unsqueeze(-1)).squeeze(-1)
+        return -weighted_mean(chosen, batch.weight)
+
+    for objective in (proximal(0.1), Objective(small_logits), combine(proximal(0.1), Objective(small_logits))):
+        with pytest.raises(FedstillError, match=r"no local term of this method fits the labels.*cross_entropy.*risk="):
+            federate(Method(objective, average()))
+    for objective in (Objective(fits), Objective(small_logits, risk="small_logits")):
+        assert federate(Method(objective, average())).history.rows[0]["accepted"] == 3
+
+
+def test_two_terms_that_fit_the_labels_are_refused():
+    twice = combine(cross_entropy(), proximal(0.1), cross_entropy())
+    with pytest.raises(FedstillError, match="2 local terms that fit the labels, cross_entropy and cross_entropy"):
+        federate(Method(twice, average()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
-from fedstill.experiment.config import Experiment, MethodSection
+from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.more_rounds import with_rounds
 from fedstill.experiment.overrides import (
@@ -28,6 +28,7 @@ from fedstill.experiment.overrides import (
 from fedstill.experiment.run import run
 from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, new_run_dir, read_description
 from fedstill.loop.callbacks import Callback
+from fedstill.loop.cautions import all_refused
 from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
@@ -39,7 +40,6 @@ def run_command(options: RunOptions) -> None:
     changes = _settings(options)
     experiment = read_experiment(options.file, changes)
     folder = choose_folder(experiment, options.out)
-    _tell_unreached([experiment.method], experiment.rounds)
     changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
     file = folder / CONFIG_FILE if changed else options.file
     _run(experiment, folder, file=file, quiet=options.quiet, as_json=options.format is Format.json)
@@ -57,7 +57,6 @@ def compare_command(options: CompareOptions) -> None:
     section = {**inside.model_dump(), "methods": list(entries), "seeds": count}
     experiment = experiment.replace(compare=section)
     folder = choose_folder(experiment, options.out)
-    _tell_unreached(list(entries.values()), experiment.rounds)
     file = folder / CONFIG_FILE if changed else options.file
     _compare(experiment, folder, file=file, quiet=options.quiet, as_json=options.format is Format.json)
 
@@ -90,13 +89,10 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
     return folder
 
 
-def _tell_unreached(methods: Sequence[MethodSection], rounds: int) -> None:
-    """Warn of a switch after the last round: it is allowed, but hardly meant."""
-    for method in methods:
-        switch = max((phase.until or 0 for phase in method.phases), default=0)
-        if switch >= rounds:
-            where = f"'{method.name}' switches after round {switch}"
-            tell(f"{where}, the run has {rounds}: its last phase is never reached")
+def _fail_where_all_were_refused(results: Iterable[Result]) -> None:
+    """End with exit code 1 if no upload of a whole run was accepted; a warning has said so, with the cure."""
+    if any(all_refused(result.history) for result in results):
+        raise typer.Exit(1)
 
 
 def _run(
@@ -112,6 +108,8 @@ def _run(
         result = run(experiment, run_dir=folder, callbacks=watchers, federation=federation, resume=resume)
     if as_json:
         print_json(result.summary())
+    _fail_where_all_were_refused([result])  # before the text, because numbers of an untrained model would mislead
+    if as_json:
         return
     parties = parties_of(federation, result)
     typer.echo(run_text(experiment, result, parties=party_text(parties) if parties else ""))
@@ -134,8 +132,10 @@ def _compare(
             return [] if quiet else [progress]
 
         comparison = compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
+    results = [result for seeds_of_method in comparison.results.values() for result in seeds_of_method]
     if as_json:
         print_json(comparison.as_json())
+        _fail_where_all_were_refused(results)
         return
     if sys.stdout.isatty():
         from rich.console import Console
@@ -154,6 +154,7 @@ def _compare(
     if not quiet:
         lines.append(f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}")
     typer.echo("\n".join(lines))
+    _fail_where_all_were_refused(results)
 
 
 def _reference_lines(comparison: Comparison) -> list[str]:

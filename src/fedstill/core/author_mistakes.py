@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError, own_place
-from fedstill.core.types import Local, Need, Objective, ServerStep, Tree, Weights
+from fedstill.core.types import Batch, Local, Need, Objective, Output, ServerStep, Tree, Weights
 
 _MAY_BE_ASKED = frozenset({torch.isnan, Tensor.isnan, Tensor.__repr__})  # whether they are there
 
@@ -88,6 +90,52 @@ def one_number(term: Objective, found: Tensor) -> Tensor:
         f"the loss of the local term {name_of(term.loss)} returned {what}: return one number for the batch, "
         "e.g. weighted_mean(values, batch.weight) of one value for each sample"
     )
+
+
+def check_objective(objective: Objective, output: Output, batch: Batch, local: Local) -> None:
+    """Refuse an objective that counts padding, or whose value is the same for all labels, by trying it on one batch.
+
+    batch: its last rows are padding (weight 0) that repeats no other row. A padded batch and the same batch without
+    padding are the same work, and which of them a client gets is up to the engine.
+    A term that fails here is passed over, because its first training step fails too and names the cause.
+    """
+    terms, real, classes = objective.terms or (objective,), int(batch.weight.sum()), output.logits.shape[-1]
+    frozen = {name: _first_rows(said, real) for name, said in local.frozen.items()}
+    without_padding = (
+        _first_rows(output, real),
+        _first_rows(batch, real),
+        hide_undeclared(local._replace(frozen=frozen), objective.needs),
+    )
+    local = hide_undeclared(local, objective.needs)
+    for term in terms:
+        padded, alone = _loss_value(term, output, batch, local), _loss_value(term, *without_padding)
+        if abs(padded - alone) > 1e-5 + 1e-3 * max(abs(padded), abs(alone)):  # never where one of them is NaN
+            raise FedstillError(
+                f"the local term {name_of(term.loss)} counts padding: its loss is {alone:.4g} for {real} samples and "
+                f"{padded:.4g} for the same samples in a padded batch: take weighted_mean(values, batch.weight) of "
+                "fedstill.compose.combine instead of a plain mean or sum"
+            )
+    if any(term.risk for term in terms) or classes < 2:
+        return
+    relabelled = batch._replace(y=(batch.y + 1) % classes)
+    if _loss_value(objective, output, batch, local) == _loss_value(objective, output, relabelled, local):
+        raise FedstillError(
+            f"no local term of this method fits the labels: the loss of {name_of(terms[0].loss)} is the same for all "
+            "labels: combine(cross_entropy(), ...) adds a term that does; a term that is to train without labels says "
+            "so by a name, Objective(loss, risk='my_loss')"
+        )
+
+
+def _first_rows(part: Any, count: int) -> Any:
+    """The first rows of an Output or a Batch."""
+    return type(part)(*(leaf[:count] for leaf in part))
+
+
+def _loss_value(term: Objective, output: Output, batch: Batch, local: Local) -> float:
+    """A term's loss as a number; NaN where it cannot be computed."""
+    with suppress(Exception), torch.no_grad():
+        return float(one_number(term, term.loss(output, batch, local)))
+    return math.nan
 
 
 def model_and_state(step: ServerStep, before: Weights, found: tuple[Weights, Tree]) -> tuple[Weights, Tree]:

@@ -55,12 +55,22 @@ def check_needs(
         raise FedstillError(f"{label} needs {told}")
 
 
+def check_one_risk(method: Method, label: str = "this method") -> None:
+    """Refuse a method with two local terms that fit the labels, because it would fit them twice."""
+    risks = [term.risk for term in method.objective.terms if term.risk]
+    if len(risks) > 1:
+        raise FedstillError(
+            f"{label} has {len(risks)} local terms that fit the labels, {' and '.join(risks)}: keep one of them"
+        )
+
+
 def check_phases(
     phases: Sequence[Phase], *, model: Model, federation: Federation, training: Training, label: str = "this method"
 ) -> None:
     """Every method's needs, and what its steps find wrong with the data or with the round that they begin in."""
     first = 1
     for method, until, _ in phases:
+        check_one_risk(method, label)
         check_needs(method, model=model, federation=federation, training=training, label=label)
         unlabeled = federation.unlabeled if Need.UNLABELED in needs_of(method) else None
         for step in method.steps:

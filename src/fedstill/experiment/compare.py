@@ -20,6 +20,7 @@ from fedstill.experiment.overrides import parse_method, without_defaults
 from fedstill.experiment.run import draw_pictures, measure_references, run_built
 from fedstill.experiment.run_folder import with_given_data, write_description
 from fedstill.loop.callbacks import Callback
+from fedstill.loop.cautions import each_once
 from fedstill.loop.federate import Built, check_built
 from fedstill.loop.history import Result
 from fedstill.loop.references import References
@@ -128,13 +129,15 @@ def compare(
         given = not federations[0].built_from
         write_description(with_given_data(experiment) if given else experiment, folder)
     results: dict[str, list[Result]] = {}
+    warned: set[str] = set()
     for entry, pairs in variants.items():
         _save(results, experiment, folder)
         results[entry] = []
         for run, built in pairs:
             place = None if folder is None else folder / run_folder(entry, run.seed)
             watchers = callbacks(entry, run.seed)
-            result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
+            with each_once(warned):
+                result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
             results[entry].append(replace(result, stands_for=_stands_for(entry, run.method)))
     references = []
     for run, built in pairs if experiment.compare.references else []:

@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedstill.compose.combine import bound_to, first_state, samples, targets
-from fedstill.compose.groups import as_it_is, check_groups, grouped, reported_name, split
+from fedstill.compose.groups import as_it_is, check_groups, grouped, only, reported_name, split
 from fedstill.compose.head_only import heads_only
 from fedstill.compose.phases import phases_of, share_states
 from fedstill.core.errors import FedstillError
@@ -30,6 +31,7 @@ from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
+from fedstill.loop.cautions import Cautions
 from fedstill.loop.checkpoint import content_digest, list_checkpoints
 from fedstill.loop.evaluate import Evaluate, accuracy_by_party, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
@@ -51,6 +53,7 @@ from fedstill.privacy.statement import PrivacyStatement
 from fedstill.storage.files import write_whole
 
 MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
+ROWS_ANSWERED = 16  # test rows that the untrained model answers, to see that its answers are logits
 _log = logging.getLogger("fedstill.run")
 
 
@@ -365,6 +368,8 @@ def _loop(
     answers = [callback.on_start(info) for callback in callbacks]
     if promise.cut:
         task.tell(promise.cut, 1.0)
+    cautions = Cautions(plan.method, task.federation, task.training, state.history.rows)
+    cautions.before(task.phases, plan.rounds, task.model, _first_answers(task, state.weights))
     clock = SaveClock()
     while state.round < plan.rounds and not any(answers):
         began = time.perf_counter()
@@ -380,11 +385,20 @@ def _loop(
         if journal is not None:
             journal.add(row, records)
         _tell(row, records)
+        cautions.after_round(row, records, task.engine.device)
         if plan.checkpoints(state.round, due=clock.is_due()):
             with clock:
                 _state_privacy(plan, promise, state)
                 save(plan, state, store, reported(task, state), _targets(task, state))
+    cautions.at_end(state.history)
     return state
+
+
+def _first_answers(task: Task, weights: Weights) -> list[Tensor]:
+    """The answers of each network to some test rows."""
+    rows = task.test.x[:ROWS_ANSWERED]
+    networks = [only(weights, network) for network in task.model.networks]
+    return [task.trainer.outputs(network, rows, features=False, keep=False).logits for network in networks]
 
 
 def _state_privacy(plan: Plan, promise: Promise, state: State) -> PrivacyStatement | None:

@@ -40,6 +40,7 @@ from fedstill.core.types import (
     Weights,
 )
 from fedstill.engine.client_store import ClientStore
+from fedstill.loop.cautions import try_objective
 from fedstill.loop.evaluate import Evaluate, TestSet, forgetting, number_of
 from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite
 from fedstill.loop.history import History, Row, plain
@@ -120,7 +121,10 @@ def play_round(task: Task, state: State, store: ClientStore) -> Played:
     }  # fmt: skip
     if len(ids):
         work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
-        trained = task.engine.train(work, ids, store.read(ids))
+        states = store.read(ids)
+        if number == 1 or method is not task.method(number - 1):
+            try_objective(task.model, task.federation, work, ids, states)
+        trained = task.engine.train(work, ids, states)
         if not isinstance(trained, Trained):
             raise FedstillError(f"{name_of(task.engine.train)} returned a {type(trained).__name__}, not a Trained")
         uploads = _transmit(task, trained.uploads, start, ids, number)
