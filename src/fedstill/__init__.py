@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         from_csv,
         from_hf,
         from_tensors,
-        load,
         make_federation,
         split_unlabeled,
         tokenise,
@@ -63,7 +62,8 @@ if TYPE_CHECKING:
     from fedstill.loop.history import History, Result
     from fedstill.methods.lookup import build_method
     from fedstill.models import build_model, from_module, mixed_model
-    from fedstill.prediction import Predictions, predict
+    from fedstill.prediction import Predictions, Predictor, load, predict
+    from fedstill.prediction.export import export
     from fedstill.prediction.loaded import LoadedRun, load_run
 
 # Imported when first used: torch takes a second, and `fedstill --help` should not.
@@ -80,7 +80,7 @@ _HOMES = {
         "Uploads Weights"
     ),
     "fedstill.data": (
-        "Source federation_from_tensors from_csv from_hf from_tensors load make_federation split_unlabeled tokenise"
+        "Source federation_from_tensors from_csv from_hf from_tensors make_federation split_unlabeled tokenise"
     ),
     "fedstill.data.given": "from_data",
     "fedstill.experiment.build": "build build_federation",
@@ -90,7 +90,8 @@ _HOMES = {
     "fedstill.loop.history": "History Result",
     "fedstill.methods.lookup": "build_method",
     "fedstill.models": "build_model from_module mixed_model",
-    "fedstill.prediction": "Predictions predict",
+    "fedstill.prediction": "Predictions Predictor load predict",
+    "fedstill.prediction.export": "export",
     "fedstill.prediction.loaded": "LoadedRun load_run",
     "fedstill.engine": "build_engine build_engines",
     "fedstill.loop.federate": "Built Schedule federate",
@@ -119,6 +120,7 @@ __all__ = [
     "Output",
     "Phase",
     "Predictions",
+    "Predictor",
     "Result",
     "Round",
     "Schedule",
@@ -137,6 +139,7 @@ __all__ = [
     "combine",
     "compare",
     "every",
+    "export",
     "federate",
     "federation_from_tensors",
     "from_csv",

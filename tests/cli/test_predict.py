@@ -97,8 +97,8 @@ def test_every_readable_image_of_a_folder_is_labeled_once_and_the_others_are_nam
     assert [row["id"] for row in rows] == sorted(IMAGES), "none lost, none invented, in the order of the names"
     told = outcome.stderr.splitlines()
     assert told == [
-        "fedstill: skipped b/broken.png: not a readable image",
-        "fedstill: skipped notes.txt: not a readable image",
+        "fedstill: skipped, because it cannot be read: b/broken.png",
+        "fedstill: skipped, because it cannot be read: notes.txt",
     ]
     assert "7 rows labeled" in outcome.stdout
     assert "2 that could not be read" in outcome.stdout

@@ -196,21 +196,43 @@ def resume(
 
 @app.command()
 def predict(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that run named.")],
+    model: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that run named, or a bundle of export.")],
     inputs: Annotated[
         Path | None,
         typer.Argument(metavar="INPUTS", help="A folder of images or a table; without it: the run's unlabeled set."),
     ] = None,
     from_: Annotated[
-        str, typer.Option("--from", metavar="last|best|targets", help="Who answers: a model, or the server's targets.")
-    ] = "last",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the files (default: RUN).")] = None,
+        str | None,
+        typer.Option(
+            "--from", metavar="last|best|targets", help="Who answers: a model (default: last), or the server's targets."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the files (default: RUN; of a bundle: here).")
+    ] = None,
     format_: AsFormat = Format.text,
 ) -> None:
     """Label unlabeled data with what a run has learnt: classes, probabilities, calibrated confidence."""
     from fedstill.cli.predict import predict_command
 
-    predict_command(run_dir, inputs, from_=from_, out=out, as_json=format_ is Format.json)
+    predict_command(model, inputs, from_=from_, out=out, as_json=format_ is Format.json)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that run named.")],
+    from_: Annotated[str, typer.Option("--from", metavar="last|best", help="Which model of the run.")] = "last",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write (default: RUN/bundle.safetensors).")
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="bundle|onnx", help="A bundle for fedstill, or an ONNX file for others.")
+    ] = "bundle",
+) -> None:
+    """Write a trained model as one file that predict answers from without its data and its run, and a model card."""
+    from fedstill.cli.predict import export_command
+
+    export_command(run_dir, from_=from_, out=out, kind=kind)
 
 
 @dataclass(frozen=True)

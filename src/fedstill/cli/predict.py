@@ -1,4 +1,4 @@
-"""The command that labels: predict."""
+"""The commands that use a trained model: predict labels data, export writes it as one file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import typer
 
 from fedstill.cli.app import print_json, tell
-from fedstill.prediction import Predictions, predict
+from fedstill.experiment.bundle import is_bundle
+from fedstill.prediction import Outcome, predict_to_files
+from fedstill.prediction.export import export
 from fedstill.prediction.files import FILES
 
 NAMED = 10  # files that could not be read, by name; all of them are in predictions.json
@@ -17,27 +19,32 @@ SHOWN_CLASSES = 10
 WIDTH = 120
 
 
-def predict_command(run_dir: Path, inputs: Path | None, *, from_: str, out: Path | None, as_json: bool) -> None:
-    folder = run_dir if out is None else out
-    found = predict(run_dir, inputs, from_=from_, out=folder)
-    for line in [*found.notes, *(f"skipped {one}: not a readable image" for one in found.skipped[:NAMED])]:
+def predict_command(model: Path, inputs: Path | None, *, from_: str | None, out: Path | None, as_json: bool) -> None:
+    folder = out or (Path() if is_bundle(model) else model)
+    outcome = predict_to_files(model, inputs, from_=from_, out=folder)
+    for line in [*outcome.notes, *(f"skipped, because it cannot be read: {name}" for name in outcome.skipped[:NAMED])]:
         tell(line)
-    if len(found.skipped) > NAMED:
-        tell(f"skipped {len(found.skipped) - NAMED} more, all in {folder}/predictions.json")
-    print_json(found.summary()) if as_json else typer.echo(predictions_text(found, folder))
+    if len(outcome.skipped) > NAMED:
+        tell(f"skipped {len(outcome.skipped) - NAMED} more, all in {folder}/predictions.json")
+    print_json(outcome.summary()) if as_json else typer.echo(predictions_text(outcome, folder))
 
 
-def predictions_text(found: Predictions, folder: Path) -> str:
+def export_command(run_dir: Path, *, from_: str, out: Path | None, kind: str) -> None:
+    for path, words in export(run_dir, from_=from_, out=out, kind=kind).items():
+        typer.echo(f"{path}  {words}")
+
+
+def predictions_text(outcome: Outcome, folder: Path) -> str:
     """What a person wants to know about the labels, and where they are."""
     rows = [
-        ("from", found.why),
-        ("confidence", f"{_percent(float(found.confidence.double().mean()))} on average; {found.calibration.why}"),
-        *_measured(found),
-        ("labels", _histogram(found)),
+        ("from", outcome.why),
+        ("confidence", f"{_percent(outcome.mean_confidence)} on average; {outcome.calibration.why}"),
+        *_measured(outcome),
+        ("labels", _histogram(outcome)),
     ]
-    if found.skipped:
-        rows.append(("skipped", f"{len(found.skipped)} that could not be read"))
-    lines = [f"{len(found.ids)} rows labeled: {found.what}"]
+    if outcome.skipped:
+        rows.append(("skipped", f"{len(outcome.skipped)} that could not be read"))
+    lines = [f"{outcome.count} rows labeled: {outcome.what}"]
     for name, text in rows:
         lines += textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<18} ", subsequent_indent=" " * 21)
     lines.append(f"Everything is in {folder}: {', '.join(name for name in FILES if (folder / name).exists())}.")
@@ -48,8 +55,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _measured(found: Predictions) -> list[tuple[str, str]]:
-    measured = found.measured
+def _measured(outcome: Outcome) -> list[tuple[str, str]]:
+    measured = outcome.measured
     if measured is None:
         return [("accuracy", "not known: there are no labels to measure it on, hence no reliability curve")]
     gap = _percent(measured.before.ece)
@@ -58,9 +65,9 @@ def _measured(found: Predictions) -> list[tuple[str, str]]:
     return [("accuracy", f"{_percent(measured.before.accuracy)} on {measured.on}"), ("calibration error", gap)]
 
 
-def _histogram(found: Predictions) -> str:
+def _histogram(outcome: Outcome) -> str:
     """The classes named most often, and how many more there are."""
-    counts = Counter(found.labels).most_common()
+    counts = [(name, count) for name, count in Counter(outcome.label_counts).most_common() if count]
     shown = ", ".join(f"{name}: {count}" for name, count in counts[:SHOWN_CLASSES])
     more = len(counts) - SHOWN_CLASSES
     return f"{shown}, and {more} more classes" if more > 0 else shown

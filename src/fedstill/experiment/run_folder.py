@@ -309,6 +309,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "dp": ("dp-accounting",),
     "text": ("tokenizers",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

@@ -81,7 +81,11 @@ class Reliability:
 def reliability(probabilities: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
     """Compare answers (n, K) with labels (n,) in equal bins of confidence, the bins of evaluate.calibration_error."""
     confidence, answer = probabilities.double().max(dim=1)
-    correct = (answer == y.to(answer.device)).double()
+    return reliability_of(confidence, (answer == y.to(answer.device)).double(), bins)
+
+
+def reliability_of(confidence: Tensor, correct: Tensor, bins: int = BINS) -> Reliability:
+    """Compare confidences (n,) in float64 with 1.0 for a right answer and 0.0 for a wrong one."""
     which = (confidence * bins).ceil().sub(1).clamp(0, bins - 1).long()
     counts, sure, right = (
         torch.bincount(which, weights, minlength=bins).tolist()
@@ -93,7 +97,7 @@ def reliability(probabilities: Tensor, y: Tensor, bins: int = BINS) -> Reliabili
         if counts[b]
     )
     error = float(calibration_error(confidence, correct, bins))
-    return Reliability(len(y), float(correct.mean()), float(confidence.mean()), error, filled)
+    return Reliability(len(correct), float(correct.mean()), float(confidence.mean()), error, filled)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Answers about unlabeled data, by a run's last model or the server's targets, and how well each is calibrated."""
+"""Answers about unlabeled data, by a trained model or the server's targets, and how well each is calibrated."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,20 +14,16 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.engine import build_engine
-from fedstill.experiment.config import Experiment
+from fedstill.experiment.bundle import Trained
+from fedstill.experiment.config import DataSection, Experiment
 from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.run_folder import is_local
-from fedstill.loop.calibrate import (
-    CALIBRATION_FILE,
-    Calibration,
-    Reliability,
-    at_temperature,
-    calibration_from,
-    log_scores,
-    reliability,
-)
+from fedstill.loop.calibrate import CALIBRATION_FILE, Calibration, Reliability, calibration_from, log_scores
 from fedstill.loop.checkpoint import WEIGHTS_FILE, content_digest, list_checkpoints, load_model, load_tensors
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
+
+MODELS = ("last", "best")
+TARGETS = "targets"
 
 
 class Samples(NamedTuple):
@@ -36,9 +32,7 @@ class Samples(NamedTuple):
     x: Tensor
     ids: tuple[str, ...]
     truth: Tensor | None  # (M,); below 0 where it is not known
-    what: str  # the data in words
-    skipped: tuple[str, ...] = ()
-    place: str = ""  # file, folder or dataset that they were read from; empty: rows of the run's own data
+    skipped: tuple[str, ...] = ()  # rows and files that could not be read
 
 
 class Measured(NamedTuple):
@@ -51,14 +45,14 @@ class Measured(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Scores for the samples, and how far they can be trusted."""
+    """A way to score samples, and how far the scores can be trusted."""
 
-    scores: Tensor  # (M, K) float64, before calibration
+    score: Callable[[Samples], Tensor]  # (M, K) float64, before calibration
     calibration: Calibration
-    measured: Measured | None
-    why: str  # who answered, in words
+    why: str  # who answers, in words
+    round: int | None  # None when the folder does not hold it
+    measured: Measured | None = None  # on other rows, for predicted rows whose truth nobody knows
     kept: Tensor | None = None  # (M,) of targets: the rows that the server learnt from
-    round: int | None = None  # None when the folder does not hold it
 
 
 def last_round(folder: Path) -> int | None:
@@ -98,40 +92,30 @@ def targets_answer(run: Opened, samples: Samples) -> Answer:
         raise FedstillError(
             f"--from targets: {path} is about other rows: the unlabeled data have changed since the run; {instead}"
         )
-    scores, learnt = log_scores(probabilities), int(kept.sum())
+    learnt = int(kept.sum())
     part = "" if learnt == len(kept) else f"; the server learnt from {learnt} of these rows (column kept)"
     return Answer(
-        scores,
+        lambda _: log_scores(probabilities),
         Calibration(None, "not calibrated: there are targets for the predicted rows only, none for rows with labels"),
-        _measure_known(scores, samples, None),
         f"the server's targets of round {number}{part}",
-        kept,
         number,
+        kept=kept,
     )
 
 
-def model_answer(run: Opened, samples: Samples, which: str) -> Answer:
-    """Answer with the run's last or best model, at the temperature that the run fitted; on the CPU without a GPU."""
-    federation, options = federation_without_rows(run.contract), run.experiment.engine
-    network = build_network(run.experiment, federation, run.model)
-    device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
-    precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
-    name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
-    engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)
-    weights, about = load_model(run.folder / which, engine.device)
+def trained_model(run: Opened, which: str) -> Trained:
+    """Return the run's last or best model with the temperatures that the run fitted for it."""
+    weights, about = load_model(run.folder / which)
     _check_model(run, which, about)
-    stored, wanted = ({name: leaf.shape for name, leaf in x.params.items()} for x in (weights, network.init(0)))
-    if stored != wanted:
-        raise FedstillError(
-            f"'{run.folder / which}' holds no {run.experiment.model.name} of this run: restore its copy"
-        )
-    scores = engine.outputs(weights, samples.x, features=False).logits.double().cpu()
-    calibration = stored_calibration(run, samples, which, about["calibration"])
-    measured = _measure_known(scores, samples, calibration.temperature)
-    if measured is None and calibration.before is not None and calibration.fitted_on is not None:
-        how = "the rows that chose the temperature, so the error after it is a little too small"
-        measured = Measured(calibration.fitted_on, calibration.before, calibration.after, how)
-    return Answer(scores, calibration, measured, f"the run's {which} model", round=last_round(run.folder))
+    return Trained(
+        run.experiment,
+        run.contract,
+        weights,
+        which,
+        stored_calibrations(run, which, about["calibration"]),
+        int(about["round"]),
+        place=str(run.folder / which),
+    )
 
 
 def _check_model(run: Opened, which: str, about: Mapping[str, str]) -> None:
@@ -149,21 +133,15 @@ def _check_model(run: Opened, which: str, about: Mapping[str, str]) -> None:
         )
 
 
-ANSWERS = {
-    "last": lambda run, samples: model_answer(run, samples, "last"),
-    "best": lambda run, samples: model_answer(run, samples, "best"),
-    "targets": targets_answer,
-}
-
-
-def stored_calibration(run: Opened, samples: Samples, which: str, digest: str) -> Calibration:
-    """Return the run's first temperature whose labeled rows cannot be among the predicted ones.
+def stored_calibrations(run: Opened, which: str, digest: str) -> list[Calibration]:
+    """Return the temperatures that the run fitted for a model, in the order in which they are to be used.
 
     digest: of the file that the run wrote for its models; empty while the run has not ended.
     """
-    path, data = run.folder / CALIBRATION_FILE, run.experiment.data
+    path = run.folder / CALIBRATION_FILE
     if not digest:
-        return Calibration(None, f"not calibrated: the run has not ended; finish it with: fedstill resume {run.folder}")
+        why = f"not calibrated: the run has not ended; finish it with: fedstill resume {run.folder}"
+        return [Calibration(None, why)]
     content = path.read_bytes() if path.is_file() else b""
     if content_digest(content) != digest:
         happened = "does not belong to the run's models" if content else "is gone"
@@ -171,15 +149,53 @@ def stored_calibration(run: Opened, samples: Samples, which: str, digest: str) -
             f"'{path}' {happened}: restore it from a copy of the run, or write it again with "
             f"`fedstill resume {run.folder}`"
         )
-    calibrations = [calibration_from(tree) for tree in json.loads(content)[which]]
+    return [calibration_from(tree) for tree in json.loads(content)[which]]
+
+
+def scorer(trained: Trained, model: Network | None = None) -> Callable[[Tensor], Tensor]:
+    """Return a function from samples in storage form to scores (M, K) in float64; on the CPU without a GPU.
+
+    model: the network of a run that was started with a network in Python.
+    """
+    federation, options = federation_without_rows(trained.contract), trained.experiment.engine
+    network = build_network(trained.experiment, federation, model)
+    device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
+    precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
+    name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
+    engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)
+    stored, wanted = ({name: leaf.shape for name, leaf in x.params.items()} for x in (trained.weights, network.init(0)))
+    if stored != wanted:
+        raise FedstillError(f"'{trained.place}' holds no {trained.experiment.model.name} of this run: restore its copy")
+    weights = trained.weights.__class__(
+        *({name: leaf.to(engine.device) for name, leaf in part.items()} for part in trained.weights)
+    )
+    return lambda x: engine.outputs(weights, x, features=False, keep=False).logits.double().cpu()
+
+
+def model_answer(trained: Trained, place: str, model: Network | None = None) -> Answer:
+    """Answer with a trained model, at the temperature that its run fitted.
+
+    place: the file, folder or dataset that the samples are read from; empty: rows of the run's own data.
+    """
+    score = scorer(trained, model)
+    calibration, measured = chosen_calibration(trained.calibrations, trained.experiment.data, place), None
+    if calibration.before is not None and calibration.fitted_on is not None:
+        how = "the rows that chose the temperature, so the error after it is a little too small"
+        measured = Measured(calibration.fitted_on, calibration.before, calibration.after, how)
+    owner = "the bundle's" if trained.card else "the run's"
+    why = f"{owner} {trained.which} model"
+    return Answer(lambda samples: score(samples.x), calibration, why, trained.round, measured)
+
+
+def chosen_calibration(calibrations: Sequence[Calibration], data: DataSection, place: str) -> Calibration:
+    """Return the run's first temperature whose labeled rows cannot be among the predicted ones."""
     why = ""
     for calibration in calibrations:
         tested = calibration.fitted_on == "the test set"
-        if tested and not samples.place and data.unlabeled == "test":
+        if tested and not place and data.unlabeled == "test":
             why = "the rows are the test set itself, and the run has no validation set (data.validation = 0)"
-        elif shares_rows(samples.place, data.test if tested and data.test is not None else data.source):
-            among = f"which are read from '{samples.place}' too"
-            why = f"the labeled rows may be among the predicted ones, {among}"
+        elif shares_rows(place, data.test if tested and data.test is not None else data.source):
+            why = f"the labeled rows may be among the predicted ones, which are read from '{place}' too"
         else:
             return calibration
     return Calibration(None, f"not calibrated: {why}")
@@ -191,19 +207,3 @@ def shares_rows(place: str, other: str) -> bool:
         return bool(place) and place == other
     first, second = Path(place).resolve(), Path(other).resolve()
     return first.is_relative_to(second) or second.is_relative_to(first)
-
-
-def _measure_known(scores: Tensor, samples: Samples, temperature: float | None) -> Measured | None:
-    """Measure the calibration on the predicted rows whose true labels are known; None if there are none."""
-    if samples.truth is None or not bool((samples.truth >= 0).any()):
-        return None
-    rows = (samples.truth >= 0).nonzero().flatten()
-    on, how = "the predicted rows, whose true labels are known", "their labels had no part in it"
-    return _measure(scores[rows], samples.truth[rows].cpu(), temperature, on, how)
-
-
-def _measure(scores: Tensor, y: Tensor, temperature: float | None, on: str, how: str) -> Measured:
-    before = reliability(at_temperature(scores, 1.0), y)
-    if temperature is None:
-        return Measured(on, before)
-    return Measured(on, before, reliability(at_temperature(scores, temperature), y), how)

@@ -7,12 +7,13 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.source import require_extra
@@ -23,77 +24,120 @@ from fedstill.storage.files import write_whole, writing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from fedstill.prediction import Predictions
+    from fedstill.prediction import Outcome
 
 FILES = ("predictions.csv", "predictions.parquet", "predictions.json", "reliability.png")
-ROWS_AT_ONCE = 4096
 LARGEST_DOT = 150.0  # points squared, of a bin with all rows; the area is the share of the rows
 SMALLEST_DOT = 8.0
 GAP = 0.16  # of a bin, between the bars of two bins
 _log = logging.getLogger("fedstill.run")
 
 
-def columns_of(predictions: Predictions) -> dict[str, Any]:
+class Part(NamedTuple):
+    """Labeled rows."""
+
+    ids: tuple[str, ...]
+    labels: tuple[str, ...]  # the most probable class
+    probabilities: Tensor  # (M, K) float32, calibrated where that was possible
+    confidence: Tensor  # (M,) of the label
+    confidence_raw: Tensor  # (M,) before calibration
+    kept: Tensor | None  # (M,) only from targets: the rows that the server learnt from
+
+
+def columns_of(part: Part, classes: Sequence[str]) -> dict[str, np.ndarray]:
     """Return id, label, confidence, confidence_raw, kept (of targets), and p_<class> for each class: (M,) each."""
-    columns: dict[str, Any] = {
-        "id": np.array(predictions.ids, dtype=object),
-        "label": np.array(predictions.labels, dtype=object),
-        "confidence": predictions.confidence.numpy(),
-        "confidence_raw": predictions.confidence_raw.numpy(),
+    columns = {
+        "id": np.array(part.ids, dtype=object),
+        "label": np.array(part.labels, dtype=object),
+        "confidence": part.confidence.numpy(),
+        "confidence_raw": part.confidence_raw.numpy(),
     }
-    if predictions.kept is not None:
-        columns["kept"] = predictions.kept.numpy()
-    shares = predictions.probabilities.numpy()
-    return columns | {f"p_{name}": shares[:, place] for place, name in enumerate(predictions.classes)}
+    if part.kept is not None:
+        columns["kept"] = part.kept.numpy()
+    shares = part.probabilities.numpy()
+    return columns | {f"p_{name}": shares[:, place] for place, name in enumerate(classes)}
 
 
-def write_predictions(predictions: Predictions, folder: Path, *, title: str) -> list[Path]:
-    """Remove old files, write all files that the installed extras allow, and log one line for each of the others."""
-    columns, measured, written = columns_of(predictions), predictions.measured, []
-    writers: dict[str, Callable[[Path], object]] = {
-        "predictions.csv": lambda path: _write_csv(columns, path),
-        "predictions.parquet": lambda path: _write_parquet(columns, path),
-    }
-    if measured is not None:
-        about = f"{title}; measured on {measured.on}"
-        writers["reliability.png"] = partial(reliability_picture, measured.before, measured.after, title=about)
+@contextmanager
+def writing_tables(folder: Path, classes: Sequence[str]) -> Iterator[Callable[[Part], None]]:
+    """Remove old files, and yield a function that appends rows to predictions.csv and .parquet.
+
+    Without the extra that parquet needs one line says so. If the block fails, neither file is left.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             (folder / name).unlink(missing_ok=True)  # never an old one beside a new table
-        for name, write in writers.items():
+        with ExitStack() as open_files:
+            writers = [_csv_writer(open_files.enter_context(writing(folder / "predictions.csv")))]
             try:
-                write(folder / name)
+                require_extra("pyarrow.parquet")
             except FedstillError as error:
-                _log.warning("no %s: %s", name, error)
+                _log.warning("no predictions.parquet: %s", error)
             else:
-                written.append(folder / name)
-        written.append(folder / "predictions.json")  # the last one, because it names the others
-        summary = {**predictions.summary(), "files": [path.name for path in written]}
-        write_whole(written[-1], json.dumps(summary, indent=2, allow_nan=False) + "\n")
+                writers.append(_parquet_writer(open_files, folder / "predictions.parquet"))
+
+            def write(part: Part) -> None:
+                columns = columns_of(part, classes)
+                for writer in writers:
+                    writer(columns)
+
+            yield write
     except OSError as error:
-        at = f"'{error.filename2 or error.filename or folder}'"
-        raise FedstillError(f"--out: cannot write {at} ({error.strerror or error}): give another folder") from error
-    return written
+        raise _cannot_write(folder, error) from error
 
 
-def _write_csv(columns: dict[str, Any], path: Path) -> None:
-    """Write numbers as the shortest text that reads back as the same float32."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(columns)
-    for at in range(0, len(columns["id"]), ROWS_AT_ONCE):
-        cells = [values[at : at + ROWS_AT_ONCE].astype(str) for values in columns.values()]
-        table.writerows(zip(*(cell.tolist() for cell in cells), strict=True))
-    write_whole(path, text.getvalue())
+def _cannot_write(folder: Path, error: OSError) -> FedstillError:
+    at = f"'{error.filename2 or error.filename or folder}'"
+    return FedstillError(f"--out: cannot write {at} ({error.strerror or error}): give another folder")
 
 
-def _write_parquet(columns: dict[str, Any], path: Path) -> None:
+def _csv_writer(file: IO[bytes]) -> Callable[[Mapping[str, np.ndarray]], None]:
+    """Return a function that appends rows; numbers are the shortest text that reads back as the same float32."""
+    written = False
+
+    def write(columns: Mapping[str, np.ndarray]) -> None:
+        nonlocal written
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        if not written:
+            table.writerow(columns)
+        table.writerows(zip(*(values.astype(str).tolist() for values in columns.values()), strict=True))
+        file.write(text.getvalue().encode())
+        written = True
+
+    return write
+
+
+def _parquet_writer(open_files: ExitStack, path: Path) -> Callable[[Mapping[str, np.ndarray]], None]:
     arrow, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
-    kinds = {"id": arrow.string(), "label": arrow.string()}
-    table = arrow.table({name: arrow.array(values, kinds.get(name)) for name, values in columns.items()})
-    with writing(path) as file:
-        parquet.write_table(table, file)
+    kinds, file, table = {"id": arrow.string(), "label": arrow.string()}, open_files.enter_context(writing(path)), None
+
+    def write(columns: Mapping[str, np.ndarray]) -> None:
+        nonlocal table
+        rows = arrow.table({name: arrow.array(values, kinds.get(name)) for name, values in columns.items()})
+        if table is None:
+            table = open_files.enter_context(parquet.ParquetWriter(file, rows.schema))
+        table.write_table(rows)
+
+    return write
+
+
+def write_summary(outcome: Outcome, folder: Path, *, title: str) -> None:
+    """Write reliability.png, if the extra for it is installed, and predictions.json, which names the other files."""
+    measured = outcome.measured
+    try:
+        if measured is not None:
+            about = f"{title}; measured on {measured.on}"
+            try:
+                reliability_picture(measured.before, measured.after, folder / "reliability.png", title=about)
+            except FedstillError as error:
+                _log.warning("no reliability.png: %s", error)
+        written = [name for name in FILES if (folder / name).exists()]
+        summary = {**outcome.summary(), "files": [*written, "predictions.json"]}
+        write_whole(folder / "predictions.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
 
 
 def reliability_picture(before: Reliability, after: Reliability | None, path: Path, *, title: str) -> Path:

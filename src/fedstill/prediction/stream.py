@@ -1,0 +1,199 @@
+"""Read new samples in the form that a contract fixed: a table file in pieces, everything else at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstill.core.data import InputColumn
+from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.types import Dataset
+from fedstill.data import Source
+from fedstill.data.files import MISSING_WORDS, frame_from_arrow
+from fedstill.data.given import read_given
+from fedstill.data.source import first_line, missing_rows, require_extra
+from fedstill.data.split import match_classes, read_unlabeled, reading_like
+from fedstill.data.tables import Frame, assemble, may_name_rows, name_rows, objects
+from fedstill.prediction.answers import Samples
+
+ROWS_AT_ONCE = 32_768  # a multiple of the engines' pieces, so that a row is computed alike in tables of any length
+MISSING_WORD = "(missing)"  # as the data's rules call a cell without a word
+LARGEST = float(np.finfo(np.float32).max)
+_log = logging.getLogger("fedstill.run")
+
+
+def new_samples(inputs: Any, task: Dataset) -> Iterator[Samples]:
+    """Read samples in the task's form.
+
+    A table in a file .csv, .tsv or .parquet comes in pieces, in its own order, whatever its size. Rows that cannot be
+    read are left out, and `skipped` names them with the reason. Folders, texts and data in Python come at once.
+    """
+    try:
+        if not isinstance(inputs, str | Path):
+            given = read_given(inputs, Source(task, task))
+            yield Samples(given.x, given.ids, None, given.skipped)
+            return
+        file = Path(inputs).resolve()  # a full path, because a bare name may mean an embedded set
+        if file.is_file() and file.suffix.lower() in (".csv", ".tsv", ".parquet") and task.columns and not task.text:
+            yield from _TableFile(file, task).pieces()
+            return
+        samples = read_unlabeled(str(file), Source(task, task))
+        yield Samples(samples.x, samples.ids, samples.truth, samples.skipped)
+    except FedstillError as error:
+        raise FedstillError(re.sub(r"^data(\.\w+)?:", "INPUTS:", str(error))) from error
+    except OSError as error:
+        raise FedstillError(f"INPUTS: cannot read '{inputs}' ({error.strerror or error})") from error
+
+
+class _TableFile:
+    """A table to be labeled, and the task by whose columns it is read."""
+
+    def __init__(self, file: Path, task: Dataset) -> None:
+        self.file, self.task = file, task
+        self.parquet = file.suffix.lower() == ".parquet"
+        self.reading = replace(reading_like(Source(task, task), labelled=False), label=task.label or None)
+
+    def pieces(self) -> Iterator[Samples]:
+        """Yield the rows that can be read, at most ROWS_AT_ONCE at a time."""
+        header, names = self._header(), list[str]()
+        lacking = [column.name for column in self.task.columns if column.name not in header]
+        if lacking:
+            raise FedstillError(f"INPUTS: '{self.file}' has no column '{lacking[0]}'; {suggest(lacking[0], header)}")
+        used = [*(column.name for column in self.task.columns), *({self.task.label} & set(header))]
+        if ids := [name for name in header if may_name_rows(name, self.reading) and name not in used]:
+            names = self._names(header, ids)
+        first, read, problem, told = 0, 0, "it has no row", set[str]()
+        for frame in self._frames(header, used):
+            row_names = names[first : first + frame.rows] or [str(row) for row in range(first, first + frame.rows)]
+            problems: dict[int, str] = {}
+            for column in self.task.columns:
+                if column.name not in frame.names:
+                    problems = _problems(frame.columns[column.name], column) | problems
+            skipped = tuple(f"{row_names[row]} ({problems[row]})" for row in sorted(problems))
+            kept = np.setdiff1d(np.arange(frame.rows), np.fromiter(problems, np.int64))
+            samples = Samples(self.task.x[:0], (), None, skipped)
+            if len(kept):
+                part = assemble({"": self._readable(frame, kept)}, self.reading, name=self.file.stem, origin="")
+                for note in set(part.notes) - told:
+                    _log.warning("'%s': %s", self.file.name, note)
+                told |= set(part.notes)
+                truth = match_classes(part.train, Source(self.task, self.task), some=True) if part.train.label else None
+                samples = Samples(part.train.x, tuple(row_names[row] for row in kept.tolist()), truth, skipped)
+            yield samples
+            first, read, problem = first + frame.rows, read + len(kept), next(iter(skipped), problem)
+        if not read:
+            raise FedstillError(f"INPUTS: no row of '{self.file}' can be read: {problem}")
+
+    def _readable(self, frame: Frame, rows: np.ndarray) -> Frame:
+        """Return some rows, with all numbers as numbers."""
+        columns = {name: values[rows] for name, values in frame.columns.items()}
+        for column in self.task.columns:
+            if not column.words and columns[column.name].dtype == object:
+                columns[column.name] = np.array([_number(text) for text in columns[column.name].tolist()], np.float64)
+        return Frame(columns, frame.names)
+
+    def _names(self, header: list[str], ids: list[str]) -> list[str]:
+        """Return a name for each row by the id columns; these are read first, because all values must differ."""
+        parts = [frame.columns for frame in self._frames(header, ids)]
+        whole = Frame({name: np.concatenate([part[name] for part in parts]) for name in ids if name in parts[0]})
+        names, _, notes = name_rows({"": whole}, self.reading, used=())
+        for note in notes:
+            _log.warning("'%s': %s", self.file.name, note)
+        return names
+
+    def _header(self) -> list[str]:
+        if self.parquet:
+            return list(self._opened().schema_arrow.names)
+        try:
+            cells = require_extra("pandas").read_csv(self.file, nrows=2, **self._form())
+        except ValueError as error:  # of pandas, or bytes that are no UTF-8
+            raise FedstillError(f"INPUTS: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+        header = [str(name).strip() for name in cells.iloc[0]]
+        if "" in header or len(set(header)) < len(header):
+            raise FedstillError(f"INPUTS: the first line of '{self.file}' must name every column once")
+        if len(cells) < 2:
+            raise FedstillError(f"INPUTS: '{self.file}' has a header and no rows")
+        return header
+
+    def _frames(self, header: list[str], names: list[str]) -> Iterator[Frame]:
+        """Yield the named columns in pieces; a column of a CSV file is numbers if all of its cells are."""
+        if self.parquet:
+            arrow, parquet = require_extra("pyarrow"), self._opened()
+            about = json.loads((parquet.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+            features = about.get("info", {}).get("features", {})
+            try:
+                for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=names):
+                    yield frame_from_arrow(arrow.Table.from_batches([batch]), features, self.reading)
+            except arrow.ArrowException as error:
+                raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
+            return
+        numbers = {column.name for column in self.task.columns if not column.words}
+        places = [place for place, name in enumerate(header) if name in names]
+        how = {"skiprows": 1, "chunksize": ROWS_AT_ONCE, "usecols": places, **self._form()}
+        try:
+            with require_extra("pandas").read_csv(self.file, **how) as pieces:
+                for cells in pieces:
+                    columns = {header[place]: objects(cells[place].tolist()) for place in places}
+                    for name in numbers & columns.keys():
+                        try:
+                            columns[name] = columns[name].astype(np.float64)
+                        except ValueError:
+                            continue  # a piece with gaps or words: `_problems` looks at each cell
+                    yield Frame(columns)
+        except ValueError as error:
+            raise FedstillError(f"INPUTS: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+
+    def _opened(self) -> Any:
+        arrow, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
+        try:
+            return parquet.ParquetFile(self.file)
+        except arrow.ArrowException as error:
+            raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
+
+    def _form(self) -> dict[str, Any]:
+        with self.file.open(encoding="utf-8-sig") as lines:
+            separator = max(",;\t|", key=lines.readline().count)
+        return {"sep": separator, "header": None, "dtype": str, "na_filter": False, "encoding": "utf-8-sig"}
+
+
+def _problems(cells: np.ndarray, column: InputColumn) -> dict[int, str]:
+    """Return the rows whose cell cannot be read by the rules of the task's column, each with the reason in words."""
+    fills, takes_any = getattr(column, "missing", "refuse") == "mean", getattr(column, "unknown", "refuse") == "zeros"
+    if cells.dtype == object:
+        cells[:] = [_word(cell) for cell in cells.tolist()]
+    gaps = missing_rows(cells).tolist()
+    problems = {} if fills else dict.fromkeys(gaps, "has no value")
+    if column.words:
+        texts = cells.astype(np.str_).astype(object)
+        texts[gaps] = MISSING_WORD
+        strange = [] if takes_any else np.flatnonzero(~np.isin(texts.astype(np.str_), column.words)).tolist()
+        problems = {row: f"holds '{texts[row]}', which is not among the task's words" for row in strange} | problems
+    elif cells.dtype == object:
+        wrong = [row for row, text in enumerate(cells.tolist()) if text and not abs(_number(text)) <= LARGEST]
+        problems |= {row: f"holds '{cells[row]}', which is no finite number" for row in wrong}
+    elif cells.dtype.kind == "f":
+        infinite = (np.abs(cells) > LARGEST).reshape(len(cells), -1).any(axis=1)
+        problems |= dict.fromkeys(np.flatnonzero(infinite).tolist(), "is not finite")
+    return {row: f"column '{column.name}' {reason}" for row, reason in problems.items()}
+
+
+def _word(cell: object) -> str:
+    """Return a cell without spaces around it; NA, null and the like are no value."""
+    text = str(cell).strip()
+    return "" if text.lower() in MISSING_WORDS else text
+
+
+def _number(text: str) -> float:
+    """Return the number in a cell; NaN if there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,95 @@
+"""Tables in pieces: rows keep their order and their names, and a row that cannot be read costs that row alone."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+from fedstill.core.data import Dataset, InputColumn
+from fedstill.core.errors import FedstillError
+from fedstill.prediction import stream
+from fedstill.prediction.stream import new_samples
+
+TASK = Dataset(
+    "task",
+    torch.zeros(0, 4),
+    torch.zeros(0, dtype=torch.int64),
+    ("ill", "well"),
+    columns=(InputColumn("age", 1), InputColumn("dose", 1), InputColumn("colour", 2, ("blue", "red"))),
+    label="outcome",
+)
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    monkeypatch.setattr(stream, "ROWS_AT_ONCE", 4)
+
+
+def frame(rows=10):
+    numbers = np.arange(rows)
+    columns = {"colour": ["red", "blue"] * (rows // 2), "age": numbers / 8, "dose": 100 - numbers}
+    return pandas.DataFrame({"case_id": [f"c{100 - row}" for row in numbers], **columns})
+
+
+def write(table, path):
+    table.to_parquet(path) if path.suffix == ".parquet" else table.to_csv(path, index=False)
+    return path
+
+
+@pytest.mark.parametrize("name", ["new.csv", "new.parquet"])
+def test_rows_come_in_pieces_in_the_order_of_the_file_with_their_ids(tmp_path, name):
+    parts = list(new_samples(write(frame(), tmp_path / name), TASK))
+    assert [len(part.ids) for part in parts] == [4, 4, 2]
+    assert [name for part in parts for name in part.ids] == [f"c{100 - row}" for row in range(10)]
+    x = torch.cat([part.x for part in parts])
+    expected = [[row / 8, 100 - row, row % 2, 1 - row % 2] for row in range(10)]
+    assert x.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "reason"),
+    [
+        ("age", "", "column 'age' has no value"),
+        ("age", "NA", "column 'age' has no value"),
+        ("dose", "much", "column 'dose' holds 'much', which is no finite number"),
+        ("dose", "1e50", "column 'dose' is"),
+        ("colour", "", "column 'colour' has no value"),
+        ("colour", "mauve", "column 'colour' holds 'mauve', which is not among the task's words"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named_with_the_reason(tmp_path, column, cell, reason):
+    table = frame().astype(object)
+    table.loc[5, column] = cell
+    parts = list(new_samples(write(table, tmp_path / "new.csv"), TASK))
+    ((skipped,),) = [part.skipped for part in parts if part.skipped]
+    assert skipped.startswith(f"c95 ({reason}")
+    names = [name for part in parts for name in part.ids]
+    assert names == [f"c{100 - row}" for row in range(10) if row != 5]
+    assert torch.cat([part.x for part in parts])[5].tolist() == [6 / 8, 94, 0, 1]
+
+
+def test_a_table_of_which_no_row_can_be_read_is_an_error(tmp_path):
+    table = frame()
+    table["colour"] = "mauve"
+    with pytest.raises(FedstillError, match=r"no row of .* can be read: c92 \(column 'colour' holds 'mauve'"):
+        list(new_samples(write(table, tmp_path / "new.csv"), TASK))
+
+
+def test_ids_that_repeat_do_not_name_rows(tmp_path, caplog):
+    table = frame()
+    table.loc[9, "case_id"] = "c100"  # in another piece than the first c100
+    parts = list(new_samples(write(table, tmp_path / "new.csv"), TASK))
+    assert [name for part in parts for name in part.ids] == [f"row/{row}" for row in range(10)]
+    assert "'c100' is in row 1, 10" in caplog.text
+
+
+def test_labels_in_the_table_are_the_truth(tmp_path):
+    table = frame()
+    table["outcome"] = ["well", "ill"] * 5
+    parts = list(new_samples(write(table, tmp_path / "new.csv"), TASK))
+    assert torch.cat([part.truth for part in parts]).tolist() == [1, 0] * 5
+
+
+def test_a_missing_column_is_named(tmp_path):
+    with pytest.raises(FedstillError, match="has no column 'dose'; did you mean 'doses'"):
+        list(new_samples(write(frame().rename(columns={"dose": "doses"}), tmp_path / "new.csv"), TASK))
