@@ -29,7 +29,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedstill.data import from_hf, load, read_unlabeled
+from fedstill.data import files, from_hf, load, read_unlabeled, tokenise
 from fedstill.data.files import read_csv
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False, width=32)
@@ -311,3 +311,34 @@ def test_a_table_needs_pandas_and_says_how_to_get_it(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "pandas", None)
     told = fails(load, write(tmp_path / "t.csv", "a,label\n1,0\n2,1\n"))
     assert told == "pandas is not installed; run: pip install 'fedstill[data]'"
+
+
+def test_a_csv_read_in_parts_is_the_table_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ["1,1,,6", "2,2.5,b,6", "3,na,b,7", "4,4,01,7", "5,5,a,7", "6,1,b,z"]  # 'late' begins as numbers
+    file = write(tmp_path / "t.csv", "\n".join(["whole,number,w,late", *rows]))
+    whole = read_csv(file).columns
+    monkeypatch.setattr(files, "ROWS_AT_ONCE", 2)
+    parts = read_csv(file).columns
+    assert [column.dtype for column in parts.values()] == [column.dtype for column in whole.values()]
+    for name, column in whole.items():
+        np.testing.assert_array_equal(parts[name], column)
+    assert whole["late"].tolist() == ["6", "6", "7", "7", "7", "z"]
+
+
+def test_texts_in_class_folders_are_whole_files_for_the_task_and_for_new_data(tmp_path: Path) -> None:
+    for number in range(10):
+        for word in ("good", "bad"):
+            (tmp_path / "task" / word).mkdir(parents=True, exist_ok=True)
+            write(tmp_path / "task" / word / f"{number}.txt", f"{word} day\nnumber {number}")
+    write(tmp_path / "task" / "README.txt", "about these texts")
+    (tmp_path / "task" / "bad" / "broken.txt").write_bytes(b"\xff\xfe\xff")
+    assert "broken.txt' is not UTF-8 text" in fails(load, tmp_path / "task", text=True)
+    source = load(tmp_path / "task", text=True, missing="skip")
+    assert source.train.classes == ("bad", "good")
+    assert set(source.texts) == {f"{word} day number {number}" for number in range(10) for word in ("good", "bad")}
+    assert any(note.startswith("1 of 21 rows are left out") for note in source.notes)
+    task, _ = tokenise(source, length=8, vocabulary=100, cache_dir=tmp_path / "cache")
+    (tmp_path / "new" / "deep").mkdir(parents=True)
+    write(tmp_path / "new" / "deep" / "a.txt", "good day\nnumber 1")
+    write(tmp_path / "new" / "b.txt", "bad day")
+    assert read_unlabeled(tmp_path / "new", task).ids == ("b.txt", "deep/a.txt")

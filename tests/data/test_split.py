@@ -335,8 +335,8 @@ def test_a_folder_that_changed_is_read_again_and_another_is_not(
     tmp_path: Path, grey: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
-    decode = images._decode_one
-    monkeypatch.setattr(images, "_decode_one", lambda *args: (decoded.append(1), decode(*args))[1])
+    decode = images.image_pixels
+    monkeypatch.setattr(images, "image_pixels", lambda *args: (decoded.append(1), decode(*args))[1])
     root = tmp_path / "mine"
     folder_of(root, ["a.png", "b.png"])
     (root / "b.png").write_bytes(b"?")

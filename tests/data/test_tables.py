@@ -16,6 +16,7 @@ from data_files import HUB_FEATURES, HYPOTHESIS, NOT_A_NUMBER, fails, pictures, 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedstill.core.errors import FedstillError
 from fedstill.data import Source, from_csv, load, owners, read_unlabeled, split_unlabeled
 from fedstill.data.tables import encode_labels
 
@@ -82,7 +83,7 @@ def test_a_csv_without_an_obvious_label_lists_the_columns(tmp_path: Path) -> Non
 
 def test_missing_values_name_the_column_and_the_rows(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", "age,town,label\n1,x,0\n,x,1\n3,NA,0\n4,x,1\nnan,x,0\n6,x,1\n")
-    text = fails(load, file)
+    text = fails(load, file, inputs=["age"])
     assert "'age'" in text
     assert "row 2, 5 " in text
     assert "'town'" in fails(load, file, inputs=["town"])
@@ -93,7 +94,7 @@ def test_too_many_words_are_not_turned_into_columns(tmp_path: Path) -> None:
     lines = [f"name{i},{i % 2}" for i in range(150)]
     text = fails(load, write(tmp_path / "t.csv", "\n".join(["name,label", *lines])))
     assert "150 different words" in text
-    assert ": to read it as text set data.tokens, else leave it out with data.inputs" in text
+    assert ": to read it as text set data.tokens, else leave it out with data.drop" in text
     assert "data.keys" in text
 
 
@@ -201,7 +202,7 @@ def test_a_word_among_numbers_is_refused_by_its_row(
     text = fails(load, column_of(tmp_path / "t.csv", "chol", with_cells(cells, changed)), label="kind")
     assert text.startswith("data.inputs: column 'chol' of t must hold numbers")
     assert told in text
-    assert "correct such cells or drop their rows, or leave the column out with data.inputs" in text
+    assert "correct such cells or drop their rows, or leave the column out with data.drop" in text
     assert len(text) < 350
 
 
@@ -396,7 +397,7 @@ def test_a_task_that_learns_from_ids_is_told_so(tmp_path: Path) -> None:
     assert source.train.x.shape[1] == 2  # they stay what they were
     told = [note for note in source.notes if "learnt from column 'ID'" in note]
     assert len(told) == 1
-    assert "leave it out with data.inputs" in told[0]
+    assert "leave it out with data.drop" in told[0]
     assert not any(
         "learnt from" in note for note in from_csv(file, label="kind", inputs=["ID", "a"]).notes
     )  # asked for
@@ -437,3 +438,65 @@ def test_the_id_of_something_names_rows_if_it_tells_them_apart(tmp_path: Path, s
     found = read_unlabeled(str(new), sizes)
     assert found.ids == ("row/0", "row/1", "row/2")
     assert "column 'patient_id' cannot name the rows: '3' is in row 1, 3" in found.notes[0]
+
+
+def gappy(folder: Path) -> Path:
+    """A table of 40 rows: x is 0..39 without rows 0 and 1, kind is a word without row 2, row 3 has no label."""
+    rows = [
+        f"{'' if i < 2 else i},{'' if i == 2 else 'ab'[i % 2]},{i},p{i},{'' if i == 3 else i % 2}" for i in range(40)
+    ]
+    return write(folder / "gaps.csv", "\n".join(["x,kind,whole,patient_id,label", *rows]))
+
+
+def test_mean_fills_numbers_by_the_train_rows_flags_them_and_gives_words_their_own(tmp_path: Path) -> None:
+    source = load(gappy(tmp_path), missing="mean", drop=["patient_id"])
+    x, kind, whole = source.train.columns
+    trained = [row for row in source.rows["train"].tolist() if row > 1]
+    assert x.fill == pytest.approx(sum(trained) / len(trained))
+    assert (x.width, x.flag, whole.width, whole.flag) == (2, True, 1, False)  # a flag that never changes says nothing
+    assert kind.words == ("(missing)", "a", "b")
+    for part in ("train", "test"):
+        for row, features in zip(source.rows[part].tolist(), getattr(source, part).x.tolist(), strict=True):
+            assert features[:2] == pytest.approx([x.fill, 1.0] if row < 2 else [row, 0.0])
+            assert features[2] == (row == 2)
+    assert 3 not in source.rows["train"].tolist() + source.rows["test"].tolist()  # a row without a label
+    assert any(note.startswith("1 of 40 rows are left out") for note in source.notes)
+    assert any(note.startswith("3 cells without a value are filled in") for note in source.notes)
+
+
+def test_skip_leaves_out_rows_with_gaps_in_train_and_in_new_data(tmp_path: Path) -> None:
+    source = load(gappy(tmp_path), missing="skip", drop=["patient_id"])
+    assert sorted(source.rows["train"].tolist() + source.rows["test"].tolist()) == list(range(4, 40))
+    new = write(tmp_path / "new.csv", "patient_id,x,kind,whole\nq1,3,a,1\nq2,,a,1\nq3,4,,1\n")
+    read = read_unlabeled(new, source)
+    assert (read.ids, read.skipped) == (("q1",), ("q2", "q3"))
+
+
+def test_new_rows_are_filled_by_the_fitted_mean_and_new_words_count_as_none(tmp_path: Path) -> None:
+    task = load(gappy(tmp_path), missing="mean", unknown="zeros", drop=["patient_id"])
+    x, _, whole = task.train.columns
+    new = write(tmp_path / "new.csv", "x,kind,whole\n1000,z,\n,a,5\n")
+    read = read_unlabeled(new, task)
+    assert read.x[0].tolist() == pytest.approx([1000.0, 0.0, 0.0, 0.0, 0.0, whole.fill])
+    assert read.x[1].tolist() == pytest.approx([x.fill, 1.0, 0.0, 1.0, 0.0, 5.0])
+    assert [note.partition(" cell")[0] for note in read.notes] == ["2", "1"]  # filled in, unknown
+    strict = load(gappy(tmp_path), missing="mean", drop=["patient_id"])
+    assert "'z' in row 1 (counted from 1), a word that is not among the task's" in fails(read_unlabeled, new, strict)
+
+
+def test_all_columns_with_gaps_are_reported_together(tmp_path: Path) -> None:
+    with pytest.raises(FedstillError) as error:
+        load(write(tmp_path / "t.csv", "a,b,label\n,1,x\n2,,y\n"))
+    first, second = error.value.lines
+    assert first.startswith("data.source: column 'a' of t has no value in row 1")
+    assert second.startswith("data.source: column 'b' of t has no value in row 2")
+    assert "data.missing" in first
+
+
+def test_columns_to_drop_must_exist_and_have_no_other_use(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", "age,who,label\n1,a,x\n2,b,y\n")
+    with pytest.raises(FedstillError) as error:
+        load(file, drop=["aged", "who"], keys=["who"])
+    missing, twice = error.value.lines
+    assert missing == "data.drop: t has no column 'aged'; did you mean 'age'?"
+    assert twice.startswith("data.drop and data.keys both name the column 'who'")

@@ -154,6 +154,22 @@ class RunOptions:
 
 
 @app.command()
+def init(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="A table, a folder of images by class, or texts.")],
+    owner: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The column that says who holds a row, such as hospital.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the classes.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file (default: <name of DATA>.toml).")] = None,
+) -> None:
+    """Look at data, say everything that is found, and write an experiment file that runs."""
+    from fedstill.experiment.starter import write_starter
+
+    for line in write_starter(data, owner=owner, label=label, out=out):
+        typer.echo(line)
+
+
+@app.command()
 @takes(RunOptions)
 def run(**words: Any) -> None:
     """Run one experiment: one method, one seed."""

@@ -28,6 +28,10 @@ class InputColumn(NamedTuple):
     name: str
     width: int  # features: 1 for a number, more for a vector or for words
     words: tuple[str, ...] = ()  # one feature each, in this order; none for numbers
+    missing: str = "refuse"  # the rule data.missing for a cell without a value: "refuse", "skip" the row, or "mean"
+    fill: float = 0.0  # with "mean", the number for a cell without one: the mean of the train rows
+    flag: bool = False  # whether a second feature says, by 1, which numbers were filled in
+    unknown: str = "refuse"  # the rule data.unknown for a word that is not among `words`: "refuse", or all "zeros"
 
 
 @dataclass(frozen=True, repr=False)

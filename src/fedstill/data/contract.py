@@ -147,7 +147,7 @@ def from_json(tree: Mapping[str, Any], *, where: str) -> Contract:
             mean=tuple(tree["mean"]),
             std=tuple(tree["std"]),
             tokenizer=None if tree["tokenizer"] is None else Tokenizer(**tree["tokenizer"]),
-            columns=tuple(InputColumn(c["name"], c["width"], tuple(c["words"])) for c in tree["columns"]),
+            columns=tuple(InputColumn(**{**c, "words": tuple(c["words"])}) for c in tree["columns"]),
             label=tree["label"],
         )
         rows = {part: Rows(**{**about, "classes": tuple(about["classes"])}) for part, about in tree["rows"].items()}

@@ -6,6 +6,7 @@ import contextlib
 import glob
 import json
 import re
+import sys
 from collections.abc import Mapping
 from datetime import date
 from decimal import Decimal
@@ -21,6 +22,8 @@ from fedstill.data.source import Reading, first_line, require_extra
 from fedstill.data.tables import Frame, may_name_rows, objects, split_role, stack
 from fedstill.data.text import read_lines
 
+TEXT_FILE = "text file"  # the column of texts that are whole files
+ROWS_AT_ONCE = 50_000  # of a CSV file as text; a row of 50 numbers takes 3 kB as Python's words, 400 bytes as numbers
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
 TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
 SHARD = re.compile(r"(?P<split>.+)-\d+-of-(?P<parts>\d+)")
@@ -35,7 +38,10 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[st
     """Read the files that `files_of(root)` listed, and return (splits, notes)."""
     suffix = files[0].suffix.lower()
     if suffix in IMAGE_SUFFIXES:
-        return _image_folder(files, root.parent if root.is_file() else root, labelled=reading.labelled), []
+        return _class_folders(files, {"image": objects(files)}, root, labelled=reading.labelled), []
+    if suffix == ".txt" and _reads_whole_files(reading):
+        texts = objects([_read_text(file, reading) for file in files])
+        return _class_folders(files, {TEXT_FILE: texts}, root, labelled=reading.labelled), []
     if suffix == ".npz":
         return _read_npz(files[0], labelled=reading.labelled), []
     if root.is_file():
@@ -64,15 +70,15 @@ def _split_of(file: Path) -> str:
 
 
 def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
-    """List the data files of a source, sorted: one file, a folder's tables (or its only sub-folder's), or images.
+    """List the data files of a source, sorted: one file, a folder's tables (or its only sub-folder's), images or texts.
 
     Where only images are wanted (`reading.fit`), a table beside images is their description and no data, unless it is a
     parquet file called train, test or the like.
     """
     reading = reading or Reading()
-    kinds = [*TABLE_SUFFIXES, *([(".txt",)] if reading.text and not reading.labelled else [])]
+    of_lines = [(".txt",)] if reading.text and not reading.labelled else []
     if root.is_file():
-        tables = {".npz", *(suffix for kind in kinds for suffix in kind)}
+        tables = {".npz", *(suffix for kind in [*TABLE_SUFFIXES, *of_lines] for suffix in kind)}
         if root.suffix.lower() not in tables | (set() if reading.labelled else IMAGE_SUFFIXES):
             raise FedstillError(
                 f"data.source: cannot read '{root}'; give a folder or a file of {', '.join(sorted(tables))}"
@@ -81,6 +87,7 @@ def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
     files = files_below(root)
     images = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
     described = reading.fit is not None and bool(images)
+    kinds = [*TABLE_SUFFIXES, *([] if _reads_whole_files(reading) else of_lines)]
     for kind in kinds[:1] if described else kinds:
         near = [f for f in files if f.suffix.lower() in kind and len(f.relative_to(root).parts) <= 2]
         near = [file for file in near if not described or split_role(_split_of(file))]
@@ -91,11 +98,34 @@ def files_of(root: Path, reading: Reading | None = None) -> list[Path]:
             raise FedstillError(f"data.source: '{root}' holds several datasets ({listed}); name one of these folders")
         if near:
             return near
+    if _reads_whole_files(reading):  # with labels a text beside the folders of classes describes them
+        texts = [file for file in files if file.suffix.lower() == ".txt"]
+        texts = [file for file in texts if file.parent != root or not reading.labelled]
+        if texts:
+            return texts
     if not reading.labelled:
         images = [file for file in images if file.is_file()]  # a broken link is left out
     if not images:
-        raise FedstillError(f"data.source: '{root}' holds no parquet, CSV, JSON lines or image files")
+        hint = ""
+        if any(file.suffix.lower() == ".txt" for file in files):
+            hint = "; to read class/*.txt as texts, set data.tokens, e.g. 64"
+        raise FedstillError(f"data.source: '{root}' holds no parquet, CSV, JSON lines or image files{hint}")
     return images
+
+
+def _reads_whole_files(reading: Reading) -> bool:
+    """Return whether each .txt file is one text: with labels, or where the task's texts are such files."""
+    return reading.text and (reading.labelled or reading.inputs == (TEXT_FILE,))
+
+
+def _read_text(file: Path, reading: Reading) -> str:
+    """Return a text file as one line; where data.missing skips rows, a file that is no UTF-8 text comes as ""."""
+    try:
+        return " ".join(read_lines(file))
+    except FedstillError:
+        if reading.missing == "refuse":
+            raise
+        return ""
 
 
 def files_below(root: Path) -> list[Path]:
@@ -106,20 +136,22 @@ def files_below(root: Path) -> list[Path]:
     return [file for file in files if not runs.intersection(file.parents)]
 
 
-def _image_folder(files: list[Path], root: Path, *, labelled: bool) -> dict[str, Frame]:
-    """Return the images of root/[split/]class/**/image by split; without labels any arrangement, with their paths.
+def _class_folders(
+    files: list[Path], samples: Mapping[str, np.ndarray], root: Path, *, labelled: bool
+) -> dict[str, Frame]:
+    """Return the samples of root/[split/]class/**/file by split; without labels any arrangement, with their paths.
 
-    There are splits when the folder 'train' holds folders and no images.
+    There are splits when the folder 'train' holds folders and no files.
     """
-    paths = [file.relative_to(root) for file in files]
+    paths = [file.relative_to(root.parent if root.is_file() else root) for file in files]
     depths = [len(path.parts) for path in paths if split_role(path.parts[0]) == "train"]
     level = 1 if depths and min(depths) > 2 else 0
     flat = [file for file, path in zip(files, paths, strict=True) if len(path.parts) < level + 2]
     if flat and labelled:
         raise FedstillError(
-            f"data.source: '{flat[0]}' is in no class folder; put images in a folder named as their class"
+            f"data.source: '{flat[0]}' is in no class folder; put each file in a folder named as its class"
         )
-    columns = {"image": objects(files)}
+    columns = dict(samples)
     if not flat:
         columns["label"] = objects([path.parts[level] for path in paths])
     if not labelled:
@@ -158,14 +190,44 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
     Columns of words in the task (`reading.like`) stay words. Ids of rows without labels stay as they are written.
     """
     pandas, reading = require_extra("pandas"), reading or Reading()
+    words = {column.name for column in reading.like if column.words}
+    parsed: dict[str, list[np.ndarray]] = {}
+    read_again = []  # columns of words that began with numbers
     try:
         with file.open(encoding="utf-8-sig") as lines:
             separator = delimiter or max(",;\t|", key=lines.readline().count)
-        cells = pandas.read_csv(file, sep=separator, header=None, dtype=str, na_filter=False, encoding="utf-8-sig")
+        form = {
+            "sep": separator,
+            "dtype": object,
+            "na_filter": False,
+            "encoding": "utf-8-sig",
+            "chunksize": ROWS_AT_ONCE,
+        }
+        with pandas.read_csv(file, header=None, **form) as chunks:
+            for cells in chunks:
+                if not parsed:
+                    parsed = {name: [] for name in _checked_header(cells, file)}
+                    cells = cells.iloc[1:]
+                for (name, parts), (_, column) in zip(parsed.items(), cells.items(), strict=True):
+                    written = objects(column.tolist())
+                    part = written if _as_written(name, reading) else _parse(written, as_words=name in words)
+                    if part.dtype == object and name not in words:
+                        words.add(name)
+                        read_again += [name] if parts and part is not written else []
+                    parts.append(part)
+        for name in read_again:
+            place = [list(parsed).index(name)]
+            with pandas.read_csv(file, header=None, skiprows=1, usecols=place, **form) as chunks:
+                parsed[name] = [_parse(objects(cells.iloc[:, 0].tolist()), as_words=True) for cells in chunks]
     except pandas.errors.EmptyDataError:
-        cells = pandas.DataFrame([[""]])
+        _checked_header(pandas.DataFrame([[""]]), file)
     except ValueError as error:  # of pandas, or bytes that are no UTF-8
         raise FedstillError(f"data.source: '{file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+    return Frame({name: np.concatenate(parsed.pop(name)) for name in list(parsed)})
+
+
+def _checked_header(cells: Any, file: Path) -> list[str]:
+    """Return the names of the columns from the first rows of a table, and refuse a table without names or rows."""
     header = [str(name).strip() for name in cells.iloc[0]]
     if "" in header or len(set(header)) < len(header):
         raise FedstillError(f"data.source: the first line of '{file}' must name every column once")
@@ -173,12 +235,7 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
         raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
     if len(cells) < 2:
         raise FedstillError(f"data.source: '{file}' has a header and no rows")
-    words = {column.name for column in reading.like if column.words}
-    columns = {}
-    for name, (_, column) in zip(header, cells.iloc[1:].items(), strict=True):
-        written = objects(column.tolist())
-        columns[name] = written if _as_written(name, reading) else _parse(written, as_words=name in words)
-    return Frame(columns)
+    return header
 
 
 def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
@@ -187,7 +244,8 @@ def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
         for dtype in (np.int64, np.float64):
             with contextlib.suppress(ValueError, OverflowError):
                 return cells.astype(dtype)
-    words = objects(["" if cell.strip().lower() in MISSING_WORDS else cell.strip() for cell in cells.tolist()])
+    stripped = (cell.strip() for cell in cells.tolist())
+    words = objects([sys.intern("" if cell.lower() in MISSING_WORDS else cell) for cell in stripped])
     with contextlib.suppress(ValueError):
         return words if as_words else np.where(words == "", "nan", words).astype(np.float64)
     return words

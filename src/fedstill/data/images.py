@@ -37,7 +37,7 @@ def decode_images(
         pixels: list[np.ndarray | None] = []
         for row, blob in enumerate(blobs[start : start + CHUNK], start):
             try:
-                pixels.append(_decode_one(blob, row, shape, where))
+                pixels.append(image_pixels(blob, row, shape, where))
             except FedstillError:
                 if not skip:
                     raise
@@ -76,7 +76,8 @@ def fit_images(x: Tensor, height: int, width: int) -> Tensor:
     return torch.cat(parts).contiguous()
 
 
-def _decode_one(blob: bytes | Path, row: int, shape: tuple[int, int] | None, where: str) -> np.ndarray:
+def image_pixels(blob: bytes | Path, row: int, shape: tuple[int, int] | None, where: str) -> np.ndarray:
+    """Return one image as uint8 (height, width, channels), brought to a shape if one is given."""
     from PIL import Image, ImageOps
 
     try:

@@ -26,7 +26,7 @@ from fedstill.data.tables import Frame, assemble, storage_form
 from fedstill.data.text import pack, text_source, unpack
 from fedstill.storage.cache import Cache
 
-FORMAT = 5  # raise it when sources are decoded otherwise
+FORMAT = 6  # raise it when sources are decoded otherwise
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|jsonl?|zip|gz|png|jpe?g)$", re.IGNORECASE)
 FASHION_CLASSES = (
@@ -119,7 +119,9 @@ def _as_tree(source: Source) -> Tree:
 
 def _as_source(tree: Tree) -> Source:
     about: dict[str, Any] = {name: tuple(tree[name]) for name in ("classes", "mean", "std")}
-    about["columns"] = tuple(InputColumn(name, width, tuple(words)) for name, width, words in tree["columns"])
+    about["columns"] = tuple(
+        InputColumn(name, width, tuple(words), *rules) for name, width, words, *rules in tree["columns"]
+    )
     about["label"] = tree["label"]
     train, test = (Dataset(tree["name"], **tree[split], **about) for split in ("train", "test"))
     return Source(
@@ -144,6 +146,9 @@ class Options(TypedDict, total=False):
     window: int | None
     text: bool
     seed: int
+    drop: Sequence[str]
+    missing: str
+    unknown: str
 
 
 def load(
@@ -159,6 +164,7 @@ def load(
     label, inputs: columns; without them the names and types of columns decide. keys: columns to partition by, never
     inputs. size: resize images to size x size. window: read text in windows of so many characters, whose label is the
     next character. text: read one column of text whole; `tokenise` then makes ids of it.
+    drop: columns to leave out. missing, unknown: rules for cells without a value and for new words (see Reading).
     seed: draws the held-out fifth, where there is no test split. reading: these options as one value.
     The cache keeps a hub id for good; refresh=True reads any source again.
     """

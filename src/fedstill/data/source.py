@@ -29,6 +29,9 @@ KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
+RULES = {"missing": ("refuse", "mean", "skip"), "unknown": ("refuse", "zeros")}  # the values of these keys
+
+
 class Unlabeled(NamedTuple):
     """Samples without labels that the server holds: rows in the task's storage form, each with a name."""
 
@@ -75,13 +78,21 @@ class Reading:
     fit: tuple[int, int] | None = None  # images only, brought to this height and width
     window: int | None = None  # characters of text from which the next one is predicted
     text: bool = False  # one column of text, each sample the whole text (see tokens.py)
+    drop: Sequence[str] = ()  # columns to leave out, whatever they hold
+    missing: str = "refuse"  # a cell without a value, a broken image: "refuse", "skip" its row, or fill in the "mean"
+    unknown: str = (
+        "refuse"  # a word that the train rows do not have: "refuse", or "zeros" in all features of its column
+    )
 
     def __post_init__(self) -> None:
-        for name in ("inputs", "keys"):
+        for name in ("inputs", "keys", "drop"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("size", "window"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise FedstillError(f"data.{name} = {value} is too small; use 1 or more")
+        for name, rules in RULES.items():
+            if (rule := getattr(self, name)) not in rules:
+                raise FedstillError(f"data.{name} = '{rule}' is unknown: {suggest(rule, rules)}")
         if self.window is not None and self.text:
             raise FedstillError("window and text both say how text is read: use one of them")
 

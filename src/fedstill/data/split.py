@@ -223,7 +223,7 @@ def load_like(
     try:
         other = load(place, reading, cache_dir=cache_dir)
     except FedstillError as error:
-        raise FedstillError(re.sub(r"^data\.\w+:", f"{key}:", str(error))) from error
+        raise FedstillError(*(re.sub(r"^data\.\w+:", f"{key}:", line) for line in error.lines)) from error
     return other if task.train.tokenizer is None else as_tokens(other, task.train.tokenizer)
 
 
@@ -232,7 +232,8 @@ def reading_like(task: Source, *, labelled: bool) -> Reading:
     fit = (x.shape[2], x.shape[3]) if x.ndim == 4 else None
     text = task.texts is not None or task.train.tokenizer is not None
     names = tuple(column.name for column in columns)
-    return Reading(inputs=names, like=columns, fit=fit, labelled=labelled, text=text)
+    reading = Reading(inputs=names, like=columns, fit=fit, labelled=labelled, text=text)
+    return replace(reading, missing=columns[0].missing, unknown=columns[0].unknown) if columns else reading
 
 
 def match_classes(data: Dataset, task: Source, *, some: bool = False) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedstill.core.data import InputColumn
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.types import Dataset
 from fedstill.data.images import decode_images, fit_images
 from fedstill.data.source import (
@@ -30,6 +30,8 @@ LABEL_NAMES = frozenset({"label", "labels", "target", "class", "y"})
 ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")
 ID_OF_SOMETHING = re.compile(r"(?i:.*[-_. ]id|id[-_. ].*)|.*[a-z0-9]I[dD]")  # patient_id, patientId; never acid
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
+MISSING_WORD = "(missing)"  # the word of a cell without one, with data.missing = "mean"
+SHOWN = 5  # columns in one line
 MAX_WORDS = 100  # different words in a column that is still one-hot encoded
 MAX_ODD_SHARE = 0.1  # a smaller share of cells that are no numbers is a mistake, a larger one makes a column of words
 
@@ -44,6 +46,12 @@ class Frame(NamedTuple):
     def rows(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
+    def take(self, rows: np.ndarray) -> Frame:
+        """Return the frame with these rows only."""
+        if len(rows) == self.rows:
+            return self
+        return Frame({name: column[rows] for name, column in self.columns.items()}, self.names)
+
 
 class Inputs(NamedTuple):
     """Encoded inputs of all rows of a table."""
@@ -52,6 +60,16 @@ class Inputs(NamedTuple):
     columns: tuple[InputColumn, ...] = ()  # of a table; none for images
     unreadable: tuple[int, ...] = ()  # rows whose image cannot be read
     texts: np.ndarray | None = None  # of which x are rows
+    notes: tuple[str, ...] = ()  # how many cells were filled in, and how many words are new
+
+
+class Encoded(NamedTuple):
+    """The features of one column, and how many of its cells a rule decided."""
+
+    x: np.ndarray
+    column: InputColumn
+    filled: int = 0  # cells without a value
+    unknown: int = 0  # words that the task does not have
 
 
 def objects(values: Sequence[object]) -> np.ndarray:
@@ -81,11 +99,32 @@ def stack(frames: Sequence[Frame], names: Iterable[str], where: str) -> Frame:
     return Frame(columns, frames[0].names)
 
 
+def without_columns(frames: dict[str, Frame], reading: Reading, where: str) -> dict[str, Frame]:
+    """Return the splits without the columns of data.drop, each of which must be in one of them."""
+    if not reading.drop:
+        return frames
+    known = {name for frame in frames.values() for name in frame.columns}
+    mistakes = [f"data.drop: {where} has no column '{n}'; {suggest(n, known)}" for n in reading.drop if n not in known]
+    uses = {"inputs": reading.inputs, "keys": reading.keys, "label": [reading.label]}
+    mistakes += [
+        f"data.drop and data.{use} both name the column '{name}': remove it from one of them"
+        for use, names in uses.items()
+        for name in reading.drop
+        if name in names
+    ]
+    if mistakes:
+        raise FedstillError(*mistakes)
+    return {
+        split: Frame({name: column for name, column in frame.columns.items() if name not in reading.drop}, frame.names)
+        for split, frame in frames.items()
+    }
+
+
 def assemble(
     frames: Mapping[str, Frame], reading: Reading, *, name: str, origin: str, notes: Iterable[str] = ()
 ) -> Source:
     """Turn the splits of a source into train and test, which never share a row."""
-    frames = with_rows(frames, name)
+    frames = without_columns(with_rows(frames, name), reading, name)
     if not reading.labelled:
         return _without_labels(frames, reading, name, origin, notes)
     train_name, test_name, new_notes = choose_splits(frames)
@@ -97,25 +136,50 @@ def assemble(
         used.append(frames[test_name])
     elif test_name is not None:
         new_notes.append(f"split '{test_name}' has no labels and is left out")
-    table = stack(used, {label, *inputs}, name)
+    kept = [np.arange(frame.rows) for frame in used]
+    if reading.missing != "refuse":
+        owned = [(label, *reading.keys), (label,)]
+        filled_in = reading.missing == "mean" and not reading.text
+        kept = [complete_rows(f, (*n, *(() if filled_in else inputs))) for f, n in zip(used, owned, strict=False)]
+    table = stack([frame.take(rows) for frame, rows in zip(used, kept, strict=True)], {label, *inputs}, name)
+    decoded = decode_inputs(table, inputs, reading, name)
+    if decoded is not None and decoded.unreadable:
+        readable = np.setdiff1d(np.arange(table.rows), decoded.unreadable)
+        table, decoded = table.take(readable), decoded._replace(x=decoded.x[readable])
+        first = len(kept[0])
+        kept = [
+            k[r] for k, r in zip(kept, (readable[readable < first], readable[readable >= first] - first), strict=False)
+        ]
+    lost = sum(frame.rows for frame in used) - sum(map(len, kept))
+    if lost:
+        what = (
+            "a readable image" if decoded is not None and not reading.text else "a value in every column that they need"
+        )
+        new_notes.append(f"{lost} of {lost + table.rows} rows are left out, because they do not have {what}")
+    if not all(map(len, kept)):
+        raise FedstillError(f"data.missing: no row of a split of {name} has a value in every column that it needs")
     y, classes = encode_labels(table.columns[label], table.names.get(label), label, name)
-    encoded = encode_inputs(table, inputs, reading, name)
-    keys = find_keys(train, reading, label=label, inputs=inputs, name=name)
+    keys = find_keys(train.take(kept[0]), reading, label=label, inputs=inputs, name=name)
     new_notes += [
-        f"learnt from column '{n}', which differs in every row of {name}: leave it out with data.inputs"
+        f"learnt from column '{n}', which differs in every row of {name}: leave it out with data.drop"
         for n in inputs
         if may_name_rows(n, reading)
         and train.columns[n].dtype.kind in "iuO"
         and len(set(train.columns[n].tolist())) == train.rows > 1
     ]
-    parts: tuple[slice | np.ndarray, ...] = (slice(None, train.rows), slice(train.rows, None))
-    rows = {}
+    parts: tuple[slice | np.ndarray, ...] = (slice(None, len(kept[0])), slice(len(kept[0]), None))
+    rows = dict(zip(("train", "test"), kept, strict=True)) if lost and len(kept) == 2 else {}
     if len(used) == 1:
-        kept, held_out = parts = stratified_holdout(y, reading.held_out, seed=reading.seed)
-        rows = {"train": kept, "test": held_out}
-        keys = {key: values[kept] for key, values in keys.items()}
+        trained, held_out = parts = stratified_holdout(y, reading.held_out, seed=reading.seed)
+        rows = {"train": kept[0][trained], "test": kept[0][held_out]}
+        keys = {key: values[trained] for key, values in keys.items()}
         held = f"{len(held_out)} of {len(y)} rows are held out (stratified, seed {reading.seed})"
         new_notes.append(f"{name} has no labelled test split: {held}")
+    encoded = (
+        encode_columns(table, inputs, reading, name, train=np.arange(table.rows)[parts[0]])
+        if decoded is None
+        else decoded
+    )
     mean, std = statistics(encoded.x[parts[0]], name)
     train_set, test_set = (
         Dataset(
@@ -130,7 +194,8 @@ def assemble(
         )
         for part in parts
     )
-    return Source(train_set, test_set, keys, (*notes, *new_notes), origin, rows=rows, texts=encoded.texts)
+    told = (*notes, *new_notes, *encoded.notes)
+    return Source(train_set, test_set, keys, told, origin, rows=rows, texts=encoded.texts)
 
 
 def _without_labels(
@@ -143,29 +208,51 @@ def _without_labels(
     splits = list(frames.values())
     label = find_label(splits[0], reading, name)
     inputs = find_inputs(splits[0], reading, label, name)
-    encoded = encode_inputs(stack(splits, inputs, name), inputs, reading, name)
+    table = stack(splits, inputs, name)
+    whole = complete_rows(table, inputs) if reading.missing == "skip" else np.arange(table.rows)
+    if not len(whole):
+        raise FedstillError(f"data.inputs: no row of {name} has a value in every column")
+    table = table.take(whole)
+    decoded = decode_inputs(table, inputs, reading, name)
+    encoded = encode_columns(table, inputs, reading, name) if decoded is None else decoded
     names, order, new_notes = name_rows(frames, reading, used={*inputs, label})
     y, classes, truth = np.zeros(len(names), np.int64), tuple[str, ...](["unlabeled"]), ""
     if all(_has_labels(frame, label) for frame in splits):
-        table = stack(splits, [label], name)
+        labels = stack(splits, [label], name)
         with contextlib.suppress(FedstillError):  # a column may be called so and hold something else
-            y, classes = encode_labels(table.columns[label], table.names.get(label), label, name)
+            y, classes = encode_labels(labels.columns[label], labels.names.get(label), label, name)
             truth = label
-    lost = set(encoded.unreadable)
-    kept = np.array([row for row in order if row not in lost], np.int64)
+    readable = set(np.delete(whole, list(encoded.unreadable)).tolist())
+    kept = np.array([row for row in order if row in readable], np.int64)
     train, test = (
-        Dataset(name, as_tensor(encoded.x[rows]), as_tensor(y[rows]), classes, columns=encoded.columns, label=truth)
+        Dataset(
+            name,
+            as_tensor(encoded.x[np.searchsorted(whole, rows)]),
+            as_tensor(y[rows]),
+            classes,
+            columns=encoded.columns,
+            label=truth,
+        )
         for rows in (kept, kept[:0])
     )
     return Source(
         train,
         test,
-        notes=(*notes, *new_notes),
+        notes=(*notes, *new_notes, *encoded.notes),
         origin=origin,
         rows={"train": np.array([names[row] for row in kept], np.str_)},
-        skipped=tuple(names[row] for row in order if row in lost),
+        skipped=tuple(names[row] for row in order if row not in readable),
         texts=encoded.texts,
     )
+
+
+def complete_rows(frame: Frame, names: Iterable[str]) -> np.ndarray:
+    """Return the rows that have a value in each of these columns, as far as the frame has them."""
+    complete = np.ones(frame.rows, bool)
+    for name in names:
+        if name in frame.columns:
+            complete[missing_rows(frame.columns[name])] = False
+    return np.flatnonzero(complete)
 
 
 def may_name_rows(name: str, reading: Reading) -> bool:
@@ -345,23 +432,52 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
     return keys
 
 
-def encode_inputs(table: Frame, inputs: list[str], reading: Reading, where: str) -> Inputs:
-    """Return inputs as arrays: images uint8 (n, channels, h, w), tables float32 (n, features), texts as row numbers."""
+def decode_inputs(table: Frame, inputs: list[str], reading: Reading, where: str) -> Inputs | None:
+    """Return images as uint8 (n, channels, h, w) and texts as row numbers; None where inputs are columns of a table."""
     name, first = inputs[0], table.columns[inputs[0]]
     if reading.text:
-        texts = complete(first, name, where)
-        return Inputs(np.arange(len(texts), dtype=np.int64)[:, None], (InputColumn(name, 1),), texts=texts)
+        texts, column = complete(first, name, where), InputColumn(name, 1, missing=reading.missing)
+        return Inputs(np.arange(len(texts), dtype=np.int64)[:, None], (column,), texts=texts)
     shape = reading.fit or (None if reading.size is None else (reading.size, reading.size))
     if kind_of(first) == "images" and not reading.like:
-        images, unreadable = decode_images(first, where=where, shape=shape, skip=not reading.labelled)
+        skip = not reading.labelled or reading.missing == "skip"
+        images, unreadable = decode_images(first, where=where, shape=shape, skip=skip)
         return Inputs(images, unreadable=unreadable)
     if first.ndim > 2 and not reading.like:
         x = finite(storage_form(complete(first, name, where)), name, where)
         return Inputs(fit_images(as_tensor(x), *shape).numpy() if shape and x.ndim == 4 else x)
+    return None
+
+
+def encode_columns(
+    table: Frame, inputs: list[str], reading: Reading, where: str, *, train: np.ndarray | None = None
+) -> Inputs:
+    """Return the columns of a table as float32 (n, features); the mistakes of all columns are reported together.
+
+    train: the rows whose means fill cells without a value. Columns in `reading.like` are encoded as they were before.
+    """
     like = {column.name: column for column in reading.like}
-    parts = [encode_column(table.columns[n], table.names.get(n), n, where, like=like.get(n)) for n in inputs]
-    described = tuple(InputColumn(n, x.shape[1], words) for n, (x, words) in zip(inputs, parts, strict=True))
-    return Inputs(np.concatenate([x for x, _ in parts], axis=1), described)
+    parts: list[Encoded] = []
+    mistakes: list[str] = []
+    for name in inputs:
+        with noting(mistakes):
+            column, classes = table.columns[name], table.names.get(name)
+            rules = like.get(name) or InputColumn(name, 0, missing=reading.missing, unknown=reading.unknown)
+            parts.append(encode_column(column, classes, rules, where, train=train))
+    if mistakes:
+        raise FedstillError(*mistakes)
+    notes = []
+    for count, told in (
+        ("filled", "cells without a value are filled in (data.missing = 'mean')"),
+        ("unknown", "cells hold a word that the train rows do not have and count as none (data.unknown = 'zeros')"),
+    ):
+        cells = {part.column.name: getattr(part, count) for part in parts if getattr(part, count)}
+        if cells:
+            shown = ", ".join(f"{name} {number}" for name, number in list(cells.items())[:SHOWN])
+            more = f" and {len(cells) - SHOWN} more columns" if len(cells) > SHOWN else ""
+            notes.append(f"{sum(cells.values())} {told}: {shown}{more}")
+    x = np.concatenate([part.x for part in parts], axis=1)
+    return Inputs(x, tuple(part.column for part in parts), notes=tuple(notes))
 
 
 def encode_labels(
@@ -402,49 +518,82 @@ def storage_form(x: np.ndarray) -> np.ndarray:
 
 
 def encode_column(
-    column: np.ndarray, names: tuple[str, ...] | None, name: str, where: str, *, like: InputColumn | None = None
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return (features, words) of a column: float32 (n, 1) of numbers, (n, d) of vectors, one-hot (n, words) of words.
+    column: np.ndarray,
+    names: tuple[str, ...] | None,
+    rules: InputColumn,
+    where: str,
+    *,
+    train: np.ndarray | None = None,
+) -> Encoded:
+    """Return a column as float32 features: (n, 1) of numbers, (n, d) of vectors, one-hot (n, words) of words.
 
-    `like` is the same column of another source, which gives the words and their order, or the number of features.
+    rules: the rules for cells without a value and for new words; of width 0 if nothing is fitted yet, else the column
+    as another source has it, which gives the words and their order, the fill value and the number of features.
+    names: the words of a column of whole numbers. train: the rows that a fill value is fitted on.
     """
+    name, fitted = rules.name, rules.width > 0
     if kind_of(column) == "images":
         raise FedstillError(f"data.inputs: column '{name}' of {where} holds images, the task's does not")
     if names is not None:
         stated = (column >= 0) & (column < len(names))
         column = np.array([*names, ""], dtype=object)[np.where(stated, column, len(names)).astype(np.int64)]
-    column = complete(column, name, where)
-    if like is not None and like.words:
-        words = np.array(like.words, np.str_)
-        values = column.astype(np.str_)
-        codes = np.searchsorted(words, values).clip(max=len(words) - 1)
-        strange = np.flatnonzero(words[codes] != values)
-        if len(strange):
-            raise FedstillError(
-                f"data.inputs: column '{name}' of {where} holds '{values[strange[0]]}' in {row_numbers(strange)}, "
-                f"a word that is not among the task's: {', '.join(like.words[:20])}"
-            )
-        return np.eye(len(words), dtype=np.float32)[codes], like.words
-    if column.dtype == object and names is None:
-        column = _numbers_if_meant(column, name, where, wanted=like is not None)
-    if column.dtype != object:
-        numbers = finite(storage_form(column), name, where)
-        if like is not None and numbers.shape[1:] != (like.width,):
-            raise FedstillError(
-                f"data.inputs: column '{name}' of {where} holds samples of shape {numbers.shape[1:]}, "
-                f"the task's of {(like.width,)}"
-            )
-        return numbers, ()
-    words, codes = np.unique(column.astype(np.str_), return_inverse=True)
-    if len(words) > MAX_WORDS:
-        raise FedstillError(
-            f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS}: "
-            "to read it as text set data.tokens, else leave it out with data.inputs, or partition by it with data.keys"
+    gaps = missing_rows(column)
+    if rules.missing != "mean" or column.ndim > 1:
+        complete(column, name, where, hint="" if fitted else ", or set data.missing")
+    if column.dtype == object and names is None and not rules.words:
+        column = _numbers_if_meant(column, gaps, name, where, wanted=fitted)
+    if column.dtype == object or rules.words:
+        values = column.astype(np.str_).astype(object)
+        values[gaps] = MISSING_WORD
+        return _one_hot(values.astype(np.str_), rules, where)._replace(filled=len(gaps))
+    if not fitted and rules.missing == "mean" and column.ndim == 1:
+        rows = np.arange(len(column)) if train is None else train
+        known = rows[~np.isin(rows, gaps)] if len(gaps) else rows
+        rules = rules._replace(
+            fill=float(column[known].mean(dtype=np.float64)) if len(known) else 0.0, flag=len(known) < len(rows)
         )
-    return np.eye(len(words), dtype=np.float32)[codes], tuple(words.tolist())
+    numbers = storage_form(column)
+    if len(gaps):
+        numbers[gaps] = rules.fill
+    numbers = finite(numbers, name, where)
+    if fitted and numbers.shape[1:] != (rules.width - rules.flag,):
+        raise FedstillError(
+            f"data.inputs: column '{name}' of {where} holds samples of shape {numbers.shape[1:]}, "
+            f"the task's of {(rules.width - rules.flag,)}"
+        )
+    if rules.flag:
+        flags = np.zeros((len(numbers), 1), np.float32)
+        flags[gaps] = 1.0
+        numbers = np.concatenate([numbers, flags], axis=1)
+    return Encoded(numbers, rules._replace(width=numbers.shape[1]), filled=len(gaps))
 
 
-def _numbers_if_meant(column: np.ndarray, name: str, where: str, *, wanted: bool) -> np.ndarray:
+def _one_hot(values: np.ndarray, rules: InputColumn, where: str) -> Encoded:
+    """Return one feature for each word; a word that the fitted column does not have follows its rule."""
+    name = rules.name
+    if not rules.words:
+        words, codes = np.unique(values, return_inverse=True)
+        if len(words) > MAX_WORDS:
+            raise FedstillError(
+                f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS}: "
+                "to read it as text set data.tokens, else leave it out with data.drop, or partition by it (data.keys)"
+            )
+        described = rules._replace(width=len(words), words=tuple(words.tolist()))
+        return Encoded(np.eye(len(words), dtype=np.float32)[codes], described)
+    words = np.array(rules.words, np.str_)
+    codes = np.searchsorted(words, values).clip(max=len(words) - 1)
+    strange = np.flatnonzero(words[codes] != values)
+    if len(strange) and rules.unknown == "refuse":
+        raise FedstillError(
+            f"data.inputs: column '{name}' of {where} holds '{values[strange[0]]}' in {row_numbers(strange)}, "
+            f"a word that is not among the task's: {', '.join(rules.words[:20])}"
+        )
+    x = np.eye(len(words), dtype=np.float32)[codes]
+    x[strange] = 0.0
+    return Encoded(x, rules, unknown=len(strange))
+
+
+def _numbers_if_meant(column: np.ndarray, gaps: np.ndarray, name: str, where: str, *, wanted: bool) -> np.ndarray:
     """Return words as they are, or as numbers where these are wanted.
 
     A few words among numbers are refused, because a mistyped cell would turn a column of numbers into one of words.
@@ -457,15 +606,19 @@ def _numbers_if_meant(column: np.ndarray, name: str, where: str, *, wanted: bool
             return False
         return True
 
-    odd = np.flatnonzero([not is_number(word) for word in column.tolist()])
-    if len(odd) and (wanted or len(odd) <= MAX_ODD_SHARE * len(column)):
+    odd = np.setdiff1d(np.flatnonzero([not is_number(word) for word in column.tolist()]), gaps)
+    if len(odd) and (wanted or len(odd) <= MAX_ODD_SHARE * (len(column) - len(gaps))):
         shown = textwrap.shorten(column[odd[0]], 60, placeholder="...")
         raise FedstillError(
             f"data.inputs: column '{name}' of {where} must hold numbers{', as the task does,' if wanted else ''} but "
             f"holds '{shown}' in {row_numbers(odd)}; correct such cells or drop their rows, or leave the column out "
-            "with data.inputs; if it holds codes, write each as a word (c5 for 5)"
+            "with data.drop; if it holds codes, write each as a word (c5 for 5)"
         )
-    return column.astype(np.str_).astype(np.float64) if wanted else column
+    if not wanted:
+        return column
+    column = column.copy()
+    column[gaps] = "nan"
+    return column.astype(np.str_).astype(np.float64)
 
 
 def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
@@ -478,11 +631,11 @@ def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:
     return numbers
 
 
-def complete(column: np.ndarray, name: str, where: str) -> np.ndarray:
+def complete(column: np.ndarray, name: str, where: str, *, hint: str = "") -> np.ndarray:
     """Return the column, and refuse missing values; a cell of spaces is missing."""
     missing = missing_rows(column)
     if len(missing):
         raise FedstillError(
-            f"data.source: column '{name}' of {where} has no value in {row_numbers(missing)}; fill or drop them"
+            f"data.source: column '{name}' of {where} has no value in {row_numbers(missing)}; fill or drop them{hint}"
         )
     return column

@@ -13,7 +13,7 @@ import numpy as np
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
 from fedstill.data.source import Reading, Source, as_tensor, first_line
-from fedstill.data.tables import Frame, choose_splits, find_keys, find_text, with_rows
+from fedstill.data.tables import Frame, choose_splits, find_keys, find_text, with_rows, without_columns
 
 # LEAF's 80 characters in its order (models/utils/language_utils.py); id 80 is any other character.
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -76,7 +76,7 @@ def text_source(
     Keys are numbers, in the order of their values, because a name for each of four million windows takes a gigabyte.
     """
     assert reading.window is not None
-    frames = with_rows(frames, name)
+    frames = without_columns(with_rows(frames, name), reading, name)
     train_name, test_name, new_notes = choose_splits(frames)
     if reading.label is not None:
         raise FedstillError("data.label: with data.window the label is the next character; remove one of the two")

@@ -83,6 +83,9 @@ def reading_options(experiment: Experiment) -> Options:
         "size": data.size,
         "window": data.window,
         "text": data.tokens is not None,
+        "drop": data.drop,
+        "missing": data.missing,
+        "unknown": data.unknown,
     }
 
 

@@ -114,6 +114,9 @@ class DataSection(_Section):
     scale: Literal["train", "unlabeled", "none"] = "train"  # the rows whose mean and deviation scale the inputs
     mean: tuple[float, ...] = Field(default=(), strict=False, examples=[[0.5]])  # scale by these numbers instead
     std: tuple[Positive, ...] = Field(default=(), strict=False, examples=[[0.25]])
+    drop: tuple[str, ...] = Field(default=(), strict=False, examples=[["patient_id"]])
+    missing: Literal["refuse", "mean", "skip"] = "refuse"  # cells without a value, broken images
+    unknown: Literal["refuse", "zeros"] = "refuse"  # words that the train rows do not have
     window: int | None = Field(default=None, ge=1, examples=[80])
     tokens: int | None = Field(default=None, ge=3, examples=[64])
     vocabulary: int = Field(default=8192, ge=1)  # most tokens that a tokenizer of ours learns

@@ -21,11 +21,10 @@ from fedstill.data.files import MISSING_WORDS, frame_from_arrow
 from fedstill.data.given import read_given
 from fedstill.data.source import first_line, missing_rows, require_extra
 from fedstill.data.split import match_classes, read_unlabeled, reading_like
-from fedstill.data.tables import Frame, assemble, may_name_rows, name_rows, objects
+from fedstill.data.tables import MISSING_WORD, Frame, assemble, may_name_rows, name_rows, objects
 from fedstill.prediction.answers import Samples
 
 ROWS_AT_ONCE = 32_768  # a multiple of the engines' pieces, so that a row is computed alike in tables of any length
-MISSING_WORD = "(missing)"  # as the data's rules call a cell without a word
 LARGEST = float(np.finfo(np.float32).max)
 _log = logging.getLogger("fedstill.run")
 
@@ -166,7 +165,7 @@ class _TableFile:
 
 def _problems(cells: np.ndarray, column: InputColumn) -> dict[int, str]:
     """Return the rows whose cell cannot be read by the rules of the task's column, each with the reason in words."""
-    fills, takes_any = getattr(column, "missing", "refuse") == "mean", getattr(column, "unknown", "refuse") == "zeros"
+    fills, takes_any = column.missing == "mean", column.unknown == "zeros"
     if cells.dtype == object:
         cells[:] = [_word(cell) for cell in cells.tolist()]
     gaps = missing_rows(cells).tolist()

@@ -1,0 +1,139 @@
+"""`fedstill init` then `fedstill run`, at the first try, on data that nobody prepared."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from cli_runs import answer, fedstill, mistake
+from PIL import Image
+from sklearn.datasets import load_breast_cancer, load_digits, load_wine
+
+from fedstill import Experiment
+
+TOPICS = {
+    "sport": "team match goal player won final league coach score season",
+    "money": "bank rates market shares profit price trade tax loan budget",
+    "food": "bread soup salt oven fresh recipe butter apple cook sugar",
+}
+FILLERS = "the a of and was very with today it for on some people said new"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def first_run(data: str, *options: str) -> tuple[Experiment, float, str]:
+    """Return (the written experiment, the accuracy of its first run, all that init printed)."""
+    printed = fedstill("init", data, "--out", "first.toml", *options).output
+    settings = ["--set", "compare.references=false", "--set", "engine.threads=1"]
+    result = answer("run", "first.toml", *settings, "--out", "run")
+    return Experiment.from_toml("first.toml"), result["accuracy_last"], printed
+
+
+def hospital_table(bunch, file: str) -> float:
+    """Write scikit-learn's table with gaps, ids, a constant and a leak; return the share of the largest class."""
+    random, table = np.random.default_rng(0), bunch.data.copy()
+    table = table.mask(random.random(table.shape) < 0.03)
+    table.insert(0, "patient_id", [f"p{number:04d}" for number in random.permutation(len(table))])
+    table["ward"] = "a"
+    table["outcome_code"] = bunch.target * 10 + 3
+    table["hospital"] = random.choice(["north", "south", "east", "west"], len(table))
+    table["sex"] = random.choice(["f", "m", ""], len(table), p=[0.5, 0.48, 0.02])
+    table["diagnosis"] = bunch.target_names[bunch.target]
+    table.to_csv(file, index=False)
+    return float(bunch.target.value_counts(normalize=True).max())
+
+
+@pytest.mark.parametrize("load", [load_breast_cancer, load_wine])
+def test_a_table_with_gaps_ids_and_a_leak(load) -> None:
+    majority = hospital_table(load(as_frame=True), "table.csv")
+    experiment, accuracy, printed = first_run("table.csv", "--label", "diagnosis", "--owner", "hospital")
+    assert set(experiment.data.drop) == {"patient_id", "ward", "outcome_code"}
+    assert experiment.partition.scheme == "natural"
+    assert (experiment.data.missing, experiment.cohort) == ("mean", 4)
+    assert accuracy > majority + 0.2
+    assert "leak suspect" in printed
+
+
+def test_new_rows_of_such_a_table_are_read_by_the_contract_alone() -> None:
+    hospital_table(load_wine(as_frame=True), "table.csv")
+    first_run("table.csv", "--label", "diagnosis")
+    new = pd.read_csv("table.csv").drop(columns="diagnosis").head(12)
+    new.loc[0, "sex"] = "x"
+    new.loc[1, ["alcohol", "ash"]] = np.nan
+    new.to_csv("new.csv", index=False)
+    Path("table.csv").unlink()
+    first = answer("predict", "run", "new.csv", "--out", "all")
+    new.iloc[[1]].to_csv("new.csv", index=False)  # alone it has no mean to be filled with but that of the run
+    answer("predict", "run", "new.csv", "--out", "alone")
+    one, every = (pd.read_csv(f"{folder}/predictions.csv").set_index("id") for folder in ("alone", "all"))
+    assert first["count"] == 12
+    pd.testing.assert_frame_equal(one, every.loc[one.index], rtol=1e-5)
+
+
+def test_a_table_with_thirty_words() -> None:
+    random = np.random.default_rng(0)
+    city, noise = random.integers(0, 30, 1500), random.standard_normal(1500)
+    buys = (city % 3 == 0) ^ (noise + random.standard_normal(1500) * 0.5 > 1)
+    columns = {"city": [f"city {c}" for c in city], "amount": noise.round(3), "target": np.where(buys, "yes", "no")}
+    pd.DataFrame(columns).to_csv("table.csv", index=False)
+    experiment, accuracy, _ = first_run("table.csv")
+    assert experiment.data.drop == ()
+    assert accuracy > max(buys.mean(), 1 - buys.mean()) + 0.1
+
+
+@pytest.mark.slow
+def test_images_of_mixed_sizes_with_broken_files() -> None:
+    digits, random = load_digits(), np.random.default_rng(0)
+    for number in range(200):
+        folder = Path("pictures") / f"d{digits.target[number] % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        side = int(random.integers(8, 15))
+        picture = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))
+        picture.resize((side, side + int(random.integers(0, 4)))).save(folder / f"{number}.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    (folder / "cut.png").write_bytes((folder / f"{number}.png").read_bytes()[:60])
+    experiment, accuracy, printed = first_run("pictures")
+    assert (experiment.data.size, experiment.data.missing) == (8, "skip")
+    assert "2 files cannot be read" in printed
+    assert accuracy > 0.6  # the largest class has 40 %
+
+
+def texts() -> list[tuple[str, str]]:
+    random, rows = np.random.default_rng(0), []
+    for number in range(240):
+        topic = list(TOPICS)[number % 3]
+        words = [random.choice((TOPICS[topic] if random.random() < 0.3 else FILLERS).split()) for _ in range(16)]
+        rows.append((" ".join(words), topic))
+    return rows
+
+
+@pytest.mark.slow
+def test_texts_in_class_folders() -> None:
+    for number, (text, topic) in enumerate(texts()):
+        (Path("texts") / topic).mkdir(parents=True, exist_ok=True)
+        (Path("texts") / topic / f"{number}.txt").write_text(text, encoding="utf-8")
+    experiment, accuracy, _ = first_run("texts")
+    assert experiment.data.tokens is not None
+    assert accuracy > 0.6
+
+
+@pytest.mark.slow
+def test_a_table_of_texts() -> None:
+    rows = [(number, *row) for number, row in enumerate(texts())]
+    pd.DataFrame(rows, columns=["id", "review", "label"]).to_csv("reviews.csv", index=False)
+    experiment, accuracy, _ = first_run("reviews.csv")
+    assert experiment.data.inputs == ("review",)
+    assert accuracy > 0.6
+
+
+def test_init_writes_over_no_file_and_names_data_that_are_not_there() -> None:
+    assert "no such file or folder: 'nothing.csv'" in mistake("init", "nothing.csv")
+    Path("first.toml").write_text("mine", encoding="utf-8")
+    pd.DataFrame({"x": range(40), "y": [0, 1] * 20, "z": [1, 2, 2, 1] * 10}).to_csv("t.csv", index=False)
+    assert "'first.toml' exists already" in mistake("init", "t.csv", "--out", "first.toml")
+    assert Path("first.toml").read_text(encoding="utf-8") == "mine"
+    assert re.search(r"wrote t\.toml; run it with: fedstill run t\.toml", fedstill("init", "t.csv").output)
