@@ -162,7 +162,8 @@ def test_an_experiment_file_is_enough_and_the_network_knows_as_many_ids_as_the_t
     assert weights.params["encoder.tokens.weight"].shape == (federation.train.tokenizer.size, 8)
     assert "vocabulary" not in one.resolved()["model"]  # the data decide
     result = run(one, run_dir=tmp_path / "run")
-    assert (tmp_path / "run" / "tokenizer.json").read_text() == federation.train.tokenizer.file
+    contract = json.loads((tmp_path / "run" / "contract.json").read_text(encoding="utf-8"))
+    assert contract["data"]["tokenizer"]["file"] == federation.train.tokenizer.file
     assert 0.0 <= result.history.rows[-1]["accuracy"] <= 1.0
 
 
@@ -195,8 +196,8 @@ def test_a_run_goes_on_with_its_tokenizer_and_not_with_another(tmp_path):
     one = experiment(table(tmp_path / "news.csv", news()))
     run(one, run_dir=tmp_path / "run")
     resume_run(tmp_path / "run")
-    (tmp_path / "run" / "tokenizer.json").write_text("{}")
-    assert "the data have changed since the run began" in fails(resume_run, tmp_path / "run")
+    table(tmp_path / "news.csv", [(user, text.replace("again", "anew"), label) for user, text, label in news()])
+    assert "texts are cut into other tokens" in fails(resume_run, tmp_path / "run")
 
 
 def test_a_tokenizer_can_be_given_and_its_path_is_kept_in_full(tmp_path, source, monkeypatch):

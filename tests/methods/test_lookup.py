@@ -184,7 +184,7 @@ def test_an_unchanged_experiment_gets_more_rounds_whatever_its_defaults(tmp_path
     run(experiment, run_dir=tmp_path / "run", pictures=False)
     longer = run(experiment.replace(rounds=2), run_dir=tmp_path / "run", resume=True, pictures=False)
     assert len(longer.history.rows) == 2
-    with pytest.raises(FedstillError, match="another cohort"):
+    with pytest.raises(FedstillError, match="cohort was 2 and is 3"):
         run(experiment.replace(rounds=3, cohort=3), run_dir=tmp_path / "run", resume=True, pictures=False)
 
 

@@ -130,7 +130,8 @@ def _schema(data: Dataset) -> Iterator[str]:
         for column in data.columns:
             words = ", ".join(f"`{word}`" for word in column.words[:SHOWN_WORDS])
             more = f" and {len(column.words) - SHOWN_WORDS} more" if len(column.words) > SHOWN_WORDS else ""
-            numbers = "a number" if column.width == 1 else f"{column.width} numbers"
+            single = column.width == 1 or column.flag
+            numbers = "a number" + (", or nothing" if column.flag else "") if single else f"{column.width} numbers"
             yield f"| `{column.name}` | {f'one of the words {words}{more}' if words else numbers} |"
     elif data.tokenizer is not None:
         yield f"Texts, cut into at most {data.tokenizer.length} tokens of a vocabulary of {data.tokenizer.size:,}."

@@ -152,9 +152,13 @@ def party_picture(parties: Sequence[Party], path: Path, *, title: str) -> Path:
     both = [place for place in percent["federated"] if place in percent["alone"]]
     alone, federated = ([percent[model][place] for place in both] for model in ("alone", "federated"))
     axes.hlines(both, alone, federated, colors="0.8", zorder=1)
-    for (model, values), colour, marker in zip(percent.items(), COLOURS, ("o", "s", "D"), strict=False):
+    # the first is filled and small, the others are rings around it, because equal accuracies lie on one point
+    for (model, values), colour, (marker, size) in zip(
+        percent.items(), COLOURS, (("o", 20), ("s", 60), ("D", 120)), strict=False
+    ):
         if values:
-            axes.scatter([*values.values()], [*values], s=26 if named else 8, c=colour, marker=marker, label=model)
+            look = {"s": size if named else size / 4, "marker": marker, "edgecolors": colour, "label": model}
+            axes.scatter([*values.values()], [*values], facecolors=colour if marker == "o" else "none", **look)
     names = [shortened(party.name, LONGEST_NAME) for party in tested] if named else []
     axes.set_yticks(range(len(names)), names)
     axes.set_ylabel("" if named else f"{len(tested):,} parties, the worst at the bottom")
