@@ -29,7 +29,7 @@ from fedstill.storage.files import write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
-MAY_CHANGE = ("rounds", "track", "compare")  # keys of an experiment on which no round depends
+MAY_CHANGE = ("rounds", "track", "compare", "privacy.epsilon")  # settings on which no round depends
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
@@ -109,7 +109,7 @@ def read_contract(folder: Path) -> Agreed:
 
 def _seal(tree: Mapping[str, Any]) -> str:
     """Return a digest of a contract without the settings that may change while its run goes on."""
-    fixed = {key: value for key, value in tree["experiment"].items() if key not in MAY_CHANGE}
+    fixed = {key: value for key, value in _flat(tree["experiment"]).items() if not _may_change(key)}
     text = json.dumps({**tree, "experiment": fixed}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -221,8 +221,12 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
         for key in dict.fromkeys((*old, *new))
-        if key.partition(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key)
+        if not _may_change(key) and old.get(key) != new.get(key)
     ]
+
+
+def _may_change(key: str) -> bool:
+    return key in MAY_CHANGE or key.partition(".")[0] in MAY_CHANGE
 
 
 def _as_table(experiment: Experiment) -> dict[str, Any]:

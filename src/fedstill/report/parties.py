@@ -157,7 +157,12 @@ def party_picture(parties: Sequence[Party], path: Path, *, title: str) -> Path:
         percent.items(), COLOURS, (("o", 20), ("s", 60), ("D", 120)), strict=False
     ):
         if values:
-            look = {"s": size if named else size / 4, "marker": marker, "edgecolors": colour, "label": model}
+            look: dict[str, Any] = {
+                "s": size if named else size / 4,
+                "marker": marker,
+                "edgecolors": colour,
+                "label": model,
+            }
             axes.scatter([*values.values()], [*values], facecolors=colour if marker == "o" else "none", **look)
     names = [shortened(party.name, LONGEST_NAME) for party in tested] if named else []
     axes.set_yticks(range(len(names)), names)
