@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import json
@@ -50,10 +51,38 @@ def test_what_is_written_to_a_csv_is_read_back(tmp_path: Path, rows: list[tuple]
     assert frame.columns["word"].tolist() == [row[2] for row in rows]
 
 
+CELLS = ["1", "-2", "007", "2.5", " 3 ", "1e3", "inf", "9" * 19, "9" * 25, "", "NA", "nAn", " null ", "true", " a"]
+
+
+def cells_by_the_rule(cells: list[str]) -> list:
+    """Read a column cell by cell: whole numbers, else numbers with gaps, else words without spaces around them."""
+    with contextlib.suppress(ValueError):
+        if all(abs(int(cell)) < 2**63 for cell in cells):
+            return [int(cell) for cell in cells]
+    words = ["" if cell.strip().lower() in ("", "na", "n/a", "nan", "null") else cell.strip() for cell in cells]
+    try:
+        return [float(word or "nan") for word in words]
+    except ValueError:
+        return words
+
+
+@HYPOTHESIS
+@given(cells=st.lists(st.sampled_from(CELLS), min_size=1, max_size=12), rows=st.integers(1, 5))
+def test_a_column_is_whole_numbers_else_numbers_else_words(tmp_path: Path, cells: list[str], rows: int) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("\n".join(["key,cell", *(f"k{place},{cell}" for place, cell in enumerate(cells))]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "ROWS_AT_ONCE", rows)
+        column, expected = read_csv(file).columns["cell"], cells_by_the_rule(cells)
+    assert {"i": int, "f": float, "O": str}[column.dtype.kind] is type(expected[0])
+    np.testing.assert_array_equal(column, np.array(expected, column.dtype))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "name every column once"),
+        ("a,label\n1,5,0\n1,2\n", "line 2"),
         ("a,a,label\n1,2,0\n", "name every column once"),
         ("a,,label\n1,2,0\n", "name every column once"),
         ("1.5,2,0\n2.5,3,1\n", "no header"),

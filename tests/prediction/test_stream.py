@@ -1,5 +1,7 @@
 """Tables in pieces: rows keep their order and their names, and a row that cannot be read costs that row alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from fedstill.core.data import Dataset, InputColumn
 from fedstill.core.errors import FedstillError
-from fedstill.prediction import stream
+from fedstill.data import files
 from fedstill.prediction.stream import new_samples
 
 TASK = Dataset(
@@ -22,7 +24,7 @@ TASK = Dataset(
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
-    monkeypatch.setattr(stream, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(files, "ROWS_AT_ONCE", 4)
 
 
 def frame(rows=10):
@@ -66,6 +68,17 @@ def test_a_row_that_cannot_be_read_is_named_with_the_reason(tmp_path, column, ce
     names = [name for part in parts for name in part.ids]
     assert names == [f"c{100 - row}" for row in range(10) if row != 5]
     assert torch.cat([part.x for part in parts])[5].tolist() == [6 / 8, 94, 0, 1]
+
+
+def test_cells_that_a_rule_fills_in_are_counted_over_all_pieces_in_one_line(tmp_path, caplog):
+    columns = tuple(column._replace(missing="mean", fill=2.0) for column in TASK.columns)
+    table = frame().astype(object)
+    table.loc[[0, 5, 9], "age"] = ""
+    parts = list(new_samples(write(table, tmp_path / "new.csv"), replace(TASK, columns=columns)))
+    assert torch.cat([part.x for part in parts])[[0, 5, 9], 0].tolist() == [2.0, 2.0, 2.0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "'new.csv': 3 cells without a value are filled in (data.missing = 'mean'): age 3"
+    ]
 
 
 def test_a_table_of_which_no_row_can_be_read_is_an_error(tmp_path):

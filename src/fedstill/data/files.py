@@ -7,9 +7,10 @@ import glob
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import date
 from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -23,8 +24,14 @@ from fedstill.data.tables import Frame, may_name_rows, objects, split_role, stac
 from fedstill.data.text import read_lines
 
 TEXT_FILE = "text file"  # the column of texts that are whole files
-ROWS_AT_ONCE = 50_000  # of a CSV file as text; a row of 50 numbers takes 3 kB as Python's words, 400 bytes as numbers
+ROWS_AT_ONCE = (
+    32_768  # of a CSV file, because a row of 50 words takes 3 kB; prediction needs a multiple of the engines' pieces
+)
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
+_MISSING_SPELT = [
+    "".join(letters) for word in MISSING_WORDS for letters in product(*({c, c.upper()} for c in word))
+]  # for pandas, which tells NA from Na
+EXACT_PANDAS = (3, 1)  # from this release on, its plain reader of numbers gives the nearest float
 TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
 SHARD = re.compile(r"(?P<split>.+)-\d+-of-(?P<parts>\d+)")
 NPZ_LAYOUTS = (  # (split, inputs, labels) by array name: Keras, MedMNIST, a single pair
@@ -184,58 +191,90 @@ def _read_table(file: Path, reading: Reading) -> Frame:
     return frame_from_arrow(table, metadata.get("info", {}).get("features", {}), reading)
 
 
+class CsvFile:
+    """A table with a header line in a text file: its columns, and its rows in pieces."""
+
+    def __init__(self, file: Path, delimiter: str | None = None) -> None:
+        self.file = file
+        with self._readable(), file.open(encoding="utf-8-sig") as lines:
+            separator = delimiter or max(",;\t|", key=lines.readline().count)
+        self._form = {"sep": separator, "encoding": "utf-8-sig"}
+        release = tuple(map(int, require_extra("pandas").__version__.split(".")[:2]))
+        if release < EXACT_PANDAS:
+            self._form["float_precision"] = "round_trip"
+        self.header = self._checked_header()
+
+    def pieces(self, *, words: Collection[str]) -> Iterator[dict[str, np.ndarray]]:
+        """Yield all columns of ROWS_AT_ONCE rows: numbers where all cells are numbers, else cells as written.
+
+        words: the columns whose cells come as written in any case. A cell without a value is NaN or "".
+        """
+        kinds = {place: object for place, name in enumerate(self.header) if name in words}
+        gaps = {place: _MISSING_SPELT for place in range(len(self.header)) if place not in kinds}
+        form = {"header": 0, "names": range(len(self.header)), "index_col": False, "dtype": kinds, **self._form}
+        form |= {"keep_default_na": False, "na_values": gaps, "low_memory": False, "chunksize": ROWS_AT_ONCE}
+        with self._readable(), require_extra("pandas").read_csv(self.file, **form) as chunks:
+            for cells in chunks:
+                yield {name: _cells(cells[place]) for place, name in enumerate(self.header)}
+
+    def _checked_header(self) -> list[str]:
+        """Return the names of the columns, and refuse a table without names or rows."""
+        pandas, file = require_extra("pandas"), self.file
+        with self._readable():
+            try:
+                cells = pandas.read_csv(file, header=None, dtype=object, na_filter=False, nrows=2, **self._form)
+            except pandas.errors.EmptyDataError:
+                cells = pandas.DataFrame([[""]])
+        header = [str(name).strip() for name in cells.iloc[0]]
+        if "" in header or len(set(header)) < len(header):
+            raise FedstillError(f"data.source: the first line of '{file}' must name every column once")
+        if all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name, re.IGNORECASE) for name in header):
+            raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
+        if len(cells) < 2:
+            raise FedstillError(f"data.source: '{file}' has a header and no rows")
+        return header
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except FedstillError:
+            raise
+        except ValueError as error:  # of pandas, or bytes that are no UTF-8
+            raise FedstillError(f"data.source: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+
+
+def _cells(column: Any) -> np.ndarray:
+    """Return a column of pandas as numbers, or as words as they are written."""
+    if column.dtype.kind in "ifu":
+        numbers: np.ndarray = column.to_numpy()
+        return numbers.astype(np.float64) if column.dtype.kind == "u" else numbers  # u: numbers beyond int64
+    return objects(["" if isinstance(cell, float) else str(cell) for cell in column.tolist()])
+
+
 def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
     """Read a table with a header line; a column becomes integers, else numbers, else words.
 
     Columns of words in the task (`reading.like`) stay words. Ids of rows without labels stay as they are written.
     """
-    pandas, reading = require_extra("pandas"), reading or Reading()
+    table, reading = CsvFile(file, delimiter), reading or Reading()
+    ids = {name for name in table.header if _as_written(name, reading)}
     words = {column.name for column in reading.like if column.words}
-    parsed: dict[str, list[np.ndarray]] = {}
-    read_again = []  # columns of words that began with numbers
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            separator = delimiter or max(",;\t|", key=lines.readline().count)
-        form = {
-            "sep": separator,
-            "dtype": object,
-            "na_filter": False,
-            "encoding": "utf-8-sig",
-            "chunksize": ROWS_AT_ONCE,
-        }
-        with pandas.read_csv(file, header=None, **form) as chunks:
-            for cells in chunks:
-                if not parsed:
-                    parsed = {name: [] for name in _checked_header(cells, file)}
-                    cells = cells.iloc[1:]
-                for (name, parts), (_, column) in zip(parsed.items(), cells.items(), strict=True):
-                    written = objects(column.tolist())
-                    part = written if _as_written(name, reading) else _parse(written, as_words=name in words)
-                    if part.dtype == object and name not in words:
-                        words.add(name)
-                        read_again += [name] if parts and part is not written else []
-                    parts.append(part)
-        for name in read_again:
-            place = [list(parsed).index(name)]
-            with pandas.read_csv(file, header=None, skiprows=1, usecols=place, **form) as chunks:
-                parsed[name] = [_parse(objects(cells.iloc[:, 0].tolist()), as_words=True) for cells in chunks]
-    except pandas.errors.EmptyDataError:
-        _checked_header(pandas.DataFrame([[""]]), file)
-    except ValueError as error:  # of pandas, or bytes that are no UTF-8
-        raise FedstillError(f"data.source: '{file}' is not a UTF-8 CSV file ({first_line(error)})") from error
-    return Frame({name: np.concatenate(parsed.pop(name)) for name in list(parsed)})
-
-
-def _checked_header(cells: Any, file: Path) -> list[str]:
-    """Return the names of the columns from the first rows of a table, and refuse a table without names or rows."""
-    header = [str(name).strip() for name in cells.iloc[0]]
-    if "" in header or len(set(header)) < len(header):
-        raise FedstillError(f"data.source: the first line of '{file}' must name every column once")
-    if all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name, re.IGNORECASE) for name in header):
-        raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
-    if len(cells) < 2:
-        raise FedstillError(f"data.source: '{file}' has a header and no rows")
-    return header
+    first = next(table.pieces(words=words | ids))
+    spelt = {name for name, cells in first.items() if cells.dtype == object}  # pandas sees no numbers: `_parse` looks
+    parsed: dict[str, list[np.ndarray]] = {name: [] for name in table.header}
+    read_again = set[str]()  # columns of words that began with numbers
+    for piece in table.pieces(words=spelt):
+        for name, cells in piece.items():
+            if cells.dtype == object and name not in ids:
+                cells = _parse(cells, as_words=name in words)
+                if cells.dtype == object and name not in words:
+                    words.add(name)
+                    read_again |= {name} if parsed[name] or name not in spelt else set()
+            parsed[name].append(cells)
+    for name in read_again:
+        parsed[name] = [_parse(piece[name], as_words=True) for piece in table.pieces(words=words)]
+    return Frame({name: np.concatenate(parsed.pop(name)) for name in table.header})
 
 
 def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
@@ -244,8 +283,9 @@ def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:
         for dtype in (np.int64, np.float64):
             with contextlib.suppress(ValueError, OverflowError):
                 return cells.astype(dtype)
-    stripped = (cell.strip() for cell in cells.tolist())
-    words = objects([sys.intern("" if cell.lower() in MISSING_WORDS else cell) for cell in stripped])
+    texts = cells.tolist()
+    spelt = {text: "" if text.strip().lower() in MISSING_WORDS else sys.intern(text.strip()) for text in set(texts)}
+    words = objects([spelt[text] for text in texts])
     with contextlib.suppress(ValueError):
         return words if as_words else np.where(words == "", "nan", words).astype(np.float64)
     return words

@@ -40,6 +40,7 @@ WORDS_OF_TEXT = 4  # on average in a cell of text; names and codes have fewer
 LEAK = 0.99  # share of the rows whose label a single column tells; such a column is rarely known before the label
 FEWEST_ROWS = 30  # among fewer, chance makes leak suspects
 LONG_TEXT = 0.95  # of the texts are read whole
+MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product modulo 2^64 keeps different numbers apart
 
 
 @dataclass(frozen=True)
@@ -214,19 +215,23 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
     labelled = np.delete(np.arange(table.rows), missing_rows(table.columns[label]))
     known = table.take(labelled)
     y = encode_labels(known.columns[label], known.names.get(label), label, place)[0]
-    codes = {name: _codes(column) for name, column in known.columns.items() if column.ndim == 1}
     if owner is None:
-        owner = next((name for name in codes if name.lower() in OWNER_NAMES and name != label), None)
-        if owner is not None and not 2 <= codes[owner].max() + 1 <= len(y) / 5:
+        called_so = (name for name in known.columns if name.lower() in OWNER_NAMES and name != label)
+        owner = next(called_so, None)
+        if owner is not None and not 2 <= _codes(known.columns[owner]).max() + 1 <= len(y) / 5:
             owner = None
     columns = []
+    mixed = np.zeros(len(y), np.uint64)  # a number for each row, alike in rows that agree in all columns but ids
     for name, column in known.columns.items():
         gaps, kind = len(missing_rows(table.columns[name])), kind_of(column)
-        values = int(codes[name].max()) + 1 if name in codes else len(column)
+        codes = _codes(column) if column.ndim == 1 else None
+        values = len(column) if codes is None else int(codes.max()) + 1
         use, reason = {label: "label", owner: "owner"}.get(name, "input"), ""
         if use == "input":
             kind = "text" if kind == "words" and values > MAX_WORDS and _is_text(column) else kind
-            reason = _why_not(name, column, codes.get(name), y, kind, place)
+            reason = _why_not(name, column, codes, y, kind, place)
+        if codes is not None and not reason.startswith("an id"):
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * MIXER + codes.astype(np.uint64)
         columns.append(ColumnFacts(name, kind, values, gaps, "left out" if reason else use, reason))
     texts = [column.name for column in columns if column.kind == "text"]
     owners: dict[str, int] = {}
@@ -246,10 +251,7 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
         new_notes.append(
             f"{len(rare)} classes have fewer than 5 rows, e.g. '{rare[0]}': hardly anything can learn them"
         )
-    ids = {column.name for column in columns if column.reason.startswith("an id")}
-    rest = {name: code for name, code in codes.items() if name not in ids}
-    repeated = int(require_extra("pandas").DataFrame(rest).duplicated().sum())
-    if repeated:
+    if repeated := len(mixed) - len(np.unique(mixed)):
         new_notes.append(f"{repeated:,} rows repeat another row, so that train and test rows may be the same")
     suspects = [column for column in columns if column.reason.startswith("leak suspect")]
     if suspects and not texts and all(column.use != "input" for column in columns):

@@ -29,6 +29,7 @@ KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 
 
+STATISTICS_AT_ONCE = 8_000_000  # numbers whose variance is computed at once
 RULES = {"missing": ("refuse", "mean", "skip"), "unknown": ("refuse", "zeros")}  # the values of these keys
 
 
@@ -57,6 +58,7 @@ class Source(NamedTuple):
     scale: str = "train"  # the samples whose mean and deviation scale the inputs (see `scale_inputs`)
     built_from: str = ""  # the settings that it was read by, as JSON; empty: somebody made it in Python
     public_facts: tuple[str, ...] = ()  # facts about the clients' texts that a tokenizer gives away
+    cells_by_rule: Mapping[str, Mapping[str, int]] = MappingProxyType({})  # "missing", "unknown": cells by column
 
     def __repr__(self) -> str:
         keys = f", keys {', '.join(self.keys)}" if self.keys else ""
@@ -185,7 +187,10 @@ def statistics(x: np.ndarray, name: str = "") -> tuple[tuple[float, ...], tuple[
         variance = (counts * (levels - mean[:, None]) ** 2).sum(1) / counts.sum(1)
     else:
         others = tuple(axis for axis in range(x.ndim) if axis != 1)
-        mean, variance = x.mean(axis=others, dtype=np.float64), x.var(axis=others, dtype=np.float64)
+        width = max(1, STATISTICS_AT_ONCE * x.shape[1] // max(1, x.size))  # `var` makes a float64 copy
+        parts = [x[:, first : first + width] for first in range(0, max(1, x.shape[1]), width)]
+        mean = np.concatenate([part.mean(axis=others, dtype=np.float64) for part in parts])
+        variance = np.concatenate([part.var(axis=others, dtype=np.float64) for part in parts])
     spread = np.sqrt(variance)
     constant = spread <= 1e-7 * np.maximum(1.0, np.abs(mean))  # float32 rounding leaves a trace of variance
     return tuple(mean.tolist()), tuple(np.where(constant, 1.0, spread).tolist())
@@ -211,7 +216,9 @@ def first_line(error: BaseException) -> str:
 def missing_rows(column: np.ndarray) -> np.ndarray:
     """Return the rows without a value: NaN, or nothing but spaces."""
     if column.dtype.kind in "OU":
-        return np.flatnonzero([isinstance(value, str) and not value.strip() for value in column.tolist()])
+        values = column.tolist()
+        empty = {value for value in set(values) if isinstance(value, str) and not value.strip()}
+        return np.flatnonzero([value in empty for value in values]) if empty else np.zeros(0, np.int64)
     if column.dtype.kind == "f":
         return np.flatnonzero(np.isnan(column).reshape(len(column), -1).any(1))
     return np.zeros(0, np.int64)

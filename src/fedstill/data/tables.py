@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     columns: tuple[InputColumn, ...] = ()  # of a table; none for images
     unreadable: tuple[int, ...] = ()  # rows whose image cannot be read
     texts: np.ndarray | None = None  # of which x are rows
-    notes: tuple[str, ...] = ()  # how many cells were filled in, and how many words are new
+    cells_by_rule: Mapping[str, Mapping[str, int]] = {}  # "missing", "unknown": cells that a rule decided, by column
 
 
 class Encoded(NamedTuple):
@@ -194,8 +194,8 @@ def assemble(
         )
         for part in parts
     )
-    told = (*notes, *new_notes, *encoded.notes)
-    return Source(train_set, test_set, keys, told, origin, rows=rows, texts=encoded.texts)
+    all_notes = (*notes, *new_notes, *rule_notes(encoded.cells_by_rule))
+    return Source(train_set, test_set, keys, all_notes, origin, rows=rows, texts=encoded.texts)
 
 
 def _without_labels(
@@ -238,7 +238,8 @@ def _without_labels(
     return Source(
         train,
         test,
-        notes=(*notes, *new_notes, *encoded.notes),
+        notes=(*notes, *new_notes, *rule_notes(encoded.cells_by_rule)),
+        cells_by_rule=encoded.cells_by_rule,
         origin=origin,
         rows={"train": np.array([names[row] for row in kept], np.str_)},
         skipped=tuple(names[row] for row in order if row not in readable),
@@ -466,18 +467,32 @@ def encode_columns(
             parts.append(encode_column(column, classes, rules, where, train=train))
     if mistakes:
         raise FedstillError(*mistakes)
+    counts = {
+        "missing": {part.column.name: part.filled for part in parts if part.filled},
+        "unknown": {part.column.name: part.unknown for part in parts if part.unknown},
+    }
+    columns = tuple(part.column for part in parts)
+    x, first = np.empty((table.rows, sum(column.width for column in columns)), np.float32), 0
+    while parts:  # each column is forgotten once it is copied, because a large table hardly fits into memory twice
+        features = parts.pop(0).x
+        x[:, first : first + features.shape[1]] = features
+        first += features.shape[1]
+    return Inputs(x, columns, cells_by_rule=counts)
+
+
+def rule_notes(cells_by_rule: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Say how many cells a rule decided, and in which columns, a line for each rule."""
+    actions = {
+        "missing": "cells without a value are filled in (data.missing = 'mean')",
+        "unknown": "cells hold a word that the train rows do not have and count as none (data.unknown = 'zeros')",
+    }
     notes = []
-    for count, told in (
-        ("filled", "cells without a value are filled in (data.missing = 'mean')"),
-        ("unknown", "cells hold a word that the train rows do not have and count as none (data.unknown = 'zeros')"),
-    ):
-        cells = {part.column.name: getattr(part, count) for part in parts if getattr(part, count)}
+    for rule, cells in cells_by_rule.items():
         if cells:
             shown = ", ".join(f"{name} {number}" for name, number in list(cells.items())[:SHOWN])
             more = f" and {len(cells) - SHOWN} more columns" if len(cells) > SHOWN else ""
-            notes.append(f"{sum(cells.values())} {told}: {shown}{more}")
-    x = np.concatenate([part.x for part in parts], axis=1)
-    return Inputs(x, tuple(part.column for part in parts), notes=tuple(notes))
+            notes.append(f"{sum(cells.values())} {actions[rule]}: {shown}{more}")
+    return notes
 
 
 def encode_labels(
@@ -486,9 +501,9 @@ def encode_labels(
     """Return labels as 0..K-1, and the classes: as the file names them, else the distinct values in order."""
     values = complete(column, label, where)
     if values.dtype.kind in "OU":
-        values = values.astype(np.str_)
-        if all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", word) for word in np.unique(values)):
-            values = values.astype(np.int64)
+        words, codes = distinct_words(values)
+        whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", word) for word in words)
+        values = np.array(words, np.int64 if whole else np.str_)[codes]
     if values.dtype.kind == "f":
         if not np.array_equal(values, np.round(values)):
             raise FedstillError(f"data.label: column '{label}' of {where} holds fractions; a label is a class")
@@ -503,6 +518,14 @@ def encode_labels(
     if len(distinct) == len(values) > 20:
         raise FedstillError(f"data.label: column '{label}' of {where} differs in every row; a label is a class")
     return codes.astype(np.int64), tuple(str(value) for value in distinct)
+
+
+def distinct_words(column: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Return the different words in order, and for each cell the place of its word."""
+    cells = column.tolist()
+    words = sorted(set(cells))
+    places = {word: place for place, word in enumerate(words)}
+    return words, np.fromiter((places[cell] for cell in cells), np.int64, len(cells))
 
 
 def storage_form(x: np.ndarray) -> np.ndarray:
@@ -543,9 +566,9 @@ def encode_column(
     if column.dtype == object and names is None and not rules.words:
         column = _numbers_if_meant(column, gaps, name, where, wanted=fitted)
     if column.dtype == object or rules.words:
-        values = column.astype(np.str_).astype(object)
+        values = column.copy() if column.dtype == object else column.astype(np.str_).astype(object)
         values[gaps] = MISSING_WORD
-        return _one_hot(values.astype(np.str_), rules, where)._replace(filled=len(gaps))
+        return _one_hot(values, rules, where)._replace(filled=len(gaps))
     if not fitted and rules.missing == "mean" and column.ndim == 1:
         rows = np.arange(len(column)) if train is None else train
         known = rows[~np.isin(rows, gaps)] if len(gaps) else rows
@@ -570,25 +593,25 @@ def encode_column(
 
 def _one_hot(values: np.ndarray, rules: InputColumn, where: str) -> Encoded:
     """Return one feature for each word; a word that the fitted column does not have follows its rule."""
-    name = rules.name
+    name, (words, codes) = rules.name, distinct_words(values)
     if not rules.words:
-        words, codes = np.unique(values, return_inverse=True)
         if len(words) > MAX_WORDS:
             raise FedstillError(
                 f"data.inputs: column '{name}' of {where} holds {len(words)} different words, more than {MAX_WORDS}: "
                 "to read it as text set data.tokens, else leave it out with data.drop, or partition by it (data.keys)"
             )
-        described = rules._replace(width=len(words), words=tuple(words.tolist()))
-        return Encoded(np.eye(len(words), dtype=np.float32)[codes], described)
-    words = np.array(rules.words, np.str_)
-    codes = np.searchsorted(words, values).clip(max=len(words) - 1)
-    strange = np.flatnonzero(words[codes] != values)
+        return Encoded(
+            np.eye(len(words), dtype=np.float32)[codes], rules._replace(width=len(words), words=tuple(words))
+        )
+    places = {word: place for place, word in enumerate(rules.words)}
+    fitted = np.array([places.get(word, -1) for word in words], np.int64)[codes]  # -1: a new word
+    strange = np.flatnonzero(fitted < 0)
     if len(strange) and rules.unknown == "refuse":
         raise FedstillError(
             f"data.inputs: column '{name}' of {where} holds '{values[strange[0]]}' in {row_numbers(strange)}, "
             f"a word that is not among the task's: {', '.join(rules.words[:20])}"
         )
-    x = np.eye(len(words), dtype=np.float32)[codes]
+    x = np.eye(len(places), dtype=np.float32)[fitted]
     x[strange] = 0.0
     return Encoded(x, rules, unknown=len(strange))
 
@@ -606,7 +629,9 @@ def _numbers_if_meant(column: np.ndarray, gaps: np.ndarray, name: str, where: st
             return False
         return True
 
-    odd = np.setdiff1d(np.flatnonzero([not is_number(word) for word in column.tolist()]), gaps)
+    cells = column.tolist()
+    no_numbers = {word for word in set(cells) if not is_number(word)}
+    odd = np.setdiff1d(np.flatnonzero([word in no_numbers for word in cells]), gaps)
     if len(odd) and (wanted or len(odd) <= MAX_ODD_SHARE * (len(column) - len(gaps))):
         shown = textwrap.shorten(column[odd[0]], 60, placeholder="...")
         raise FedstillError(

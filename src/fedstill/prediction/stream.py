@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,14 @@ import numpy as np
 from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
-from fedstill.data import Source
-from fedstill.data.files import MISSING_WORDS, frame_from_arrow
+from fedstill.data import Source, files
+from fedstill.data.files import MISSING_WORDS, CsvFile, frame_from_arrow
 from fedstill.data.given import read_given
 from fedstill.data.source import first_line, missing_rows, require_extra
 from fedstill.data.split import match_classes, read_unlabeled, reading_like
-from fedstill.data.tables import MISSING_WORD, Frame, assemble, may_name_rows, name_rows, objects
+from fedstill.data.tables import MISSING_WORD, Frame, assemble, may_name_rows, name_rows, rule_notes
 from fedstill.prediction.answers import Samples
 
-ROWS_AT_ONCE = 32_768  # a multiple of the engines' pieces, so that a row is computed alike in tables of any length
 LARGEST = float(np.finfo(np.float32).max)
 _log = logging.getLogger("fedstill.run")
 
@@ -57,20 +57,21 @@ class _TableFile:
 
     def __init__(self, file: Path, task: Dataset) -> None:
         self.file, self.task = file, task
-        self.parquet = file.suffix.lower() == ".parquet"
         self.reading = replace(reading_like(Source(task, task), labelled=False), label=task.label or None)
+        self.csv = None if file.suffix.lower() == ".parquet" else CsvFile(file)
+        self.header = self._parquet().schema_arrow.names if self.csv is None else self.csv.header
 
     def pieces(self) -> Iterator[Samples]:
         """Yield the rows that can be read, at most ROWS_AT_ONCE at a time."""
-        header, names = self._header(), list[str]()
-        lacking = [column.name for column in self.task.columns if column.name not in header]
-        if lacking:
-            raise FedstillError(f"INPUTS: '{self.file}' has no column '{lacking[0]}'; {suggest(lacking[0], header)}")
-        used = [*(column.name for column in self.task.columns), *({self.task.label} & set(header))]
-        if ids := [name for name in header if may_name_rows(name, self.reading) and name not in used]:
-            names = self._names(header, ids)
-        first, read, problem, told = 0, 0, "it has no row", set[str]()
-        for frame in self._frames(header, used):
+        inputs = [column.name for column in self.task.columns]
+        if lacking := [name for name in inputs if name not in self.header]:
+            hint = suggest(lacking[0], self.header)
+            raise FedstillError(f"INPUTS: '{self.file}' has no column '{lacking[0]}'; {hint}")
+        used = [*inputs, *({self.task.label} & set(self.header))]
+        ids = [name for name in self.header if may_name_rows(name, self.reading) and name not in used]
+        names = self._names(ids) if ids else []
+        first, read, problem, notes, cells = 0, 0, "it has no row", dict[str, None](), dict[str, Counter[str]]()
+        for frame in self._frames(used):
             row_names = names[first : first + frame.rows] or [str(row) for row in range(first, first + frame.rows)]
             problems: dict[int, str] = {}
             for column in self.task.columns:
@@ -81,93 +82,68 @@ class _TableFile:
             samples = Samples(self.task.x[:0], (), None, skipped)
             if len(kept):
                 part = assemble({"": self._readable(frame, kept)}, self.reading, name=self.file.stem, origin="")
-                for note in set(part.notes) - told:
-                    _log.warning("'%s': %s", self.file.name, note)
-                told |= set(part.notes)
+                notes |= dict.fromkeys(note for note in part.notes if note not in rule_notes(part.cells_by_rule))
+                for rule, counts in part.cells_by_rule.items():
+                    cells.setdefault(rule, Counter()).update(counts)
                 truth = match_classes(part.train, Source(self.task, self.task), some=True) if part.train.label else None
                 samples = Samples(part.train.x, tuple(row_names[row] for row in kept.tolist()), truth, skipped)
             yield samples
             first, read, problem = first + frame.rows, read + len(kept), next(iter(skipped), problem)
         if not read:
             raise FedstillError(f"INPUTS: no row of '{self.file}' can be read: {problem}")
+        for note in (*notes, *rule_notes(cells)):
+            _log.warning("'%s': %s", self.file.name, note)
 
     def _readable(self, frame: Frame, rows: np.ndarray) -> Frame:
         """Return some rows, with all numbers as numbers."""
-        columns = {name: values[rows] for name, values in frame.columns.items()}
-        for column in self.task.columns:
-            if not column.words and columns[column.name].dtype == object:
-                columns[column.name] = np.array([_number(text) for text in columns[column.name].tolist()], np.float64)
-        return Frame(columns, frame.names)
+        columns = frame.take(rows).columns
+        written = {column.name: columns[column.name] for column in self.task.columns if not column.words}
+        numbers = {
+            name: np.array([_number(text) for text in cells.tolist()], np.float64)
+            for name, cells in written.items()
+            if cells.dtype == object
+        }
+        return Frame({**columns, **numbers}, frame.names)
 
-    def _names(self, header: list[str], ids: list[str]) -> list[str]:
+    def _names(self, ids: list[str]) -> list[str]:
         """Return a name for each row by the id columns; these are read first, because all values must differ."""
-        parts = [frame.columns for frame in self._frames(header, ids)]
+        parts = [frame.columns for frame in self._frames(ids)]
         whole = Frame({name: np.concatenate([part[name] for part in parts]) for name in ids if name in parts[0]})
         names, _, notes = name_rows({"": whole}, self.reading, used=())
         for note in notes:
             _log.warning("'%s': %s", self.file.name, note)
         return names
 
-    def _header(self) -> list[str]:
-        if self.parquet:
-            return list(self._opened().schema_arrow.names)
-        try:
-            cells = require_extra("pandas").read_csv(self.file, nrows=2, **self._form())
-        except ValueError as error:  # of pandas, or bytes that are no UTF-8
-            raise FedstillError(f"INPUTS: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
-        header = [str(name).strip() for name in cells.iloc[0]]
-        if "" in header or len(set(header)) < len(header):
-            raise FedstillError(f"INPUTS: the first line of '{self.file}' must name every column once")
-        if len(cells) < 2:
-            raise FedstillError(f"INPUTS: '{self.file}' has a header and no rows")
-        return header
-
-    def _frames(self, header: list[str], names: list[str]) -> Iterator[Frame]:
+    def _frames(self, names: list[str]) -> Iterator[Frame]:
         """Yield the named columns in pieces; a column of a CSV file is numbers if all of its cells are."""
-        if self.parquet:
-            arrow, parquet = require_extra("pyarrow"), self._opened()
-            about = json.loads((parquet.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
-            features = about.get("info", {}).get("features", {})
-            try:
-                for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=names):
-                    yield frame_from_arrow(arrow.Table.from_batches([batch]), features, self.reading)
-            except arrow.ArrowException as error:
-                raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
+        if self.csv is not None:
+            numbers = {column.name for column in self.task.columns if not column.words}
+            for piece in self.csv.pieces(words=set(self.header) - numbers):
+                yield Frame({name: piece[name] for name in names})
             return
-        numbers = {column.name for column in self.task.columns if not column.words}
-        places = [place for place, name in enumerate(header) if name in names]
-        how = {"skiprows": 1, "chunksize": ROWS_AT_ONCE, "usecols": places, **self._form()}
+        arrow, parquet = require_extra("pyarrow"), self._parquet()
+        about = json.loads((parquet.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+        features = about.get("info", {}).get("features", {})
         try:
-            with require_extra("pandas").read_csv(self.file, **how) as pieces:
-                for cells in pieces:
-                    columns = {header[place]: objects(cells[place].tolist()) for place in places}
-                    for name in numbers & columns.keys():
-                        try:
-                            columns[name] = columns[name].astype(np.float64)
-                        except ValueError:
-                            continue  # a piece with gaps or words: `_problems` looks at each cell
-                    yield Frame(columns)
-        except ValueError as error:
-            raise FedstillError(f"INPUTS: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+            for batch in parquet.iter_batches(batch_size=files.ROWS_AT_ONCE, columns=names):
+                yield frame_from_arrow(arrow.Table.from_batches([batch]), features, self.reading)
+        except arrow.ArrowException as error:
+            raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
 
-    def _opened(self) -> Any:
+    def _parquet(self) -> Any:
         arrow, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
         try:
             return parquet.ParquetFile(self.file)
         except arrow.ArrowException as error:
             raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
 
-    def _form(self) -> dict[str, Any]:
-        with self.file.open(encoding="utf-8-sig") as lines:
-            separator = max(",;\t|", key=lines.readline().count)
-        return {"sep": separator, "header": None, "dtype": str, "na_filter": False, "encoding": "utf-8-sig"}
-
 
 def _problems(cells: np.ndarray, column: InputColumn) -> dict[int, str]:
     """Return the rows whose cell cannot be read by the rules of the task's column, each with the reason in words."""
     fills, takes_any = column.missing == "mean", column.unknown == "zeros"
     if cells.dtype == object:
-        cells[:] = [_word(cell) for cell in cells.tolist()]
+        spelt = {cell: _word(cell) for cell in set(cells.tolist())}
+        cells[:] = [spelt[cell] for cell in cells.tolist()]
     gaps = missing_rows(cells).tolist()
     problems = {} if fills else dict.fromkeys(gaps, "has no value")
     if column.words:
