@@ -72,7 +72,7 @@ def test_a_network_of_python_trains_says_what_it_cannot_and_is_handed_over_again
     assert "the network is in Python only" in caplog.text
     with pytest.raises(FedstillError, match="hand it over again"):
         fedstill.predict(tmp_path, X)
-    with pytest.raises(FedstillError, match="holds no"):
+    with pytest.raises(FedstillError, match="other names or shapes"):
         fedstill.load_run(tmp_path, model=network(9)).predict(X)
     run = fedstill.load_run(tmp_path, model=network())
     inputs = torch.tensor(np.column_stack([X["age"], X["sex"] == "f", X["sex"] == "m"]), dtype=torch.float32)
@@ -82,10 +82,36 @@ def test_a_network_of_python_trains_says_what_it_cannot_and_is_handed_over_again
     logits = trained((inputs - torch.tensor(task.mean)) / torch.tensor(task.std)).detach()
     expected = [task.classes[place] for place in logits.argmax(1).tolist()]
     assert list(run.predict(X).labels) == expected
-    with pytest.raises(FedstillError, match=r"model\.tensors was"):
+    with pytest.raises(FedstillError, match="other names or shapes"):
         fedstill.run(EXPERIMENT, data=(X, Y, OWNER), model=network(9), run_dir=tmp_path, resume=True)
     fedstill.run(EXPERIMENT.replace(rounds=3), data=(X, Y, OWNER), model=network(), run_dir=tmp_path, resume=True)
     assert len(fedstill.load_run(tmp_path, model=network()).history) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.02), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(3, 8), nn.Identity(), nn.Linear(8, 2)),
+    ],
+    ids=["tanh", "leaky", "linear"],
+)
+def test_a_network_of_the_same_tensors_that_computes_something_else_is_refused(tmp_path, other):
+    fedstill.run(EXPERIMENT, data=(X, Y, OWNER), model=network(), run_dir=tmp_path, pictures=False)
+    with pytest.raises(FedstillError, match="computes something else"):
+        fedstill.load_run(tmp_path, model=other).predict(X)
+    with pytest.raises(FedstillError, match="computes something else"):
+        fedstill.run(EXPERIMENT.replace(rounds=3), data=(X, Y, OWNER), model=other, run_dir=tmp_path, resume=True)
+    untrained = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))  # other weights, the same computation
+    answers = [fedstill.load_run(tmp_path, model=model).predict(X).probabilities for model in (network(), untrained)]
+    assert torch.equal(*answers)
+
+
+def test_a_network_for_a_run_that_has_its_own_is_refused(tmp_path):
+    fedstill.run(EXPERIMENT, data=(X, Y, OWNER), run_dir=tmp_path, pictures=False)
+    with pytest.raises(FedstillError, match="leave model out"):
+        fedstill.load_run(tmp_path, model=network()).predict(X)
 
 
 def test_texts_of_a_list_are_read_by_the_tokenizer_of_the_run(tmp_path):

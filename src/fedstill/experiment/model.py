@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
-from fedstill.core.types import ENSEMBLE, Federation, Model, check_report
+from fedstill.core.types import ENSEMBLE, Federation, Model, Weights, check_report
 from fedstill.methods import options
 from fedstill.methods.lookup import Part, own_function, single
 from fedstill.models import READS_TEXT, build_model, from_module, mixed_model, model_options
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from fedstill.experiment.config import Experiment
 
 Network = Model | nn.Module | Callable[[], nn.Module]  # as somebody hands it over in Python
+NETWORK_DIFFERS = {  # facts of `given_network`, and the difference that a user sees
+    "tensors": "its tensors have other names or shapes",
+    "computes": "its tensors are the same, and it computes something else from them",
+}
 EXAMPLE = 'e.g. model.prototypes = ["mlp(hidden=[32])", "cnn"]'
 
 
@@ -105,6 +110,63 @@ def tensors_digest(network: Model) -> str:
     """Return a text that changes with the names and shapes of a network's tensors."""
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(network.init(0)).items()}
     return hashlib.blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
+
+
+def computation_digest(network: Model, *, reads_ids: bool) -> str:
+    """Return a text that changes with the function that a network computes, and not with the weights that it has.
+
+    It digests the logits for two fixed samples under fixed weights. They are computed in float64 and rounded, so that
+    another machine finds the same text.
+    """
+    found = [_fixed_logits(part, reads_ids).numpy().tobytes() for part in network.networks.values()]
+    return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest()
+
+
+def _fixed_logits(network: Model, reads_ids: bool) -> Tensor:
+    """Return a network's logits for two fixed samples, under weights that depend on names and shapes alone."""
+    begin = network.init(0)
+    x = _wave((2, *network.input_shape), 0)
+    for dtype, decimals in ((torch.float64, 5), (torch.float32, 2)):  # some modules hold constants of float32
+        params = {
+            name: _wave(leaf.shape, place).to(dtype) for place, (name, leaf) in enumerate(sorted(begin.params.items()))
+        }
+        buffers = {
+            name: (1.5 + _wave(leaf.shape, 0)).to(dtype) if leaf.is_floating_point() else leaf  # a variance is positive
+            for name, leaf in begin.buffers.items()
+        }
+        try:
+            with torch.no_grad():
+                output, _ = network.apply(Weights(params, buffers), (x > 0).long() if reads_ids else x.to(dtype))
+        except RuntimeError:
+            continue
+        logits: Tensor = output.logits.double()
+        logits = logits / logits.abs().max().clamp(min=1e-300)
+        return torch.round(logits, decimals=decimals).add(0.0)  # 0.0, because -0.0 has other bytes
+    return torch.zeros(0)
+
+
+def _wave(shape: Sequence[int], phase: int) -> Tensor:
+    """Return numbers between -1 and 1 in a shape, divided by the root of the count of those that a sum would take."""
+    wave = torch.cos(torch.arange(math.prod(shape), dtype=torch.float64) * 0.7 + phase).reshape(tuple(shape))
+    return wave / math.sqrt(max(1, math.prod(shape[1:])))
+
+
+def given_network(network: Model, *, reads_ids: bool) -> dict[str, str]:
+    """Return the facts about a network handed over in Python by which a later call knows it again."""
+    computes = computation_digest(network, reads_ids=reads_ids)
+    return {"network": network.name, "tensors": tensors_digest(network), "computes": computes}
+
+
+def check_given_network(experiment: Experiment, network: Model, *, reads_ids: bool) -> None:
+    """Refuse to answer with a network handed over in Python that is not the network of the run."""
+    if experiment.model.name != GIVEN:
+        raise FedstillError(
+            f"model: this run has the network '{experiment.model.name}', which its folder describes: leave model out"
+        )
+    now = given_network(network, reads_ids=reads_ids)
+    for fact, difference in NETWORK_DIFFERS.items():
+        if experiment.model.options.get(fact) != now[fact]:
+            raise FedstillError(f"model: the run had another network: {difference}: hand over the network of the run")
 
 
 def prototypes_of(texts: Sequence[str]) -> dict[str, Part]:

@@ -78,7 +78,7 @@ def run(
     if model is not None:
         federation = build_federation(experiment) if federation is None else federation
         model = build_network(experiment, federation, model)
-        experiment = with_given_network(experiment, model)
+        experiment = with_given_network(experiment, model, reads_ids=federation.train.text)
     built = build(experiment, federation, model)
     if run_dir is not None and not resume:
         _say_what_no_file_holds(experiment, built.federation)

@@ -21,7 +21,7 @@ from fedstill.core.types import Federation, Model
 from fedstill.data import contract
 from fedstill.data.load import is_embedded
 from fedstill.experiment.config import Experiment, ModelSection
-from fedstill.experiment.model import tensors_digest
+from fedstill.experiment.model import NETWORK_DIFFERS, given_network
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
@@ -218,11 +218,14 @@ def check_same_run(experiment: Experiment, federation: Federation, folder: Path)
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return each key in which two experiments differ, with both values, but for the keys that may change."""
     old, new = _flat(then), _flat(now)
-    return [
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
-        for key in dict.fromkeys((*old, *new))
-        if not _may_change(key) and old.get(key) != new.get(key)
-    ]
+    keys = [key for key in dict.fromkeys((*old, *new)) if not _may_change(key) and old.get(key) != new.get(key)]
+    if old.get("model.name") == new.get("model.name") == GIVEN:  # digests say nothing to a reader
+        said = {f"model.{fact}": f"the network is another one: {words}" for fact, words in NETWORK_DIFFERS.items()}
+        if "model.tensors" in keys:
+            keys = [key for key in keys if key != "model.computes"]
+    else:
+        said = {}
+    return [said.get(key, f"{key} was {old.get(key)!r} and is {new.get(key)!r}") for key in keys]
 
 
 def _may_change(key: str) -> bool:
@@ -269,10 +272,9 @@ def with_given_data(experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"data": experiment.data.model_copy(update={"source": GIVEN})})
 
 
-def with_given_network(experiment: Experiment, network: Model) -> Experiment:
+def with_given_network(experiment: Experiment, network: Model, *, reads_ids: bool) -> Experiment:
     """Return the experiment as a run records it whose network was handed over in Python."""
-    start = experiment.model.start
-    about = {"name": GIVEN, "start": start, "network": network.name, "tensors": tensors_digest(network)}
+    about = {"name": GIVEN, "start": experiment.model.start, **given_network(network, reads_ids=reads_ids)}
     return experiment.model_copy(update={"model": ModelSection.model_validate(about)})
 
 

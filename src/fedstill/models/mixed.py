@@ -26,12 +26,13 @@ def mixed(*, prototypes: list[str], report: str = ENSEMBLE) -> None:
     """
 
 
-def given(*, network: str = "", tensors: str = "") -> None:
+def given(*, network: str = "", tensors: str = "", computes: str = "") -> None:
     """A network that somebody handed over in Python; no file can ask for it.
 
     Args:
         network: its name.
         tensors: a digest of the names and shapes of its tensors.
+        computes: a digest of the logits that it computes for fixed weights and samples.
     """
 
 

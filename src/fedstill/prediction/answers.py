@@ -16,7 +16,7 @@ from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.engine import build_engine
 from fedstill.experiment.bundle import Trained
 from fedstill.experiment.config import DataSection, Experiment
-from fedstill.experiment.model import Network, build_network
+from fedstill.experiment.model import Network, build_network, check_given_network
 from fedstill.experiment.run_folder import is_local
 from fedstill.loop.calibrate import CALIBRATION_FILE, Calibration, Reliability, calibration_from, log_scores
 from fedstill.loop.checkpoint import WEIGHTS_FILE, content_digest, list_checkpoints, load_model, load_tensors
@@ -159,6 +159,8 @@ def scorer(trained: Trained, model: Network | None = None) -> Callable[[Tensor],
     """
     federation, options = federation_without_rows(trained.contract), trained.experiment.engine
     network = build_network(trained.experiment, federation, model)
+    if model is not None:
+        check_given_network(trained.experiment, network, reads_ids=federation.train.text)
     device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
