@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedstill
 from fedstill import FedstillError, from_data
@@ -82,6 +82,11 @@ def test_names_of_classes_may_be_given():
         ((TABLE,), None, "no labels"),
         ((TensorDataset(torch.eye(3)),), None, "cannot read TensorDataset"),
         ((np.array([["a", "b"]], object), [0]), None, "words in a DataFrame"),
+        ((TensorDataset(torch.eye(3), torch.arange(3)), [0, 1, 2]), None, r"from_data\(dataset, groups=owners\)"),
+        ((DataLoader(TensorDataset(torch.eye(3))),), None, "give loader.dataset"),
+        (("table.csv",), None, "data.source"),
+        ((TABLE, TABLE["state"].iloc[::-1]), None, r"index of y has the rows of x in another order"),
+        ((TABLE, "state"), TABLE["clinic"].iloc[::-1], r"give groups.loc\[x.index\]"),
         ((TABLE.assign(day=pd.Timestamp(0)), "state"), None, "column 'day' holds datetime"),
         ((TABLE.assign(odd=[1, "x"] * 10), "state"), None, "column 'odd' mixes kinds"),
     ],
@@ -105,3 +110,12 @@ def test_an_array_has_the_columns_of_a_table_by_their_places_and_the_other_way_r
     of_table, of_array = (from_data(x, [0, 1, 0, 1], test=None) for x in (table, table.to_numpy()))
     assert torch.equal(read_given(table.to_numpy(), of_table).x, of_table.train.x)
     assert torch.equal(read_given(table, of_array).x, of_array.train.x)
+    with pytest.raises(FedstillError, match=r"2 columns, 'a' to 'b', and the array has the shape \(4, 1\)"):
+        read_given(table.to_numpy()[:, :1], of_table)
+
+
+def test_gaps_of_an_array_are_filled_as_those_of_a_table_are():
+    table = pd.DataFrame({"a": [1.0, np.nan, 3.0, 4.0], "b": [4.0, 5.0, 6.0, 9.0]})
+    of_table, of_array = (from_data(x, [0, 1, 0, 1], test=None, missing="mean") for x in (table, table.to_numpy()))
+    same(of_table, of_array)
+    assert torch.equal(read_given(table.to_numpy(), of_array).x, of_array.train.x)

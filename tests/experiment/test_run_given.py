@@ -56,6 +56,8 @@ def test_a_split_of_ones_own_and_owners_contradict_each_other():
     federation = fedstill.federation_from_tensors([(np.eye(4), [0, 1, 0, 1])], test=(np.eye(4), [0, 1, 0, 1]))
     with pytest.raises(FedstillError, match="give one of them"):
         fedstill.run(EXPERIMENT, federation=federation, data=(X, Y))
+    with pytest.raises(FedstillError, match="has 4 parts"):
+        fedstill.run(EXPERIMENT, data=(X, Y, OWNER, OWNER))
 
 
 def test_without_owners_the_experiment_splits_the_rows_and_names_the_label():

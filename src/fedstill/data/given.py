@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -41,12 +42,13 @@ def from_data(
     classes: names of the classes 0..K-1; by default the classes are the distinct labels in order.
     options: those of `load`.
     """
-    table, label, owner = _labelled_frame(x, y, groups)
+    gaps = options.get("missing", "refuse") != "refuse"
+    table, label, owner = _labelled_frame(x, y, groups, gaps=gaps)
     frames = {"train": table if classes is None else Frame(table.columns, {label: tuple(classes)})}
     keys = dict.fromkeys((*options.get("keys", ()), *([owner] if owner else [])))
     reading = replace(Reading(**options), label=label, keys=tuple(keys))
     if isinstance(test, tuple):
-        frames["test"] = _labelled_frame(*test, None, label=label)[0]
+        frames["test"] = _labelled_frame(*test, None, label=label, gaps=gaps)[0]
     elif test is None:
         frames["test"] = Frame({column: values[:1] for column, values in table.columns.items()})
     else:
@@ -76,13 +78,18 @@ def _free_name(wanted: object, otherwise: str, x: Any) -> str:
     return name
 
 
-def _labelled_frame(x: Any, y: Any, groups: Any, *, label: str = "") -> tuple[Frame, str, str]:
+def _labelled_frame(x: Any, y: Any, groups: Any, *, label: str = "", gaps: bool = False) -> tuple[Frame, str, str]:
     """Return (columns of x, y and groups; the name of the label column; the name of the owner column)."""
+    if isinstance(x, torch.utils.data.Dataset) and y is not None:
+        raise FedstillError(
+            "data: a torch Dataset has its own labels: give it alone, or with the owner of each row "
+            "fedstill.from_data(dataset, groups=owners)"
+        )
     if y is None and not is_frame(x):
         x, y = _pairs(x)
     if y is None:
         raise FedstillError("data: there are no labels: give (x, y), where y may be the name of a column of x")
-    table = _frame(x)
+    table = _frame(x, gaps=gaps)
     label = y if isinstance(y, str) else label or _free_name(getattr(y, "name", None), "y", x)
     owner, columns = owner_name(x, groups), dict(table.columns)
     for name, values, what in ((label, y, "y"), (owner, groups, "groups")):
@@ -90,7 +97,22 @@ def _labelled_frame(x: Any, y: Any, groups: Any, *, label: str = "") -> tuple[Fr
             raise FedstillError(f"data: {what} = '{values}' names no column of x: give a column or one value a row")
         if values is not None and not isinstance(values, str):
             columns[name] = _one_a_row(values, table.rows, what)
+            _check_order(x, values, what)
     return Frame(columns), label, owner
+
+
+def _check_order(x: Any, values: Any, what: str) -> None:
+    """Refuse a Series whose index has the row names of x in another order, because values are taken by their places."""
+    ours: Any
+    theirs: Any
+    ours, theirs = getattr(x, "index", None), getattr(values, "index", None)  # a list has a method of this name
+    if not hasattr(ours, "isin") or not hasattr(theirs, "isin") or ours.equals(theirs):
+        return
+    if ours.isin(theirs).all():
+        raise FedstillError(
+            f"data: the index of {what} has the rows of x in another order, and values are taken by their places: "
+            f"give {what}.loc[x.index], or {what}.to_numpy() if the places are right"
+        )
 
 
 def _one_a_row(values: Any, rows: int, what: str) -> np.ndarray:
@@ -104,8 +126,12 @@ def _one_a_row(values: Any, rows: int, what: str) -> np.ndarray:
 
 def _pairs(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return all samples and all labels of a torch Dataset as two arrays."""
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        raise FedstillError("data: a DataLoader is a way to read a Dataset: give loader.dataset")
+    if isinstance(dataset, str | Path):
+        raise FedstillError(f"data: '{dataset}' is a text: a file or folder is data.source of the experiment")
     if not isinstance(dataset, torch.utils.data.Dataset):
-        raise FedstillError(f"data: {type(dataset).__name__} has no labels: give (x, y)")
+        raise FedstillError(f"data: {type(dataset).__name__} has no labels: give the tuple (x, y) or (x, y, owners)")
     try:
         samples, labels = zip(*(dataset[row][:2] for row in range(len(dataset))), strict=True)  # type: ignore[arg-type]
         return np.stack([as_array(sample) for sample in samples]), np.array([int(label) for label in labels])
@@ -116,15 +142,18 @@ def _pairs(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         ) from error
 
 
-def _frame(x: Any, like: tuple[InputColumn, ...] = ()) -> Frame:
+def _frame(x: Any, like: tuple[InputColumn, ...] = (), *, gaps: bool = False) -> Frame:
     """Return inputs as columns: those of a DataFrame, 'text' for a list of texts, 'x' for anything else.
 
     like: the task's columns. An array has them by their places, and so has a DataFrame for a task of one array.
+    gaps: an array of floats (rows, features) becomes the columns x0, x1, ..., because gaps are filled by column.
     """
     if is_frame(x):
         if [column.name for column in like] != ["x"] or "x" in map(str, x.columns):
             return _frame_of_table(x)
         x = x.to_numpy()
+    if isinstance(x, torch.utils.data.Dataset):
+        raise FedstillError("data: a torch Dataset holds labels too: give its samples as one tensor or array")
     array = as_array(x)
     if array.ndim == 1 and array.dtype.kind in "OUT":
         return Frame({like[0].name if like else "text": objects([str(value) for value in array.tolist()])})
@@ -135,8 +164,15 @@ def _frame(x: Any, like: tuple[InputColumn, ...] = ()) -> Frame:
             raise FedstillError("data: x holds objects that are no numbers: give words in a DataFrame") from None
     if array.dtype.kind not in "biuf" or array.ndim < 1 or not array.size:
         raise FedstillError(f"data: x must hold numbers, one row a sample; it is {array.dtype} of shape {array.shape}")
-    if len(like) > 1 and array.shape[1:] == (len(like),):
-        return Frame({column.name: array[:, place] for place, column in enumerate(like)})
+    by_column = gaps and array.ndim == 2 and array.dtype.kind == "f"
+    names = [column.name for column in like] or ([f"x{place}" for place in range(array.shape[1])] if by_column else [])
+    if names not in ([], ["x"]) and (array.ndim == 2 or len(names) > 1):
+        if array.shape[1:] != (len(names),):
+            raise FedstillError(
+                f"data: the run learnt from {len(names)} columns, '{names[0]}' to '{names[-1]}', and the array has the "
+                f"shape {array.shape}: give one column for each, or a DataFrame with their names"
+            )
+        return Frame({name: array[:, place] for place, name in enumerate(names)})
     return Frame({"x": storage_form(array)})
 
 

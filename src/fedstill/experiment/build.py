@@ -63,7 +63,13 @@ def load_source(experiment: Experiment, given: Any = None) -> Source:
     else:
         from fedstill.data.given import from_data
 
-        x, y, groups = (*(given if isinstance(given, tuple) else (given, data.label)), None, None)[:3]
+        parts = given if isinstance(given, tuple) else (given, data.label)
+        if not 2 <= len(parts) <= 3:
+            raise FedstillError(
+                f"data: a tuple is (x, y) or (x, y, owners), and this one has {len(parts)} parts; for a test set of "
+                "your own give fedstill.from_data(x, y, groups=owners, test=(x, y))"
+            )
+        x, y, groups = (*parts, None)[:3]
         source = from_data(x, y, groups=groups, **options)
     if data.test is not None:
         source = with_test_of(source, data.test, label=data.label)
