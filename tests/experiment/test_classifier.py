@@ -49,6 +49,8 @@ def test_an_owner_may_be_a_column_and_is_no_input():
     by_column = FederatedClassifier(rounds=2).fit(table, Y, groups="clinic")
     beside = FederatedClassifier(rounds=2).fit(X, Y, groups=pd.Series(OWNER, name="clinic"))
     np.testing.assert_array_equal(by_column.predict_proba(table), beside.predict_proba(X))
+    np.testing.assert_array_equal(by_column.predict_proba(X), beside.predict_proba(X))  # new rows need no owner
+    assert list(by_column.feature_names_in_) == list(X.columns)
 
 
 def test_rows_without_owners_are_split_as_the_parameters_say():
@@ -74,6 +76,13 @@ def test_tensors_are_taken_and_a_module_trains():
     fitted = clone(FederatedClassifier(model=network, rounds=10, clients=3)).fit(x, y)
     assert fitted.predict_proba(x).shape == (150, 3)
     assert fitted.score(x, y) > 0.85
+
+
+def test_parameters_changed_after_the_fit_do_not_change_the_answers():
+    network, other = (nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3)) for layer in (nn.ReLU(), nn.Tanh()))
+    fitted = FederatedClassifier(model=network, rounds=2, clients=3).fit(IRIS.data, IRIS.target)
+    before = fitted.predict_proba(IRIS.data)
+    np.testing.assert_array_equal(fitted.set_params(model=other, rounds=9).predict_proba(IRIS.data), before)
 
 
 def test_images_go_to_a_convolutional_network():
@@ -102,3 +111,5 @@ def test_a_mistake_is_an_error_of_both_kinds():
         FederatedClassifier().fit(X, Y, groups="ward")
     with pytest.raises(ValueError, match="nobody owns these rows"):
         FederatedClassifier().fit(X, Y, groups=[None, *OWNER[1:]])
+    with pytest.raises(ValueError, match="'rounds' is a parameter"):
+        FederatedClassifier(rounds=2, settings={"rounds": 5}).fit(X, Y)

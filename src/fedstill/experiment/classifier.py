@@ -70,9 +70,13 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, groups: Any = None, run_dir: Any = None) -> Self:
         """Train on the rows of X (a DataFrame with numbers and words, an array or a tensor) and return self.
 
-        groups: the owner of each row; each owner is a client. None: the rows are split into `clients` parts.
+        groups: the owner of each row, or the name of a column, which is then no feature; each owner is a client. None:
+            the rows are split into `clients` parts.
         run_dir: a folder for the run's files.
         """
+        self._owner_column = groups if isinstance(groups, str) else ""
+        if self._owner_column and is_frame(X) and self._owner_column in X.columns:
+            X, groups = self._without_owners(X), X[self._owner_column]
         inputs, labels = self._checked(X, y)
         self.classes_, codes = np.unique(labels, return_inverse=True)
         try:
@@ -82,7 +86,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             federation = build_federation(experiment, source)
             everybody = {} if "cohort" in (self.settings or {}) else {"cohort": federation.population}
             self.experiment_, self.contract_ = experiment.model_copy(update=everybody), contract_of(federation)
-            self.result_ = run(self.experiment_, federation=federation, model=self._network(), run_dir=run_dir)
+            self._trained_network = self._network()  # `predict` needs it, even if `model` is another one by then
+            self.result_ = run(self.experiment_, federation=federation, model=self._trained_network, run_dir=run_dir)
         except FedstillError as error:
             raise BadData(str(error)) from error
         self.history_ = self.result_.history.rows
@@ -97,14 +102,14 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probability of each class (n, K) by the last model, in the order of classes_."""
         check_is_fitted(self)
-        inputs, _ = self._checked(X, reset=False)
+        inputs, _ = self._checked(self._without_owners(X), reset=False)
         federation = federation_without_rows(self.contract_)
         task = Source(federation.train, federation.test)
         try:
             samples = read_given(inputs, task)
             if samples.skipped:
                 raise FedstillError(f"X: {len(samples.skipped)} rows cannot be read: fill or drop them")
-            network = build_network(self.experiment_, federation, self._network())
+            network = build_network(self.experiment_, federation, self._trained_network)
             # float64, so that the answer for a row does not depend on the rows beside it
             device = self.experiment_.engine.device
             engine = build_engine("auto", device, model=network, federation=federation, precision="float64")
@@ -114,6 +119,12 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise BadData(str(error)) from error
         probabilities: np.ndarray = torch.softmax(scores, dim=1).numpy()
         return probabilities
+
+    def _without_owners(self, X: Any) -> Any:
+        """Return a table without the column that named the owners in `fit`; new rows may have it or not."""
+        if not self._owner_column or not is_frame(X):
+            return X
+        return X[[column for column in X.columns if column != self._owner_column]]
 
     def _checked(self, X: Any, y: Any = "no_validation", *, reset: bool = True) -> tuple[Any, Any]:
         """Return inputs and labels once scikit-learn has found them fit, and note the number and names of columns."""
@@ -141,6 +152,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         else:
             scheme = {"scheme": self.partition} if isinstance(self.partition, str) else self.partition
             partition = {**scheme, "clients": min(self.clients, len(inputs))}
+        if twice := [key for key in self.get_params(deep=False) if key in (self.settings or {})]:
+            raise FedstillError(
+                f"settings: '{twice[0]}' is a parameter of FederatedClassifier: give {twice[0]}=... instead, because a "
+                "search over the parameter would change nothing"
+            )
         network = TABLE_NETWORK if is_frame(inputs) or inputs.ndim == 2 else "cnn"
         table = {
             "rounds": self.rounds,
