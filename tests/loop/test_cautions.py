@@ -181,6 +181,12 @@ def test_the_label_among_the_inputs_is_told_before_training(warned):
     assert "the label is among the inputs" in line
 
 
+def test_data_of_one_class_are_told_before_training(warned):
+    one = toy_federation()
+    run(federation=replace(one, train=replace(one.train, y=torch.zeros_like(one.train.y))), rounds=1)
+    assert any("have the class" in line and "data.label" in line for line in warned())
+
+
 def test_a_phase_that_is_never_reached_is_told_from_python_too(warned):
     def lines(until):
         before = len(warned())

@@ -154,6 +154,11 @@ class Cautions:
                 f"{column} says which class a row has, in all {len(train.y):,} training rows: the label is among the "
                 "inputs, and the accuracy will say nothing about new data: leave the column out (data.inputs)"
             )
+        if bool((train.y == train.y[:1]).all()):
+            caution(
+                f"all {len(train.y):,} training rows have the class '{train.classes[int(train.y[0])]}', so nothing is "
+                "learnt and every answer seems right: look at the column of the labels (data.label)"
+            )
         last_switch = max((phase.until or 0 for phase in phases), default=0)
         if last_switch >= rounds:
             caution(
