@@ -72,6 +72,7 @@ def test_an_unlabeled_set_without_samples_is_none():
     ("word", "told"),
     [
         ("fedpox", "did you mean 'fedprox'?"),
+        ("sca", "did you mean 'scaffold'?"),
         ("xyz", "choose one of: fedavg, fedprox, scaffold"),
         ("", "choose one of: fedavg, fedprox, scaffold"),
     ],

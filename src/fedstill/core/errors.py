@@ -41,9 +41,10 @@ def noting(lines: list[str]) -> Iterator[None]:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """' did you mean ...?' for the nearest known word, or the list when nothing is near."""
+    """' did you mean ...?' for the only known word with this beginning, else the nearest one, or the list."""
     options = sorted(known)
-    near = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    longer = [option for option in options if len(word) > 2 and option.startswith(word)]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     if near:
         return f"did you mean '{near[0]}'?"
     return "choose one of: " + ", ".join(options)
