@@ -371,6 +371,8 @@ def test_a_module_that_returns_something_else_is_told_what_to_return(returned, t
 def test_mistakes_around_the_module_are_one_line():
     for source, told in (
         (lambda: None, "factory returned NoneType"),
+        (nn.Linear, "factory Linear is called without arguments"),
+        (lambda seed: nn.Linear(4, 2), "missing a required argument: 'seed'"),
         ("resnet", "not str"),
         (nn.Linear(5, 2), r"cannot run on a batch of shape \(2, 4\)"),
         (nn.LazyLinear(3), "lazy layers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -92,6 +93,15 @@ def _build(source: nn.Module | Callable[[], nn.Module], seed: Seed) -> nn.Module
             raise FedstillError(f"{type(source).__name__} cannot be copied: {first_line(error)}") from error
     if not callable(source):
         raise FedstillError(f"a model is an nn.Module or a function that builds one, not {type(source).__name__}")
+    try:
+        inspect.signature(source).bind()
+    except TypeError as error:
+        raise FedstillError(
+            f"the model factory {getattr(source, '__name__', source)} is called without arguments ({error}): hand over "
+            "an nn.Module, or lambda: MyNetwork(...)"
+        ) from None
+    except ValueError:
+        pass  # a function of C has no signature
     with torch_stream(seed):
         module = source()
     if not isinstance(module, nn.Module):
