@@ -134,7 +134,7 @@ def test_reprs_are_one_or_two_short_lines(tmp_path):
     run = fedstill.load_run(tmp_path)
     model = fedstill.from_module(network(), input_shape=(3,))
     shown = [EXPERIMENT, source, source.train, federation, model, result, result.history, result.weights, run]
-    for value in [*shown, run.predict(X)]:
+    for value in [*shown, run.contract, run.predict(X)]:
         assert len(repr(value)) < 320, type(value)
         assert repr(value).count("\n") <= 1
         assert type(value).__name__ in repr(value)

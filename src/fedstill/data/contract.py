@@ -53,6 +53,10 @@ class Contract:
     owners: str
     population: int
 
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{rows.count} {part} rows" for part, rows in self.rows.items())
+        return f"Contract('{self.data.name}': {counts} of {self.population} clients, {len(self.data.classes)} classes)"
+
 
 def contract_of(federation: Federation) -> Contract:
     """The contract of a run that begins with this federation."""
