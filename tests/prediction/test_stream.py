@@ -70,6 +70,20 @@ def test_a_row_that_cannot_be_read_is_named_with_the_reason(tmp_path, column, ce
     assert torch.cat([part.x for part in parts])[5].tolist() == [6 / 8, 94, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("line", "cells"), [("c95,blue,0,625,95", 5), ("c95,blue,0.625", 3), ('"c95",blue,0,62,95', 5)]
+)
+def test_a_row_with_more_or_fewer_cells_than_the_header_is_skipped(tmp_path, line, cells):
+    lines = write(frame(), tmp_path / "new.csv").read_text().splitlines()
+    lines[6] = line  # pandas would read a dose of 625, or of nothing
+    lines[2] += ",,"  # a spreadsheet leaves empty cells at the end
+    lines.insert(3, " ")
+    (tmp_path / "new.csv").write_text("\n".join(lines))
+    parts = list(new_samples(tmp_path / "new.csv", TASK))
+    assert [part.skipped for part in parts] == [(), (f"c95 (has {cells} cells, and the first line has 4)",), ()]
+    assert sum(len(part.ids) for part in parts) == 9
+
+
 def test_cells_that_a_rule_fills_in_are_counted_over_all_pieces_in_one_line(tmp_path, caplog):
     columns = tuple(column._replace(missing="mean", fill=2.0) for column in TASK.columns)
     table = frame().astype(object)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import json
 import re
@@ -19,7 +20,7 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data.images import IMAGE_SUFFIXES
-from fedstill.data.source import Reading, first_line, require_extra
+from fedstill.data.source import Reading, first_line, require_extra, row_numbers
 from fedstill.data.tables import Frame, may_name_rows, objects, split_role, stack
 from fedstill.data.text import read_lines
 
@@ -211,18 +212,39 @@ class CsvFile:
         """
         kinds = {place: object for place, name in enumerate(self.header) if name in words}
         gaps = {place: _MISSING_SPELT for place in range(len(self.header)) if place not in kinds}
-        form = {"header": 0, "names": range(len(self.header)), "index_col": False, "dtype": kinds, **self._form}
+        places = range(len(self.header))
+        form = {"header": 0, "names": places, "usecols": places, "index_col": False, "dtype": kinds, **self._form}
         form |= {"keep_default_na": False, "na_values": gaps, "low_memory": False, "chunksize": ROWS_AT_ONCE}
         with self._readable(), require_extra("pandas").read_csv(self.file, **form) as chunks:
             for cells in chunks:
                 yield {name: _cells(cells[place]) for place, name in enumerate(self.header)}
+
+    def uneven_rows(self) -> dict[int, str]:
+        """Return the rows with more or fewer cells than the header, because their cells may stand in wrong columns.
+
+        Rows are counted from 0. Empty cells beyond the last column do not count, because spreadsheets leave some.
+        """
+        width, separator, uneven = len(self.header), self._form["sep"], {}
+        with self._readable(), self.file.open(encoding="utf-8-sig", newline="") as lines:
+            plain = all('"' not in line and "\r" not in line.removesuffix("\r\n") for line in lines)
+            lines.seek(0)
+            rows = (
+                (line.rstrip("\r\n").split(separator) for line in lines)
+                if plain
+                else csv.reader(lines, delimiter=separator)
+            )
+            filled = (cells for cells in rows if len(cells) > 1 or "".join(cells).strip())
+            for row, cells in enumerate(filled, start=-1):  # the first line is the header
+                if len(cells) != width and (len(cells) < width or any(cells[width:])):
+                    uneven[row] = f"has {len(cells)} cells, and the first line has {width}"
+        return uneven
 
     def _checked_header(self) -> list[str]:
         """Return the names of the columns, and refuse a table without names or rows."""
         pandas, file = require_extra("pandas"), self.file
         with self._readable():
             try:
-                cells = pandas.read_csv(file, header=None, dtype=object, na_filter=False, nrows=2, **self._form)
+                cells = pandas.read_csv(file, header=None, dtype=object, na_filter=False, nrows=1, **self._form)
             except pandas.errors.EmptyDataError:
                 cells = pandas.DataFrame([[""]])
         header = [str(name).strip() for name in cells.iloc[0]]
@@ -230,8 +252,6 @@ class CsvFile:
             raise FedstillError(f"data.source: the first line of '{file}' must name every column once")
         if all(re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", name, re.IGNORECASE) for name in header):
             raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
-        if len(cells) < 2:
-            raise FedstillError(f"data.source: '{file}' has a header and no rows")
         return header
 
     @contextlib.contextmanager
@@ -261,6 +281,13 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
     ids = {name for name in table.header if _as_written(name, reading)}
     words = {column.name for column in reading.like if column.words}
     first = next(table.pieces(words=words | ids))
+    if not len(first[table.header[0]]):
+        raise FedstillError(f"data.source: '{file}' has a header and no rows")
+    if uneven := table.uneven_rows():
+        rows = np.fromiter(uneven, np.int64)
+        raise FedstillError(
+            f"data.source: '{file}': {row_numbers(rows)} {uneven[rows[0]]}: put a cell that holds a comma in quotes"
+        )
     spelt = {name for name, cells in first.items() if cells.dtype == object}  # pandas sees no numbers: `_parse` looks
     parsed: dict[str, list[np.ndarray]] = {name: [] for name in table.header}
     read_again = set[str]()  # columns of words that began with numbers

@@ -69,7 +69,7 @@ class _TableFile:
             raise FedstillError(f"INPUTS: '{self.file}' has no column '{lacking[0]}'; {hint}")
         used = [*inputs, *({self.task.label} & set(self.header))]
         ids = [name for name in self.header if may_name_rows(name, self.reading) and name not in used]
-        names = self._names(ids) if ids else []
+        names, uneven = self._names(ids) if ids else [], {} if self.csv is None else self.csv.uneven_rows()
         first, read, problem, notes, cells = 0, 0, "it has no row", dict[str, None](), dict[str, Counter[str]]()
         for frame in self._frames(used):
             row_names = names[first : first + frame.rows] or [str(row) for row in range(first, first + frame.rows)]
@@ -77,6 +77,7 @@ class _TableFile:
             for column in self.task.columns:
                 if column.name not in frame.names:
                     problems = _problems(frame.columns[column.name], column) | problems
+            problems |= {row - first: uneven[row] for row in uneven if first <= row < first + frame.rows}
             skipped = tuple(f"{row_names[row]} ({problems[row]})" for row in sorted(problems))
             kept = np.setdiff1d(np.arange(frame.rows), np.fromiter(problems, np.int64))
             samples = Samples(self.task.x[:0], (), None, skipped)
