@@ -120,3 +120,15 @@ def test_labels_in_the_table_are_the_truth(tmp_path):
 def test_a_missing_column_is_named(tmp_path):
     with pytest.raises(FedstillError, match="has no column 'dose'; did you mean 'doses'"):
         list(new_samples(write(frame().rename(columns={"dose": "doses"}), tmp_path / "new.csv"), TASK))
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(1, False), (1000, True)])
+def test_numbers_in_other_units_are_told(tmp_path, caplog, factor, warned):
+    task = replace(TASK, mean=(0.5, 95.0, 0.5, 0.5), std=(0.4, 3.0, 0.5, 0.5))
+    table = frame()
+    table["dose"] *= factor
+    for inputs in (write(table, tmp_path / "new.csv"), table):
+        caplog.clear()
+        list(new_samples(inputs, task))
+        assert ("'dose' in 10 of 10 rows; compare the units" in caplog.text) is warned
+        assert "'age'" not in caplog.text

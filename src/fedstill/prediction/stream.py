@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fedstill.data.split import match_classes, read_unlabeled, reading_like
 from fedstill.data.tables import MISSING_WORD, Frame, assemble, may_name_rows, name_rows, rule_notes
 from fedstill.prediction.answers import Samples
 
+FAR = 10  # deviations from the mean of the training rows
 LARGEST = float(np.finfo(np.float32).max)
 _log = logging.getLogger("fedstill.run")
 
@@ -34,7 +36,37 @@ def new_samples(inputs: Any, task: Dataset) -> Iterator[Samples]:
 
     A table in a file .csv, .tsv or .parquet comes in pieces, in its own order, whatever its size. Rows that cannot be
     read are left out, and `skipped` names them with the reason. Folders, texts and data in Python come at once.
+    A warning names the columns of numbers that are far from those of the training rows.
     """
+    far, rows = dict.fromkeys(_numbers(task), 0), 0
+    for samples in _read(inputs, task):
+        rows += len(samples.x)
+        for name, place in _numbers(task).items():
+            off = (samples.x[:, place] - task.mean[place]).abs() > FAR * task.std[place]
+            far[name] += int(off.sum())
+        yield samples
+    if columns := [f"'{name}' in {count:,} of {rows:,} rows" for name, count in far.items() if 2 * count > rows]:
+        _log.warning(
+            "the inputs are far from the training rows, more than %d deviations from their mean: %s; compare the "
+            "units, because the answers may be wrong and confident",
+            FAR,
+            ", ".join(columns),
+        )
+
+
+def _numbers(task: Dataset) -> dict[str, int]:
+    """Return the place of the feature of each column of numbers; none where the inputs are not scaled."""
+    places = accumulate((column.width for column in task.columns), initial=0)
+    if set(task.mean) <= {0.0} and set(task.std) <= {1.0}:
+        return {}
+    return {
+        column.name: place
+        for column, place in zip(task.columns, places, strict=False)
+        if not column.words and column.width == 1 + column.flag
+    }
+
+
+def _read(inputs: Any, task: Dataset) -> Iterator[Samples]:
     try:
         if not isinstance(inputs, str | Path):
             given = read_given(inputs, Source(task, task))
