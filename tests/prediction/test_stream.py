@@ -132,3 +132,13 @@ def test_numbers_in_other_units_are_told(tmp_path, caplog, factor, warned):
         list(new_samples(inputs, task))
         assert ("'dose' in 10 of 10 rows; compare the units" in caplog.text) is warned
         assert "'age'" not in caplog.text
+
+
+def test_all_gaps_of_a_dataframe_are_refused_at_once():
+    table = frame().astype({"dose": float})
+    table.loc[3, ["age", "dose"]] = np.nan
+    with pytest.raises(FedstillError) as caught:
+        list(new_samples(table, TASK))
+    assert [line.split(" has no value")[0] for line in caught.value.lines] == [
+        f"INPUTS: column '{name}' of the given data" for name in ("age", "dose")
+    ]

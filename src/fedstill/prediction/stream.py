@@ -79,7 +79,7 @@ def _read(inputs: Any, task: Dataset) -> Iterator[Samples]:
         samples = read_unlabeled(str(file), Source(task, task))
         yield Samples(samples.x, samples.ids, samples.truth, samples.skipped)
     except FedstillError as error:
-        raise FedstillError(re.sub(r"^data(\.\w+)?:", "INPUTS:", str(error))) from error
+        raise FedstillError(*(re.sub(r"^data(\.\w+)?:", "INPUTS:", line) for line in error.lines)) from error
     except OSError as error:
         raise FedstillError(f"INPUTS: cannot read '{inputs}' ({error.strerror or error})") from error
 
