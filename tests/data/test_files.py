@@ -7,6 +7,7 @@ import csv
 import datetime
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +231,27 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
 def test_numbered_class_folders_are_in_the_order_of_numbers(tmp_path: Path) -> None:
     image_folder(tmp_path / "zoo", {str(i): 2 for i in range(11)})
     assert load(tmp_path / "zoo").train.classes == tuple(str(i) for i in range(11))
+
+
+def test_levels_of_folders_are_columns(tmp_path: Path) -> None:
+    counts = {"north/ill": 3, "north/well": 4, "south/ill": 5, "south/well": 6}
+    image_folder(tmp_path / "a", counts)
+    image_folder(tmp_path / "b", {f"{split}/{folder}": 2 for split in ("train", "test") for folder in counts})
+    by_owner = load(tmp_path / "a", label="folder2", keys=["folder1"])
+    owned = Counter(zip(by_owner.keys["folder1"], [by_owner.train.classes[y] for y in by_owner.train.y], strict=True))
+    assert by_owner.train.classes == ("ill", "well")
+    assert all(owned[(owner, name)] <= counts[f"{owner}/{name}"] for owner, name in owned)
+    assert sum(owned.values()) == len(by_owner.train.y)
+    assert load(tmp_path / "a").train.classes == ("north", "south")  # the first level, if nobody says otherwise
+    split = load(tmp_path / "b", label="folder2")
+    assert sorted(split.keys["folder1"]) == ["north"] * 4 + ["south"] * 4
+    assert len(split.test.y) == 8
+    assert "has no key column 'folder3'; did you mean 'folder" in fails(load, tmp_path / "a", keys=["folder3"])
+
+
+def test_a_level_that_some_files_do_not_have_is_no_column(tmp_path: Path) -> None:
+    image_folder(tmp_path / "zoo", {"cat": 5, "dog/big": 5})
+    assert set(load(tmp_path / "zoo").keys) == {"folder1"}
 
 
 def test_images_without_class_folder_have_no_label(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_files import fails, write
+from data_files import HUB_FEATURES, fails, pictures, png, write, write_parquet
 from PIL import Image
 
 from fedstill.data.inspect import inspect_data
@@ -78,3 +78,52 @@ def test_sizes_of_images_and_broken_files_are_found(tmp_path: Path) -> None:
     assert findings.kind == "images"
     assert findings.sizes == {(10, 8): 4, (22, 20): 2}
     assert findings.broken == ("dog/broken.png",)
+
+
+def files_by_folder(root: Path, *layout: str, suffix: str = ".png") -> Path:
+    """Write a file into each folder, an image or a text."""
+    for folder in layout:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        file = root / folder / f"{len(list((root / folder).iterdir()))}{suffix}"
+        Image.new("L", (4, 4)).save(file) if suffix == ".png" else write(file, f"words of {folder}")
+    return root
+
+
+@pytest.mark.parametrize("suffix", [".png", ".txt"])
+def test_a_level_of_folders_may_hold_the_owners(tmp_path: Path, suffix: str) -> None:
+    layout = ("north/ill", "north/ill", "north/well", "south/ill", "south/well")
+    by_owner = inspect_data(str(files_by_folder(tmp_path / "a", *layout, suffix=suffix)), owner="folder1")
+    turned = ["/".join(reversed(folder.split("/"))) for folder in layout]
+    by_class = inspect_data(str(files_by_folder(tmp_path / "b", *turned, suffix=suffix)), owner="folder2")
+    assert (by_owner.label, by_class.label) == ("folder2", "label")
+    for findings in (by_owner, by_class):
+        assert findings.owners == {"north": 3, "south": 2}
+        assert findings.classes == {"ill": 3, "well": 2}
+        assert "2 owners of 2 to 3" in "\n".join(findings.lines())
+
+
+def test_folders_of_two_levels_without_an_owner_are_pointed_out(tmp_path: Path) -> None:
+    findings = inspect_data(str(files_by_folder(tmp_path / "a", "cat/big", "dog/small")))
+    assert findings.classes == {"cat": 1, "dog": 1}
+    assert "folder1 (cat, dog), folder2 (big, small); the classes are folder1" in " ".join(findings.notes)
+
+
+def test_the_level_of_owners_cannot_be_the_level_of_classes(tmp_path: Path) -> None:
+    one = str(files_by_folder(tmp_path / "one", "cat", "dog"))
+    two = str(files_by_folder(tmp_path / "two", "n/cat", "s/dog"))
+    three = str(files_by_folder(tmp_path / "three", "n/2020/cat", "s/2021/dog"))
+    assert "arrange the files as owner/class/file" in fails(inspect_data, one, owner="folder1")
+    assert "did you mean 'folder2'" in fails(inspect_data, two, owner="folder3")
+    assert "no column 'folder1' beside the label" in fails(inspect_data, two, owner="folder1", label="label")
+    assert "holds the classes, folder2 or folder3? Give it with --label" in fails(inspect_data, three, owner="folder1")
+    assert inspect_data(three, owner="folder1", label="folder3").classes == {"cat": 1, "dog": 1}
+
+
+def test_a_table_of_images_may_name_the_owners(tmp_path: Path) -> None:
+    sites, scanners = ["north", "south"] * 14 + ["north", None], ["x", "y", "z"] * 10
+    columns = {"img": [png(p) for p in pictures(30)], "label": [0, 1, 2] * 10, "site": sites, "scanner": scanners}
+    write_parquet(tmp_path / "train.parquet", columns, HUB_FEATURES)
+    findings = inspect_data(str(tmp_path / "train.parquet"))
+    assert (findings.owner, findings.owners) == ("site", {"north": 15, "south": 14})
+    assert findings.incomplete == 1
+    assert inspect_data(str(tmp_path / "train.parquet"), owner="scanner").owners == {"x": 10, "y": 10, "z": 10}

@@ -1,6 +1,7 @@
 """`fedstill init` then `fedstill run`, at the first try, on data that nobody prepared."""
 
 import re
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,41 @@ def test_a_table_of_texts() -> None:
     experiment, accuracy, _ = first_run("reviews.csv")
     assert experiment.data.inputs == ("review",)
     assert accuracy > 0.6
+
+
+@pytest.mark.parametrize(("order", "owner"), [("owner/class", "folder1"), ("class/owner", "folder2")])
+@pytest.mark.parametrize("suffix", [".png", ".txt"])
+def test_owners_by_folder_have_their_results_under_the_folders_names(order: str, owner: str, suffix: str) -> None:
+    digits, owners = load_digits(), ("north", "south", "east")
+    for number in range(90):
+        folder = order.replace("owner", owners[number % 3]).replace("class", f"d{digits.target[number] % 2}")
+        Path("data", folder).mkdir(parents=True, exist_ok=True)
+        file = Path("data", folder, f"{number}{suffix}")
+        if suffix == ".png":
+            Image.fromarray((digits.images[number] * 15.9).astype(np.uint8)).save(file)
+        else:
+            file.write_text(f"text {number} of {digits.target[number] % 2}", encoding="utf-8")
+    assert f"owner '{owner}': 3 owners of 30 to 30" in fedstill("init", "data", "--owner", owner).output
+    answer("run", "data.toml", "--rounds", "1", "--set", "data.client_test_share=0.2", "--out", "run")
+    assert set(pd.read_csv("run/parties.csv")["name"]) == set(owners)
+    Path("data").rename("moved")
+    predicted = answer("predict", "run", "moved", "--out", "answers")
+    assert predicted["count"] == 90
+    assert set(predicted["labels"]) == {"d0", "d1"}
+
+
+def test_a_table_of_images_with_owners() -> None:
+    digits = load_digits()
+    images = [BytesIO() for _ in range(60)]
+    for number, file in enumerate(images):
+        Image.fromarray((digits.images[number] * 15.9).astype(np.uint8)).save(file, "png")
+    columns = {"image": [file.getvalue() for file in images], "label": digits.target[:60] % 2}
+    pd.DataFrame({**columns, "scanner": ["a", "b", "c"] * 19 + ["a", None, None]}).to_parquet("scans.parquet")
+    printed = fedstill("init", "scans.parquet", "--owner", "scanner").output
+    assert "owner 'scanner': 3 owners of 19 to 20 images" in printed
+    assert "2 images have no label or no owner" in printed
+    answer("run", "scans.toml", "--rounds", "1", "--set", "data.client_test_share=0.2", "--out", "run")
+    assert sorted(pd.read_csv("run/parties.csv")["name"]) == ["a", "b", "c"]
 
 
 def test_init_writes_over_no_file_and_names_data_that_are_not_there() -> None:

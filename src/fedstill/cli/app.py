@@ -157,9 +157,12 @@ class RunOptions:
 def init(
     data: Annotated[str, typer.Argument(metavar="DATA", help="A table, a folder of images by class, or texts.")],
     owner: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="The column that says who holds a row, such as hospital.")
+        str | None,
+        typer.Option(metavar="COLUMN", help="Who holds a row: a column, such as hospital; of files: folder1, folder2."),
     ] = None,
-    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of the classes.")] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="The classes: a column; of files: folder1, folder2, ...")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The file (default: <name of DATA>.toml).")] = None,
 ) -> None:
     """Look at data, say everything that is found, and write an experiment file that runs."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import glob
+import itertools
 import json
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from datetime import date
 from decimal import Decimal
-from itertools import product
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -21,16 +21,13 @@ import numpy as np
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, first_line, require_extra, row_numbers
-from fedstill.data.tables import Frame, may_name_rows, objects, split_role, stack
+from fedstill.data.tables import TEXT_FILE, Frame, may_name_rows, objects, split_role, stack
 from fedstill.data.text import read_lines
 
-TEXT_FILE = "text file"  # the column of texts that are whole files
-ROWS_AT_ONCE = (
-    32_768  # of a CSV file, because a row of 50 words takes 3 kB; prediction needs a multiple of the engines' pieces
-)
+ROWS_AT_ONCE = 32_768  # a multiple of the engines' pieces, so that a row is computed alike in tables of any length
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
 _MISSING_SPELT = [
-    "".join(letters) for word in MISSING_WORDS for letters in product(*({c, c.upper()} for c in word))
+    "".join(letters) for word in MISSING_WORDS for letters in itertools.product(*({c, c.upper()} for c in word))
 ]  # for pandas, which tells NA from Na
 EXACT_PANDAS = (3, 1)  # from this release on, its plain reader of numbers gives the nearest float
 TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
@@ -46,10 +43,10 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[st
     """Read the files that `files_of(root)` listed, and return (splits, notes)."""
     suffix = files[0].suffix.lower()
     if suffix in IMAGE_SUFFIXES:
-        return _class_folders(files, {"image": objects(files)}, root, labelled=reading.labelled), []
+        return _class_folders(files, {"image": objects(files)}, root, reading), []
     if suffix == ".txt" and _reads_whole_files(reading):
         texts = objects([_read_text(file, reading) for file in files])
-        return _class_folders(files, {TEXT_FILE: texts}, root, labelled=reading.labelled), []
+        return _class_folders(files, {TEXT_FILE: texts}, root, reading), []
     if suffix == ".npz":
         return _read_npz(files[0], labelled=reading.labelled), []
     if root.is_file():
@@ -145,30 +142,44 @@ def files_below(root: Path) -> list[Path]:
 
 
 def _class_folders(
-    files: list[Path], samples: Mapping[str, np.ndarray], root: Path, *, labelled: bool
+    files: list[Path], samples: Mapping[str, np.ndarray], root: Path, reading: Reading
 ) -> dict[str, Frame]:
     """Return the samples of root/[split/]class/**/file by split; without labels any arrangement, with their paths.
 
-    There are splits when the folder 'train' holds folders and no files.
+    There are splits when the folder 'train' holds folders and no files. Each level of folders above all files is a
+    column: folder1, folder2, ... The class is folder1, unless data.label names another level.
     """
     paths = [file.relative_to(root.parent if root.is_file() else root) for file in files]
     depths = [len(path.parts) for path in paths if split_role(path.parts[0]) == "train"]
-    level = 1 if depths and min(depths) > 2 else 0
-    flat = [file for file, path in zip(files, paths, strict=True) if len(path.parts) < level + 2]
-    if flat and labelled:
+    first = 1 if depths and min(depths) > 2 else 0
+    flat = [file for file, path in zip(files, paths, strict=True) if len(path.parts) < first + 2]
+    if flat and reading.labelled:
         raise FedstillError(
             f"data.source: '{flat[0]}' is in no class folder; put each file in a folder named as its class"
         )
     columns = dict(samples)
     if not flat:
-        columns["label"] = objects([path.parts[level] for path in paths])
-    if not labelled:
+        shared = min(len(path.parts) for path in paths) - 1
+        levels = {
+            f"folder{number}": objects([path.parts[level] for path in paths])
+            for number, level in enumerate(range(first, shared), 1)
+        }
+        if reading.label not in levels:
+            columns["label"] = levels["folder1"]
+        columns |= levels
+    if not reading.labelled:
         columns["file"] = objects([path.as_posix() for path in paths])
-    splits = np.array([path.parts[0] if level and not flat else "train" for path in paths])
+    splits = np.array([path.parts[0] if first and not flat else "train" for path in paths])
     return {
         split: Frame({name: column[splits == split] for name, column in columns.items()})
         for split in dict.fromkeys(splits.tolist())
     }
+
+
+def folder_columns(table: Frame) -> list[str]:
+    """Return the columns that hold folders, one for each level: folder1, folder2, ..."""
+    numbers = itertools.takewhile(lambda number: f"folder{number}" in table.columns, itertools.count(1))
+    return [f"folder{number}" for number in numbers]
 
 
 def _read_table(file: Path, reading: Reading) -> Frame:

@@ -16,14 +16,16 @@ import numpy as np
 
 from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.data.files import TEXT_FILE, files_of, read_files
-from fedstill.data.images import image_pixels
+from fedstill.data.files import files_of, folder_columns, read_files
+from fedstill.data.images import IMAGE_SUFFIXES, image_pixels
 from fedstill.data.source import Reading, missing_rows, require_extra
 from fedstill.data.tables import (
     LABEL_NAMES,
     MAX_WORDS,
+    TEXT_FILE,
     Frame,
     choose_splits,
+    complete_rows,
     encode_column,
     encode_labels,
     kind_of,
@@ -69,6 +71,7 @@ class Findings:
     owners: Mapping[str, int] = field(default_factory=dict)  # rows of each
     sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)  # images of each (height, width)
     broken: tuple[str, ...] = ()  # images and text files that cannot be read
+    incomplete: int = 0  # images without a label or an owner
     text_words: int = 0  # nearly all texts have at most so many words
     notes: tuple[str, ...] = ()
 
@@ -90,7 +93,8 @@ class Findings:
         told.append(f"label '{self.label}': {len(most)} classes ({shown}{more})")
         if self.owner:
             sizes = sorted(self.owners.values())
-            told.append(f"owner '{self.owner}': {len(sizes)} owners of {sizes[0]:,} to {sizes[-1]:,} rows")
+            counted = "rows" if self.kind == "table" else self.kind
+            told.append(f"owner '{self.owner}': {len(sizes)} owners of {sizes[0]:,} to {sizes[-1]:,} {counted}")
         if self.columns:
             width = max(6, *(len(column.name) for column in self.columns))
             told.append(f"{'column':<{width}}  type     different     gaps  use")
@@ -106,13 +110,16 @@ class Findings:
         if self.broken:
             shown = ", ".join(self.broken[:5]) + (" and more" if len(self.broken) > 5 else "")
             told.append(f"{len(self.broken)} files cannot be read: {shown}")
+        if self.incomplete:
+            told.append(f"{self.incomplete:,} images have no label or no owner and are left out (data.missing)")
         return [*told, *self.notes]
 
 
 def inspect_data(place: str, *, label: str | None = None, owner: str | None = None) -> Findings:
     """Read a table, a folder of images by class or texts, and return everything that a first run would stumble over.
 
-    label, owner: the columns of the classes and of the parties that hold the rows; None: their names decide.
+    label, owner: the columns of the classes and of the parties that hold the rows; None: their names decide. The
+    levels of folders above images and texts are the columns folder1, folder2, ...
     """
     root = Path(place).expanduser()
     if not root.exists():
@@ -125,17 +132,37 @@ def inspect_data(place: str, *, label: str | None = None, owner: str | None = No
     used = [frames[name] for name in (train_name, test_name) if name is not None]
     common = [name for name in used[0].columns if all(name in frame.columns for frame in used)]
     table = stack(used, common, place)
-    chosen = _choose_label(table, label, place)
     said = (*notes, *new_notes)
+    levels = folder_columns(table) if files[0].suffix.lower() in {*IMAGE_SUFFIXES, ".txt"} else []
+    if label is None and owner is not None and owner == next(iter(levels), ""):
+        label = _level_of_classes(levels, owner, place)
+    chosen = _choose_label(table, label, place)
+    taken = {chosen, TEXT_FILE, *(["label"] if levels else []), *(levels[:1] if chosen == "label" else [])}
+    owner = _checked_owner(table, owner, taken, place)
+    if owner is None and len(levels) > 1:
+        shown = ", ".join(f"{name} ({_examples(table.columns[name])})" for name in levels)
+        said = (
+            *said,
+            f"the files lie in folders of {len(levels)} levels: {shown}; the classes are {levels[0]}. If a level says "
+            f"who holds a file, call init again with --owner, e.g. --owner {levels[0]} --label {levels[1]}",
+        )
     pictures = [name for name, column in table.columns.items() if kind_of(column) == "images"]
     if pictures:
-        return _inspect_images(place, table, chosen, pictures[0], notes=said)
+        owner = owner or _column_of_owners(table, chosen)
+        return _inspect_images(place, table, chosen, pictures[0], owner=owner, notes=said)
     if TEXT_FILE in table.columns:
         texts = table.columns[TEXT_FILE]
-        broken = tuple(str(files[row].relative_to(root.resolve())) for row in missing_rows(texts))
-        classes = _class_sizes(table, chosen, place)
         return Findings(
-            place, "texts", table.rows, chosen, classes, broken=broken, text_words=_words(texts), notes=said
+            place,
+            "texts",
+            table.rows,
+            chosen,
+            _class_sizes(table, chosen, place),
+            owner=owner or "",
+            owners=_owner_sizes(table, owner),
+            broken=tuple(str(files[row].relative_to(root.resolve())) for row in missing_rows(texts)),
+            text_words=_words(texts),
+            notes=said,
         )
     return _inspect_table(place, table, chosen, owner, notes=said)
 
@@ -168,6 +195,53 @@ def _choose_label(table: Frame, label: str | None, place: str) -> str:
     )
 
 
+def _level_of_classes(levels: list[str], owner: str, place: str) -> str:
+    """Return the level of folders that holds the classes, where the first level holds the owners."""
+    if len(levels) == 2:
+        return levels[1]
+    if len(levels) == 1:
+        raise FedstillError(
+            f"--owner: '{owner}' holds the classes of '{place}', because there is one level of folders: arrange the "
+            "files as owner/class/file"
+        )
+    raise FedstillError(
+        f"--label: which level of folders of '{place}' holds the classes, {' or '.join(levels[1:])}? Give it with "
+        "--label"
+    )
+
+
+def _checked_owner(table: Frame, owner: str | None, taken: set[str], place: str) -> str | None:
+    """Return the owner column, and refuse a column that is not there or that has another use already."""
+    plain = [name for name, column in table.columns.items() if kind_of(column) in ("numbers", "words")]
+    others = [name for name in plain if name not in taken]
+    if owner is not None and owner not in others:
+        cure = suggest(owner, others) if others else "it has no other column"
+        raise FedstillError(f"--owner: '{place}' has no column '{owner}' beside the label; {cure}")
+    return owner
+
+
+def _column_of_owners(table: Frame, label: str) -> str | None:
+    """Return a column whose name is that of owners, if each owner may have at least five rows; None without one."""
+    for name, column in table.columns.items():
+        if name.lower() in OWNER_NAMES and name != label and kind_of(column) in ("numbers", "words"):
+            return name if 2 <= _codes(column).max() + 1 <= table.rows / 5 else None
+    return None
+
+
+def _owner_sizes(table: Frame, owner: str | None) -> dict[str, int]:
+    """Return the rows of each owner, without rows that nobody owns."""
+    if owner is None:
+        return {}
+    column = table.columns[owner]
+    names, sizes = np.unique(np.delete(column, missing_rows(column)).astype(np.str_), return_counts=True)
+    return dict(zip(names.tolist(), sizes.tolist(), strict=True))
+
+
+def _examples(words: np.ndarray) -> str:
+    names = sorted(set(words.tolist()))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _class_sizes(table: Frame, label: str, place: str) -> dict[str, int]:
     """Return the rows of each class, without rows that have no label."""
     column = table.columns[label]
@@ -181,7 +255,9 @@ def _words(texts: np.ndarray) -> int:
     return int(np.quantile([len(text.split()) for text in texts.tolist()], LONG_TEXT))
 
 
-def _inspect_images(place: str, table: Frame, label: str, column: str, *, notes: tuple[str, ...]) -> Findings:
+def _inspect_images(
+    place: str, table: Frame, label: str, column: str, *, owner: str | None, notes: tuple[str, ...]
+) -> Findings:
     blobs = table.columns[column]
 
     def size(row: int) -> tuple[int, int] | None:
@@ -203,23 +279,27 @@ def _inspect_images(place: str, table: Frame, label: str, column: str, *, notes:
     counts = Counter(size for size in sizes if size is not None)
     if not counts:
         raise FedstillError(f"DATA: '{place}' holds no readable image ({len(blobs)} tried)")
-    classes = _class_sizes(table, label, place)
-    return Findings(place, "images", table.rows, label, classes, sizes=counts, broken=tuple(broken), notes=notes)
+    return Findings(
+        place,
+        "images",
+        table.rows,
+        label,
+        _class_sizes(table, label, place),
+        owner=owner or "",
+        owners=_owner_sizes(table, owner),
+        sizes=counts,
+        broken=tuple(broken),
+        incomplete=table.rows - len(complete_rows(table, (label, *([owner] if owner else [])))),
+        notes=notes,
+    )
 
 
 def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, notes: tuple[str, ...]) -> Findings:
-    if owner is not None and (owner not in table.columns or owner == label):
-        others = [name for name in table.columns if name != label]
-        raise FedstillError(f"--owner: '{place}' has no column '{owner}' beside the label; {suggest(owner, others)}")
     classes, new_notes = _class_sizes(table, label, place), []
     labelled = np.delete(np.arange(table.rows), missing_rows(table.columns[label]))
     known = table.take(labelled)
     y = encode_labels(known.columns[label], known.names.get(label), label, place)[0]
-    if owner is None:
-        called_so = (name for name in known.columns if name.lower() in OWNER_NAMES and name != label)
-        owner = next(called_so, None)
-        if owner is not None and not 2 <= _codes(known.columns[owner]).max() + 1 <= len(y) / 5:
-            owner = None
+    owner = owner or _column_of_owners(known, label)
     columns = []
     mixed = np.zeros(len(y), np.uint64)  # a number for each row, alike in rows that agree in all columns but ids
     for name, column in known.columns.items():
@@ -234,12 +314,7 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
             mixed = (mixed ^ (mixed >> np.uint64(29))) * MIXER + codes.astype(np.uint64)
         columns.append(ColumnFacts(name, kind, values, gaps, "left out" if reason else use, reason))
     texts = [column.name for column in columns if column.kind == "text"]
-    owners: dict[str, int] = {}
-    if owner is not None:
-        owned = known.columns[owner]
-        names, sizes = np.unique(np.delete(owned, missing_rows(owned)).astype(np.str_), return_counts=True)
-        owners = dict(zip(names.tolist(), sizes.tolist(), strict=True))
-    else:
+    if owner is None:
         new_notes += [
             f"column '{column.name}' may name who holds a row: then call init again with --owner {column.name}"
             for column in columns
@@ -265,7 +340,7 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
         classes,
         columns=tuple(columns),
         owner=owner or "",
-        owners=owners,
+        owners=_owner_sizes(known, owner),
         notes=(*notes, *new_notes),
     )
     if any(column.use == "input" for column in columns):

@@ -26,7 +26,7 @@ from fedstill.data.tables import Frame, assemble, storage_form
 from fedstill.data.text import pack, text_source, unpack
 from fedstill.storage.cache import Cache
 
-FORMAT = 6  # raise it when sources are decoded otherwise
+FORMAT = 7  # raise it when sources are decoded otherwise
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 FILE_SUFFIX = re.compile(r"\.(csv|tsv|txt|parquet|npz|npy|jsonl?|zip|gz|png|jpe?g)$", re.IGNORECASE)
 FASHION_CLASSES = (

@@ -29,6 +29,7 @@ from fedstill.data.source import (
 LABEL_NAMES = frozenset({"label", "labels", "target", "class", "y"})
 ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")
 ID_OF_SOMETHING = re.compile(r"(?i:.*[-_. ]id|id[-_. ].*)|.*[a-z0-9]I[dD]")  # patient_id, patientId; never acid
+TEXT_FILE = "text file"  # the column of texts that are whole files
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
 MISSING_WORD = "(missing)"  # the word of a cell without one, with data.missing = "mean"
 SHOWN = 5  # columns in one line
@@ -402,6 +403,8 @@ def find_text(frame: Frame, reading: Reading, label: str, where: str) -> str:
     words = [name for name, column in frame.columns.items() if kind_of(column) == "words"]
     free = [name for name in words if name != label and name not in reading.keys]
     texts = [name for name in free if not may_name_rows(name, reading)] or free
+    if TEXT_FILE in free:  # beside it stand names of folders
+        texts = [TEXT_FILE]
     if len(reading.inputs) == 1 and reading.inputs[0] in free:
         return reading.inputs[0]
     if len(texts) == 1 and (reading.like or not reading.inputs):

@@ -42,8 +42,6 @@ def write_starter(
     The experiment is built once before the file is written, so that data which cannot be read are refused here.
     """
     findings = inspect_data(data, label=label, owner=owner)
-    if owner is not None and not findings.owner:
-        raise FedstillError(f"--owner: only a table has owners, '{data}' holds {findings.kind}")
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(data).expanduser().resolve().stem).strip("-._") or "experiment"
     file = Path(f"{stem}.toml") if out is None else out
     if file.exists():
@@ -154,8 +152,10 @@ def _for_images(findings: Findings) -> tuple[list[str], list[str], Local]:
         chosen = max([size for size in SIDES if size <= side], default=SIDES[0])
         low, high = sizes.min(), sizes.max()
         reading.append(f"size = {chosen} # sides are {low} to {high} pixels; all images become {chosen} x {chosen}")
-    if findings.broken:
-        reading.append(f'missing = "skip" # {len(findings.broken)} files cannot be read and are left out')
+    if findings.broken or findings.incomplete:
+        reasons = [f"{len(findings.broken)} files cannot be read"] if findings.broken else []
+        reasons += [f"{findings.incomplete:,} have no label or no owner"] if findings.incomplete else []
+        reading.append(f'missing = "skip" # {" and ".join(reasons)}: they are left out')
     return reading, ['name = "cnn" # two convolutions'], {"batch_size": 16, "lr": 0.02, "momentum": 0.9}
 
 
