@@ -7,6 +7,7 @@ import json
 import pytest
 
 from fedstill import EarlyStop, Experiment, FedstillError, compare, run
+from fedstill.experiment.compare import table_notes
 from fedstill.experiment.trackers import numbers
 from fedstill.loop.evaluate import METRICS, Metric
 from fedstill.report.table import plain_table
@@ -41,6 +42,25 @@ def test_a_run_stops_early_when_a_metric_that_should_fall_rises(monkeypatch):
     stop = lambda method, seed: [EarlyStop(1, "rises")]  # noqa: E731
     (results,) = compare(SMALL.replace(rounds=5), ["fedavg"], seeds=1, callbacks=stop).results.values()
     assert len(results[0].history.rows) == 2
+
+
+def test_each_run_of_a_comparison_ends_early_on_its_own_and_its_references_do_not():
+    unstable = SMALL.replace(
+        rounds=12, local={"epochs": 1, "lr": 2.0}, early_stop={"patience": 1}, compare={"references": True}
+    )
+    comparison = compare(unstable, ["fedavg"], seeds=2)
+    (results,) = comparison.results.values()
+    for result, seed in zip(results, (0, 1), strict=True):
+        values = [
+            row["accuracy"] for row in run(SMALL.replace(rounds=12, local=unstable.local, seed=seed)).history.rows
+        ]
+        end = next(round for round in range(2, 13) if values[round - 1] <= max(values[: round - 1]))
+        assert (len(result.history.rows), bool(result.ended_early)) == (end, end < 12)
+    ended = [str(len(result.history.rows)) for result in results if result.ended_early]
+    assert ended
+    note = f"fedavg, {len(ended)} of 2 runs: ended early (early_stop), after {', '.join(ended)} rounds"
+    assert table_notes(comparison.results) == [note]
+    assert [found.rounds for found in comparison.references] == [12, 12]
 
 
 def test_methods_of_a_comparison_share_the_references_of_their_seed(tmp_path):

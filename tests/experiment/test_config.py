@@ -139,6 +139,18 @@ def test_the_metric_of_the_best_model_must_exist_unless_the_evaluation_is_a_user
     assert Experiment(best="cost", evaluate="mine.py:look").best == "cost"
 
 
+def test_early_stopping_names_a_metric_that_exists_and_a_patience():
+    assert Experiment(early_stop={"patience": 2, "metric": "auc"}).early_stop.metric == "auc"
+    with pytest.raises(FedstillError, match=r"early_stop\.metric = 'f1_macro' is no metric: did you mean 'macro_f1'"):
+        Experiment(early_stop={"patience": 2, "metric": "f1_macro"})
+    with pytest.raises(FedstillError, match=r"early_stop\.metric needs early_stop\.patience"):
+        Experiment(early_stop={"metric": "macro_f1"})
+    with pytest.raises(FedstillError, match=r"early_stop\.patience = 0 must be a whole number, at least 1"):
+        Experiment(early_stop={"patience": 0})
+    mine = {"evaluate": "mine.py:look", "early_stop": {"patience": 1, "metric": "cost"}}
+    assert Experiment(**mine).early_stop.metric == "cost"
+
+
 def test_mistakes_of_all_sections_are_reported_at_once_each_with_its_key_and_its_cure():
     table = {
         "rounds": 0,

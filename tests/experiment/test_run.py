@@ -86,6 +86,55 @@ def test_more_rounds_are_the_same_run(tmp_path):
     assert len(fedstill.run(small(rounds=3), run_dir=tmp_path / "run", resume=True).history.rows) == 3
 
 
+def unstable(**changes):
+    """A run whose metrics go up and down, because its rate is far too large."""
+    return small(rounds=20, local={"epochs": 1, "lr": 2.0}, method="fedavg", **changes)
+
+
+def first_wait_of(patience, values):
+    """The first round in which the best value is `patience` rounds old."""
+    for end in range(patience + 1, len(values) + 1):
+        if max(values[:end]) == max(values[: end - patience]):
+            return end
+    raise AssertionError("the run must get worse somewhere")
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "macro_f1"])
+def test_a_run_ends_when_its_metric_stops_improving(tmp_path, metric):
+    whole = fedstill.run(unstable())
+    end = first_wait_of(3, [row[metric] for row in whole.history.rows])
+    assert end < 18
+    experiment = unstable(best=metric, early_stop={"patience": 3})  # without a metric it watches `best`
+    ended = fedstill.run(experiment, run_dir=tmp_path / "ended")
+    assert [row["accuracy"] for row in ended.history.rows] == [row["accuracy"] for row in whole.history.rows[:end]]
+    assert f"ended in round {end}, because {metric} did not improve in 3 evaluations" in ended.summary()["ended_early"]
+    fedstill.run(experiment.replace(rounds=end - 1), run_dir=tmp_path / "cut")
+    resumed = fedstill.resume_run(tmp_path / "cut", rounds=20)
+    assert len(resumed.history.rows) == end
+    assert resumed.ended_early == ended.ended_early
+    for name, tensor in ended.weights.params.items():
+        assert torch.equal(tensor, resumed.weights.params[name])
+
+
+def test_a_run_that_reaches_its_last_round_did_not_end_early():
+    patient = fedstill.run(small(early_stop={"patience": 2}))
+    assert (len(patient.history.rows), patient.ended_early) == (2, "")
+
+
+def test_more_rounds_do_not_wake_a_run_that_ended_early_until_the_section_is_removed(tmp_path, caplog):
+    folder = tmp_path / "run"
+    end = len(fedstill.run(unstable(early_stop={"patience": 1}), run_dir=folder).history.rows)
+    assert end < 20
+    assert len(fedstill.resume_run(folder, rounds=25).history.rows) == end
+    assert "the run ended early and will not go on (early_stop)" in caplog.text
+    text = (folder / "config.toml").read_text(encoding="utf-8")
+    (folder / "config.toml").write_text(re.sub(r"\[early_stop\][^\[]*", "", text), encoding="utf-8")
+    longer, whole = fedstill.resume_run(folder, rounds=25), fedstill.run(unstable().replace(rounds=25))
+    assert len(longer.history.rows) == 25
+    for name, tensor in whole.weights.params.items():
+        assert torch.equal(tensor, longer.weights.params[name])
+
+
 def test_files_are_written_down_by_their_full_path(tmp_path, monkeypatch):
     lines = ["a,b,label", *(f"{i % 7},{i % 5},{i % 2}" for i in range(40))]
     (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")

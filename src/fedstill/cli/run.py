@@ -187,6 +187,8 @@ def run_text(experiment: Experiment, result: Result, *, parties: str = "") -> st
         f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']}{chosen_by})",
         f"  sent           {_sent(result.history)}",
     ]
+    if result.ended_early:
+        lines.append(f"  early stop     {result.ended_early}")
     if result.reported:
         each = ", ".join(f"{name} {100 * last[f'accuracy_{name}']:.2f} %" for name in result.prototypes)
         lines += [f"  reported       {result.reported}", f"  prototypes     {each}"]

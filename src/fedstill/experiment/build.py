@@ -35,6 +35,7 @@ from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.overrides import describe_partition
 from fedstill.experiment.warm_start import start_weights
+from fedstill.loop.callbacks import EarlyStop
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
 from fedstill.methods.lookup import aggregate_part, build_phases, label, own_function
@@ -191,6 +192,14 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         settings=experiment.options_text(),
         start=None if start is None else start_weights(start, network, federation.train),
     )
+
+
+def build_early_stop(experiment: Experiment) -> EarlyStop | None:
+    """Return the callback that ends a run early; None where the experiment has no patience."""
+    section = experiment.early_stop
+    if section.patience is None:
+        return None
+    return EarlyStop(section.patience, section.metric or experiment.best, margin=section.margin)
 
 
 def _engines(name: str, device: str, **how: Any) -> Engines:

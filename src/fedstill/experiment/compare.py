@@ -72,7 +72,7 @@ def _main_claim(result: Result) -> Claim | None:
 
 
 def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Return the lines below the table: options behind a bare name, claims of privacy, runs that a budget has ended."""
+    """Return the lines below the table: options behind a bare name, claims of privacy, runs that ended early."""
     about: dict[str, list[str]] = {}
     for method, runs in results.items():
         for claim in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
@@ -88,6 +88,9 @@ def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
     for method, runs in results.items():
         reasons = Counter(run.privacy.stopped for run in runs if run.privacy and run.privacy.stopped)
         notes += [f"{method}, {count} of {counted(len(runs), 'run')}: {reason}" for reason, count in reasons.items()]
+        if ended := [str(len(run.history.rows)) for run in runs if run.ended_early]:
+            share = f"{len(ended)} of {counted(len(runs), 'run')}"
+            notes.append(f"{method}, {share}: ended early (early_stop), after {', '.join(ended)} rounds")
     return notes
 
 

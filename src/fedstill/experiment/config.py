@@ -261,12 +261,35 @@ def _checked_references(compare: CompareSection, others: ValidationInfo) -> Comp
     return compare
 
 
-def _checked_best(best: str, others: ValidationInfo) -> str:
+class EarlyStopSection(_Section):
+    """When a run ends before its last round: after `patience` evaluations without a better value of the metric."""
+
+    patience: int | None = Field(default=None, ge=1, examples=[5])  # None: a run never ends early
+    metric: str | None = Field(default=None, min_length=1, examples=["macro_f1"])  # None: the metric of `best`
+    margin: float = Field(default=0.0, ge=0)  # a value is better if it is better by more than this
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.metric is not None and self.patience is None:
+            raise FedstillError("early_stop.metric needs early_stop.patience: set it, e.g. early_stop.patience = 5")
+        return self
+
+
+def _check_metric(key: str, metric: str | None, others: ValidationInfo) -> None:
     """Refuse a metric that no evaluation of ours measures; an evaluation of one's own may measure any."""
     with collected():
-        if others.data.get("evaluate") in EVALUATIONS and best not in METRICS:
-            raise FedstillError(f"best = '{best}' is no metric: {suggest(best, METRICS)}")
+        if metric is not None and others.data.get("evaluate") in EVALUATIONS and metric not in METRICS:
+            raise FedstillError(f"{key} = '{metric}' is no metric: {suggest(metric, METRICS)}")
+
+
+def _checked_best(best: str, others: ValidationInfo) -> str:
+    _check_metric("best", best, others)
     return best
+
+
+def _checked_early_stop(section: EarlyStopSection, others: ValidationInfo) -> EarlyStopSection:
+    _check_metric("early_stop.metric", section.metric, others)
+    return section
 
 
 class Experiment(_Section):
@@ -291,6 +314,7 @@ class Experiment(_Section):
     track: tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...] = Field(
         default=(), strict=False, examples=[["tensorboard"]]
     )
+    early_stop: Annotated[EarlyStopSection, _section(), AfterValidator(_checked_early_stop)] = EarlyStopSection()
     data: Annotated[DataSection, _section("source")] = DataSection()
     partition: Annotated[PartitionSection, _section("scheme"), AfterValidator(_checked_clients)] = Field(
         default=PartitionSection(), validate_default=True

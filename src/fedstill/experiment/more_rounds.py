@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
+from fedstill.experiment.build import build_early_stop
 from fedstill.experiment.config import Experiment
+from fedstill.experiment.run_folder import CONFIG_FILE
 from fedstill.loop.checkpoint import list_checkpoints
 from fedstill.report import counted
 
@@ -24,10 +27,25 @@ def with_rounds(experiment: Experiment, rounds: int, folder: Path) -> tuple[Expe
             f"--rounds {rounds}: '{folder}' has done {counted(done, 'round')} already: give at least {least}, or start "
             "a new run"
         )
-    notes = []
+    notes = _early_ends(experiment, places, folder)
     if experiment.rounds == done < rounds and done % experiment.evaluate_every:
         notes.append(
             f"round {done} stays evaluated, because it was the last: a run of {rounds} rounds at a stretch would skip "
             f"it (evaluate_every = {experiment.evaluate_every}); its models are the same, its best one may differ"
         )
     return longer, notes
+
+
+def _early_ends(experiment: Experiment, places: list[Path], folder: Path) -> list[str]:
+    """Return a line if runs of the folder ended early, because more rounds do not let them go on."""
+    stop = build_early_stop(experiment)
+    files = [place / "metrics.jsonl" for place in places]
+    rows = [list(map(json.loads, file.read_text(encoding="utf-8").splitlines())) for file in files if file.is_file()]
+    ended = 0 if stop is None else sum(map(stop.replay, rows))
+    if not ended:
+        return []
+    runs = "the run" if len(rows) == 1 else f"{ended} of {len(rows)} runs"
+    return [
+        f"{runs} ended early and will not go on (early_stop): for more rounds, remove the section [early_stop] "
+        f"from '{folder / CONFIG_FILE}' and resume again"
+    ]

@@ -16,7 +16,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import threads
 from fedstill.core.types import Federation
 from fedstill.data import Source
-from fedstill.experiment.build import build, build_federation, load_source, split_settings
+from fedstill.experiment.build import build, build_early_stop, build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment, PartitionSection, checked_experiment
 from fedstill.experiment.model import Network, build_network, describe_model
 from fedstill.experiment.more_rounds import with_rounds
@@ -146,8 +146,12 @@ def run_built(
         elif resume or not list_checkpoints(folder / "checkpoints"):
             built = replace(built, contract=check_same_run(experiment, federation, folder))
             watchers = [_Describe(experiment, folder), *watchers]
+    stop = build_early_stop(experiment)
+    watchers += [] if stop is None else [stop]
     with _threads_of(experiment):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
+    if stop is not None and len(result.history.rows) < experiment.rounds:
+        result = replace(result, ended_early=stop.reason)
     if experiment.compare.references:
         file = None if folder is None else folder / REFERENCES_FILE
         references = measure_references(experiment, built, file=file, callbacks=callbacks, resume=resume)

@@ -29,7 +29,7 @@ from fedstill.storage.files import write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
-MAY_CHANGE = ("rounds", "track", "compare", "privacy.epsilon")  # settings on which no round depends
+MAY_CHANGE = ("rounds", "early_stop", "track", "compare", "privacy.epsilon")  # settings on which no round depends
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
@@ -194,7 +194,8 @@ def check_files(files: Mapping[str, str], names: Collection[str]) -> None:
 def check_same_experiment(experiment: Experiment, folder: Path) -> Agreed:
     """Refuse to resume a run as another experiment or with other code; return the contract of the run.
 
-    Only the rounds, the trackers and the section [compare] may differ, because no round depends on them.
+    Only the rounds, the trackers and the sections [early_stop] and [compare] may differ, because no round depends on
+    them.
     """
     agreed = read_contract(folder)
     if changed := _changes(_as_table(agreed.experiment), _as_table(experiment)):

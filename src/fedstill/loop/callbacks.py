@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -57,13 +58,18 @@ class EarlyStop(Callback):
         if patience < 1:
             raise FedstillError(f"early_stop.patience = {patience}: use at least 1 evaluation")
         self.patience, self.metric, self.margin = patience, metric, margin
+        self.reason = ""  # why the run ended early, in words; empty: it did not
         self._best: float | None = None
         self._waited = 0
 
     def on_start(self, info: RunInfo) -> bool | None:
-        self._best, self._waited = None, 0
-        answers = [self.on_round(row) for row in info.past]
-        return answers[-1] if answers else False
+        return self.replay(info.past)
+
+    def replay(self, rows: Iterable[Row]) -> bool:
+        """Forget every round, look at these rows instead, and return whether the run ended with the last of them."""
+        self._best, self._waited, self.reason = None, 0, ""
+        answers = [self.on_round(row) for row in rows]
+        return bool(answers and answers[-1])
 
     def on_round(self, row: Row) -> bool | None:
         value = number_of(row, self.metric, asked="early stop") if "accuracy" in row else row.get(self.metric)
@@ -74,4 +80,8 @@ class EarlyStop(Callback):
             self._best, self._waited = score, 0
         else:
             self._waited += 1
-        return self._waited >= self.patience
+        if self._waited < self.patience:
+            return False
+        times = "1 evaluation" if self.patience == 1 else f"{self.patience} evaluations"
+        self.reason = f"ended in round {row['round']}, because {self.metric} did not improve in {times} (early_stop)"
+        return True

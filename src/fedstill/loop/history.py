@@ -103,6 +103,7 @@ class Result:
     generated: Mapping[str, Any] | None = None  # generated.json: how near they are to training samples
     references: References | None = None  # accuracies without a federation, where the experiment asks for them
     party_accuracy: tuple[float | None, ...] = ()  # of `weights` on each client's own test rows, where there are
+    ended_early: str = ""  # why the run ended before its last round, where early stopping ended it
     stands_for: str = ""  # in a comparison: the method with options that its bare name takes from the experiment
 
     def __repr__(self) -> str:
@@ -141,6 +142,7 @@ class Result:
             "bytes_up": self.history.bytes_up,
             "bytes_down": self.history.bytes_down,
             "run_dir": None if self.run_dir is None else str(self.run_dir),
+            **({"ended_early": self.ended_early} if self.ended_early else {}),
             **({} if self.references is None else {"references": self.references.summary()}),
         }
 
