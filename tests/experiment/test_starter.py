@@ -1,5 +1,7 @@
 """`fedstill init` then `fedstill run`, at the first try, on data that nobody prepared."""
 
+import importlib
+import inspect
 import re
 from io import BytesIO
 from pathlib import Path
@@ -13,12 +15,7 @@ from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 
 from fedstill import Experiment
 
-TOPICS = {
-    "sport": "team match goal player won final league coach score season",
-    "money": "bank rates market shares profit price trade tax loan budget",
-    "food": "bread soup salt oven fresh recipe butter apple cook sugar",
-}
-FILLERS = "the a of and was very with today it for on some people said new"
+PACKAGES = ("numpy", "torch", "scipy.stats")  # the classes of texts: whose function a docstring describes
 
 
 @pytest.fixture(autouse=True)
@@ -75,60 +72,102 @@ def test_new_rows_of_such_a_table_are_read_by_the_contract_alone() -> None:
     pd.testing.assert_frame_equal(one, every.loc[one.index], rtol=1e-5)
 
 
-def test_a_table_with_thirty_words() -> None:
+def table_with_thirty_words() -> str:
+    """Write 1,500 buyers in 30 cities; the city and the amount decide who buys, with noise."""
     random = np.random.default_rng(0)
     city, noise = random.integers(0, 30, 1500), random.standard_normal(1500)
     buys = (city % 3 == 0) ^ (noise + random.standard_normal(1500) * 0.5 > 1)
     columns = {"city": [f"city {c}" for c in city], "amount": noise.round(3), "target": np.where(buys, "yes", "no")}
     pd.DataFrame(columns).to_csv("table.csv", index=False)
-    experiment, accuracy, _ = first_run("table.csv")
-    assert experiment.data.drop == ()
-    assert accuracy > max(buys.mean(), 1 - buys.mean()) + 0.1
+    return "table.csv"
 
 
-@pytest.mark.slow
-def test_images_of_mixed_sizes_with_broken_files() -> None:
+def images_of_mixed_sizes() -> str:
+    """Write 600 digits as images of 8 to 14 pixels by class, one file that is no image and one that is cut off."""
     digits, random = load_digits(), np.random.default_rng(0)
-    for number in range(200):
-        folder = Path("pictures") / f"d{digits.target[number] % 3}"
+    for number in range(600):
+        folder = Path("pictures") / f"d{digits.target[number]}"
         folder.mkdir(parents=True, exist_ok=True)
         side = int(random.integers(8, 15))
         picture = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))
         picture.resize((side, side + int(random.integers(0, 4)))).save(folder / f"{number}.png")
     (folder / "broken.png").write_bytes(b"no image")
     (folder / "cut.png").write_bytes((folder / f"{number}.png").read_bytes()[:60])
-    experiment, accuracy, printed = first_run("pictures")
-    assert (experiment.data.size, experiment.data.missing) == (8, "skip")
-    assert "2 files cannot be read" in printed
-    assert accuracy > 0.6  # the largest class has 40 %
+    return "pictures"
 
 
-def texts() -> list[tuple[str, str]]:
-    random, rows = np.random.default_rng(0), []
-    for number in range(240):
-        topic = list(TOPICS)[number % 3]
-        words = [random.choice((TOPICS[topic] if random.random() < 0.3 else FILLERS).split()) for _ in range(16)]
-        rows.append((" ".join(words), topic))
+def docstrings() -> list[tuple[str, str]]:
+    """Return (text, package) of 200 functions of each package, the first 40 words of each text."""
+    rows = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        texts = (inspect.getdoc(getattr(module, name)) or "" for name in sorted(dir(module)))
+        long = dict.fromkeys(" ".join(text.split()[:40]) for text in texts if len(text.split()) > 12)
+        rows += [(text, package) for text in list(long)[:200]]
     return rows
 
 
-@pytest.mark.slow
-def test_texts_in_class_folders() -> None:
-    for number, (text, topic) in enumerate(texts()):
-        (Path("texts") / topic).mkdir(parents=True, exist_ok=True)
-        (Path("texts") / topic / f"{number}.txt").write_text(text, encoding="utf-8")
-    experiment, accuracy, _ = first_run("texts")
-    assert experiment.data.tokens is not None
-    assert accuracy > 0.6
+def texts_in_class_folders() -> str:
+    for number, (text, package) in enumerate(docstrings()):
+        (Path("texts") / package).mkdir(parents=True, exist_ok=True)
+        (Path("texts") / package / f"{number}.txt").write_text(text, encoding="utf-8")
+    return "texts"
 
 
-@pytest.mark.slow
-def test_a_table_of_texts() -> None:
-    rows = [(number, *row) for number, row in enumerate(texts())]
+def table_of_texts() -> str:
+    rows = [(number, *row) for number, row in enumerate(docstrings())]
     pd.DataFrame(rows, columns=["id", "review", "label"]).to_csv("reviews.csv", index=False)
-    experiment, accuracy, _ = first_run("reviews.csv")
-    assert experiment.data.inputs == ("review",)
-    assert accuracy > 0.6
+    return "reviews.csv"
+
+
+def tumours() -> str:
+    hospital_table(load_breast_cancer(as_frame=True), "tumours.csv")
+    return "tumours.csv"
+
+
+def wines() -> str:
+    hospital_table(load_wine(as_frame=True), "wines.csv")
+    return "wines.csv"
+
+
+def test_the_first_file_of_a_table_with_thirty_words_keeps_them() -> None:
+    fedstill("init", table_with_thirty_words(), "--out", "first.toml")
+    assert Experiment.from_toml("first.toml").data.drop == ()
+
+
+def test_the_first_file_of_images_of_mixed_sizes_resizes_them_and_skips_broken_files() -> None:
+    assert "2 files cannot be read" in fedstill("init", images_of_mixed_sizes(), "--out", "first.toml").output
+    experiment = Experiment.from_toml("first.toml")
+    assert (experiment.data.size, experiment.data.missing) == (8, "skip")
+
+
+def test_the_first_file_of_texts_reads_tokens() -> None:
+    fedstill("init", texts_in_class_folders(), "--out", "first.toml")
+    assert Experiment.from_toml("first.toml").data.tokens is not None
+    fedstill("init", table_of_texts(), "--out", "second.toml")
+    assert Experiment.from_toml("second.toml").data.inputs == ("review",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (tumours, ("--label", "diagnosis", "--owner", "hospital")),
+        (wines, ("--label", "diagnosis")),
+        (table_with_thirty_words, ()),
+        (images_of_mixed_sizes, ()),
+        (texts_in_class_folders, ()),
+        (table_of_texts, ()),
+    ],
+)
+def test_a_first_run_beats_the_majority_and_with_clients_alike_comes_near_the_pooled_model(write, options) -> None:
+    fedstill("init", write(), "--out", "first.toml", *options)
+    first = answer("run", "first.toml", "--set", "engine.threads=1", "--out", "run")
+    assert first["accuracy_last"] > first["references"]["majority"] + 0.1
+    one_split = ["--set", 'partition={scheme="iid", clients=5}', "--set", "cohort=5"]
+    alike = answer("run", "first.toml", *one_split, "--set", "engine.threads=1", "--out", "alike")
+    assert alike["accuracy_last"] > alike["references"]["majority"] + 0.1
+    assert alike["accuracy_last"] >= alike["references"]["pooled"] - 0.05
 
 
 @pytest.mark.parametrize(("order", "owner"), [("owner/class", "folder1"), ("class/owner", "folder2")])
