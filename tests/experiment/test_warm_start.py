@@ -1,4 +1,4 @@
-"""A run that begins from the last model of another run, and every start that does not fit."""
+"""A run that begins from the last model of another run or from a bundle, and every start that does not fit."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def experiment(source, **changes):
 
 def started(folder, **options):
     return {"name": "mlp", "hidden": [4], "start": str(folder), **options}
+
+
+@pytest.fixture
+def bundle(first):
+    """The bundle of the finished run, far from its folder; the folder is gone."""
+    fedstill.export(first, out="first.safetensors")
+    weights = load_weights(first / "last")
+    shutil.rmtree(first)
+    return weights
 
 
 @pytest.fixture
@@ -92,4 +101,51 @@ def test_a_resume_notices_another_start_and_predict_does_not_need_it(first):
     with pytest.raises(FedstillError, match=r"last/weights.safetensors' has changed since the run began"):
         fedstill.resume_run("second", rounds=4)
     shutil.rmtree(first)
+    assert len(fedstill.predict("second", "a.csv").labels) == 60
+
+
+def test_a_run_starts_from_the_model_of_a_bundle(bundle, tmp_path):
+    still = experiment("a.csv", rounds=1, model=started("first.safetensors"), local={"lr": 1e-30})
+    weights = fedstill.run(still, run_dir="second", pictures=False).weights
+    assert all(torch.equal(weights.params[name], bundle.params[name]) for name in bundle.params)
+    assert fedstill.Experiment.from_toml("second/config.toml").model.start == str(tmp_path / "first.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "line"),
+    [
+        (["b", "a"], {}, "was trained for another task: the column names are in another order"),
+        (["a", "b"], {"hidden": [5]}, r"holds another network: layer 'encoder.\d.weight' has the shape \(4, 2\), not"),
+    ],
+)
+def test_a_bundle_that_does_not_fit_is_refused_by_its_first_difference(bundle, tmp_path, columns, options, line):
+    source = table_of(tmp_path / "b.csv", columns)
+    with pytest.raises(FedstillError, match=rf"^model.start = 'first.safetensors' {line}.*leave model.start out$"):
+        fedstill.run(experiment(source, model=started("first.safetensors", **options)), run_dir="second")
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_bundle_that_cannot_be_read_is_refused_with_the_key(bundle, tmp_path):
+    content = (tmp_path / "first.safetensors").read_bytes()
+    for name, damaged in {"cut": content[:-1], "changed": content[:-1] + b"\0", "empty": b""}.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(damaged)
+        with pytest.raises(FedstillError, match=r"^model.start: .*unchanged copy$"):
+            fedstill.run(experiment("a.csv", model=started(f"{name}.safetensors")))
+    with pytest.raises(FedstillError, match=r"^model.start: cannot read the bundle 'nothing.safetensors' \(No such"):
+        fedstill.run(experiment("a.csv", model=started("nothing.safetensors")))
+
+
+def test_a_resume_notices_another_bundle_and_predict_does_not_need_it(bundle, tmp_path):
+    fedstill.run(experiment("a.csv", model=started("first.safetensors")), run_dir="second", pictures=False)
+    fedstill.run(experiment("a.csv", rounds=1), run_dir="other", pictures=False)
+    kept = (tmp_path / "first.safetensors").read_bytes()
+    fedstill.resume_run("second", rounds=3)
+    fedstill.export("other", out="first.safetensors")
+    with pytest.raises(FedstillError, match=r"first.safetensors' has changed since the run began"):
+        fedstill.resume_run("second", rounds=4)
+    (tmp_path / "first.safetensors").write_bytes(kept)
+    fedstill.resume_run("second", rounds=4)
+    (tmp_path / "first.safetensors").unlink()
+    with pytest.raises(FedstillError, match=r"first.safetensors' is gone"):
+        fedstill.resume_run("second", rounds=5)
     assert len(fedstill.predict("second", "a.csv").labels) == 60

@@ -7,17 +7,23 @@ the training files may change, move or vanish. `differences` names everything in
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from fedstill.core.data import InputColumn, Tokenizer
 from fedstill.core.errors import FedstillError
+from fedstill.core.limits import SECTION, Count, Number, Positive
 from fedstill.core.types import Dataset, Federation
+from fedstill.data.tokens import opened
 
 FORMAT = 1  # raise it when a contract says something else in the same words
 DIGEST_BYTES = 16
@@ -25,6 +31,7 @@ AT_ONCE = 4096  # rows
 MIXER = np.uint64(0x9E3779B97F4A7C15)
 DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.int32, torch.int64, torch.float32)}
 SHOWN = 3  # names of a kind in one line
+MOST = 2**24  # numbers in one sample, or clients: a file that asks for more was damaged, or is to fill the memory
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,39 @@ def federation_without_rows(contract: Contract) -> Federation:
     return Federation(contract.data, contract.data, nobody[:0], nobody)
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """The form of one sample."""
+
+    __pydantic_config__ = SECTION
+    shape: tuple[Count, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A contract as JSON holds it."""
+
+    __pydantic_config__ = SECTION
+    format: int
+    name: str
+    sample: _Sample
+    classes: tuple[str, ...]
+    label: str
+    mean: tuple[Number, ...]
+    std: tuple[Positive, ...]
+    columns: tuple[InputColumn, ...]
+    tokenizer: Tokenizer | None
+    rows: dict[str, Rows]
+    owners: str
+    population: Count
+
+
+@cache
+def _written() -> TypeAdapter[_Written]:
+    return TypeAdapter(_Written)
+
+
 def rows_of(x: Tensor, y: Tensor | None = None, classes: tuple[str, ...] = ()) -> Rows:
     """The fingerprints of some rows, with or without labels."""
     inputs = x.cpu().numpy()
@@ -138,26 +178,83 @@ def as_json(contract: Contract) -> dict[str, Any]:
 
 
 def from_json(tree: Mapping[str, Any], *, where: str) -> Contract:
-    """The contract that JSON holds; a text that is none, or of another version, is refused with its place."""
+    """The contract that JSON holds; one of another version, and one that contradicts itself, is refused."""
     try:
         if tree["format"] != FORMAT:
             raise FedstillError(f"{where}: written by another version of fedstill: run the experiment again")
-        sample = tree["sample"]
+        written = _written().validate_json(json.dumps(tree), strict=True)
+        if contradiction := next(_contradictions(written), None):
+            raise FedstillError(f"{where}: this is no contract of a run ({contradiction})")
         data = Dataset(
-            tree["name"],
-            torch.zeros(0, *sample["shape"], dtype=DTYPES[sample["dtype"]]),
+            written.name,
+            torch.zeros(0, *written.sample.shape, dtype=DTYPES[written.sample.dtype]),
             torch.zeros(0, dtype=torch.int64),
-            tuple(tree["classes"]),
-            mean=tuple(tree["mean"]),
-            std=tuple(tree["std"]),
-            tokenizer=None if tree["tokenizer"] is None else Tokenizer(**tree["tokenizer"]),
-            columns=tuple(InputColumn(**{**c, "words": tuple(c["words"])}) for c in tree["columns"]),
-            label=tree["label"],
+            written.classes,
+            mean=written.mean,
+            std=written.std,
+            tokenizer=written.tokenizer,
+            columns=written.columns,
+            label=written.label,
         )
-        rows = {part: Rows(**{**about, "classes": tuple(about["classes"])}) for part, about in tree["rows"].items()}
-        return Contract(data, rows, tree["owners"], tree["population"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        return Contract(data, written.rows, written.owners, written.population)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise FedstillError(f"{where}: this is no contract of a run ({place}: {first['msg'].lower()})") from error
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FedstillError(f"{where}: this is no contract of a run ({type(error).__name__}: {error})") from error
+
+
+def _contradictions(written: _Written) -> Iterator[str]:
+    """Say where parts of a contract, each of the right kind, cannot belong together."""
+    shape, classes, columns, tokenizer = written.sample.shape, written.classes, written.columns, written.tokenizer
+    if written.sample.dtype not in DTYPES:
+        yield f"samples of {written.sample.dtype}"
+        return
+    dtype = DTYPES[written.sample.dtype]
+    if not 1 <= len(shape) <= 3 or math.prod(shape) > MOST:
+        yield f"samples of the shape {list(shape)[:4]}"
+        return
+    if not classes or len(set(classes)) < len(classes):
+        yield "no class, or one class twice"
+    if written.population > MOST:
+        yield f"{written.population:,} clients"
+    if len(written.mean) != len(written.std) or len(written.mean) not in (1, shape[0]):
+        yield f"{len(written.mean)} means and {len(written.std)} deviations for samples of the shape {list(shape)}"
+    scale = np.array([written.mean, written.std], np.float64) if len(written.mean) == len(written.std) else np.ones(2)
+    with np.errstate(over="ignore", under="ignore"):
+        stored = scale.astype(np.float32)
+    if not np.isfinite(stored).all() or not (stored[1] > 0).all():
+        yield "a mean or deviation that float32 cannot hold"
+    names = [column.name for column in columns]
+    if len(set(names)) < len(names) or written.label in names:
+        yield "one column twice, or the label among the inputs"
+    for column in columns:
+        if reason := _wrong_column(column):
+            yield f"column '{column.name}' {reason}"
+    if tokenizer is not None:
+        if dtype.is_floating_point or shape != (tokenizer.length,) or len(columns) != 1:
+            yield "samples that are not the tokens of a text"
+        elif opened(tokenizer.file, tokenizer.length) != tokenizer:
+            yield "numbers of the tokenizer that its vocabulary does not have"
+    elif columns and (dtype != torch.float32 or shape != (sum(column.width for column in columns),)):
+        yield f"{sum(column.width for column in columns)} features of columns for samples of the shape {list(shape)}"
+
+
+def _wrong_column(column: InputColumn) -> str:
+    """Say what is wrong with a column of a table; empty: nothing."""
+    words = np.array(column.words, np.str_)
+    if column.missing not in ("refuse", "skip", "mean") or column.unknown not in ("refuse", "zeros"):
+        return "has an unknown rule"
+    if not abs(column.fill) <= float(np.finfo(np.float32).max):
+        return "is filled with a number that float32 cannot hold"
+    if column.width != len(words) if len(words) else column.width < 1 + column.flag:
+        return f"has {column.width} features"
+    if len(words) and (
+        column.flag or np.unique(words).tolist() != list(column.words)
+    ):  # new words are searched in them
+        return "has words twice or out of order"
+    return ""
 
 
 def differences(then: Contract, now: Contract) -> list[str]:

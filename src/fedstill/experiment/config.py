@@ -175,7 +175,7 @@ class ModelSection(_Choice):
     """The network that is trained; its options stand beside its name."""
 
     name: str = "cnn"
-    start: str | None = Field(default=None, min_length=1, examples=["runs/first"])  # a run: begin from its last model
+    start: str | None = Field(default=None, min_length=1, examples=["runs/first"])  # a run or bundle to begin from
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:

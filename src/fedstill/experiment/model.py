@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fedstill.compose.groups import merge
 from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import ENSEMBLE, Federation, Model, Weights, check_report
 from fedstill.methods import options
 from fedstill.methods.lookup import Part, own_function, single
-from fedstill.models import READS_TEXT, build_model, from_module, mixed_model, model_options
+from fedstill.models import READS_TEXT, build_model, form_of, from_module, mixed_model, model_options
 from fedstill.models.mixed import MIXED
 
 if TYPE_CHECKING:
@@ -56,11 +57,16 @@ def build_network(experiment: Experiment, federation: Federation, given: Network
 def _network(name: str, options: dict[str, Any], federation: Federation) -> Model:
     if ":" in name:
         return _own_network(name, options, federation)
+    return build_model(name, **_facts_for(name, federation), **options)
+
+
+def _facts_for(name: str, federation: Federation) -> dict[str, Any]:
+    """Return the arguments of a built-in network that the data decide; data that it cannot read are refused."""
     _check_reads(name, federation)
     facts = _facts(federation)
     if not _reads_tokens(name):
         del facts["vocabulary"]
-    return build_model(name, **facts, **options)
+    return facts
 
 
 def _facts(federation: Federation) -> dict[str, Any]:
@@ -104,6 +110,44 @@ def _from_module(source: nn.Module | Callable[[], nn.Module], federation: Federa
         name=name,
         input_dtype=torch.int64 if federation.train.text else torch.float32,
     )
+
+
+def check_weights(experiment: Experiment, federation: Federation, weights: Weights) -> None:
+    """Refuse weights that are not those of the experiment's built-in network, or not finite; nothing is built."""
+    section, leaves = experiment.model, flatten(weights)
+    precision = torch.float64 if experiment.engine.precision == "float64" else torch.float32
+    most = 2 * len(leaves) + 10  # a little more, so that a tensor that is missing is named
+    parts = (
+        prototypes_of(section.options["prototypes"])
+        if section.name == MIXED
+        else {"": Part(section.name, section.options)}
+    )
+    forms = {
+        prototype: form_of(part.name, **_facts_for(part.name, federation), most=most, **part.options)
+        for prototype, part in parts.items()
+    }
+    form = merge(forms) if section.name == MIXED else forms[""]
+    for difference in form_differences(weights, form):
+        raise FedstillError(f"the weights are those of another network: {difference}")
+    for name, wanted in flatten(form).items():
+        leaf, dtype = leaves[name], precision if wanted.is_floating_point() else wanted.dtype
+        if leaf.dtype != dtype:
+            raise FedstillError(f"layer '{name.partition('/')[2]}' holds {leaf.dtype}, not {dtype}")
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            raise FedstillError(f"layer '{name.partition('/')[2]}' holds numbers that are not finite")
+
+
+def form_differences(found: Weights, wanted: Weights) -> Iterator[str]:
+    """Yield a line for each tensor that is missing, too many or of another shape."""
+    there, here = flatten(found), flatten(wanted)
+    for name in dict.fromkeys((*here, *there)):
+        layer = name.partition("/")[2]
+        if name not in there:
+            yield f"it has no layer '{layer}'"
+        elif name not in here:
+            yield f"its layer '{layer}' is not in this network"
+        elif there[name].shape != here[name].shape:
+            yield f"layer '{layer}' has the shape {tuple(there[name].shape)}, not {tuple(here[name].shape)}"
 
 
 def tensors_digest(network: Model) -> str:

@@ -20,6 +20,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation, Model
 from fedstill.data import contract
 from fedstill.data.load import is_embedded
+from fedstill.experiment.bundle import is_bundle
 from fedstill.experiment.config import Experiment, ModelSection
 from fedstill.experiment.model import NETWORK_DIFFERS, given_network
 from fedstill.loop.checkpoint import WEIGHTS_FILE
@@ -178,8 +179,9 @@ def _files_of(experiment: Experiment) -> list[str]:
 
 
 def start_file(start: str) -> Path:
-    """Return the file of the model that `model.start` names."""
-    return Path(start).resolve() / "last" / WEIGHTS_FILE
+    """Return the file of the model that `model.start` names: a bundle, or the last model of a run."""
+    place = Path(start).resolve()
+    return place if is_bundle(place) else place / "last" / WEIGHTS_FILE
 
 
 def check_files(files: Mapping[str, str], names: Collection[str]) -> None:

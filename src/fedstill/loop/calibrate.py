@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from fedstill.core.limits import SECTION, Count, CountOrNone, NotNegative, Share, Temperature
 from fedstill.loop.evaluate import BINS, calibration_error
 
 CALIBRATION_FILE = "calibration.json"
@@ -60,21 +62,23 @@ def fit_temperature(scores: Tensor, y: Tensor) -> float | None:
 class ReliabilityBin:
     """Rows whose confidence is in (low, high]."""
 
-    low: float
-    high: float
-    count: int
-    confidence: float  # their mean
-    accuracy: float
+    __pydantic_config__ = SECTION
+    low: Share
+    high: Share
+    count: Count
+    confidence: Share  # their mean
+    accuracy: Share
 
 
 @dataclass(frozen=True)
 class Reliability:
     """How often answers of a confidence are right: the bins that hold rows, and their mean gap (ECE)."""
 
-    rows: int
-    accuracy: float
-    confidence: float
-    ece: float
+    __pydantic_config__ = SECTION
+    rows: Count
+    accuracy: Share
+    confidence: Share
+    ece: NotNegative
     bins: tuple[ReliabilityBin, ...]
 
 
@@ -107,10 +111,11 @@ class Calibration:
     before, after: how answers hold against the labels of the rows that chose the temperature.
     """
 
-    temperature: float | None
+    __pydantic_config__ = SECTION
+    temperature: Temperature | None
     why: str
     fitted_on: str | None = None
-    rows: int = 0
+    rows: CountOrNone = 0
     before: Reliability | None = None
     after: Reliability | None = None
 
@@ -138,10 +143,5 @@ def calibrate(scores: Tensor, y: Tensor, where: str) -> Calibration:
 
 
 def calibration_from(tree: Mapping[str, Any]) -> Calibration:
-    """Return the calibration that `dataclasses.asdict` turned into a dict."""
-    known = {name: None if tree[name] is None else _reliability_from(tree[name]) for name in ("before", "after")}
-    return Calibration(**{**tree, **known})
-
-
-def _reliability_from(tree: Mapping[str, Any]) -> Reliability:
-    return Reliability(**{**tree, "bins": tuple(ReliabilityBin(**part) for part in tree["bins"])})
+    """Return the calibration that `dataclasses.asdict` turned into a dict; other content is a ValueError."""
+    return TypeAdapter(Calibration).validate_python(tree)

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.types import Model
+from fedstill.core.types import Model, Weights
 from fedstill.models.from_module import from_module, why_unbatchable
 from fedstill.models.mixed import mixed_model
 from fedstill.models.network import Network
+from fedstill.models.stateless import weights_of
 from fedstill.models.zoo.bert import bert
 from fedstill.models.zoo.char_lstm import char_lstm
 from fedstill.models.zoo.mobile import mobilenet_v2, shufflenet
 from fedstill.models.zoo.resnet import resnet8, resnet8_wide, resnet18, resnet20, resnet34
 from fedstill.models.zoo.small import cnn, convnet, fecnn, lenet, lenet5, mlp, vgg8, vgg11
 
-__all__ = ["MODELS", "READS_TEXT", "build_model", "from_module", "mixed_model", "model_options", "why_unbatchable"]
+__all__ = [
+    "MODELS",
+    "READS_TEXT",
+    "build_model",
+    "form_of",
+    "from_module",
+    "mixed_model",
+    "model_options",
+    "why_unbatchable",
+]
 
 SMALL = (mlp, cnn, lenet5, lenet, convnet, fecnn, vgg8, vgg11)
 RESIDUAL = (resnet8, resnet20, resnet8_wide, resnet18, resnet34)
@@ -61,3 +74,28 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
         check=False,
         input_dtype=torch.int64 if name in READS_TEXT else torch.float32,
     )
+
+
+def form_of(name: str, *, input_shape: tuple[int, ...], classes: int, most: int, **options: Any) -> Weights:
+    """Return the tensors of a built-in network without memory for their numbers (device "meta").
+
+    A network of more than `most` parameter tensors is refused as soon as it has them, because a file that somebody else
+    wrote may ask for a network of any size.
+
+    >>> form_of("mlp", input_shape=(64,), classes=10, most=4, hidden=(32,)).params["head.weight"].shape
+    torch.Size([10, 32])
+    """
+    count, here = 0, threading.get_ident()
+
+    def note(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+        nonlocal count
+        count += threading.get_ident() == here
+        if count > most:
+            raise FedstillError(f"the network '{name}' has more than {most} tensors")
+
+    hook = register_module_parameter_registration_hook(note)
+    try:
+        with torch.device("meta"):
+            return weights_of(MODELS[name](tuple(input_shape), classes, **options))
+    finally:
+        hook.remove()

@@ -55,6 +55,8 @@ from fedstill.prediction.answers import (
 from fedstill.prediction.files import Part, write_summary, writing_tables
 from fedstill.prediction.stream import new_samples
 
+NO_ANSWER = "the model's answer is no finite number"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -159,7 +161,7 @@ class Predictor:
 
     def __repr__(self) -> str:
         about = self.trained
-        return f"Predictor({about.which} model of {label(about.experiment.method.name)}, {len(self.classes)} classes)"
+        return f"Predictor({about.which} model of {about.method}, {len(self.classes)} classes)"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -219,8 +221,8 @@ def _asked(
     trained = replace(trained, notes=notes)
     if inputs is not None:
         return _new_data(trained, inputs, model)
-    method, answer = label(run.experiment.method.name), model_answer(trained, place or "", model)
-    return _Work([own_samples(run)], answer, run.contract.data, _own_words(own), trained.which, method, notes)
+    answer, what = model_answer(trained, place or "", model), _own_words(own)
+    return _Work([own_samples(run)], answer, run.contract.data, what, trained.which, trained.method, notes)
 
 
 def _own_words(choice: str | int) -> str:
@@ -242,8 +244,7 @@ def _new_data(trained: Trained, inputs: Any, model: Network | None = None) -> _W
     in_file = isinstance(inputs, str | Path)
     what = f"'{inputs}'" if in_file else f"the given {type(inputs).__name__}"
     answer, data = model_answer(trained, str(Path(inputs).resolve()) if in_file else what, model), trained.contract.data
-    method = label(trained.experiment.method.name)
-    return _Work(new_samples(inputs, data), answer, data, what, trained.which, method, trained.notes)
+    return _Work(new_samples(inputs, data), answer, data, what, trained.which, trained.method, trained.notes)
 
 
 def _collected(label_rows: Callable[[Callable[[Part], None]], Outcome]) -> Predictions:
@@ -269,6 +270,13 @@ def _label(work: _Work, out: str | Path | None, take: Callable[[Part], None]) ->
             if not samples.ids:
                 continue
             scores = answer.score(samples)
+            if not (known := scores.isfinite().all(dim=1)).all():  # e.g. of a cell that is larger than all others
+                skipped += [
+                    f"{name} ({NO_ANSWER})" for name, ok in zip(samples.ids, known.tolist(), strict=True) if not ok
+                ]
+                samples, scores = _taken(samples, known), scores[known]
+                if not samples.ids:
+                    continue
             best = scores.argmax(dim=1, keepdim=True)  # of float64: rounding makes no ties
             raw, calibrated = (at_temperature(scores, t).gather(1, best)[:, 0] for t in (1.0, temperature or 1.0))
             part = Part(
@@ -288,8 +296,10 @@ def _label(work: _Work, out: str | Path | None, take: Callable[[Part], None]) ->
                 rows = (samples.truth >= 0).nonzero().flatten()
                 right = (best[rows, 0] == samples.truth[rows].cpu()).double()
                 checked.append(torch.stack([raw[rows], calibrated[rows], right]))
+        if not (count := counts.total()):
+            raise FedstillError(f"{work.what}: no row has an answer: {skipped[0]}")
         outcome = Outcome(
-            count=(count := counts.total()),
+            count=count,
             label_counts={name: counts.get(name, 0) for name in classes},
             mean_confidence=float(sums[0] / count),
             mean_confidence_raw=float(sums[1] / count),
@@ -308,6 +318,13 @@ def _label(work: _Work, out: str | Path | None, take: Callable[[Part], None]) ->
     if out is not None:
         write_summary(outcome, Path(out), title=f"{work.data.name}: {work.source} of {work.method}")
     return outcome
+
+
+def _taken(samples: Samples, rows: Tensor) -> Samples:
+    """Return the samples whose mark in `rows` is true."""
+    ids = tuple(name for name, wanted in zip(samples.ids, rows.tolist(), strict=True) if wanted)
+    truth = None if samples.truth is None else samples.truth[rows.to(samples.truth.device)]
+    return samples._replace(x=samples.x[rows.to(samples.x.device)], ids=ids, truth=truth)
 
 
 def _measured(checked: list[Tensor], temperature: float | None) -> Measured | None:

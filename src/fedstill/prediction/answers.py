@@ -21,6 +21,7 @@ from fedstill.experiment.run_folder import is_local
 from fedstill.loop.calibrate import CALIBRATION_FILE, Calibration, Reliability, calibration_from, log_scores
 from fedstill.loop.checkpoint import WEIGHTS_FILE, content_digest, list_checkpoints, load_model, load_tensors
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
+from fedstill.methods.lookup import label
 
 MODELS = ("last", "best")
 TARGETS = "targets"
@@ -109,6 +110,7 @@ def trained_model(run: Opened, which: str) -> Trained:
     _check_model(run, which, about)
     return Trained(
         run.experiment,
+        label(run.experiment.method.name),
         run.contract,
         weights,
         which,
@@ -161,7 +163,8 @@ def scorer(trained: Trained, model: Network | None = None) -> Callable[[Tensor],
     network = build_network(trained.experiment, federation, model)
     if model is not None:
         check_given_network(trained.experiment, network, reads_ids=federation.train.text)
-    device = options.device if torch.cuda.is_available() or options.device == "auto" else "cpu"
+    present = {"cpu", *(["cuda"] if (count := torch.cuda.device_count()) else []), *(f"cuda:{n}" for n in range(count))}
+    device = options.device if options.device in present else "auto"  # a bundle may come from a larger machine
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
     engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)

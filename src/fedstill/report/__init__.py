@@ -39,7 +39,7 @@ def new_figure(width: float, height: float, title: str = "", *, letters: int = T
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
-        figure.suptitle(wrapped(title, letters), x=0.01, ha="left", fontsize=size)
+        figure.suptitle(wrapped(title, letters), x=0.01, ha="left", fontsize=size, parse_math=False)
     return figure
 
 
