@@ -60,6 +60,22 @@ def test_a_split_of_ones_own_and_owners_contradict_each_other():
         fedstill.run(EXPERIMENT, data=(X, Y, OWNER, OWNER))
 
 
+def test_a_comparison_takes_the_same_data_and_has_its_reference_points():
+    asked = EXPERIMENT.replace(compare={"references": True})
+    comparison = fedstill.compare(asked, ["fedavg", "fedprox"], seeds=1, data=(X, Y, OWNER))
+    alone = fedstill.run(EXPERIMENT, data=(X, Y, OWNER))
+    assert comparison.results["fedavg"][0].summary()["accuracy_last"] == alone.summary()["accuracy_last"]
+    assert {row.method for row in comparison.summaries} == {
+        "fedavg",
+        "fedprox",
+        "pooled",
+        "alone (mean)",
+        "majority class",
+    }
+    with pytest.raises(FedstillError, match="give one of them"):
+        fedstill.compare(EXPERIMENT, data=(X, Y), source=fedstill.from_data(X, Y))
+
+
 def test_without_owners_the_experiment_splits_the_rows_and_names_the_label():
     split = EXPERIMENT.replace(partition={"scheme": "iid", "clients": 5}, cohort=5)
     named = split.replace(data={"label": "state"})

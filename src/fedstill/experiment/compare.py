@@ -17,7 +17,7 @@ from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
-from fedstill.experiment.run import draw_pictures, measure_references, run_built
+from fedstill.experiment.run import draw_pictures, measure_references, read_data, run_built
 from fedstill.experiment.run_folder import with_given_data, write_description
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.cautions import each_once
@@ -102,6 +102,7 @@ def compare(
     run_dir: str | Path | None = None,
     callbacks: Callable[[str, int], Sequence[Callback]] = lambda method, seed: (),
     source: Source | None = None,
+    data: Any = None,
     resume: bool = False,
 ) -> Comparison:
     """Run every method with seeds experiment.seed, + 1, ...; the data are loaded once and split once a seed.
@@ -111,7 +112,12 @@ def compare(
         section. A name with options, "feddf(student.lr=0.1)", has no others.
     callbacks: called with the method and the seed, returns the callbacks of that run.
     source: data that are loaded already (by default the experiment's data are loaded).
+    data: data in Python, as `run` takes them: (x, y), (x, y, owners), a DataFrame, a torch Dataset.
     """
+    if data is not None:
+        if source is not None:
+            raise FedstillError("source and data both say whose rows there are: give one of them")
+        experiment, source = read_data(experiment, data)
     entries = choose_methods(checked_experiment(experiment), methods)
     count = experiment.compare.seeds if seeds is None else seeds
     table = {**experiment.compare.model_dump(), "methods": list(entries), "seeds": count}

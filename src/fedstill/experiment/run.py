@@ -74,7 +74,8 @@ def run(
     if data is not None:
         if federation is not None:
             raise FedstillError("federation and data both say whose rows there are: give one of them")
-        experiment, federation = share_out(experiment, data)
+        experiment, source = read_data(experiment, data)
+        federation = build_federation(experiment, source)
     if model is not None:
         federation = build_federation(experiment) if federation is None else federation
         model = build_network(experiment, federation, model)
@@ -85,9 +86,12 @@ def run(
     return run_built(experiment, built, run_dir=run_dir, callbacks=callbacks, resume=resume, pictures=pictures)
 
 
-def share_out(experiment: Experiment, data: Any) -> tuple[Experiment, Federation]:
-    """Return (the experiment, the federation) of data in Python. Owners become the clients of an experiment that
-    leaves its partition at the default, and a cohort that is left at its default has at most all of them."""
+def read_data(experiment: Experiment, data: Any) -> tuple[Experiment, Source]:
+    """Read data in Python, and return the experiment that suits their owners, and the data.
+
+    Owners become the clients of an experiment that leaves its partition at the default. A cohort that is left at its
+    default has at most all of them.
+    """
     owner = ""
     if not isinstance(data, Source) and isinstance(data, tuple) and len(data) == 3:
         from fedstill.data.given import owner_name
@@ -105,7 +109,7 @@ def share_out(experiment: Experiment, data: Any) -> tuple[Experiment, Federation
     if owner and experiment.cohort == Experiment.model_fields["cohort"].default:
         count = len(np.unique(source.keys[owner]))
         experiment = experiment.model_copy(update={"cohort": min(experiment.cohort, count)})
-    return experiment, build_federation(experiment, source)
+    return experiment, source
 
 
 def _say_what_no_file_holds(experiment: Experiment, federation: Federation) -> None:
