@@ -79,6 +79,15 @@ def test_a_column_is_whole_numbers_else_numbers_else_words(tmp_path: Path, cells
     np.testing.assert_array_equal(column, np.array(expected, column.dtype))
 
 
+def test_numbers_with_decimal_commas_are_numbers_where_another_sign_separates_cells(tmp_path: Path) -> None:
+    text = "a;b;note\n32,1;1;4,5 mg\n-0,25;2;none\n;3;7,5\n"
+    frame = read_csv(write(tmp_path / "t.csv", text))
+    np.testing.assert_array_equal(frame.columns["a"], [32.1, -0.25, np.nan])
+    assert frame.columns["b"].tolist() == [1, 2, 3]
+    assert frame.columns["note"].tolist() == ["4,5 mg", "none", "7,5"]
+    assert read_csv(write(tmp_path / "t.csv", "a,b\n1,2\n")).columns["a"].tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -84,6 +84,15 @@ def test_a_row_with_more_or_fewer_cells_than_the_header_is_skipped(tmp_path, lin
     assert sum(len(part.ids) for part in parts) == 9
 
 
+def test_a_table_with_decimal_commas_is_read_as_one_with_points(tmp_path):
+    table = frame().astype({"dose": object})
+    table.loc[5, "dose"] = "much"  # the other cells of this piece are looked at one by one
+    table.to_csv(tmp_path / "new.csv", index=False, sep=";", decimal=",")
+    parts = list(new_samples(tmp_path / "new.csv", TASK))
+    assert torch.cat([part.x for part in parts])[:, 0].tolist() == [row / 8 for row in range(10) if row != 5]
+    assert parts[1].skipped[0].startswith("c95 (column 'dose' holds 'much'")
+
+
 def test_cells_that_a_rule_fills_in_are_counted_over_all_pieces_in_one_line(tmp_path, caplog):
     columns = tuple(column._replace(missing="mean", fill=2.0) for column in TASK.columns)
     table = frame().astype(object)

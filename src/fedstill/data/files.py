@@ -29,6 +29,9 @@ MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
 _MISSING_SPELT = [
     "".join(letters) for word in MISSING_WORDS for letters in itertools.product(*({c, c.upper()} for c in word))
 ]  # for pandas, which tells NA from Na
+LINES_OF_A_LOOK = 1000  # of a table, to see how its numbers are written
+_DECIMAL_COMMA = re.compile(r"(?<![^;\t|\s])[-+]?\d+,\d+(?![^;\t|\s])")  # 32,1 as a whole cell
+_WITH_COMMA = re.compile(r"\s*[-+]?\d*,\d+\s*")
 EXACT_PANDAS = (3, 1)  # from this release on, its plain reader of numbers gives the nearest float
 TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
 SHARD = re.compile(r"(?P<split>.+)-\d+-of-(?P<parts>\d+)")
@@ -210,11 +213,18 @@ class CsvFile:
         self.file = file
         with self._readable(), file.open(encoding="utf-8-sig") as lines:
             separator = delimiter or max(",;\t|", key=lines.readline().count)
-        self._form = {"sep": separator, "encoding": "utf-8-sig"}
+            first = list(itertools.islice(lines, LINES_OF_A_LOOK))
+        decimal = "," if separator != "," and any(_DECIMAL_COMMA.search(line) for line in first) else "."
+        self._form = {"sep": separator, "decimal": decimal, "encoding": "utf-8-sig"}
         release = tuple(map(int, require_extra("pandas").__version__.split(".")[:2]))
         if release < EXACT_PANDAS:
             self._form["float_precision"] = "round_trip"
         self.header = self._checked_header()
+
+    @property
+    def decimal(self) -> str:
+        """The decimal mark: a comma where cells such as 32,1 are set apart by another sign."""
+        return self._form["decimal"]
 
     def pieces(self, *, words: Collection[str]) -> Iterator[dict[str, np.ndarray]]:
         """Yield all columns of ROWS_AT_ONCE rows: numbers where all cells are numbers, else cells as written.
@@ -228,7 +238,10 @@ class CsvFile:
         form |= {"keep_default_na": False, "na_values": gaps, "low_memory": False, "chunksize": ROWS_AT_ONCE}
         with self._readable(), require_extra("pandas").read_csv(self.file, **form) as chunks:
             for cells in chunks:
-                yield {name: _cells(cells[place]) for place, name in enumerate(self.header)}
+                yield {
+                    name: _cells(cells[place], decimal="." if place in kinds else self.decimal)
+                    for place, name in enumerate(self.header)
+                }
 
     def uneven_rows(self) -> dict[int, str]:
         """Return the rows with more or fewer cells than the header, because their cells may stand in wrong columns.
@@ -275,12 +288,15 @@ class CsvFile:
             raise FedstillError(f"data.source: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
 
 
-def _cells(column: Any) -> np.ndarray:
-    """Return a column of pandas as numbers, or as words as they are written."""
+def _cells(column: Any, *, decimal: str) -> np.ndarray:
+    """Return a column of pandas as numbers, or as words as written; numbers among words get a decimal point."""
     if column.dtype.kind in "ifu":
         numbers: np.ndarray = column.to_numpy()
         return numbers.astype(np.float64) if column.dtype.kind == "u" else numbers  # u: numbers beyond int64
-    return objects(["" if isinstance(cell, float) else str(cell) for cell in column.tolist()])
+    words = ["" if isinstance(cell, float) else str(cell) for cell in column.tolist()]
+    if decimal == ",":
+        words = [word.replace(",", ".") if _WITH_COMMA.fullmatch(word) else word for word in words]
+    return objects(words)
 
 
 def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
@@ -297,7 +313,7 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
     if uneven := table.uneven_rows():
         rows = np.fromiter(uneven, np.int64)
         raise FedstillError(
-            f"data.source: '{file}': {row_numbers(rows)} {uneven[rows[0]]}: put a cell that holds a comma in quotes"
+            f"data.source: '{file}': {row_numbers(rows)} {uneven[rows[0]]}: put cells with the separator in quotes"
         )
     spelt = {name for name, cells in first.items() if cells.dtype == object}  # pandas sees no numbers: `_parse` looks
     parsed: dict[str, list[np.ndarray]] = {name: [] for name in table.header}
