@@ -93,6 +93,15 @@ def test_a_table_with_decimal_commas_is_read_as_one_with_points(tmp_path):
     assert parts[1].skipped[0].startswith("c95 (column 'dose' holds 'much'")
 
 
+def test_a_column_in_which_every_word_is_new_is_named(tmp_path, caplog):
+    columns = tuple(column._replace(unknown="zeros") for column in TASK.columns)
+    table = frame().assign(colour=["0", "1"] * 5)  # the same facts, in other words
+    list(new_samples(write(table, tmp_path / "new.csv"), replace(TASK, columns=columns)))
+    assert caplog.records[-1].getMessage() == (
+        "'new.csv': no cell of column 'colour' could be used: is it written as in the train rows?"
+    )
+
+
 def test_cells_that_a_rule_fills_in_are_counted_over_all_pieces_in_one_line(tmp_path, caplog):
     columns = tuple(column._replace(missing="mean", fill=2.0) for column in TASK.columns)
     table = frame().astype(object)

@@ -195,7 +195,7 @@ def assemble(
         )
         for part in parts
     )
-    all_notes = (*notes, *new_notes, *rule_notes(encoded.cells_by_rule))
+    all_notes = (*notes, *new_notes, *rule_notes(encoded.cells_by_rule, table.rows))
     return Source(train_set, test_set, keys, all_notes, origin, rows=rows, texts=encoded.texts)
 
 
@@ -239,7 +239,7 @@ def _without_labels(
     return Source(
         train,
         test,
-        notes=(*notes, *new_notes, *rule_notes(encoded.cells_by_rule)),
+        notes=(*notes, *new_notes, *rule_notes(encoded.cells_by_rule, table.rows)),
         cells_by_rule=encoded.cells_by_rule,
         origin=origin,
         rows={"train": np.array([names[row] for row in kept], np.str_)},
@@ -483,8 +483,8 @@ def encode_columns(
     return Inputs(x, columns, cells_by_rule=counts)
 
 
-def rule_notes(cells_by_rule: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Say how many cells a rule decided, and in which columns, a line for each rule."""
+def rule_notes(cells_by_rule: Mapping[str, Mapping[str, int]], rows: int) -> list[str]:
+    """Say how many cells a rule decided, and in which columns of so many rows, a line for each rule."""
     actions = {
         "missing": "cells without a value are filled in (data.missing = 'mean')",
         "unknown": "cells hold a word that the train rows do not have and count as none (data.unknown = 'zeros')",
@@ -495,6 +495,8 @@ def rule_notes(cells_by_rule: Mapping[str, Mapping[str, int]]) -> list[str]:
             shown = ", ".join(f"{name} {number}" for name, number in list(cells.items())[:SHOWN])
             more = f" and {len(cells) - SHOWN} more columns" if len(cells) > SHOWN else ""
             notes.append(f"{sum(cells.values())} {actions[rule]}: {shown}{more}")
+            if whole := [name for name, number in cells.items() if number == rows > 1]:
+                notes.append(f"no cell of column '{whole[0]}' could be used: is it written as in the train rows?")
     return notes
 
 

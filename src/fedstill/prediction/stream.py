@@ -115,7 +115,9 @@ class _TableFile:
             samples = Samples(self.task.x[:0], (), None, skipped)
             if len(kept):
                 part = assemble({"": self._readable(frame, kept)}, self.reading, name=self.file.stem, origin="")
-                notes |= dict.fromkeys(note for note in part.notes if note not in rule_notes(part.cells_by_rule))
+                notes |= dict.fromkeys(
+                    note for note in part.notes if note not in rule_notes(part.cells_by_rule, len(kept))
+                )
                 for rule, counts in part.cells_by_rule.items():
                     cells.setdefault(rule, Counter()).update(counts)
                 truth = match_classes(part.train, Source(self.task, self.task), some=True) if part.train.label else None
@@ -124,7 +126,7 @@ class _TableFile:
             first, read, problem = first + frame.rows, read + len(kept), next(iter(skipped), problem)
         if not read:
             raise FedstillError(f"INPUTS: no row of '{self.file}' can be read: {problem}")
-        for note in (*notes, *rule_notes(cells)):
+        for note in (*notes, *rule_notes(cells, read)):
             _log.warning("'%s': %s", self.file.name, note)
 
     def _readable(self, frame: Frame, rows: np.ndarray) -> Frame:
