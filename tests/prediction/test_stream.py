@@ -120,6 +120,12 @@ def test_a_table_of_which_no_row_can_be_read_is_an_error(tmp_path):
         list(new_samples(write(table, tmp_path / "new.csv"), TASK))
 
 
+def test_a_header_without_rows_is_an_error(tmp_path):
+    (tmp_path / "new.csv").write_text("colour,age,dose\n")
+    with pytest.raises(FedstillError, match="has a header and no rows"):
+        list(new_samples(tmp_path / "new.csv", TASK))
+
+
 def test_ids_that_repeat_do_not_name_rows(tmp_path, caplog):
     table = frame()
     table.loc[9, "case_id"] = "c100"  # in another piece than the first c100

@@ -238,6 +238,8 @@ class CsvFile:
         form |= {"keep_default_na": False, "na_values": gaps, "low_memory": False, "chunksize": ROWS_AT_ONCE}
         with self._readable(), require_extra("pandas").read_csv(self.file, **form) as chunks:
             for cells in chunks:
+                if cells.empty:
+                    raise FedstillError(f"data.source: '{self.file}' has a header and no rows")
                 yield {
                     name: _cells(cells[place], decimal="." if place in kinds else self.decimal)
                     for place, name in enumerate(self.header)
@@ -308,8 +310,6 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
     ids = {name for name in table.header if _as_written(name, reading)}
     words = {column.name for column in reading.like if column.words}
     first = next(table.pieces(words=words | ids))
-    if not len(first[table.header[0]]):
-        raise FedstillError(f"data.source: '{file}' has a header and no rows")
     if uneven := table.uneven_rows():
         rows = np.fromiter(uneven, np.int64)
         raise FedstillError(
