@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MinLen
 from pydantic import TypeAdapter
 from torch import Tensor
 
@@ -79,7 +80,7 @@ class Reliability:
     accuracy: Share
     confidence: Share
     ece: NotNegative
-    bins: tuple[ReliabilityBin, ...]
+    bins: Annotated[tuple[ReliabilityBin, ...], MinLen(1)]
 
 
 def reliability(probabilities: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
