@@ -13,6 +13,7 @@ import torch
 
 import fedstill
 from fedstill.core.errors import FedstillError
+from fedstill.experiment.build import build_federation
 
 WORDS = ("blue", "green", "red")
 
@@ -170,27 +171,44 @@ def test_words_that_a_bundle_cannot_follow_are_refused(run, bundle, new, tmp_pat
     assert "must end in .safetensors" in mistake(fedstill.export, run, out=tmp_path / "model.bin")
 
 
-@pytest.mark.parametrize(("network", "source"), [("mlp", "table"), ("cnn", "digits")])
-def test_an_onnx_file_answers_as_we_do(run, new, tmp_path, network, source):
+def of_table(new):
+    """The rows of the table in storage form: numbers, then a number for each word."""
+    frame = pandas.read_csv(new)
+    hot = [frame.colour == word for word in WORDS]
+    return torch.tensor(np.column_stack([frame.age, frame.dose, frame.mass, *hot]).astype(np.float32))
+
+
+@pytest.mark.parametrize("network", ["mlp", "cnn", "resnet8", "bert"])
+def test_an_onnx_file_answers_as_we_do(run, new, tmp_path, network):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     inputs = new
-    if source == "digits":
-        run = tmp_path / "run"
-        experiment = fedstill.Experiment(rounds=1, cohort=2, data={"unlabeled": "test"}, model={"name": network})
-        fedstill.run(experiment, run_dir=run, pictures=False)
-        inputs, x = None, fedstill.load("digits").test.x
+    if network == "mlp":
+        x = of_table(new)
     else:
-        frame = pandas.read_csv(new)
-        hot = [frame.colour == word for word in WORDS]
-        x = torch.tensor(np.column_stack([frame.age, frame.dose, frame.mass, *hot]).astype(np.float32))
+        run, data, model = tmp_path / "run", {"source": "digits"}, {"name": network}
+        if network == "bert":
+            pytest.importorskip("tokenizers")
+            words = [f"{'the team won' if row % 2 else 'the bank paid'} {row},{'ab'[row % 2]}" for row in range(90)]
+            (tmp_path / "texts.csv").write_text("\n".join(["text,topic", *words]))
+            data = {"source": str(tmp_path / "texts.csv"), "inputs": ["text"], "label": "topic", "tokens": 12}
+            model |= {"layers": 2, "hidden": 16, "heads": 2, "inner": 32}
+        experiment = fedstill.Experiment(
+            rounds=1,
+            cohort=2,
+            data={**data, "unlabeled": "test"},
+            model=model,
+            partition={"scheme": "iid", "clients": 2},
+        )
+        fedstill.run(experiment, run_dir=run, pictures=False)
+        inputs, x = None, build_federation(experiment).test.x
     fedstill.export(run, out=tmp_path / "model.onnx", kind="onnx")
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     ours = fedstill.predict(run, inputs)
     theirs = session.run(None, {"x": x.numpy()})[0]
     wanted = ours.probabilities
-    if source == "digits":  # the file has the temperature that predict must not use on the test set itself
+    if inputs is None:  # the file has the temperature that predict must not use on the test set itself
         fitted = json.loads((run / "calibration.json").read_text())["last"][0]["temperature"] or 1.0
         wanted = torch.softmax(ours.probabilities.double().log() / fitted, 1)
-    np.testing.assert_allclose(theirs, wanted, atol=1e-5)
+    np.testing.assert_allclose(theirs, wanted, rtol=0, atol=1e-5)
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(ours.classes)
