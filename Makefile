@@ -36,7 +36,7 @@ test-slow: .venv/for-test  ## tests that take longer than a few seconds each
 test-gpu: .venv/for-test  ## tests that need a CUDA device
 	$(PYTEST) -m gpu
 
-test-wheel:  ## build the wheel, install it in a fresh environment, run it outside this folder
+test-wheel: .venv/for-test  ## build the wheel, install it in a fresh environment, run it and predict from bundles outside this folder
 	tools/try_wheel.sh $(PYTHON)
 
 format: .venv/for-test  ## let ruff format and fix
