@@ -14,6 +14,9 @@ from PIL import Image
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
 
 from fedstill import Experiment
+from fedstill.data.inspect import Findings
+from fedstill.experiment.starter import starter_text
+from fedstill.storage import toml
 
 PACKAGES = ("numpy", "torch", "scipy.stats")  # the classes of texts: whose function a docstring describes
 
@@ -146,6 +149,18 @@ def test_the_first_file_of_texts_reads_tokens() -> None:
     assert Experiment.from_toml("first.toml").data.tokens is not None
     fedstill("init", table_of_texts(), "--out", "second.toml")
     assert Experiment.from_toml("second.toml").data.inputs == ("review",)
+
+
+@pytest.mark.parametrize(("kind", "few", "many"), [("images", 1000, 60_000), ("texts", 1000, 60_000)])
+def test_a_first_file_for_much_data_asks_for_less_work(kind: str, few: int, many: int) -> None:
+    def visits(rows: int) -> tuple[float, bool]:
+        """Return how often a row is trained on, and whether there are reference points."""
+        looked = Findings("data", kind, rows, "label", {"a": 1, "b": 1}, sizes={(8, 8): rows}, text_words=20)
+        experiment = Experiment.model_validate(toml.loads(starter_text(looked, name="data", population=5)))
+        return experiment.rounds * experiment.local.epochs, experiment.compare.references
+
+    assert visits(many)[0] < visits(few)[0] / 3
+    assert (visits(few)[1], visits(many)[1]) == (True, False)
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def _choose_label(table: Frame, label: str | None, place: str) -> str:
         if len(names) == 1:
             return names[0]
     few = {name: len(set(table.columns[name].tolist())) for name in called_so or plain}
-    listed = [f"{name} ({count} values)" for name, count in few.items() if 2 <= count <= MOST_CLASSES]
+    listed = [f"{name} ({count} values)" for name, count in few.items() if 2 <= count <= MOST_CLASSES or name in stated]
     raise FedstillError(
         f"--label: which column of '{place}' holds the classes? Give it with --label COLUMN; "
         f"{'columns with few values: ' + ', '.join(listed) if listed else 'columns: ' + ', '.join(plain)}"

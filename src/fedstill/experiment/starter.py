@@ -27,7 +27,11 @@ LARGEST_COHORT = 20
 STEPS = 20  # that a client of few rows makes in a round, by more epochs
 MOST_EPOCHS = 10
 MOST_REFERENCES = 20  # clients that a first run trains alone, for comparison
-LARGE_TABLE = 100_000  # rows
+LARGE = {
+    "table": 100_000,
+    "images": 20_000,
+    "texts": 20_000,
+}  # from here on a first run has less work and no references
 LONGEST_TEXT = 128  # tokens
 PIECES_OF_A_WORD = 1.3  # tokens a word, about
 
@@ -61,9 +65,10 @@ def starter_text(findings: Findings, *, name: str, population: int) -> str:
     write = {"table": _for_table, "images": _for_images, "texts": _for_texts}[findings.kind]
     reading, network, local = write(findings)
     rows_each = 0.8 * findings.rows / population  # a fifth is the test set
-    batch, fewest = int(local["batch_size"]), 1 if findings.rows > LARGE_TABLE else 2
+    large = findings.rows > LARGE[findings.kind]
+    batch, fewest = int(local["batch_size"]), 1 if large else 2
     epochs = max(fewest, min(MOST_EPOCHS, math.ceil(STEPS * batch / rows_each)))
-    rounds = 5 if findings.rows > LARGE_TABLE else 20
+    rounds = 20 if not large else 5 if findings.kind == "table" else 10
     cohort = min(population, LARGEST_COHORT)
     lines = [
         f"# Written by `fedstill init` after a look at {findings.rows:,} rows. All keys: docs/experiment-file.md.",
@@ -90,7 +95,7 @@ def starter_text(findings: Findings, *, name: str, population: int) -> str:
         'name = "fedavg" # compare methods on the same data: fedstill compare FILE --methods fedavg,fedprox,fedntd',
         "",
         "[compare]",
-        f"references = {toml_value(findings.rows <= LARGE_TABLE and population <= MOST_REFERENCES)} "
+        f"references = {toml_value(not large and population <= MOST_REFERENCES)} "
         "# also measure the majority class, each client alone and all data pooled",
     ]
     return "\n".join(lines) + "\n"
@@ -137,9 +142,9 @@ def _for_table(findings: Findings) -> tuple[list[str], list[str], Local]:
     ]
     hidden = [] if rows < 500 else [32] if rows < 20_000 else [64, 32]
     about = "no hidden layer: logistic regression, enough for few rows" if not hidden else "small, because the data are"
-    if rows > LARGE_TABLE:
+    if rows > LARGE["table"]:
         about = "two hidden layers"
-    batch = 16 if rows <= 5000 else 64 if rows <= LARGE_TABLE else 256
+    batch = 16 if rows <= 5000 else 64 if rows <= LARGE["table"] else 256
     network = ['name = "mlp"', f"hidden = {hidden} # {about}"]
     return reading, network, {"batch_size": batch, "lr": 0.02, "momentum": 0.9}
 
@@ -156,7 +161,8 @@ def _for_images(findings: Findings) -> tuple[list[str], list[str], Local]:
         reasons = [f"{len(findings.broken)} files cannot be read"] if findings.broken else []
         reasons += [f"{findings.incomplete:,} have no label or no owner"] if findings.incomplete else []
         reading.append(f'missing = "skip" # {" and ".join(reasons)}: they are left out')
-    return reading, ['name = "cnn" # two convolutions'], {"batch_size": 16, "lr": 0.02, "momentum": 0.9}
+    batch = 16 if findings.rows <= 5000 else 64
+    return reading, ['name = "cnn" # two convolutions'], {"batch_size": batch, "lr": 0.02, "momentum": 0.9}
 
 
 def _for_texts(findings: Findings) -> tuple[list[str], list[str], Local]:
@@ -174,4 +180,4 @@ def _for_texts(findings: Findings) -> tuple[list[str], list[str], Local]:
     ]
     small = ["layers = 1", "hidden = 64", "heads = 2", "inner = 128", 'pool = "mean"']
     network = ['name = "bert" # a small one, trained from nothing', *small]
-    return reading, network, {"batch_size": 16, "optimizer": "adam", "lr": 0.002}
+    return reading, network, {"batch_size": 16 if findings.rows <= 5000 else 64, "optimizer": "adam", "lr": 0.002}
