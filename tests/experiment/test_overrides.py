@@ -93,6 +93,12 @@ def test_none_removes_no_key_that_is_unknown_and_no_section(setting, line):
         Experiment.model_validate(apply_settings(quickstart_table(), [setting]))
 
 
+@pytest.mark.parametrize("text", ['{name="mlp", hidden=[8}', "{name=mlp}", '{name="mlp"'])
+def test_a_table_that_is_no_toml_is_not_taken_for_a_name(text):
+    with pytest.raises(FedstillError, match=f"^{re.escape(f'--set model={text}: this is no TOML table')}"):
+        apply_settings(quickstart_table(), [f"model={text}"])
+
+
 def test_epochs_that_would_do_nothing_beside_steps_are_refused():
     line = "local.epochs = 50 would do nothing: local.steps = 10 counts; add --set local.steps=none"
     with pytest.raises(FedstillError, match=line):

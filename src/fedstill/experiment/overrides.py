@@ -62,7 +62,13 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, 
         if text == _NOTHING and _can_be_removed(changed, path):
             _remove(changed, path)
         else:
-            _set(changed, path, toml_io.parse_value(text))
+            value = toml_io.parse_value(text)
+            if isinstance(value, str) and text.startswith("{"):
+                raise FedstillError(
+                    f"--set {'.'.join(path)}={text}: this is no TOML table: quote words inside and close every bracket, "
+                    """e.g. --set 'model={name="mlp", hidden=[8]}'"""
+                )
+            _set(changed, path, value)
     _check_epochs_count(changed, {".".join(path): text for path, text in pairs})
     return changed
 

@@ -152,7 +152,8 @@ class Cautions:
         for column in label_columns(train):
             caution(
                 f"{column} says which class a row has, in all {len(train.y):,} training rows: the label is among the "
-                "inputs, and the accuracy will say nothing about new data: leave the column out (data.inputs)"
+                "inputs, and the accuracy will say nothing about new data: name the column in data.drop, or take it out "
+                "of data.inputs"
             )
         if bool((train.y == train.y[:1]).all()):
             caution(
