@@ -59,6 +59,15 @@ def test_a_missing_label_is_asked_for_with_the_columns_that_may_be_it(table: Pat
     assert "did you mean 'clinic'" in fails(inspect_data, str(table), label="outcome", owner="clinics")
 
 
+def test_dates_and_numbers_that_may_be_ids_are_named(tmp_path: Path) -> None:
+    days = [f"{1 + row % 28:02d}.{1 + row % 12:02d}.202{row % 5}" for row in range(60)]
+    lines = [f"{7919 * row % 1000},{day},{row % 2}" for row, day in enumerate(days)]
+    findings = inspect_data(str(write(tmp_path / "t.csv", "\n".join(["case,day,label", *lines]))))
+    uses = {column.name: (column.use, column.reason[:5]) for column in findings.columns}
+    assert uses == {"case": ("input", ""), "day": ("left out", "dates"), "label": ("label", "")}
+    assert any(note.startswith("column 'case' holds another whole number in every row") for note in findings.notes)
+
+
 def test_rows_without_a_label_and_repeated_rows_are_counted(tmp_path: Path) -> None:
     rows = ["1,2,a", "1,2,a", "3,4,b", "5,6,", "7,8,b"]
     findings = inspect_data(str(write(tmp_path / "t.csv", "\n".join(["u,v,label", *rows]))))

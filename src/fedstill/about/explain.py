@@ -59,7 +59,7 @@ def explain(name: str) -> dict[str, Any]:
             "body": "\n\n".join(facts[key] for facts in each.values() for key in ("summary", "equation") if facts[key]),
             "options": [{**option, "name": f"{key}({option['name']})"} for key, option in options],
             "Differs from the paper": " ".join(
-                f"{key}: {told}" for key, facts in each.items() if (told := facts["differs_from_the_paper"])
+                f"{key}: {answers}" for key, facts in each.items() if (answers := facts["differs_from_the_paper"])
             ),
             "Reference": " ".join(facts["reference"] for facts in each.values()).strip(),
         }
@@ -146,7 +146,7 @@ def traffic(method: Method) -> dict[str, list[str]]:
     """
     seen: list[Uploads] = []
     sent: Tree = {}
-    told: list[Answers] = []
+    answers: list[Answers] = []
 
     def look(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         seen.append(round.uploads)
@@ -160,8 +160,8 @@ def traffic(method: Method) -> dict[str, list[str]]:
 
         def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
             def ask(question: Question, /, among: Collection[int] | None = None, **how: Any) -> Answers:
-                told.append(preparation.ask(question, among=among, **how))
-                return told[-1]
+                answers.append(preparation.ask(question, among=among, **how))
+                return answers[-1]
 
             return step.prepare(candidate, state, dataclasses.replace(preparation, ask=ask))
 
@@ -187,7 +187,7 @@ def traffic(method: Method) -> dict[str, list[str]]:
         leaves.append(f"(changed before the server's steps see it: {first_line(method.trusted) or 'see the method'})")
     return {
         "leaves_a_client": leaves,
-        "leaves_a_client_once": [slot for one in told for slot in _slots(one.values, tried, len(one.ids))],
+        "leaves_a_client_once": [slot for one in answers for slot in _slots(one.values, tried, len(one.ids))],
         "stays_on_a_client": stays,
         "sent_to_a_client": ["the global model", *_slots(sent, tried, 1)],
     }

@@ -77,8 +77,8 @@ def stoppable(how_to_go_on: Callable[[], str | None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stopped:
-        if told := how_to_go_on():
-            tell(f"stopped; {told}")
+        if advice := how_to_go_on():
+            tell(f"stopped; {advice}")
         raise typer.Exit(143 if isinstance(stopped, Ended) else 130) from None
     finally:
         if alone:

@@ -86,8 +86,8 @@ def together(outputs: Mapping[str, Output], report: str) -> Output:
         return outputs[report] if report in outputs else next(iter(outputs.values()))
     widths = {name: output.logits.shape[-1] for name, output in outputs.items()}
     if len(set(widths.values())) > 1:
-        told = ", ".join(f"{name} {width}" for name, width in widths.items())
-        raise FedstillError(f"the prototypes tell different numbers of classes apart ({told}): give them one")
+        widths_by_name = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise FedstillError(f"the prototypes tell different numbers of classes apart ({widths_by_name}): give them one")
     logits = torch.stack([output.logits for output in outputs.values()]).mean(0)
     return Output(logits, torch.cat([output.features for output in outputs.values()], dim=-1))
 

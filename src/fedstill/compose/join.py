@@ -77,8 +77,8 @@ def _risk(methods: Named) -> Objective:
     found = {name: [term for term in _terms(one.objective) if term.risk] for name, one in methods.items()}
     special = {name: term for name, terms in found.items() for term in terms if term.risk != PLAIN_RISK}
     if len(special) > 1:
-        told = " and ".join(f"{name} (by {term.risk})" for name, term in special.items())
-        raise FedstillError(f"{told} both replace the cross-entropy: use one of them")
+        replacing = " and ".join(f"{name} (by {term.risk})" for name, term in special.items())
+        raise FedstillError(f"{replacing} both replace the cross-entropy: use one of them")
     plain = [term for terms in found.values() for term in terms]
     if not plain:
         raise FedstillError(f"none of {', '.join(methods)} fits the labels: add a method that does, e.g. fedavg")

@@ -51,8 +51,8 @@ def check_needs(
         needs, label = needs | {Need.HEAD}, f"{label} with local.part = 'head'"
     unmet = unmet_needs(needs, model=model, federation=federation, training=training)
     if unmet:
-        told = "; ".join(f"{need.value} ({CURES[need]})" for need in unmet)
-        raise FedstillError(f"{label} needs {told}")
+        missing = "; ".join(f"{need.value} ({CURES[need]})" for need in unmet)
+        raise FedstillError(f"{label} needs {missing}")
 
 
 def check_one_risk(method: Method, label: str = "this method") -> None:

@@ -132,8 +132,8 @@ def rows_of(x: Tensor, y: Tensor | None = None, classes: tuple[str, ...] = ()) -
     inputs = x.cpu().numpy()
     labels = np.zeros(len(inputs), np.int64) if y is None else y.cpu().numpy()
     counts = () if y is None else tuple(np.bincount(labels, minlength=len(classes)).tolist())
-    told = "" if y is None else _digest(labels)
-    return Rows(len(inputs), _digest(inputs), told, _unordered(inputs, labels), counts)
+    of_labels = "" if y is None else _digest(labels)
+    return Rows(len(inputs), _digest(inputs), of_labels, _unordered(inputs, labels), counts)
 
 
 def _unordered(inputs: np.ndarray, labels: np.ndarray) -> str:
@@ -150,11 +150,11 @@ def _unordered(inputs: np.ndarray, labels: np.ndarray) -> str:
 
 
 def _digest(*arrays: np.ndarray) -> str:
-    told = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for array in arrays:
-        told.update(f"{array.dtype} {array.shape} ".encode())
-        told.update(np.ascontiguousarray(array).data)
-    return told.hexdigest()
+        hashed.update(f"{array.dtype} {array.shape} ".encode())
+        hashed.update(np.ascontiguousarray(array).data)
+    return hashed.hexdigest()
 
 
 def as_json(contract: Contract) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ MOST_CLASSES = 50  # different values in a column that is proposed as the label
 WORDS_OF_TEXT = 4  # on average in a cell of text; names and codes have fewer
 LEAK = 0.99  # share of the rows whose label a single column tells; such a column is rarely known before the label
 FEWEST_ROWS = 30  # among fewer, chance makes leak suspects
+DATE = re.compile(r"\s*\d{1,4}([-./])\d{1,2}\1\d{1,4}([ T].*)?")
 LONG_TEXT = 0.95  # of the texts are read whole
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product modulo 2^64 keeps different numbers apart
 
@@ -86,33 +88,33 @@ class Findings:
 
     def lines(self) -> list[str]:
         """Return the findings for people, a fact a line."""
-        told = [f"{self.place}: {self.rows:,} {'rows' if self.kind == 'table' else self.kind}"]
+        lines = [f"{self.place}: {self.rows:,} {'rows' if self.kind == 'table' else self.kind}"]
         most = sorted(self.classes.items(), key=lambda entry: -entry[1])
         shown = ", ".join(f"{name} {count / sum(self.classes.values()):.0%}" for name, count in most[:10])
         more = f", and {len(most) - 10} more" if len(most) > 10 else ""
-        told.append(f"label '{self.label}': {len(most)} classes ({shown}{more})")
+        lines.append(f"label '{self.label}': {len(most)} classes ({shown}{more})")
         if self.owner:
             sizes = sorted(self.owners.values())
             counted = "rows" if self.kind == "table" else self.kind
-            told.append(f"owner '{self.owner}': {len(sizes)} owners of {sizes[0]:,} to {sizes[-1]:,} {counted}")
+            lines.append(f"owner '{self.owner}': {len(sizes)} owners of {sizes[0]:,} to {sizes[-1]:,} {counted}")
         if self.columns:
             width = max(6, *(len(column.name) for column in self.columns))
-            told.append(f"{'column':<{width}}  type     different     gaps  use")
+            lines.append(f"{'column':<{width}}  type     different     gaps  use")
             for column in self.columns:
                 use = f"{column.use}: {column.reason}" if column.reason else column.use
-                told.append(f"{column.name:<{width}}  {column.kind:<7} {column.values:>10,} {column.gaps:>8,}  {use}")
+                lines.append(f"{column.name:<{width}}  {column.kind:<7} {column.values:>10,} {column.gaps:>8,}  {use}")
         if self.sizes:
             sides = sorted(self.sizes)
             said = [f"{width} x {height}" for height, width in dict.fromkeys((sides[0], sides[-1]))]
-            told.append(f"images of {' to '.join(said)} pixels ({len(sides)} sizes)")
+            lines.append(f"images of {' to '.join(said)} pixels ({len(sides)} sizes)")
         if self.text_words:
-            told.append(f"95 % of the texts have at most {self.text_words:,} words")
+            lines.append(f"95 % of the texts have at most {self.text_words:,} words")
         if self.broken:
             shown = ", ".join(self.broken[:5]) + (" and more" if len(self.broken) > 5 else "")
-            told.append(f"{len(self.broken)} files cannot be read: {shown}")
+            lines.append(f"{len(self.broken)} files cannot be read: {shown}")
         if self.incomplete:
-            told.append(f"{self.incomplete:,} images have no label or no owner and are left out (data.missing)")
-        return [*told, *self.notes]
+            lines.append(f"{self.incomplete:,} images have no label or no owner and are left out (data.missing)")
+        return [*lines, *self.notes]
 
 
 def inspect_data(place: str, *, label: str | None = None, owner: str | None = None) -> Findings:
@@ -320,6 +322,11 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
             for column in columns
             if column.reason.startswith("names somebody")
         ]
+    new_notes += [
+        f"column '{column.name}' holds another whole number in every row: if it names the rows, add it to data.drop"
+        for column in columns
+        if column.use == "input" and column.values == len(y) > 1 and known.columns[column.name].dtype.kind in "iu"
+    ]
     if len(labelled) < table.rows:
         new_notes.append(f"{table.rows - len(labelled):,} rows have no label and are left out (data.missing)")
     if (rare := [name for name, count in classes.items() if count < 5]) and len(classes) < len(y):
@@ -371,6 +378,8 @@ def _why_not(name: str, column: np.ndarray, codes: np.ndarray | None, y: np.ndar
     """Return the reason to leave a column out; "" if a network may learn from it."""
     if kind == "text":
         return "text; a table learns from numbers and words"
+    if kind == "words" and _are_dates(column):
+        return "dates; turn them into numbers, such as the days since one day"
     refused = ""
     try:
         encode_column(column, None, InputColumn(name, 0, missing="mean"), place)
@@ -393,6 +402,12 @@ def _why_not(name: str, column: np.ndarray, codes: np.ndarray | None, y: np.ndar
         if kind == "words" and values > MAX_WORDS:
             return f"{values:,} different words, more than {MAX_WORDS}"
     return refused
+
+
+def _are_dates(column: np.ndarray) -> bool:
+    """Return whether the first cells with a value are days such as 2021-10-11 or 11.10.2021, also with a time."""
+    cells = [cell for cell in column[:1000].tolist() if cell]
+    return bool(cells) and all(DATE.fullmatch(cell) for cell in cells)
 
 
 def _counts_up(column: np.ndarray) -> bool:

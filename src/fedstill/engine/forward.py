@@ -165,8 +165,8 @@ def batch_statistics(model: Model, weights: Weights, feed: Feed, batch: int) -> 
             from_afar = moved(AFAR, x, key)
             share = {n: 1.0 - float((from_afar[n] - after[n]).double().mean()) / AFAR for n in running}
         for name in (name for name in running if share[name] > 0):
-            told = after[name] / share[name]
-            found[name] = told if not seen else found[name] + (told - found[name]) * (len(x) / (seen + len(x)))
+            estimate = after[name] / share[name]
+            found[name] = estimate if not seen else found[name] + (estimate - found[name]) * (len(x) / (seen + len(x)))
         seen += len(x)
     return found
 

@@ -65,7 +65,7 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> dict[str, 
             value = toml_io.parse_value(text)
             if isinstance(value, str) and text.startswith("{"):
                 raise FedstillError(
-                    f"--set {'.'.join(path)}={text}: this is no TOML table: quote words inside and close every bracket, "
+                    f"--set {'.'.join(path)}={text}: this is no TOML table: quote words in it and close every bracket, "
                     """e.g. --set 'model={name="mlp", hidden=[8]}'"""
                 )
             _set(changed, path, value)

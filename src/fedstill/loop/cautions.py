@@ -139,7 +139,7 @@ class Cautions:
     def __init__(self, label: str, federation: Federation, training: Training, past: Sequence[Row] = ()) -> None:
         self.label, self.who = label or "the method", f"{label}: " if label else ""
         self.federation, self.training = federation, training
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.evaluated = [row for row in past if row.get("accuracy") is not None]
         self.usage: Usage | None = None
 
@@ -152,8 +152,8 @@ class Cautions:
         for column in label_columns(train):
             caution(
                 f"{column} says which class a row has, in all {len(train.y):,} training rows: the label is among the "
-                "inputs, and the accuracy will say nothing about new data: name the column in data.drop, or take it out "
-                "of data.inputs"
+                "inputs, and the accuracy will say nothing about new data: name the column in data.drop, or take it "
+                "out of data.inputs"
             )
         if bool((train.y == train.y[:1]).all()):
             caution(
@@ -212,8 +212,8 @@ class Cautions:
             caution(f"{self.who}the last model answers {answer}")
 
     def _once(self, kind: str, line: str) -> None:
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.warned:
+            self.warned.add(kind)
             caution(line)
 
     def _only_answer(self, patience: int) -> str:
@@ -228,7 +228,7 @@ class Cautions:
     def _look_at_cores(self) -> None:
         """Warn once of more threads than cores that other programs leave free, counted while the run works."""
         count = torch.get_num_threads()
-        if count == 1 or "threads" in self.told:
+        if count == 1 or "threads" in self.warned:
             return
         now = read_usage()
         self.usage = self.usage or now

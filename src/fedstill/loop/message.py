@@ -144,12 +144,12 @@ def _check_envelope(data: bytes, *, client: int, round: int) -> None:
     (length,) = struct.unpack("<Q", data[:8])
     try:
         envelope = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ENVELOPE])
-        told = (envelope["version"], envelope["client"], envelope["round"])
+        stated = (envelope["version"], envelope["client"], envelope["round"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FedstillError("message has no fedstill envelope") from None
-    if told != (VERSION, client, round):
+    if stated != (VERSION, client, round):
         shown = ", ".join(
-            f"{key} {str(value)[:20]}" for key, value in zip(("version", "client", "round"), told, strict=True)
+            f"{key} {str(value)[:20]}" for key, value in zip(("version", "client", "round"), stated, strict=True)
         )
         raise FedstillError(f"envelope says {shown}; expected version {VERSION}, client {client}, round {round}")
 

@@ -103,7 +103,7 @@ def _with_label_counts(stretches: list[Stretch], phases: Sequence[Phase], privac
         if i == needing[0]:
             stretches[i] = replace(stretches[i], releases=(*stretches[i].releases, release))
         else:
-            others = {part: told for part, told in stretches[i].leaves.items() if part != "label_counts"}
+            others = {part: text for part, text in stretches[i].leaves.items() if part != "label_counts"}
             stretches[i] = replace(stretches[i], leaves=others)
     return stretches
 
@@ -161,8 +161,8 @@ def _instead_of_trust(own: str, beside: Sequence[str]) -> str:
         return "use another method beside it"
     if not beside:
         return f"use {own}, or another method beside it"
-    told = ", ".join(beside)
-    return f"use another method beside it ({own} would run, and claim nothing: it puts no noise on {told})"
+    parts = ", ".join(beside)
+    return f"use another method beside it ({own} would run, and claim nothing: it puts no noise on {parts})"
 
 
 def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
@@ -253,7 +253,7 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
     if not any(phase.method.releases for phase in phases):
         return []
 
-    def told(release: Release) -> str:
+    def in_words(release: Release) -> str:
         covers = ", ".join(release.covers) or "itself"
         about = f"{release.unit}, {release.against}, {release.when}, covers {covers}"
         return f"{release.what} ({about}) with noise of {release.multiplier!r}"
@@ -261,7 +261,7 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
     def until(phase: Phase) -> str:
         return "to the end" if phase.until is None else f"until round {phase.until}"
 
-    return [f"{until(one)}: {'; '.join(map(told, one.method.releases)) or 'no noise'}" for one in phases]
+    return [f"{until(one)}: {'; '.join(map(in_words, one.method.releases)) or 'no noise'}" for one in phases]
 
 
 def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
@@ -274,11 +274,11 @@ def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
         return ""
     federation, train = task.federation, task.federation.train
     words = json.dumps([identity, settings, train.mean, train.std], sort_keys=True)
-    told = hashlib.blake2b(words.encode(), digest_size=16)
+    hashed = hashlib.blake2b(words.encode(), digest_size=16)
     parts = (train.x, train.y, federation.indices, federation.offsets, task.unlabeled, *(task.validation or ()))
     for part in (part for part in parts if part is not None):
-        told.update(np.ascontiguousarray(part.cpu().numpy()).data)
-    return told.hexdigest()
+        hashed.update(np.ascontiguousarray(part.cpu().numpy()).data)
+    return hashed.hexdigest()
 
 
 def noise_seed(seed: Seed, run: str) -> Seed:

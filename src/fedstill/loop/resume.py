@@ -112,9 +112,9 @@ def save_models(
 
 def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
     """What tells one unlabeled set from another: its samples and their names, in their order."""
-    told = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} {json.dumps(ids)}".encode(), digest_size=DIGEST_BYTES)
-    told.update(np.ascontiguousarray(x.cpu().numpy()).data)
-    return told.hexdigest()
+    hashed = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} {json.dumps(ids)}".encode(), digest_size=DIGEST_BYTES)
+    hashed.update(np.ascontiguousarray(x.cpu().numpy()).data)
+    return hashed.hexdigest()
 
 
 def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> tuple[State, float]:

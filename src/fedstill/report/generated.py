@@ -103,11 +103,11 @@ def generated_picture(samples: Samples, dataset: Dataset, path: Path, *, title: 
     """Rows of at most ten generated images for each class that was asked for, into a PNG."""
     images, asked = pixels(samples.x, dataset), samples.y.numpy()
     names = dataset.classes[:MOST_CLASSES]
-    told = f"{title}: what the generator invents"
+    heading = f"{title}: what the generator invents"
     if len(dataset.classes) > len(names):
-        told += f" (first {len(names)} of {len(dataset.classes)} classes)"
+        heading += f" (first {len(names)} of {len(dataset.classes)} classes)"
     rows = [images[asked == one][:COLUMNS] for one in range(len(names))]
-    return _draw(rows, [str(name) for name in names], path, title=told)
+    return _draw(rows, [str(name) for name in names], path, title=heading)
 
 
 def closest_picture(copies: Copies, dataset: Dataset, path: Path, *, title: str) -> Path:

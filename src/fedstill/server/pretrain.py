@@ -258,12 +258,12 @@ def unfinished(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, forms and values."""
-    told = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        told.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        told.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return told.hexdigest()
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hashed.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def _fingerprint(pretext: Pretext, model: Model, weights: Weights, x: Tensor) -> str:
