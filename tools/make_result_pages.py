@@ -4,8 +4,9 @@
     python tools/make_result_pages.py --check    change nothing; exit with 1 and name the pages that are out of date
 
 The script reads benchmarks/<paper>/ (recipe, the paper's numbers) and docs/results/<paper>.json (our runs). It writes
-docs/results/README.md, docs/results/<paper>.md with its pictures, and the part of benchmarks/<paper>/README.md
-between the markers. It draws a picture again only if its data have changed, because the picture carries their digest.
+docs/results/README.md, docs/results/<paper>.md with its pictures, and the parts of benchmarks/<paper>/README.md and of
+the repository's README.md (the table of claims) between the markers. It
+draws a picture again only if its data have changed, because the picture carries their digest.
 A run that belongs to no cell of the recipe is an error, because no page would show it.
 """
 
@@ -23,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fedstill.bench import Cell, Expected, Recipe, Table
+from fedstill.bench.claims import FEWEST_SEEDS, MEASURES, Claim, judge, load_claims, our_words, paper_words
 from fedstill.bench.recipe import load_expected, load_recipe
 from fedstill.bench.render import NOTHING, markdown_table, render_table
 from fedstill.bench.results import Records, Run, cell_id, cell_key, curve_of, read_runs, run_id
@@ -35,6 +37,23 @@ END = "<!-- end of the generated part -->"
 FEWEST_LINES = 3  # a picture of fewer methods says less than the table
 COLOURS = 64  # of a picture
 STRAY = "runs in no cell: put the cell back into the recipe, or take the runs out of the results"
+VERDICTS = (
+    "## Claims",
+    "",
+    "The main claims of each paper, and our verdict. `[[claim]]` in `benchmarks/<paper>/expected.toml` states a claim",
+    "as an order of methods. `fedstill.bench.claims.verdict` computes the verdict from the recorded runs. Its rule:",
+    "",
+    f"- Two methods are compared by the differences of their runs with equal seeds. {FEWEST_SEEDS} seeds or more give",
+    "  a 95 % t interval of the mean difference, in brackets. Fewer seeds give no interval.",
+    "- A pair is *shown* if its whole interval is above 0, and *refuted* if its whole interval is below 0.",
+    "- **holds**: all pairs of the order are shown.",
+    "- **holds in part**: some pairs are shown, and not all.",
+    "- **contradicted**: no pair is shown, and one or more are refuted.",
+    "- **not shown**: anything else. One or two seeds always give this word, however large the difference.",
+    "",
+    "The measure is the one that the paper prints. ± is the standard deviation over seeds. The intervals are not",
+    "corrected for the number of pairs.",
+)
 DIGEST = "data"  # the key of the digest among a picture's texts
 
 
@@ -46,6 +65,7 @@ class Paper:
     recipe: Recipe
     expected: Expected
     runs: Sequence[Run]
+    claims: Sequence[Claim] = ()
 
     @property
     def name(self) -> str:
@@ -125,7 +145,8 @@ def papers() -> list[Paper]:
     for file in sorted((ROOT / "benchmarks").glob("*/recipe.py")):
         recipe = load_recipe(file.parent)
         runs = read_runs(results_folder() / f"{file.parent.name}.json", recipe.paper)
-        papers.append(Paper(file.parent, recipe, load_expected(file.parent, recipe), runs))
+        expected, claims = load_expected(file.parent, recipe), load_claims(file.parent, recipe)
+        papers.append(Paper(file.parent, recipe, expected, runs, claims))
     return papers
 
 
@@ -302,7 +323,19 @@ def index(papers: Sequence[Paper]) -> str:
         title = f"[{paper.recipe.title}]({paper.name}.md)" if paper.runs else paper.recipe.title
         how = f"[benchmarks/{paper.name}](../../benchmarks/{paper.name}/README.md)"
         rows.append([title, how, str(len(paper.runs)), run])
-    return "\n".join([*lines, words_table(rows), "", END, ""])
+    return "\n".join([*lines, words_table(rows), "", *VERDICTS, "", claims_table(papers, "../../"), "", END, ""])
+
+
+def claims_table(papers: Sequence[Paper], root: str, *, only_run: bool = False) -> str:
+    """Return the table of the papers' main claims, with our runs and the verdict that follows from them."""
+    rows = [["paper", "setting", "its claim", "ours", "verdict"]]
+    for paper in papers:
+        page = f"[{paper.name}]({root}benchmarks/{paper.name}/README.md)"
+        for finding in (judge(claim, paper.recipe, paper.runs, paper.expected) for claim in paper.claims):
+            if finding.was_run or not only_run:
+                setting = f"{finding.claim.setting}; {MEASURES[finding.claim.measure]}"
+                rows.append([page, setting, paper_words(finding), our_words(finding), f"*{finding.verdict}*"])
+    return words_table(rows)
 
 
 def replaced(text: str, generated: str, where: Path) -> str:
@@ -324,6 +357,10 @@ def pages() -> tuple[dict[Path, str], dict[Path, Picture]]:
         if paper.runs:
             texts[results_folder() / f"{paper.name}.md"], shown = result_page(paper)
             drawn |= {results_folder() / picture.file: picture for picture in shown}
+    front = ROOT / "README.md"
+    if front.exists():
+        part = f"{BEGIN}\n\n{claims_table(read, '', only_run=True)}\n\n{END}"
+        texts[front] = replaced(front.read_text(encoding="utf-8"), part, front)
     return {**texts, results_folder() / "README.md": index(read)}, drawn
 
 

@@ -121,6 +121,33 @@ def test_generated_parts_are_up_to_date(tool, monkeypatch, capsys):
     assert call(tool, monkeypatch, "--check") == 0, f"{capsys.readouterr().out} run: make pages"
 
 
+@pytest.mark.slow
+def test_the_readme_s_table_of_claims_is_the_generated_one(tool):
+    readme, read = (ROOT / "README.md").read_text(encoding="utf-8"), tool.papers()
+    assert f"\n{tool.claims_table(read, '', only_run=True)}\n" in readme, "run: make pages"
+    assert all(paper.claims for paper in read), "each paper states its main claims in expected.toml"
+
+
+def test_a_claim_s_row_follows_the_runs(tool, toy, monkeypatch):
+    claim = 'table = "1"\ncolumn = "lda-0.1"\nsetting = "Toy"\norder = ["fedntd > fedavg"]\nmeasure = "best"\n'
+    (toy / "benchmarks" / "toy" / "expected.toml").write_text(f"{EXPECTED}\n[[claim]]\n{claim}")
+    front = toy / "README.md"
+    front.write_text(f"# Front\n\n{tool.BEGIN}\n{tool.END}\n")
+    call(tool, monkeypatch)
+    assert "fedntd" not in front.read_text(), "the front page has only claims with a run"
+    row = "Toy; best round | fedntd 47.25 > fedavg 41.00 | not run | *not shown* |"
+    assert f"| [toy](../../benchmarks/toy/README.md) | {row}" in (toy / "docs" / "results" / "README.md").read_text()
+    ahead = [(40.0, 50.0), (41.0, 52.0), (42.0, 54.0)]  # by 10, 11 and 12: 11 -+ 4.3027 / sqrt(3)
+    write_results(
+        toy,
+        *(run(tool, "fedavg", [1.0, low], seed=seed) for seed, (low, _) in enumerate(ahead)),
+        *(run(tool, "fedntd", [1.0, high], seed=seed) for seed, (_, high) in enumerate(ahead)),
+    )
+    call(tool, monkeypatch)
+    ours = "fedntd 52.00 ± 2.00, fedavg 41.00 ± 1.00. Ahead by +11.00 [+8.52, +13.48] (3 seeds)"
+    assert f"| fedntd 47.25 > fedavg 41.00 | {ours} | *holds* |" in front.read_text()
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_every_paper_has_the_same_sections(readme):
     lines = readme.read_text(encoding="utf-8").splitlines()

@@ -63,6 +63,7 @@ class Recipe:
 
 
 RECIPE_FILE, EXPECTED_FILE = "recipe.py", "expected.toml"
+CLAIM = "claim"  # of expected.toml: the paper's main claims, which claims.py reads
 FIGURES = ("best", "last", "speedup", "gain", "rounds")  # numbers that a paper may print in a cell
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NUMBERS = TypeAdapter(dict[str, dict[str, dict[str, dict[str, StrictInt | StrictFloat | StrictStr]]]])
@@ -126,7 +127,8 @@ def load_expected(folder: Path, recipe: Recipe) -> Expected:
     if not file.is_file():
         return {}
     try:
-        expected = _NUMBERS.validate_python(toml_io.read_toml(file))
+        tables = {name: table for name, table in toml_io.read_toml(file).items() if name != CLAIM}
+        expected = _NUMBERS.validate_python(tables)
     except ValidationError as error:
         form = '["3"."cifar10"] then fedavg = { best = 33.02 }'
         raise FedstillError(f"{file}: {first_fault(error)}: write {form}") from None
@@ -135,18 +137,19 @@ def load_expected(folder: Path, recipe: Recipe) -> Expected:
         for cell in table.cells:
             cells.setdefault(table.name, {}).setdefault(cell.column, {})[cell.row] = None
     for name, columns in expected.items():
-        _check_known(name, cells, f"{file}: the recipe has no table")
+        check_known(name, cells, f"{file}: the recipe has no table")
         for column, rows in columns.items():
-            _check_known(column, cells[name], f"{file}: table '{name}' of the recipe has no column")
+            check_known(column, cells[name], f"{file}: table '{name}' of the recipe has no column")
             where = f'{file}: ["{name}"."{column}"]'
             for row, numbers in rows.items():
-                _check_known(row, cells[name][column], f"{where}: the recipe has no row")
+                check_known(row, cells[name][column], f"{where}: the recipe has no row")
                 for figure in numbers:
-                    _check_known(figure, FIGURES, f"{where} {row}: no figure is called")
+                    check_known(figure, FIGURES, f"{where} {row}: no figure is called")
     return expected
 
 
-def _check_known(word: str, known: Collection[str], problem: str) -> None:
+def check_known(word: str, known: Collection[str], problem: str) -> None:
+    """Refuse a word that is not among the known ones; the error suggests the nearest."""
     if word not in known:
         raise FedstillError(f"{problem} '{word}': {suggest(word, known)}")
 
@@ -155,12 +158,12 @@ def find_preset(recipe: Recipe, preset: str | None) -> str:
     """Return the named preset, or the recipe's first; refuse an unknown name."""
     if preset is None:
         return next(iter(recipe.presets))
-    _check_known(preset, recipe.presets, f"--preset: {recipe.paper} has no preset")
+    check_known(preset, recipe.presets, f"--preset: {recipe.paper} has no preset")
     return preset
 
 
 def find_table(recipe: Recipe, preset: str, name: str) -> Table:
-    _check_known(name, recipe.tables[preset], f"--table: preset '{preset}' of {recipe.paper} has no table")
+    check_known(name, recipe.tables[preset], f"--table: preset '{preset}' of {recipe.paper} has no table")
     return recipe.tables[preset][name]
 
 
@@ -175,7 +178,7 @@ def choose(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ..
     if not words:
         raise FedstillError(f"{option} is empty: name some, e.g. {option} {','.join(known[:2])}")
     for word in words:
-        _check_known(word, known, f"{option}: the table has no")
+        check_known(word, known, f"{option}: the table has no")
     return tuple(word for word in known if word in words)
 
 
