@@ -41,6 +41,28 @@ def test_what_is_sent_before_the_first_round_counts(played, tmp_path):
     assert "(before the first round 192 B up, " in told
 
 
+def test_the_features_of_a_pretraining_are_judged_by_their_neighbours(played, tmp_path):
+    done = played("run", "method.name=simclr", "method.training.epochs=1", "rounds=1")
+    (first,) = rows(tmp_path)
+    after, before = (100 * first[f"prepare/knn_accuracy{end}"] for end in ("", "_before"))
+    assert f"knn_accuracy {after:.2f} % (before {before:.2f} %)" in line(done, "prepared")
+
+
+def test_a_method_that_prepares_nothing_has_no_such_line(played):
+    assert line(played("run", "method.name=fedavg", "rounds=1"), "prepared") == ""
+
+
+def test_a_comparison_notes_the_mean_of_a_pretraining_over_seeds(played, tmp_path):
+    words = ("--methods", "fedavg,simclr(training.epochs=1)", "--seeds", "2")
+    done = played("compare", "rounds=1", words=words)
+    files = sorted(tmp_path.glob("run/simclr*/seed-*/metrics.jsonl"))
+    values = [json.loads(file.read_text())["prepare/knn_accuracy"] for file in files]
+    assert len(values) == 2
+    told = line(done, "simclr(training.epochs=1) prepared")
+    assert f"knn_accuracy {50 * sum(values):.2f} % (before" in told
+    assert "fedavg prepared" not in done.stdout
+
+
 def test_parties_with_test_rows_stand_in_a_table_and_the_best_model_names_its_metric(played, tmp_path):
     done = played("run", "data.client_test_share=0.3", "best=loss", "rounds=2")
     parties = json.loads((tmp_path / "run" / "parties.json").read_text())["parties"]

@@ -33,7 +33,7 @@ from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
-from fedstill.report.table import plain_table, reference_lines, rich_table
+from fedstill.report.table import plain_table, prepared_text, reference_lines, rich_table
 
 
 def run_command(options: RunOptions) -> None:
@@ -187,6 +187,8 @@ def run_text(experiment: Experiment, result: Result, *, parties: str = "") -> st
         f"  best accuracy  {100 * best['accuracy']:.2f} % (round {best['round']}{chosen_by})",
         f"  sent           {_sent(result.history)}",
     ]
+    if prepared := prepared_text([result.history.rows]):
+        lines.append(f"  prepared       {prepared}")
     if result.ended_early:
         lines.append(f"  early stop     {result.ended_early}")
     if result.reported:

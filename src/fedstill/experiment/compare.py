@@ -28,7 +28,7 @@ from fedstill.methods.lookup import build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report import counted
 from fedstill.report.parties import parties_of, write_parties
-from fedstill.report.table import MethodSummary, best_first, column_means, reference_rows
+from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows
 from fedstill.storage.files import write_whole
 
 RESULTS_FILE = "results.json"
@@ -72,7 +72,7 @@ def _main_claim(result: Result) -> Claim | None:
 
 
 def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
-    """Return the lines below the table: options behind a bare name, claims of privacy, runs that ended early."""
+    """Return the lines below the table: options behind a bare name, preparations, privacy, runs that ended early."""
     about: dict[str, list[str]] = {}
     for method, runs in results.items():
         for claim in dict.fromkeys(claim.about() for claim in map(_main_claim, runs) if claim):
@@ -82,6 +82,8 @@ def table_notes(results: Mapping[str, Sequence[Result]]) -> list[str]:
         for method, runs in results.items()
         if runs[0].stands_for
     ]
+    prepared = {method: prepared_text([run.history.rows for run in runs]) for method, runs in results.items()}
+    notes += [f"{method} prepared, mean over runs: {text}" for method, text in prepared.items() if text]
     notes += [f"epsilon of {', '.join(methods)}: {claim}" for claim, methods in about.items()]
     if about:
         notes.append("An epsilon counts one run (the largest over seeds): runs on the same data add up.")

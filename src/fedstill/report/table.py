@@ -16,6 +16,7 @@ from fedstill.report import human_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+PREPARED = "prepare/"  # begins the names of metrics that the first row of a run has from the preparation
 COLUMNS = ("method", "last %", "best %", "seconds", "up", "down")
 
 
@@ -118,6 +119,28 @@ def reference_lines(method: str, accuracies: Sequence[float], references: Sequen
         f"{mean['alone_worst_tenth']}, best tenth {mean['alone_best_tenth']})",
         *references[0].budget,
     ]
+
+
+def prepared_text(histories: Sequence[Sequence[Row]]) -> str:
+    """Return the metrics of the preparation before the first round, such as: knn_accuracy 57.80 % (before 20.10 %).
+
+    Each history holds the rows of one run, and a metric is the mean over runs. The text is empty if no run prepared
+    anything.
+
+    >>> prepared_text([[{"prepare/knn_accuracy": 0.5, "prepare/knn_accuracy_before": 0.25, "prepare/simclr_epochs": 3}]])
+    'knn_accuracy 50.00 % (before 25.00 %), simclr_epochs 3'
+    """
+    values: dict[str, list[float]] = {}
+    for row in (row for rows in histories for row in rows):
+        for name, value in row.items():
+            if name.startswith(PREPARED) and isinstance(value, int | float):
+                values.setdefault(name.removeprefix(PREPARED), []).append(value)
+    words = {
+        name: f"{100 * mean:.2f} %" if "accuracy" in name else f"{mean:.4g}"
+        for name, mean in ((name, statistics.fmean(over)) for name, over in values.items())
+    }
+    before = {name: f" (before {words.pop(f'{name}_before')})" for name in list(words) if f"{name}_before" in words}
+    return ", ".join(f"{name} {word}{before.get(name, '')}" for name, word in words.items())
 
 
 def columns(summaries: Sequence[MethodSummary]) -> tuple[str, ...]:
