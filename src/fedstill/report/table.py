@@ -127,8 +127,8 @@ def prepared_text(histories: Sequence[Sequence[Row]]) -> str:
     Each history holds the rows of one run, and a metric is the mean over runs. The text is empty if no run prepared
     anything.
 
-    >>> prepared_text([[{"prepare/knn_accuracy": 0.5, "prepare/knn_accuracy_before": 0.25, "prepare/simclr_epochs": 3}]])
-    'knn_accuracy 50.00 % (before 25.00 %), simclr_epochs 3'
+    >>> prepared_text([[{"prepare/knn_accuracy": 0.5, "prepare/knn_accuracy_before": 0.25}], [{"prepare/epochs": 3}]])
+    'knn_accuracy 50.00 % (before 25.00 %), epochs 3'
     """
     values: dict[str, list[float]] = {}
     for row in (row for rows in histories for row in rows):
