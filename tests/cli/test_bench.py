@@ -359,3 +359,40 @@ def test_the_same_reason_is_told_once(now, capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("fedavg digits seed 0 failed: no such data")
     assert second.endswith("fedntd letters seed 0 failed: for the same reason")
+
+
+def rewrite_code(folder, code):
+    """Let the record and the folder of fedavg say that other sources have made them."""
+    for file in [folder / "runs/bench/tiny/results.json", *folder.glob("runs/bench/tiny/fedavg*/seed-0/bench.json")]:
+        content = json.loads(file.read_text())
+        for made in content.get("runs", [content]):
+            if made.get("row", "fedavg") == "fedavg":
+                made["code"] = code
+        file.write_text(json.dumps(content))
+
+
+def test_a_run_of_other_code_is_named_and_done_again_when_asked_for(folder, seen):
+    words = ("tiny", "--table", "1")
+    assert "recorded with" not in bench(*words).stderr
+    rewrite_code(folder, {"loop/round.py": "00000000"})
+    seen.clear()
+    told = bench(*words).stderr
+    assert "fedavg digits seed 0 recorded with other code: 1 module changed: loop/round.py" in told
+    assert "fedprox" not in told
+    assert seen == []
+    bench(*words, "--rerun-changed")
+    assert seen == [("fedavg", 0)]
+    assert "recorded with" not in bench(*words).stderr
+
+
+def test_an_old_record_says_that_its_code_is_unknown(folder, seen):
+    bench("tiny", "--table", "1")
+    file = folder / "runs/bench/tiny/results.json"
+    content = json.loads(file.read_text())
+    for run in content["runs"]:
+        del run["code"]
+    file.write_text(json.dumps(content))
+    seen.clear()
+    told = bench("tiny", "--table", "1", "--rerun-changed").stderr
+    assert "fedavg digits seed 0, fedprox digits seed 0 recorded without its code: unknown" in told
+    assert seen == [], "unknown is not changed"

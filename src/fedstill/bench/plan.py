@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fedstill.bench.code_path import changed_modules
 from fedstill.bench.recipe import Cell, with_data
 from fedstill.bench.results import (
     BESIDE,
@@ -37,7 +38,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.engine import choose_device
 from fedstill.experiment.compare import folder_name
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.run_folder import CONFIG_FILE, read_description, version_of
+from fedstill.experiment.run_folder import CONFIG_FILE, git_commit, read_description, version_of
 from fedstill.loop.history import Row
 from fedstill.report import counted
 from fedstill.storage.files import holder, lock
@@ -77,7 +78,11 @@ class BenchPlan:
     skipped: Sequence[str]  # a line for each column without data
     finished: Sequence[Run]  # done, but only in their folders, not in the results file
     runs: Sequence[Run]  # all known runs, of any table
-    done: int
+    skipped_runs: Sequence[Run]  # the recorded runs that are not done again
+
+    @property
+    def done(self) -> int:
+        return len(self.skipped_runs) + len(self.finished)
 
 
 def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, out: Path) -> list[Job]:
@@ -93,25 +98,31 @@ def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, ou
     return list(jobs.values())
 
 
-def make_plan(jobs: Sequence[Job], runs: Sequence[Run], data: Path | None) -> BenchPlan:
-    """Sort out the jobs that are neither in the results nor in a finished folder; `data` holds their data sets."""
+def make_plan(jobs: Sequence[Job], runs: Sequence[Run], data: Path | None, *, rerun_changed: bool = False) -> BenchPlan:
+    """Sort out the jobs that are neither in the results nor in a finished folder; `data` holds their data sets.
+
+    rerun_changed: a run counts as not done if the source of a module that it entered has changed.
+    """
     if data is not None and not data.is_dir():
         raise FedstillError(f"--data: no folder '{data}': give the folder that holds cifar10/, mnist/, ...")
-    known, records = {run_id(run) for run in runs}, Records(runs)
-    missing, left, finished = [], [], []
+    taken = [run for run in runs if not (rerun_changed and changed_modules(run))]
+    known, records = {run_id(run): run for run in taken}, Records(taken)
+    missing, left, finished, skipped = [], [], [], []
     lacking: dict[str, str] = {}  # why, by column
     for job in jobs:
         if job.run_id in known:
-            continue
-        if (run := finished_run(job)) is not None:
+            skipped.append(known[job.run_id])
+        elif (run := finished_run(job)) is not None and not (rerun_changed and changed_modules(run)):
             finished.append(run)
-        elif job.experiment.seed not in records.of(job.experiment):
+        elif (other := records.of(job.experiment).get(job.experiment.seed)) is not None:
+            skipped.append(other)
+        else:
             missing.append(job)
             try:
                 left.append(replace(job, experiment=with_data(job.experiment, data)))
             except FedstillError as error:
                 lacking.setdefault(job.column, f"skipped {job.column}: {error}")
-    return BenchPlan(missing, left, [*lacking.values()], finished, [*runs, *finished], len(jobs) - len(missing))
+    return BenchPlan(missing, left, [*lacking.values()], finished, [*runs, *finished], skipped)
 
 
 def find_device(name: str) -> str:
@@ -143,7 +154,8 @@ def device_name(device: str) -> str:
 def circumstances(device: str, at_once: int) -> dict[str, Any]:
     """Return device, runs at once and versions, because a run's seconds and last digits depend on them."""
     versions = {"torch": str(torch.__version__), "fedstill": version_of("fedstill") or "unknown"}
-    return {"at_once": at_once, "device": device_name(device), **versions}
+    commit = git_commit()
+    return {"at_once": at_once, "device": device_name(device), **versions, **({"commit": commit} if commit else {})}
 
 
 def make_run(job: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]) -> Run:
@@ -176,6 +188,10 @@ def make_run(job: Job, rows: Sequence[Row], seconds: float, made: dict[str, Any]
         run["beside"] = beside
     if engine := engine_of(experiment):
         run["engine"] = engine
+    if "commit" in made:
+        run["commit"] = made["commit"]
+    if "code" in made:
+        run["code"] = made["code"]
     if prepared := round(sum(row.get("seconds_prepared", 0.0) for row in rows), 3):
         run["prepared"] = prepared
     return run

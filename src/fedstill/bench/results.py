@@ -66,6 +66,8 @@ class Run(TypedDict):
     beside: NotRequired[dict[str, list[Finite | None]]]  # other numbers of the evaluated rounds (see BESIDE)
     engine: NotRequired[dict[str, Any]]  # see engine_of; left out: the default
     prepared: NotRequired[Annotated[Finite, Field(ge=0)]]  # of the seconds, those before the first round
+    commit: NotRequired[str]  # of the working folder, with '+' if files differed from it; left out outside of git
+    code: NotRequired[dict[str, str]]  # digests of the modules that the run entered: see code_path
 
 
 _RECORD = TypeAdapter(Run)

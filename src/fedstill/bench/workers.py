@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from fedstill.bench.code_path import CodeWatch, digests
 from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run, threads_for
 from fedstill.bench.results import Run
 from fedstill.core.errors import FedstillError
@@ -70,6 +71,7 @@ class Worker:
         self.at_once = at_once
         self._sources: dict[str, Source | FedstillError] = {}
         self._splits: OrderedDict[str, Federation] = OrderedDict()
+        self._data_code: set[str] = set()  # modules that made the sources and splits, which later jobs share
 
     def do(self, number: int, job: Job, hear: Hear) -> Message:
         """Run the job in its folder, or go on with it there; return the last message, also of a failure."""
@@ -84,13 +86,23 @@ class Worker:
 
     def _perform(self, job: Job, ticker: Ticker) -> Run:
         experiment = begun_as(job)
-        federation = self._federation(job.experiment)
+        with CodeWatch(experiment.rounds) as loading:
+            federation = self._federation(job.experiment)
+        self._data_code |= loading.entered
         made = circumstances(job.experiment.engine.device, self.at_once)
         job.folder.mkdir(parents=True, exist_ok=True)
         write_whole(job.folder / MADE, json.dumps(made) + "\n")
-        result = run(
-            experiment, run_dir=job.folder, callbacks=[ticker], federation=federation, resume=True, pictures=False
-        )
+        with CodeWatch(experiment.rounds) as watch:
+            result = run(
+                experiment,
+                run_dir=job.folder,
+                callbacks=[ticker, watch],
+                federation=federation,
+                resume=True,
+                pictures=False,
+            )
+        made["code"] = digests(self._data_code | watch.entered)
+        write_whole(job.folder / MADE, json.dumps(made) + "\n")
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)  # they can be as large as all clients together
         return make_run(job, result.history.rows, result.seconds, made)
 

@@ -272,6 +272,9 @@ class BenchOptions:
         Path | None, typer.Option(metavar="FILE", help="Results as data (default: docs/results/PAPER.json, if there).")
     ] = None
     settings: Set = None
+    rerun_changed: Annotated[
+        bool, typer.Option("--rerun-changed", help="Do recorded runs again whose code has changed since.")
+    ] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take, and stop.")] = False
     format: AsFormat = Format.text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 import typer
 
+from fedstill.bench.code_path import code_lines
 from fedstill.bench.plan import (
     BenchPlan,
     Job,
@@ -21,6 +23,7 @@ from fedstill.bench.plan import (
     device_name,
     estimate_line,
     find_device,
+    finished_run,
     longest_first,
     make_jobs,
     make_plan,
@@ -68,15 +71,21 @@ def bench_command(options: BenchOptions) -> None:
     device = find_device(options.device)
     cells = select(table, columns, rows)
     jobs = make_jobs(cells, preset=preset, seeds=options.seeds, device=device, out=out)
-    plan = make_plan(jobs, read_runs(results, recipe.paper), options.data)
-    for line in plan.skipped:
+
+    def planned() -> BenchPlan:
+        return make_plan(jobs, read_runs(results, recipe.paper), options.data, rerun_changed=options.rerun_changed)
+
+    plan = planned()
+    for line in [*plan.skipped, *code_lines(plan.skipped_runs)]:
         tell(line)
     failed = 0
     if options.dry_run or not (plan.left or plan.finished):
         _announce(plan, options, device)
     else:
         with claimed(out, results):
-            plan = make_plan(jobs, read_runs(results, recipe.paper), options.data)  # another bench may just have ended
+            plan = planned()  # another bench may just have ended
+            for job in (job for job in plan.left if options.rerun_changed and finished_run(job) is not None):
+                shutil.rmtree(job.folder)  # other code has finished it
             for run in plan.finished:
                 add_run(results, recipe.paper, run)
             failed = _work_off(plan, options, device=device, paper=recipe.paper, results=results)
