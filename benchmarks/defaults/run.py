@@ -1,0 +1,142 @@
+"""Run every method with its defaults, five seeds each, on the three federations of this folder.
+
+    python benchmarks/defaults/run.py                                  run everything that is not recorded yet
+    python benchmarks/defaults/run.py --methods feddf,fedadam          only these methods
+    python benchmarks/defaults/run.py --methods 'fedadam(server_lr=0.1)' --seeds 100,101 --results FILE
+
+Each finished run is written to docs/results/defaults.json at once, so the script can be stopped and started again. A
+record holds a digest of the experiment file and of the method's defaults: a run whose settings have changed since is
+run again, and its old record is dropped. `make pages` makes the tables of docs/methods from the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedstill
+from fedstill import Experiment, FedstillError
+from fedstill.bench.results import cell_key
+from fedstill.experiment.build import build, build_federation, load_source
+from fedstill.experiment.config import MethodSection
+from fedstill.experiment.run import run_built
+from fedstill.methods import METHODS
+from fedstill.methods.lookup import split_methods
+from fedstill.storage.files import write_whole
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "docs" / "results" / "defaults.json"
+FEDERATIONS = {
+    "digits": "digits, Dirichlet 0.1",
+    "fashion": "fashion-mini, Dirichlet 0.5",
+    "cancer": "breast cancer, IID",
+}
+SEEDS = (0, 1, 2, 3, 4)
+LAST = 3  # rounds whose mean accuracy a table shows: with five of ten skewed clients, one round alone is chance
+Record = dict[str, Any]
+
+
+def experiment_of(federation: str, method: str, seed: int) -> Experiment:
+    """Return the experiment file of a federation with a method and a seed."""
+    experiment = Experiment.from_toml(HERE / f"{federation}.toml")
+    section = MethodSection.model_validate({"name": method})
+    return experiment.model_copy(update={"method": section, "seed": seed})
+
+
+def key_of(experiment: Experiment) -> str:
+    """Return ten letters that change with the experiment file and with each default of the method."""
+    text = json.dumps([cell_key(experiment), experiment.resolved()["method"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def read_records(path: Path) -> list[Record]:
+    return list(json.loads(path.read_text(encoding="utf-8"))["runs"]) if path.exists() else []
+
+
+def write_records(path: Path, records: list[Record]) -> None:
+    """Write one line a run, by federation, method and seed."""
+    order = {name: place for place, name in enumerate((*FEDERATIONS, *METHODS))}
+
+    def place(record: Record) -> tuple[int, int, str, int]:
+        method = record["method"]
+        return order[record["federation"]], order.get(method, len(order)), method, record["seed"]
+
+    lines = ",\n".join(json.dumps(record) for record in sorted(records, key=place))
+    write_whole(path, f'{{"last_rounds": {LAST}, "runs": [\n{lines}\n]}}\n')
+
+
+def missing(records: list[Record], methods: list[str], seeds: list[int]) -> Iterator[tuple[str, str, int]]:
+    """Yield (federation, method, seed) of each run that no record with today's settings holds; a seed's runs first."""
+    known = {(record["federation"], record["method"], record["seed"]): record["key"] for record in records}
+    for seed in seeds:
+        for federation in FEDERATIONS:
+            for method in methods:
+                run = federation, method, seed
+                if known.get(run) != key_of(experiment_of(*run)):
+                    yield run
+
+
+def write_table(folder: Path) -> None:
+    """Write scikit-learn's breast cancer table, 569 rows of 30 numbers, as the file that cancer.toml names."""
+    from sklearn.datasets import load_breast_cancer
+
+    bunch = load_breast_cancer(as_frame=True)
+    names = bunch.target.map(dict(enumerate(bunch.target_names)))
+    bunch.data.assign(diagnosis=names).to_csv(folder / "breast_cancer.csv", index=False)
+
+
+def measure(experiment: Experiment, folder: Path) -> Record:
+    """Run an experiment and return its accuracies in percent, or the reason for which fedstill refuses it."""
+    data = experiment.data
+    if data.source.endswith(".csv"):
+        data = data.model_copy(update={"source": str(folder / data.source)})
+    placed = experiment.model_copy(update={"data": data})
+    federation = build_federation(placed, load_source(placed))
+    try:
+        result = run_built(placed, build(placed, federation), pictures=False)
+    except FedstillError as refused:
+        return {"refused": str(refused)}
+    history = result.history
+    return {
+        "last": round(100 * history.mean_last(1), 3),
+        "last_rounds": round(100 * history.mean_last(LAST), 3),
+        "seconds": round(result.seconds, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", default=",".join(METHODS), help="names, with options if wanted; default: all")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of records")
+    chosen = parser.parse_args()
+    logging.getLogger("fedstill").setLevel(logging.ERROR)  # advice on rates is for a run that somebody watches
+    methods, seeds = split_methods(chosen.methods), [int(seed) for seed in chosen.seeds.split(",")]
+    records = read_records(chosen.results)
+    wanted = list(missing(records, methods, seeds))
+    print(f"{len(wanted)} runs are missing", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        write_table(Path(folder))
+        for federation, method, seed in wanted:
+            experiment = experiment_of(federation, method, seed)
+            run = {"federation": federation, "method": method, "seed": seed}
+            measured = measure(experiment, Path(folder))
+            versions = {"fedstill": fedstill.__version__, "torch": torch.__version__}
+            date = datetime.datetime.now(datetime.UTC).date().isoformat()
+            record = {**run, "key": key_of(experiment), **measured, **versions, "date": date}
+            records = [old for old in read_records(chosen.results) if any(old[name] != run[name] for name in run)]
+            write_records(chosen.results, [*records, record])
+            print(federation, method, f"seed {seed}:", *measured.values(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
