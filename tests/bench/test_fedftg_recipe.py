@@ -86,6 +86,7 @@ def test_baselines_have_the_options_of_section_7_3():
     assert {options["moon"]["mu"] for options in map(parts_of, methods_of("options"))} == {0.1, 1.0, 5.0}
     assert FEDFTG.method("1", "fedgen", DEFAULT) == {
         "name": "fedgen",
+        "match_weight": 10.0,
         "ratio": 32 / 50,
         "generator": {
             "network": "features",

@@ -32,6 +32,10 @@ def dp_fedavg(
     clients: the model keeps its first ones. Use a network without BatchNorm, or join a method that re-estimates them on
     unlabeled data, as feddf does.
 
+    Helps: where a promise of privacy is needed. It costs accuracy on all data, because each round adds noise of
+        standard deviation z C / m to every parameter. With m = 5 clients the noise is larger than the moves; take
+        hundreds.
+
     Args:
         clip: bound of the norm of a client's move over all parameters (C; the paper's S).
         noise_multiplier: standard deviation of the noise in units of clip (z); 0 adds none and claims nothing.

@@ -20,7 +20,7 @@ from fedstill.server.aggregate import average
 def fedgen(
     *,
     label_weight: NotNegative = 10.0,
-    match_weight: NotNegative = 10.0,
+    match_weight: NotNegative = 0.0,
     decay: Share = 0.98,
     floor: NotNegative = 1e-4,
     gen_batch: Count = 32,
@@ -42,7 +42,7 @@ def fedgen(
 
     Args:
         label_weight: weight of the generated samples' cross-entropy (a); with match_weight = 0 too, FedAvg bit for bit.
-        match_weight: weight of the term that is in the code only (b).
+        match_weight: weight of the term that is in the code only (b); 10 there.
         decay: factor of both from round to round.
         floor: neither falls below it, unless it is 0.
         gen_batch: generated samples in a client's step.
@@ -59,8 +59,9 @@ def fedgen(
         its generated samples end after 20 of them. omega counts the samples that a client holds, there those that it
         has seen in the round, with repetition. y' are labels of clients that took part so far, there of all clients.
         The generator is sent in round 1 too, where it counts nothing. Every option is the code's where the text has
-        none; r does not follow local.batch_size by itself. The text alone is match_weight = 0 with
-        generator.noise_kind = "normal". The code's omega counts by the batch: benchmarks/fedgen/released.py.
+        none, but for match_weight: the text has no such term, and with a weight of 10 clients do not learn at a rate of
+        0.1. r does not follow local.batch_size by itself. The text alone is the default with generator.noise_kind =
+        "normal". The code's omega counts by the batch: benchmarks/fedgen/released.py.
     Reference: Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021,
         Algorithm 1; as a baseline: Zhang et al., Fine-tuning Global Model via Data-Free Knowledge Distillation for
         Non-IID Federated Learning, CVPR 2022.
