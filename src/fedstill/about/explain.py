@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedstill.about.defaults import sentences
 from fedstill.about.toy import CLASSES, SHAPE, UNLABELED, trial_model, trial_run
 from fedstill.compose.combine import run_step
 from fedstill.core.needs import needs_of
@@ -37,7 +38,7 @@ from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import statement
 from fedstill.server.aggregate import AGGREGATES
 
-_SECTIONS = ("Args", "Reveals", "Differs from the paper", "Reference")
+_SECTIONS = ("Helps", "Args", "Reveals", "Differs from the paper", "Reference")
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
 Question = Callable[[ClientData], Tree]
 
@@ -57,6 +58,7 @@ def explain(name: str) -> dict[str, Any]:
         words = {
             "summary": f"{name}: {'several methods in turn' if len(methods) > 1 else 'parts that run together'}.",
             "body": "\n\n".join(facts[key] for facts in each.values() for key in ("summary", "equation") if facts[key]),
+            "Helps": "",
             "options": [{**option, "name": f"{key}({option['name']})"} for key, option in options],
             "Differs from the paper": " ".join(
                 f"{key}: {answers}" for key, facts in each.items() if (answers := facts["differs_from_the_paper"])
@@ -70,6 +72,8 @@ def explain(name: str) -> dict[str, Any]:
     return {
         "method": name,
         "summary": words["summary"],
+        "helps": words["Helps"],
+        "with_defaults": sentences(name),
         "equation": words["body"],
         "options": words["options"],
         "parts": _union(map(parts_of, methods)),

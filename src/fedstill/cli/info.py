@@ -89,7 +89,10 @@ def _width() -> int:
 
 def explain_text(facts: dict[str, Any]) -> str:
     """Write one screen on a method."""
-    lines = [*textwrap.wrap(facts["summary"], _width()), "", textwrap.indent(facts["equation"], "    "), "", "Options"]
+    helps = [f"Helps {facts['helps']}"] if facts["helps"] else []
+    head = [facts["summary"], *helps, *facts["with_defaults"]]
+    lines = [line for text in head for line in textwrap.wrap(text, _width())]
+    lines += ["", textwrap.indent(facts["equation"], "    "), "", "Options"]
     for option in facts["options"]:
         lines += _hang(_option(option), option["meaning"])
     lines.append("Parts")
