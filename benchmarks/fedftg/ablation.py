@@ -96,8 +96,13 @@ FORMS: dict[str, dict[str, Any]] = {
 RELEASED = f"{Path(__file__).resolve().with_name('released.py')}:fedftg"  # with fedftg's defaults it is fedftg
 ROWS = {"fedavg": "fedavg", **{name: write(RELEASED, options) for name, options in FORMS.items()}}
 ROWS["paper"] += '+average(weighting="uniform")'
-ROWS |= {name: name for name in ("scaffold", "scaffold+fedftg", "feddf_gen")}
-ROWS |= {f"feddf_gen-{name}": write("feddf_gen", FORMS[name]) for name in ("bn-train", "bn-frozen", "bn-restore")}
+ROWS |= {name: name for name in ("scaffold", "scaffold+fedftg")}
+POOLED = {"pool": "probabilities"}  # the paper's code; feddf_gen's default is FedDF's own, the mean of logits
+ROWS["feddf_gen"] = write("feddf_gen", POOLED)
+ROWS |= {
+    f"feddf_gen-{name}": write("feddf_gen", {**POOLED, **FORMS[name]})
+    for name in ("bn-train", "bn-frozen", "bn-restore")
+}
 TAIL = 5  # rounds that "last" is the mean of: single rounds jump by several points
 BASE = "fedavg"
 

@@ -45,6 +45,7 @@ LARGE = {
     "fedgen": {"generator.network": "features_large"},
 }
 
+POOLED = {"pool": "probabilities"}  # the paper's code; feddf_gen's default is FedDF's own, the mean of logits
 Options = Mapping[str, Mapping[str, Any]]  # by the name of a method
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedavg": {},
@@ -62,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "generator.lr": 0.01,
         "generator.lr_decay": 0.998,
     },
-    "feddf_gen": {},
+    "feddf_gen": POOLED,
     "fedftg": {},
 }
 EVENLY = {"aggregate": 'average(weighting="uniform")'}  # Algorithm 1
@@ -75,10 +76,10 @@ OF_PRESET: dict[str, dict[str, dict[str, Any]]] = {
     "correct": OPTIONS,
     "paper": {
         **OPTIONS,
-        "feddf_gen": {**BY_BATCH, "generator.network": "conv_paper"},
+        "feddf_gen": {**POOLED, **BY_BATCH, "generator.network": "conv_paper"},
         "fedftg": {**PRINTED, **BY_BATCH, "generator.network": "conv_paper"},
     },
-    "released": {**OPTIONS, "feddf_gen": BY_BATCH, "fedftg": {**CODE, **BY_BATCH}},
+    "released": {**OPTIONS, "feddf_gen": {**POOLED, **BY_BATCH}, "fedftg": {**CODE, **BY_BATCH}},
 }
 INVENTING = ("fedgen", "feddf_gen", "fedftg")
 FEDPROX_AS_DECAY = 1e-3 + 1e-4  # the released FedProx: no term around the received model

@@ -97,7 +97,7 @@ def test_baselines_have_the_options_of_section_7_3():
             "lr_decay": 0.998,
         },
     }
-    assert FEDFTG.method("1", "feddf_gen", DEFAULT) == {"name": "feddf_gen"}
+    assert FEDFTG.method("1", "feddf_gen", DEFAULT) == {"name": "feddf_gen", "pool": "probabilities"}
     assert FEDFTG.method("1", "scaffold+fedftg", DEFAULT) == 'scaffold(option="II")+fedftg'
 
 

@@ -27,14 +27,14 @@ WRITTEN = "feddf_gen(generator.steps=2, generator.noise=5, student.steps=2, batc
 IDLE = InventedStudent(steps=0)
 
 
-def test_the_defaults_are_those_of_fedftgs_code_but_for_batch_norm():
+def test_the_defaults_are_those_of_fedftgs_code_but_for_batch_norm_and_feddfs_own_mean_of_logits():
     """Card 13.2 and 13.3; the weight of both terms of the generator's loss is 1."""
     found = {name: one.default for name, one in inspect.signature(feddf_gen).parameters.items()}
     assert found == {
         "generator": Generator("auto", 100, 50, 0.01, 0.998, 1e-3, lam_cls=1.0, lam_dis=1.0),
         "student": InventedStudent(20, 0.1, 0.998, 1e-3, batch_norm="restore"),
         "batch_size": 50,
-        "pool": "probabilities",
+        "pool": "logits",
         "labels": "quota",
         "ensemble": "uniform",
     }

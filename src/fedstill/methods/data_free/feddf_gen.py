@@ -16,14 +16,14 @@ def feddf_gen(
     generator: Generator = Generator(steps=50, weight_decay=1e-3),
     student: InventedStudent = InventedStudent(steps=20, batch_norm="restore"),
     batch_size: Several = 50,
-    pool: Pool = "probabilities",
+    pool: Pool = "logits",
     labels: Labels = "quota",
     ensemble: Ensemble = "uniform",
 ) -> Method:
     """FedDF (generator): FedDF whose unlabeled samples a generator on the server invents.
 
         G <- Adam on exp(-mean_{i, j} d_z(i, j) d_x(i, j)) + mean_k CE(z(G(e, y); w_k), y),   e ~ N(0, 1)
-        w <- SGD on KL(mean_k softmax(z(x; w_k)) || softmax(z(x; w))),   x = G(e, y),   from sum_k p_k w_k
+        w <- SGD on KL(softmax(mean_k z(x; w_k)) || softmax(z(x; w))),   x = G(e, y),   from sum_k p_k w_k
         p_k = n_k / sum_{j in S} n_j
 
     d_z is the mean square and d_x the mean absolute difference of two noises and of the samples made of them. G
@@ -34,14 +34,15 @@ def feddf_gen(
         student: how the average learns each round; with student.steps = 0 it is FedAvg (of the same weighting) bit for
             bit, and no generator is trained.
         batch_size: invented samples in a step of either.
-        pool: "probabilities" averages the teachers' softmax outputs, "logits" their logits.
+        pool: "logits" averages the teachers' logits, as FedDF does, "probabilities" their softmax outputs.
         labels: classes y are asked for in the proportions that the cohort's clients hold ("quota"), or all as often
             ("uniform"), for which nobody must tell them.
         ensemble: teachers count alike ("uniform"), or for class y by the share of it that they hold ("class").
 
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
         ensemble are "uniform"); the server runs every client's model on its own, so secure aggregation is impossible.
-    Differs from the paper: FedFTG's text names the idea alone; all numbers are those of its code. There G makes a batch
+    Differs from the paper: FedFTG's text names the idea alone; all numbers are those of its code, whose pool is
+        "probabilities", which costs accuracy with skewed clients. There G makes a batch
         anew for every teacher, so that its BatchNorm statistics move eleven times in a step; here once. And there the
         student keeps statistics of invented samples (student.batch_norm = "train").
     Reference: Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning, NeurIPS 2020; with a
