@@ -124,7 +124,7 @@ def fedcurv(*, lam: NotNegative = 0.1, fisher: Fisher = "per_batch") -> Method:
         old pair by the new one as storing all pairs would, up to rounding. The Fisher matrix is the empirical one (true
         labels), in eval mode, over all local data without augmentation, and per batch by default. The constant is left
         out, so the training loss can be negative. lam is 1 in the released code of FedNTD and FedLMD; 0.1 is ours,
-        because U grows with the clients, and at 1 some runs with 20 clients and a rate of 0.1 diverge.
+        because U grows with the clients, and at 1 some runs with 20 clients and a rate of 0.1 fail.
     Reference: Shoham et al., Overcoming Forgetting in Federated Learning on Non-IID Data, NeurIPS 2019 workshop on
         Federated Learning for Data Privacy and Confidentiality.
     """
