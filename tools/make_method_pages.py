@@ -247,7 +247,7 @@ def head(method: str) -> str:
     name, summary = title_and_summary(method)
     lines = [BEGIN, "", f"# {name}", "", summary, ""]
     if facts["helps"]:
-        lines += [*prose(f"**Helps** {facts['helps']}"), ""]
+        lines += [*prose(f"**When it helps:** {facts['helps']}"), ""]
     for sentence in facts["with_defaults"]:
         lines += [*prose(f"{sentence} [All methods](README.md#with-their-defaults-beside-fedavg)."), ""]
     lines += ["```toml", "[method]", f'name = "{method}"', "```", ""]

@@ -89,7 +89,7 @@ def _width() -> int:
 
 def explain_text(facts: dict[str, Any]) -> str:
     """Write one screen on a method."""
-    helps = [f"Helps {facts['helps']}"] if facts["helps"] else []
+    helps = [f"When it helps: {facts['helps']}"] if facts["helps"] else []
     head = [facts["summary"], *helps, *facts["with_defaults"]]
     lines = [line for text in head for line in textwrap.wrap(text, _width())]
     lines += ["", textwrap.indent(facts["equation"], "    "), "", "Options"]

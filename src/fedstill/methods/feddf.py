@@ -114,8 +114,8 @@ def avgprob(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherWe
         w <- Adam on mean_x KL(p(x) || softmax(z(x; w))) from w_0
         p_k = n_k / sum_{j in S} n_j
 
-    Helps: where clients hold data of the same kind. With skewed clients it costs accuracy, because the mean of their
-        probabilities names a wrong class more often than the mean of their logits does: choose avglogit or feddf.
+    Helps: not with skewed clients, because the mean of their probabilities names a wrong class more often than the mean
+        of their logits does: choose avglogit or feddf. Without skew it is level with FedAvg.
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
