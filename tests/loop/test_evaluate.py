@@ -179,3 +179,11 @@ def test_a_metric_that_gives_several_numbers_is_named(monkeypatch):
         FedstillError, match=r"the metric 'each', .*test_evaluate.py, line .* gave numbers of shape \(2,\)"
     ):
         global_test(None, make_test_set(federation, "cpu"), Oracle(np.eye(2)))
+
+
+def test_an_answer_beyond_the_classes_of_the_data_is_wrong_and_in_no_column_of_the_confusion():
+    """A network of four outputs, two classes: one right answer, one of class 3, which does not exist."""
+    federation = federation_of([[0, 1]], [0, 1], 2)
+    row = global_test(None, make_test_set(federation, "cpu"), Oracle(np.array([[1.0, 0, 0, 0], [0, 0, 0, 1.0]])))
+    assert row["accuracy"] == 0.5
+    assert row["confusion"] == [[1, 0], [0, 0]]

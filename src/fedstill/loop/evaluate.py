@@ -168,7 +168,10 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
     confidence, answer = logits.softmax(dim=1).max(dim=1)
     correct = (answer == test.y).double()
     hits = torch.zeros_like(test.class_sizes).index_add_(0, test.y, correct)
-    answered = torch.zeros_like(hits).index_add_(0, answer, torch.ones_like(correct))
+    classes = len(hits)
+    # a network may have more outputs than the data have classes; an answer beyond them is wrong and in no column
+    column, known = answer.clamp(max=classes - 1), (answer < classes).to(correct)
+    answered = torch.zeros_like(hits).index_add_(0, column, known)
     answers = Answers(logits, confidence, correct, hits, answered, hits / test.class_sizes, test)
     numbers = {}
     for name, metric in METRICS.items():
@@ -178,10 +181,9 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
                 what = "nothing" if number is None else f"numbers of shape {tuple(number.shape)}"
                 raise FedstillError(f"the metric '{name}', {name_of(metric.of)}, gave {what}: give one, e.g. a mean")
             numbers[name] = torch.as_tensor(number, dtype=torch.float64, device=logits.device)
-    classes = len(hits)
     confusion = hits.new_zeros(classes**2 if classes <= CONFUSION_CLASSES else 0)
     if len(confusion):
-        confusion.index_add_(0, test.y * classes + answer, torch.ones_like(correct))
+        confusion.index_add_(0, test.y * classes + column, known)
     on_host = iter(torch.cat([torch.stack(list(numbers.values())), answers.class_accuracy, confusion]).tolist())
     row: dict[str, Any] = {name: _defined(next(on_host)) for name in numbers}
     row["class_accuracy"] = [_defined(next(on_host)) for _ in range(classes)]
