@@ -13,7 +13,15 @@ from papers import released
 
 from fedstill.core.tree import clone
 from fedstill.core.types import Model, Need, Output, Round, Targets, Training, Weights
-from fedstill.methods.mrtf.refinery import Refinery, rectified, rectified_distillation, stable, trust_in_clients
+from fedstill.methods.mrtf.refinery import (
+    Refinery,
+    make_targets,
+    rectified,
+    rectified_distillation,
+    share_of_clusters,
+    stable,
+    trust_in_clients,
+)
 from fedstill.server import average, distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import mix, standardised, targets_of
@@ -21,6 +29,7 @@ from fedstill.server.distill.targets import mix, standardised, targets_of
 STUDENT = Student(**vars(Training(steps=3, lr=0.5)))
 prior_mixture, released_step = released("mrtf", "prior_mixture"), released("mrtf", "refinement")
 RELEASED = partial(released_step, stabilise=True, rectify=True, refine=True, batch=8)
+PAPER = Refinery(refine_sharpness=4.0, refine_share="all")
 CLASSES, FEATURES, WIDTH = 3, 4, 5
 UNLABELED = blobs(9, 20).x
 
@@ -172,8 +181,8 @@ def numpy_outputs(weights, x):
     return features @ weights.params["head"].numpy().T, features
 
 
-def numpy_target(uploads, start, middle, x, *, loss, refine):
-    """Eqs. 6 and 10 to 12 of the paper, sample by sample."""
+def numpy_target(uploads, start, middle, x, *, loss, refine, sharpness=4.0, share=1.0):
+    """Eqs. 6 and 10 to 12 of the paper, sample by sample; share: the weight of the clusters."""
     answers = [numpy_outputs(model, x)[0] for model in (*uploads, start, middle)]
     q = [numpy_softmax(4.0 * z / z.std(ddof=1)) for z in answers]
     u = min(1.0, max(0.25, 0.25 + 0.75 * loss / math.log(CLASSES)))
@@ -183,7 +192,9 @@ def numpy_target(uploads, start, middle, x, *, loss, refine):
         for k, weight in enumerate(sure / sure.sum()):
             target[i] += u * weight * q[k][i]
         target[i] += (1 - u) / 2 * (q[-2][i] + q[-1][i])
-    return numpy_clusters(target, numpy_outputs(middle, x)[1], 4.0) if refine else target
+    if not refine:
+        return target
+    return (1 - share) * target + share * numpy_clusters(target, numpy_outputs(middle, x)[1], sharpness)
 
 
 def numpy_clusters(target, h, sharpness):
@@ -196,11 +207,54 @@ def numpy_clusters(target, h, sharpness):
 
 
 @pytest.mark.parametrize(("at", "refine"), [(1, False), (5, False), (6, True)])
-def test_a_whole_target_is_the_slow_one_and_the_first_five_rounds_have_no_refinery(at, refine):
-    found = refined(Refinery(), a_round(at=at))
+def test_a_whole_target_of_the_paper_is_the_slow_one_and_the_first_five_rounds_have_no_refinery(at, refine):
+    found = refined(PAPER, a_round(at=at))
     slow = numpy_target(UPLOADS, START, found.average, UNLABELED.numpy(), loss=0.3, refine=refine)
     np.testing.assert_allclose(found.targets.probabilities.numpy(), slow, rtol=1e-10)
     assert found.targets.kept.all()
+
+
+def test_by_default_the_refinery_counts_as_often_as_a_client_contradicts_the_rectified_belief():
+    found, x = refined(Refinery()), UNLABELED.numpy()
+    how = {"uploads": UPLOADS, "start": START, "middle": found.average, "x": x, "loss": 0.3}
+    belief = numpy_target(**how, refine=False).argmax(1)
+    against = [int(numpy_outputs(one, x)[0][i].argmax() != belief[i]) for one in UPLOADS for i in range(len(x))]
+    share = sum(against) / len(against)
+    assert 0.05 < share < 0.95
+    slow = numpy_target(**how, refine=True, sharpness=32.0, share=share)
+    np.testing.assert_allclose(found.targets.probabilities.numpy(), slow, rtol=1e-9)
+    assert found.round.metrics["refine_share"] == pytest.approx(share)
+
+
+def test_the_share_of_the_refinery_and_its_targets_as_worked_by_hand():
+    """Two clients and three samples: four of six answers name the belief's class, so the clusters count a third.
+
+    The clusters are the card's (T7.7): (.723934, .316463, .490595) for class 0.
+    """
+    belief = number([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
+    features = number([[1.0, 0.0], [0.0, 1.0], [3.0, 4.0]])
+    logits = number([[[1, 0], [0, 1], [1, 0]], [[1, 0], [1, 0], [0, 1]]])
+    form = Refinery(stabilise=False, rectify=False, refine_sharpness=4.0)
+    assert share_of_clusters(logits, belief, form) == pytest.approx(1 / 3)
+    assert share_of_clusters(logits, belief, replace(form, refine_share="all")) == 1.0
+    # The clients' mean logits (+-d, half the log-odds) have the belief as their softmax, and name classes 0, 1, 0.
+    odds = torch.log(belief[:, 0] / belief[:, 1]).unsqueeze(1) * number([[0.5, -0.5]])
+    apart = number([[0.1, -0.1], [1.0, -1.0], [-0.1, 0.1]])  # the second sample is sure enough to be named by one only
+    said = torch.stack([odds - apart, odds + apart])
+    assert said.argmax(-1).tolist() == [[0, 1, 0], [0, 0, 1]]
+    targets = make_targets(said, Output(odds, features), 1.0, a_round(), form)
+    wanted = [0.9 * 2 / 3 + 0.723934 / 3, 0.2 * 2 / 3 + 0.316463 / 3, 0.5 * 2 / 3 + 0.490595 / 3]
+    assert targets.probabilities[:, 0].tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_refinery_is_left_out_where_all_clients_agree():
+    alike = a_round([UPLOADS[0]] * 3, start=UPLOADS[0])
+    found = refined(Refinery(), alike)
+    assert found.round.metrics["refine_share"] == 0.0
+    plain = refined(Refinery(refine=False), a_round([UPLOADS[0]] * 3, start=UPLOADS[0]))
+    assert torch.equal(found.targets.probabilities, plain.targets.probabilities)
+    literal = refined(PAPER, a_round([UPLOADS[0]] * 3, start=UPLOADS[0]))
+    assert float((literal.targets.probabilities - plain.targets.probabilities).abs().max()) > 0.1
 
 
 def numpy_released(uploads, start, middle, x, *, u, batch):

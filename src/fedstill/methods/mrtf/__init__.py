@@ -7,19 +7,20 @@ from fedstill.compose.wrappers import report_only
 from fedstill.core.limits import Count, CountOrNone, Share, Temperature
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
-from fedstill.methods.mrtf.refinery import Refinery, rectified_distillation
+from fedstill.methods.mrtf.refinery import Refinery, RefineShare, rectified_distillation
 from fedstill.server.aggregate import average
 from fedstill.server.distill.student import Student
 
 
 def mrtf(
     *,
-    student: Student = Student(lr=3e-4, lr_schedule="constant", batch_size=64, clip=None),
+    student: Student = Student(lr=3e-4, batch_size=64, clip=None),
     stabilise: bool = True,
     rectify: bool = True,
     refine: bool = True,
     sharpness: Temperature = 4.0,
-    refine_sharpness: Temperature = 4.0,
+    refine_sharpness: Temperature = 32.0,
+    refine_share: RefineShare = "disagreement",
     floor: Share = 0.25,
     bounded: bool = True,
     warm_up: CountOrNone = 5,
@@ -31,7 +32,8 @@ def mrtf(
         teachers:  q_a(x) = softmax(sharpness z_a(x) / std_a),  a in S, the sent model w and the average w_0
         rectify:   q(x) = u sum_{k in S} v_k(x) q_k(x) + (1 - u) (q_w(x) + q_{w_0}(x)) / 2
                    v(x) = softmax_k(-entropy of q_k(x)),  u = floor + (1 - floor) (mean_k loss_k) / ln K
-        refine:    c_j = sum_x q_j(x) h(x) / sum_x q_j(x),  q(x) <- softmax_j(-refine_sharpness (1 - cos(h(x), c_j)))
+        refine:    c_j = sum_x q_j(x) h(x) / sum_x q_j(x),  r(x) = softmax_j(-refine_sharpness (1 - cos(h(x), c_j)))
+                   q(x) <- a q(x) + (1 - a) r(x),  a = how often a client's model names the class of q(x)
         student:   w <- Adam on mean_x KL(q(x) || softmax(z(x; w))) from w_0 = sum_{k in S} p_k w_k
         p_k = 1 / |S|
 
@@ -40,9 +42,11 @@ def mrtf(
         stabilise: divide a teacher's logits by their standard deviation; false: logits as they are.
         rectify: weigh teachers by their entropy and let the global models teach too; false: the clients' models count
             equally. All three modules false is AvgLogit; only this and `refine` false the mean of stable teachers.
-        refine: replace the targets by nearness to class centres among the average's features h.
+        refine: draw the targets towards r, nearness to class centres among the average's features h.
         sharpness: of the stable teachers (tau, an inverse temperature).
-        refine_sharpness: of the refinery (tau').
+        refine_sharpness: of the refinery (tau'); 4 as in the paper gives targets that no student reaches.
+        refine_share: weight of r in the targets: "disagreement", 1 - a, so that clients that agree are left as they
+            are; "all", it replaces them (the paper).
         floor: lower end of u_t, the weight of the clients' models when their training loss is 0.
         bounded: u_t at most 1; false: beyond it when the mean loss passes ln K, and the global models count negatively.
         warm_up: first rounds without the refinery.
@@ -53,13 +57,16 @@ def mrtf(
 
     Reveals: the trained model, the number of samples n_k and the mean training loss, which sets u_t; the server runs
         every client's model on its own, so secure aggregation is impossible.
-    Differs from the paper: the refined model is not sent to clients, as in the authors' code (feedback = true: it is);
-        u_t is clipped to [floor, 1] (bounded = false: it is not); a class without mass gets probability 0, where the
-        paper divides 0 by 0; teachers answer in eval mode and a step has 64 samples, on both of which the paper is
-        silent; loss_k is the whole local objective, so terms of a joined method count.
+    Differs from the paper: the refinery counts as far as the clients disagree, which is our rule, because it helps
+        where labels are skewed and costs where they are not (refine_share = "all": the paper); refine_sharpness is 32
+        and the student's rate falls along a cosine (the paper: 4, constant), because the student reaches such targets;
+        the refined model is not sent to clients, as in the authors' code (feedback = true: it is); u_t is clipped to
+        [floor, 1] (bounded = false: it is not); a class without mass gets probability 0, where the paper divides 0 by
+        0; teachers answer in eval mode and a step has 64 samples, on both of which the paper is silent; loss_k is the
+        whole local objective, so terms of a joined method count.
     Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, 2023, Eqs. 6, 10-12.
     """
-    form = Refinery(stabilise, rectify, refine, sharpness, refine_sharpness, floor, bounded, warm_up)
+    form = Refinery(stabilise, rectify, refine, sharpness, refine_sharpness, refine_share, floor, bounded, warm_up)
     step = rectified_distillation(student, form)
     step = every_so_often(every, step) if every > 1 else step
     return Method(cross_entropy(), average("uniform"), (step if feedback else report_only(step),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from fedstill.server.distill.targets import (
 )
 from fedstill.server.distill.teachers import teacher_outputs, unlabeled_data
 
+RefineShare = Literal["disagreement", "all"]
+
 
 @dataclass(frozen=True)
 class Refinery:
@@ -34,7 +37,8 @@ class Refinery:
     rectify: bool = True
     refine: bool = True
     sharpness: float = 4.0
-    refine_sharpness: float = 4.0
+    refine_sharpness: float = 32.0
+    refine_share: RefineShare = "disagreement"
     floor: float = 0.25
     bounded: bool = True
     warm_up: int = 5
@@ -65,6 +69,14 @@ def rectified(clients: Tensor, known: Tensor, u: float) -> Tensor:
     return u * mix(clients, confident_share(clients)) + (1.0 - u) * mix(known)
 
 
+def share_of_clusters(logits: Tensor, belief: Tensor, form: Refinery) -> float:
+    """Return the weight of the refinery in the targets: 1, or how often a client (T, M, K) contradicts the belief.
+
+    Clients whose data are alike name the same classes. Their belief is then better than nearness to class centres.
+    """
+    return 1.0 if form.refine_share == "all" else 1.0 - agreement(logits, belief)
+
+
 def make_targets(logits: Tensor, average: Output, u: float, round: Round, form: Refinery) -> Targets:
     """Make the targets of a round from the clients' logits (T, M, K) and the average's output."""
     if form.rectify:
@@ -73,7 +85,9 @@ def make_targets(logits: Tensor, average: Output, u: float, round: Round, form: 
     else:
         belief = mix(stable(logits, form)) if form.stabilise else pool_targets(logits)
     if form.refines(round):
-        belief = cluster_labels(belief, average.features, form.refine_sharpness)
+        share = share_of_clusters(logits, belief, form)
+        round.metrics["refine_share"] = share
+        belief = (1.0 - share) * belief + share * cluster_labels(belief, average.features, form.refine_sharpness)
     return everything(belief)
 
 
@@ -82,7 +96,7 @@ def rectified_distillation(student: Student, form: Refinery) -> ServerStep:
 
     Teachers: the uploads, the model that was sent and the candidate; features are the candidate's, so memory is
     T M K + M F. Zero steps leave the candidate as it is. State: "targets".
-    Reports: u, teacher_agreement (of the uploads), distill_loss_before, distill_loss_after.
+    Reports: u, refine_share, teacher_agreement (of the uploads), distill_loss_before, distill_loss_after.
     """
     learn = learner(student)
 
