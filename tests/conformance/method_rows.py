@@ -63,6 +63,14 @@ BY_SIZE = {"aggregate": average()}
 VALIDATED = {"steps": 6, "batch_size": 8, "patience": 2, "look_every": 2}
 
 LABELS = {"threshold": 0.4, "student": {"epochs": 2, "batch_size": 4, "lr": 0.05}}  # D2C-FL: keeps some
+PRINTED: dict[str, Any] = {  # D2C-FL's text
+    "beta": 0.7,
+    "rule": "max",
+    "labels": "hard",
+    "student_start": "carried",
+    "student_share": "fixed",
+    "feedback": True,
+}
 
 UNTRAINED = {"training": {"epochs": 0}}
 
@@ -169,16 +177,18 @@ ROWS = (
     Row("mrtf", {**REFINED, "warm_up": 1}, {**IDLE, **BY_SIZE}),
     Row(f"{CODE}/mrtf/released.py:mrtf", REFINED, {**IDLE, **BY_SIZE}),
     Row("mrtf", {**REFINED, "warm_up": 1, "feedback": True}, {**IDLE, **BY_SIZE}),
+    Row("mrtf", {**REFINED, "warm_up": 1, "refine_share": "all", "refine_sharpness": 4.0}),
     Row("mrtf", {**REFINED, "refine": False}),
     Row("mrtf", {**REFINED, "rectify": False, "refine": False}),
     Row("mrtf", {**REFINED, "stabilise": False, "rectify": False, "refine": False}),
     Row("d2cfl", {"past": 1, **LABELS}, {"mix_alpha": 1.0}),
-    Row("d2cfl", {"past": 2, "rule": "mean", **LABELS}, {"mix_alpha": 1.0}),
-    Row("d2cfl", {"past": 2, "student_start": "average", "rollback": "fixed", **LABELS}, {"threshold": 1.5}),
-    Row("d2cfl", {"past": 3, "warm_up": 1, "least": 2, **LABELS}, {"least": 14}),
+    Row("d2cfl", {"past": 1, **PRINTED, **LABELS}, {"mix_alpha": 1.0}),
+    Row("d2cfl", {"past": 2, **PRINTED, "rule": "mean", **LABELS}, {"mix_alpha": 1.0}),
+    Row("d2cfl", {"past": 2, **PRINTED, "student_start": "average", "rollback": "fixed", **LABELS}, {"threshold": 1.5}),
+    Row("d2cfl", {"past": 3, "warm_up": 1, "least": 2, "feedback": True, **LABELS}, {"least": 14}),
     Row(
         "d2cfl",
-        {"past": 1, "feedback": False, **LABELS, "student": {**LABELS["student"], "optimizer": "sgd"}},
+        {"past": 1, **PRINTED, "feedback": False, **LABELS, "student": {**LABELS["student"], "optimizer": "sgd"}},
         {"mix_alpha": 1.0},
     ),
 )

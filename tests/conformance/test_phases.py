@@ -65,7 +65,7 @@ def test_a_switch_before_the_first_or_after_the_last_round_is_no_switch(engine):
         [
             "scaffold+fedavgm",
             f"{BENCHMARKS}/mrtf/released.py:mrtf({REFINED})",
-            f'd2cfl({LABELS}, rule="mean", rollback="fixed")',
+            f'd2cfl({LABELS}, rule="max", student_start="carried", beta=0.7, rollback="fixed", feedback=true)',
             "scaffold",
             "fedavgm",
             "feddyn",
@@ -75,7 +75,7 @@ def test_a_switch_before_the_first_or_after_the_last_round_is_no_switch(engine):
             f"mrtf({REFINED}, feedback=true)",
             f"mrtf({REFINED}, every=3)",
             f"d2cfl({LABELS})",
-            f"d2cfl({LABELS}, feedback=false)",
+            f"d2cfl({LABELS}, feedback=true)",
         ],
         3,
     ),
@@ -106,7 +106,7 @@ def test_a_model_that_was_reported_in_one_phase_is_not_reported_in_the_next():
 
 def test_a_server_that_labels_by_another_rule_collects_its_teachers_anew():
     """What two rules remember of a teacher are two things: the label, and all probabilities."""
-    other = f'd2cfl({LABELS}, rule="mean")'
+    other = f'd2cfl({LABELS}, rule="max")'
     for first, second in ((f"d2cfl({LABELS})", other), (other, f"d2cfl({LABELS})")):
         rows = run(build_method(f"{first} until 4 then {second}"), rounds=8).history.rows
         assert [row["pseudo_labels"] > 0 for row in rows] == [False, False, True, True, False, False, True, True]

@@ -28,6 +28,8 @@ FORMS = {  # (method, form) -> the table's cell that has it (paper, preset, tabl
     ("fedbe", "correct"): "fedbe",
     ("fedbe", "released"): f"{BENCHMARKS}/fedbe/released.py:fedbe",
     ("fedbe", "d2cfl"): ("d2cfl", "correct", "figure-5", "fedbe"),
+    ("d2cfl", "correct"): "d2cfl",
+    ("d2cfl", "paper"): ("d2cfl", "correct", "figure-5", "d2cfl"),
     ("mrtf", "correct"): "mrtf",
     ("mrtf", "paper"): ("mrtf", "paper", "3", "mrtf"),
     ("mrtf", "released"): f"{BENCHMARKS}/mrtf/released.py:mrtf",

@@ -26,7 +26,15 @@ from fedstill.core.trainer import Fitted
 from fedstill.core.tree import stack
 from fedstill.core.types import Need, Output, Training, Weights
 from fedstill.local import cross_entropy
-from fedstill.methods.d2cfl.migrate import Migration, answer_of, append_answer, blend, migrate, pseudo_labels
+from fedstill.methods.d2cfl.migrate import (
+    Migration,
+    answer_of,
+    append_answer,
+    blend,
+    migrate,
+    pseudo_labels,
+    share_of_average,
+)
 from fedstill.server import average, distill
 from fedstill.server.distill.student import Student
 from fedstill.server.distill.targets import hard_targets, maximum_rule, mean_rule
@@ -146,6 +154,12 @@ def test_the_oldest_answer_leaves_first(rule):
 STUDENT = Student(**vars(Training(epochs=3, lr=0.5)))
 
 
+def printed(**options):
+    """Algorithm 1 with the paper's values for the CNN on CIFAR-10."""
+    paper = {"beta": 0.7, "threshold": 0.75, "rule": "max", "labels": "hard"}
+    return Migration(**{**paper, "student_start": "carried", "student_share": "fixed", **options})
+
+
 @dataclass
 class Scripted:
     """Training always ends at w = 3; a model is sure of class 1 unless its weight is negative."""
@@ -166,7 +180,7 @@ class Scripted:
 
 def scripted_rounds(averages, **options):
     """(teachers sent, students, trainer, rounds) when the average of each round is given and w_new is 0.5."""
-    step, trainer = migrate(STUDENT, Migration(past=1, **options)), Scripted()
+    step, trainer = migrate(STUDENT, printed(past=1, **options)), Scripted()
     model = replace(scalar_model(), init=lambda seed: scalar(0.5))
     state, sent, students, seen = step.init(scalar(9.0)), [], [], []
     for r, w_g in enumerate(averages, 1):
@@ -210,10 +224,84 @@ def test_a_round_without_labels_is_fedavgs_and_the_student_starts_over_from_its_
     assert [sorted(this.models) for this in seen] == [[], *[["aggregated", "student"]] * 3]
 
 
+@dataclass
+class Names:
+    """A model of weight w gives row i the logits `table[w][i]`; training ends at w = 3."""
+
+    table: dict
+
+    def fit(self, lesson, start, seed, **how):
+        self.lesson = lesson
+        return Fitted(scalar(3.0), {}, torch.tensor(0.0))
+
+    def outputs(self, weights, x, **how):
+        logits = number(self.table[round(weights.params["w"].item(), 6)])
+        return Output(logits, logits)
+
+
+def round_with(trainer, rows, w_g=1.0, r=2):
+    this = round_of(scalar(0.0), uploads_of([scalar(w_g)], [1]), unlabeled=torch.zeros(rows, 1), number=r)
+    return replace(this, trainer=trainer)
+
+
+def test_the_student_s_share_as_worked_by_hand():
+    """Four of ten rows have a label, and the average names three of these labels: c = 0.3, s = 0.8 c = 0.24."""
+    named = [[0, 1], [1, 0], [1, 0], [0, 1], *[[0, 1]] * 6]
+    labels = torch.tensor([1, 1, 0, 1, *[1] * 6])
+    kept = torch.tensor([True] * 4 + [False] * 6)
+    this = round_with(Names({1.0: named}), 10)
+    targets = hard_targets(labels, kept, 2)
+    assert share_of_average(scalar(1.0), targets, this, Migration(mix_alpha=0.2)) == pytest.approx(0.76)
+    assert share_of_average(scalar(1.0), targets, this, Migration(mix_alpha=1.0)) == 1.0
+    assert share_of_average(scalar(1.0), targets, this, printed(mix_alpha=0.2)) == 0.2
+
+
+SURE, UNSURE = [0.0, 9.0], [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("average_says", "sent"),
+    [([9.0, 0.0], 1.0), (SURE, 1.0 + 0.8 * 3 / 100 * (3.0 - 1.0))],
+    ids=["which it contradicts", "which it confirms"],
+)
+def test_three_labels_of_a_hundred_rows_cannot_take_over_the_model(average_says, sent):
+    """The first teacher (w = 7) is sure of three rows. The average is 1 and the student 3; the paper sends 2.6."""
+    some = [SURE] * 3 + [UNSURE] * 97
+    found = {}
+    for name, form in (("ours", Migration(past=1, threshold=0.75)), ("paper", printed(past=1))):
+        trainer = Names({7.0: some, 3.0: some, 2.6: some, round(sent, 6): some, 1.0: [average_says] * 100})
+        step = migrate(STUDENT, form)
+        _, state = step.apply(scalar(7.0), step.init(scalar(9.0)), round_with(trainer, 100, 7.0, r=1))
+        this = round_with(trainer, 100)
+        teacher, state = step.apply(scalar(1.0), state, this)
+        assert int(state["targets"]["kept"].sum()) == 3
+        assert this.metrics["student_share"] == pytest.approx((teacher.params["w"].item() - 1.0) / 2.0)
+        found[name] = teacher.params["w"].item()
+    assert found == pytest.approx({"ours": sent, "paper": 2.6})
+
+
+def test_soft_labels_are_the_whole_mean_of_the_teachers_and_hard_ones_its_class():
+    answers = collect(TWO_TEACHERS, "mean")
+    mean = [[0.45, 0.475, 0.075], [0.45, 0.325, 0.225]]  # of [.8, .1, .1] and [.1, .85, .05], and of sample B
+    soft = pseudo_labels(answers, 0.46, classes=3, labels="soft")
+    assert [row.tolist() for row in soft.probabilities] == [pytest.approx(row) for row in mean]
+    assert soft.kept.tolist() == [True, False]
+    trainer = Names({7.0: [SURE, UNSURE], 1.0: [SURE, UNSURE], 3.0: [SURE, UNSURE]})
+    shown = {}
+    for labels in ("soft", "hard"):
+        step = migrate(STUDENT, Migration(past=1, labels=labels, student_share="fixed", mix_alpha=0.0))
+        _, state = step.apply(scalar(7.0), step.init(scalar(9.0)), round_with(trainer, 2, 7.0, r=1))
+        step.apply(scalar(1.0), state, round_with(trainer, 2))
+        shown[labels] = trainer.lesson.y.tolist()
+    sure = 1 / (1 + np.exp(-9.0))
+    assert shown["soft"] == [pytest.approx([1 - sure, sure]), pytest.approx([0.5, 0.5])]
+    assert shown["hard"] == [[0.0, 1.0], [1.0, 0.0]]
+
+
 def test_a_teacher_answers_once():
     """One pass for each round's teacher and one for the loss of each student, whatever the number of teachers."""
     for past in (1, 3):
-        step = migrate(STUDENT, Migration(past=past))
+        step = migrate(STUDENT, printed(past=past))
         trainer, state = Scripted(), step.init(scalar(0.0))
         for r in range(1, 8):
             this = round_of(scalar(0.0), uploads_of([scalar(1.0)], [1]), unlabeled=torch.zeros(4, 1), number=r)
@@ -263,7 +351,7 @@ def local_round(weights):
 
 
 def our_rounds(rounds, **options):
-    step, model = migrate(STUDENT, Migration(**options)), random_model()
+    step, model = migrate(STUDENT, printed(**options)), random_model()
     weights = linear(CLASSES, FEATURES, seed=3)
     state, history = step.init(weights), []
     for r in range(1, rounds + 1):

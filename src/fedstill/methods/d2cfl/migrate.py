@@ -12,11 +12,12 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.tree import clone, full_precision, interpolate, leaves, tree_map
 from fedstill.core.types import Need, Round, ServerStep, Targets, Tree, Weights
 from fedstill.server.distill.student import Student, learner
-from fedstill.server.distill.targets import Rule, keep_targets, mean_rule, surest_label, targets_of
+from fedstill.server.distill.targets import Labels, Rule, keep_targets, mean_rule, surest_label, targets_of
 from fedstill.server.distill.teachers import unlabeled_data
 
 Restart = Literal["fresh", "fixed"]
 StudentStart = Literal["carried", "average"]
+StudentShare = Literal["confirmed", "fixed"]
 # the slot of each rule: the answers of the last T teachers about the unlabeled set, oldest first
 ANSWERS: dict[Rule, str] = {"max": "past_labels", "mean": "past_probabilities"}
 
@@ -26,14 +27,16 @@ class Migration:
     """How labels are made and models mixed; the options of `methods.d2cfl` of the same names say what each does."""
 
     mix_alpha: float = 0.2
-    beta: float = 0.7
+    beta: float = 1.0
     past: int = 10
     warm_up: int | None = None
-    threshold: float = 0.75
+    threshold: float = 0.0
     least: int = 1
-    rule: Rule = "max"
+    rule: Rule = "mean"
+    labels: Labels = "soft"
     rollback: Restart = "fresh"
-    student_start: StudentStart = "carried"
+    student_start: StudentStart = "average"
+    student_share: StudentShare = "confirmed"
 
 
 def migrate(student: Student, form: Migration) -> ServerStep:
@@ -46,9 +49,10 @@ def migrate(student: Student, form: Migration) -> ServerStep:
 
     State: "student" as training left it, "past_labels" or "past_probabilities" (by `rule`), "targets"; with rollback
     "fixed" also "first".
-    Reports: kept_share; student_loss, the cross-entropy on the kept labels after training.
+    Reports: kept_share; student_share, the student's weight in the mix; student_loss, the cross-entropy on the kept
+    labels after training.
     """
-    learn, slot = learner(student, hard=True), ANSWERS[form.rule]
+    learn, slot = learner(student, hard=form.labels == "hard"), ANSWERS[form.rule]
 
     def init(weights: Weights) -> Tree:
         first = {"first": clone(weights)} if form.rollback == "fixed" else {}
@@ -60,10 +64,14 @@ def migrate(student: Student, form: Migration) -> ServerStep:
         teachers = len(next(leaves(answers))) if answers else 0
         enough = teachers >= form.past if form.warm_up is None else round.number > form.warm_up and teachers > 0
         if before is not None and enough:
-            targets = pseudo_labels(answers, form.threshold, classes=before.probabilities.shape[1], least=form.least)
+            targets = pseudo_labels(
+                answers, form.threshold, classes=before.probabilities.shape[1], least=form.least, labels=form.labels
+            )
             if bool(targets.kept.any()):
                 learnt = learn(restart(candidate, state, round, form), targets, round)
-                teacher = blend(candidate, learnt, form.mix_alpha, counts=candidate)
+                of_average = share_of_average(candidate, targets, round, form)
+                round.metrics["student_share"] = 1.0 - of_average
+                teacher = blend(candidate, learnt, of_average, counts=candidate)
                 round.metrics["student_loss"] = label_loss(learnt, targets, round)
             round.models.setdefault("aggregated", candidate)
             round.models["student"] = learnt
@@ -100,10 +108,15 @@ def newest(answers: Tree, past: int) -> Tree:
     return tree_map(lambda leaf: leaf[-past:], answers)
 
 
-def pseudo_labels(answers: Tree, threshold: float, *, classes: int, least: int = 1) -> Targets:
-    """Return one label a sample from T teachers' answers, kept where it is sure enough; none if fewer than `least`."""
+def pseudo_labels(answers: Tree, threshold: float, *, classes: int, least: int = 1, labels: Labels = "hard") -> Targets:
+    """Return one label a sample from T teachers' answers, kept where it is sure enough; none if fewer than `least`.
+
+    labels: "soft" returns the whole mean of the teachers' probabilities where these were kept (rule "mean").
+    """
     if "probabilities" in answers:
         targets = mean_rule(answers["probabilities"], threshold)
+        if labels == "soft":
+            targets = targets._replace(probabilities=answers["probabilities"].mean(dim=0))
     else:
         targets = surest_label(answers["label"], answers["sure"], threshold, classes)
     return targets._replace(kept=targets.kept & (targets.kept.sum() >= least))
@@ -114,6 +127,19 @@ def blend(a: Weights, b: Weights, share: float, *, counts: Weights) -> Weights:
     mixed = interpolate(a, b, share)
     buffers = {n: leaf if leaf.is_floating_point() else counts.buffers[n] for n, leaf in mixed.buffers.items()}
     return mixed._replace(buffers=buffers)
+
+
+def share_of_average(candidate: Weights, targets: Targets, round: Round, form: Migration) -> float:
+    """Return the weight of the average in the mix: alpha, or 1 - (1 - alpha) c if the labels must be confirmed.
+
+    c is the part of the unlabeled rows that have a label and whose label the average itself names. The average is no
+    teacher: clients have just trained it on true labels. So few labels count little, and wrong ones, too.
+    """
+    if form.student_share == "fixed":
+        return form.mix_alpha
+    named = round.trainer.outputs(candidate, unlabeled_data(round), features=False).logits.argmax(dim=1)
+    confirmed = targets.kept & (named == targets.probabilities.argmax(dim=1))
+    return 1.0 - (1.0 - form.mix_alpha) * float(confirmed.double().mean())
 
 
 def restart(candidate: Weights, state: Tree, round: Round, form: Migration) -> Weights:
