@@ -265,7 +265,7 @@ def test_init_is_a_function_of_the_seed_and_leaves_the_global_stream_alone(name)
 
 
 def test_mrtf_networks_start_as_their_paper_says():
-    params = build_model("vgg8", input_shape=CIFAR, classes=10).init(0).params
+    params = build_model("vgg8", input_shape=CIFAR, classes=10, init="paper").init(0).params
     fan_out = 512 * 9
     assert params["encoder.16.weight"].std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.01)
     assert params["head.0.weight"].std().item() == pytest.approx(0.01, rel=0.01)
@@ -279,8 +279,21 @@ def test_fedlmds_cnn_starts_as_pytorch_does():
     weight = params["encoder.0.weight"]
     assert bound * 0.98 < weight.abs().max().item() <= bound
     assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
-    torch_default = build_model("mlp", input_shape=DIGITS, classes=10, init="torch").init(0).params
+    torch_default = build_model("mlp", input_shape=DIGITS, classes=10).init(0).params
     assert torch_default["encoder.1.weight"].abs().max().item() == pytest.approx(1 / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet"])
+def test_by_default_an_untrained_network_tells_samples_apart_and_as_in_mrtf_it_nearly_does_not(name):
+    """The logits' deviation over the samples, which MrTF divides by: N(0, 0.01) weights in several layers shrink it."""
+    x = torch.randn(64, *CIFAR, generator=torch.Generator().manual_seed(0))
+    spread = {}
+    for init in ("torch", "paper"):
+        model = build_model(name, input_shape=CIFAR, classes=10, init=init)
+        logits = model.apply(model.init(0), x)[0].logits
+        spread[init] = float(logits.std(dim=0).mean())
+    plain = build_model(name, input_shape=CIFAR, classes=10)
+    assert float(plain.apply(plain.init(0), x)[0].logits.std(dim=0).mean()) == spread["torch"] > 4 * spread["paper"]
 
 
 def test_without_a_projection_the_layers_draw_their_weights_one_after_the_other_with_the_head_last():

@@ -115,7 +115,7 @@ class CharacterReader(nn.Module):
 
 
 def char_lstm(
-    input_shape: Shape, classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2, init: str = "paper"
+    input_shape: Shape, classes: int, *, embedding: int = 8, hidden: int = 256, layers: int = 2, init: str = "torch"
 ) -> Network:
     """MrTF's and LEAF's CharLSTM: character ids - embedding 8 - LSTM 256, 256 - next character.
 

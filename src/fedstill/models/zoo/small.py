@@ -17,7 +17,7 @@ def mlp(
     classes: int,
     *,
     hidden: Sequence[int] = (1024, 1024, 128),
-    init: str = "paper",
+    init: str = "torch",
     projection: int = 0,
 ) -> Network:
     """MrTF's MLPNet: input - 1024 - 1024 - 128 - classes, ReLU; features are the last hidden layer.
@@ -55,14 +55,14 @@ def lenet5(input_shape: Shape, classes: int, *, projection: int = 0) -> Network:
     return classifier([*stages, *dense(flat, 120, 84)], 84, classes, projection)
 
 
-def lenet(input_shape: Shape, classes: int, *, init: str = "paper") -> Network:
+def lenet(input_shape: Shape, classes: int, *, init: str = "torch") -> Network:
     """MrTF's LeNet: convolutions 16, 16, then 120 - 84 - classes as head; features are the flattened maps."""
     stages, flat = _lenet_stages(*image_shape("lenet", input_shape, least=16), 16, 16)
     head = nn.Sequential(*dense(flat, 120, 84), nn.Linear(84, classes))
     return initialise(Network(nn.Sequential(*stages), head), init)
 
 
-def fecnn(input_shape: Shape, classes: int, *, form: str = "paper", init: str = "paper") -> Network:
+def fecnn(input_shape: Shape, classes: int, *, form: str = "paper", init: str = "torch") -> Network:
     """MrTF's network for FeMnist: 5x5 convolutions 32, 64, then a hidden layer and classes as head.
 
     form: 'paper' is LEAF's network (two poolings, hidden 2048), 'released' that of MrTF's code (the second pooling is
@@ -79,7 +79,7 @@ def fecnn(input_shape: Shape, classes: int, *, form: str = "paper", init: str = 
     return initialise(Network(nn.Sequential(*stages, nn.Flatten()), head), init)
 
 
-def convnet(input_shape: Shape, classes: int, *, init: str = "paper") -> Network:
+def convnet(input_shape: Shape, classes: int, *, init: str = "torch") -> Network:
     """MrTF's network for SVHN: 3x3 convolutions 32, 64, 64, then 128 - classes as head; features: flattened maps."""
     channels, height, width = image_shape("convnet", input_shape, least=8)
     stages = [*_stage(channels, 32, 3, 1), *_stage(32, 64, 3, 1), *_stage(64, 64, 3, 1)]
@@ -91,7 +91,7 @@ VGG11 = ((64,), (128,), (256, 256), (512, 512), (512, 512))  # convolutions befo
 
 
 def vgg8(
-    input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, dropout: float = 0.5, init: str = "paper"
+    input_shape: Shape, classes: int, *, norm: str = "batch", groups: int = 2, dropout: float = 0.5, init: str = "torch"
 ) -> Network:
     """MrTF's VGG8: 3x3 convolutions 64, 128, 256, 512, 512, each normed and pooled; head 512 - 512 - classes.
 
