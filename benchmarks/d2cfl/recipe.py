@@ -30,6 +30,15 @@ ROLLBACK: dict[tuple[str, str], dict[str, float]] = {  # Section 4.1, "Training 
     ("resnet8", "cifar10"): {"mix_alpha": 0.8, "beta": 0.9},
     ("resnet8", "cifar100"): {"mix_alpha": 0.2, "beta": 0.4},
 }
+LITERAL: dict[str, Any] = {  # the text's form, which is not the method's default (docs/methods/d2cfl.md)
+    "threshold": 0.75,
+    "rule": "max",
+    "labels": "hard",
+    "student_start": "carried",
+    "student_share": "fixed",
+    "feedback": True,
+    "student": {"lr": 1e-3, "lr_schedule": "constant", "lr_epoch_decay": 0.95},
+}
 STUDENT = {"epochs": 5, "lr_schedule": "constant", "lr_epoch_decay": 0.95, "clip": None}
 FEDDF = {"labels": "hard", "warm_up": 10, "student": STUDENT}
 FEDBE = {
@@ -54,8 +63,9 @@ CENTRALISED: dict[str, dict[str, Any]] = {
 
 def method_of(row: str, pair: tuple[str, str], **changes: Any) -> str:
     """FedDF and FedBE as the paper ran them: hard labels, learnt as D2C-FL's student learns them."""
-    options = {"feddf": FEDDF, "fedbe": FEDBE, "d2cfl": ROLLBACK[pair]}
-    return write(row, {**options.get(row, {}), **changes})
+    options = {"feddf": FEDDF, "fedbe": FEDBE, "d2cfl": {**LITERAL, **ROLLBACK[pair]}}.get(row, {})
+    student = {**options.get("student", {}), **changes.pop("student", {})}
+    return write(row, {**options, **changes, **({"student": student} if student else {})})
 
 
 def partition(split: str, data: str) -> dict[str, Any]:

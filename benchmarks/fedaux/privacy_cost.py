@@ -41,7 +41,7 @@ SETTING = Experiment(
     cohort=10,
     data={"source": "fashion-mini", "unlabeled": 2000},
     partition={"scheme": "fedaux", "clients": 10, "alpha": 0.01},
-    model={"name": "mlp", "hidden": [64]},
+    model={"name": "mlp", "hidden": [64], "init": "paper"},
     local={"optimizer": "adam", "lr": 1e-3, "batch_size": 32},
     engine={"device": "cpu", "threads": 1},
 )

@@ -17,6 +17,10 @@ from fedstill.partition import PARTITIONS, class_counts
 D2C = PaperCase("d2cfl")
 NAMES = (*(f"figure-{number}" for number in range(4, 16)), "options")
 SPLITS = ("iid", "0.8-bias", "2-class")
+LITERAL = {  # Sections 3.2 and 4.1; beside alpha and beta
+    "rule": "max", "threshold": 0.75, "labels": "hard", "student_start": "carried", "student_share": "fixed",
+    "feedback": True, "student": {"lr": 1e-3, "lr_schedule": "constant", "lr_epoch_decay": 0.95},
+}  # fmt: skip
 MAIN = tuple(f"cnn-cifar10-{split}" for split in SPLITS)
 
 
@@ -67,7 +71,7 @@ def test_the_main_experiment_has_the_setting_of_section_4_1(column):
 def test_the_rollbacks_are_those_of_the_text(column, alpha, beta, size):
     for number, split in enumerate(SPLITS, 5):
         place = (f"figure-{number}", "d2cfl", f"{column}-{split}")
-        assert D2C.method(*place) == {"name": "d2cfl", "mix_alpha": alpha, "beta": beta}
+        assert D2C.method(*place) == {"name": "d2cfl", **LITERAL, "mix_alpha": alpha, "beta": beta}
         assert D2C.experiment(*place).partition.options["size"] == size
 
 
@@ -149,7 +153,8 @@ def test_figure_14_varies_the_teachers_and_figure_15_the_optimiser():
     assert options == {f"teachers-{count}": count for count in (1, 5, 10, 20)}
     sgd = D2C.experiment("figure-15", "sgd", MAIN[0])
     assert (sgd.local.optimizer, sgd.local.lr, sgd.local.lr_epoch_decay, sgd.local.momentum) == ("sgd", 1e-3, 1.0, 0.0)
-    assert sgd.method.options == {"mix_alpha": 0.2, "beta": 0.8, "student": {"optimizer": "sgd", "lr_epoch_decay": 1.0}}
+    student = {"lr": 1e-3, "lr_schedule": "constant", "optimizer": "sgd", "lr_epoch_decay": 1.0}
+    assert sgd.method.options == {**LITERAL, "mix_alpha": 0.2, "beta": 0.8, "student": student}
     assert D2C.experiment("figure-15", "sgd-momentum", MAIN[0]).local.momentum == 0.9
 
 

@@ -19,7 +19,8 @@ STUDENT = {"lr": 3e-4, "lr_schedule": "constant", "batch_size": 64, "clip": "non
 CODE = BENCHMARKS / "mrtf" / "released.py"
 NAMES = ("2", "3", "figure-7", "figure-8", "figure-9", "figure-10", "figure-11")
 AT_HAND = {"cifar10", "mnist", "shakespeare"}
-SENT = {"feedback": True}
+LITERAL = {"refine_sharpness": 4.0, "refine_share": "all", "student": {"lr_schedule": "constant"}}
+SENT = {**LITERAL, "feedback": True}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -71,7 +72,10 @@ def test_table_3_adds_noise_to_the_updates_and_none_at_sigma_0():
     assert (
         MRTF.method("3", "feddf", "sigma-0.001") == f"{write('feddf', {'student': STUDENT})}+update_noise(sigma=0.001)"
     )
-    assert MRTF.method("3", "mrtf", "sigma-0.1") == "mrtf(feedback=true)+update_noise(sigma=0.1)"
+    assert MRTF.method("3", "mrtf", "sigma-0.1") == (
+        'mrtf(refine_sharpness=4.0, refine_share="all", student.lr_schedule="constant", feedback=true)'
+        "+update_noise(sigma=0.1)"
+    )
     assert MRTF.recipe.tables["correct"]["3"].columns == ("sigma-0", "sigma-0.001", "sigma-0.01", "sigma-0.1")
 
 
@@ -143,7 +147,7 @@ def test_table_2_tests_on_the_other_domain():
 def test_the_text_has_neither_weight_decay_nor_clipping_nor_a_bound_on_u():
     one = MRTF.experiment("3", "mrtf", "sigma-0", "paper")
     assert (one.local.weight_decay, one.local.clip) == (0.0, None)
-    assert MRTF.method("3", "mrtf", "sigma-0", "paper") == {"name": "mrtf", "bounded": False, "feedback": True}
+    assert MRTF.method("3", "mrtf", "sigma-0", "paper") == {"name": "mrtf", **SENT, "bounded": False}
     assert MRTF.method("3", "feddf", "sigma-0", "paper") == {"name": "feddf", "student": STUDENT}
 
 

@@ -1,14 +1,18 @@
 """The same cell is the same run wherever it stands, and the results file loses nothing."""
 
+import hashlib
 import json
 import re
 
 import pytest
 from bench_cases import run_of, small
+from papers import BENCHMARKS
 
-from fedstill.bench.results import add_run, cell_key, merge, read_runs, write_runs
+from fedstill.bench.recipe import load_recipe
+from fedstill.bench.results import FORMER_DEFAULTS, add_run, cell_key, merge, read_runs, write_runs
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
+from fedstill.methods.options import defaults
 
 
 @pytest.mark.parametrize(
@@ -173,3 +177,49 @@ def test_a_cell_is_the_same_wherever_its_methods_file_lies(tmp_path):
         file.write_text("from fedstill.methods import fedavg as mine\n")
         keys.add(cell_key(Experiment(method=f"{file}:mine")))
     assert len(keys) == 1
+
+
+LITERAL = 'mrtf(refine_sharpness=4.0, refine_share="all", student.lr_schedule="constant"{})'
+NAMED_BEFORE = {  # sections as cells wrote them when runs were recorded -> the same runs after the defaults changed
+    "one method": ({"method": {"name": "mrtf"}}, LITERAL.format("")),
+    "other options stay": (
+        {"method": {"name": "mrtf", "feedback": True, "student": {"lr": 3e-5}}},
+        LITERAL.format(", feedback=true, student.lr=3e-5"),
+    ),
+    "a mixture": (
+        {"method": {"name": "mrtf(feedback=true)+update_noise(sigma=0.1)"}},
+        LITERAL.format(", feedback=true") + "+update_noise(sigma=0.1)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "method"), NAMED_BEFORE.values(), ids=list(NAMED_BEFORE))
+def test_a_run_keeps_its_name_when_a_default_changes_and_its_cell_writes_the_former_value(before, method):
+    wanted = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()[:10]
+    assert cell_key(Experiment(method=method)) == wanted
+
+
+def test_a_changed_default_is_another_cell_and_the_same_one_whether_it_is_written_or_not():
+    literal, plain = Experiment(method=LITERAL.format("")), Experiment(method="mrtf")
+    assert cell_key(literal) != cell_key(plain)
+    assert cell_key(Experiment(method='mrtf(refine_share="disagreement")')) == cell_key(plain)
+    for name in ("mlp", "vgg8"):
+        keys = {init: cell_key(Experiment(model={"name": name, "init": init})) for init in ("paper", "torch")}
+        assert keys["torch"] == cell_key(Experiment(model=name)) != keys["paper"]
+
+
+def test_every_former_default_is_an_option_whose_default_has_changed():
+    for (kind, name), options in FORMER_DEFAULTS.items():
+        now = defaults(kind, name)
+        for option, former in options.items():
+            key, _, field = option.partition(".")
+            assert (now[key][field] if field else now[key]) != former
+
+
+@pytest.mark.parametrize("paper", ["mrtf", "d2cfl"])
+def test_every_recorded_run_is_still_a_cell_of_its_recipe(paper):
+    tables = [table for preset in load_recipe(BENCHMARKS / paper).tables.values() for table in preset.values()]
+    cells = {cell_key(cell.experiment) for table in tables for cell in table.cells}
+    runs = read_runs(BENCHMARKS.parent / "docs" / "results" / f"{paper}.json", paper)
+    assert runs
+    assert {run["key"] for run in runs} <= cells

@@ -17,12 +17,29 @@ from typing_extensions import TypedDict
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
 from fedstill.methods import lookup as expression
+from fedstill.methods.options import defaults
 from fedstill.storage.files import lock, write_whole
 
 # Numbers that a record keeps beside the accuracy of a round, each times this factor: shares become percent.
 BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
 # Keys that change neither the data, nor the method, nor (but for rounding) the numbers.
 NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
+# Defaults that have changed after runs were recorded, and their former values; a field of a table has a dotted name.
+FORMER_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("method", "mrtf"): {"refine_sharpness": 4.0, "refine_share": "all", "student.lr_schedule": "constant"},
+    ("method", "d2cfl"): {
+        "threshold": 0.75,
+        "rule": "max",
+        "labels": "hard",
+        "student_start": "carried",
+        "student_share": "fixed",
+        "feedback": True,
+        "student.lr": 1e-3,
+        "student.lr_schedule": "constant",
+        "student.lr_epoch_decay": 0.95,
+    },
+    **{("model", name): {"init": "paper"} for name in ("mlp", "lenet", "fecnn", "convnet", "vgg8", "char_lstm")},
+}
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -76,19 +93,60 @@ _RECORD = TypeAdapter(Run)
 def cell_key(experiment: Experiment) -> str:
     """Return ten letters for everything that decides a cell's numbers; the same cell in two tables is the same run.
 
-    Values equal to a section's default are left out, because new keys must not change old names. The folders of data
-    and of users' files are left out, too.
+    Values equal to a section's default are left out, because new keys must not change old names. An option whose
+    default has changed is left out at its former default and written otherwise, because a record keeps its name. The
+    folders of data and of users' files are left out, too.
     """
     table = experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL)
-    method, data = table.get("method", {}), table.get("data", {})
-    if "name" in method:
-        method["name"] = expression.label(method["name"])
+    data = table.get("data", {})
+    if "method" in table:
+        table["method"] = _method_as_recorded(experiment, table["method"])
+        table["method"]["name"] = expression.label(table["method"]["name"])
+    if "model" in table:
+        table["model"] = _as_recorded("model", experiment.model.name, table["model"])
     if "evaluate" in table:
         table["evaluate"] = expression.label(table["evaluate"])
     for place in ("source", "unlabeled", "test"):
         if isinstance(data.get(place), str):
             data[place] = name_of_data(data[place])
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _method_as_recorded(experiment: Experiment, section: dict[str, Any]) -> dict[str, Any]:
+    """Return a cell's section [method] as `_as_recorded` writes it; a mixture has its options inside its name."""
+    if experiment.method.is_single:
+        return _as_recorded("method", experiment.method.name, section)
+    phases = experiment.method.phases
+    if not any(("method", part.name) in FORMER_DEFAULTS for phase in phases for part in phase.parts):
+        return section
+    mixtures = []
+    for phase in phases:
+        texts = [expression.write(part.name, _as_recorded("method", part.name, part.options)) for part in phase.parts]
+        mixtures.append("+".join(texts) + ("" if phase.until is None else f" until {phase.until}"))
+    return {"name": " then ".join(mixtures)}
+
+
+def _as_recorded(kind: str, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section or its options: one whose default has changed is left out at its former default, else written.
+
+    >>> _as_recorded("model", "mlp", {"hidden": [8], "init": "paper"})
+    {'hidden': [8]}
+    >>> _as_recorded("model", "mlp", {"hidden": [8]})
+    {'hidden': [8], 'init': 'torch'}
+    """
+    written = {key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()}
+    for option, former in FORMER_DEFAULTS.get((kind, name), {}).items():
+        key, _, field = option.partition(".")
+        now = written.get(key, defaults(kind, name)[key])
+        if field:
+            now = {**defaults(kind, name)[key], **now}[field]
+        place = written.setdefault(key, {}) if field else written
+        place[field or key] = now
+        if now == former:
+            del place[field or key]
+        if written.get(key) == {}:
+            del written[key]
+    return written
 
 
 def engine_of(experiment: Experiment) -> dict[str, Any]:
