@@ -59,8 +59,9 @@ def fedaux(
 
     h_0 are the features of the model that the first round starts from: fedaux+simclr is the paper's whole method.
 
-    Helps: where labels are skewed, with SGD on the clients (local.optimizer). With Adam, which the paper has, accuracy
-        fell in long runs on CIFAR-10. Where clients are alike it costs about a point.
+    Helps: where labels are skewed and the features are pre-trained. Use SGD on the clients (local.optimizer): with
+        Adam, which the paper has, accuracy fell in long runs on CIFAR-10. Without pre-training, and where clients are
+        alike, it costs up to two points.
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
