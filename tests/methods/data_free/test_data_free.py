@@ -62,7 +62,7 @@ REFINERS = (
     TAUGHT,
     "feddf(student.steps=2)",
     "mrtf(student.steps=2)",
-    "d2cfl(threshold=0.0, warm_up=0, student.epochs=1)",
+    "d2cfl(threshold=0.0, warm_up=0, student.epochs=1, feedback=true)",
 )
 
 
