@@ -312,7 +312,7 @@ def check_run_folder(experiment: Experiment, folder: Path, *, asked: str) -> Non
             raise FedstillError(f"{asked}: '{folder}' holds the data: give another folder, for instance one below it")
 
 
-CORE_PACKAGES = ("torch", "numpy", "scikit-learn", "safetensors", "pydantic", "typer", "rich")
+CORE_PACKAGES = ("torch", "numpy", "scikit-learn", "scipy", "safetensors", "pydantic", "typer", "rich")
 EXTRAS = {
     "data": ("datasets", "pandas", "pyarrow", "pillow"),
     "plots": ("matplotlib",),
