@@ -34,18 +34,7 @@ def fingerprint() -> str:
 
 def table(results: dict[str, Any]) -> str:
     """Return the table that `fedstill compare` printed."""
-    summaries = [
-        MethodSummary(
-            method=row["method"],
-            last=tuple(row["accuracies"]),
-            best=(row["best"],),
-            seconds=row["seconds"],
-            bytes_up=row["bytes_up"],
-            bytes_down=row["bytes_down"],
-        )
-        for row in results["methods"]
-    ]
-    return plain_table(summaries)
+    return plain_table([MethodSummary.from_json(row) for row in results["methods"]])
 
 
 def shrink(source: Path, target: Path, width: int) -> None:

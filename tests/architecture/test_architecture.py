@@ -36,7 +36,7 @@ IN_PLACE_DRAWS = {
 }
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 BRINGS = {
-    "scikit-learn": ("sklearn", "scipy"),
+    "scikit-learn": ("sklearn",),
     "pydantic": ("pydantic", "pydantic_core", "typing_extensions", "annotated_types"),
 }
 

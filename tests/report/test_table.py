@@ -1,17 +1,32 @@
 """Tables and learning curves."""
 
+import io
+import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from scipy.stats import ttest_rel
 
 from fedstill.loop.references import References
 from fedstill.report import human_bytes
 from fedstill.report.curves import learning_curves, spread_apart
-from fedstill.report.table import MethodSummary, best_first, plain_table, reference_lines, reference_rows, rich_table
+from fedstill.report.table import (
+    MethodSummary,
+    best_first,
+    plain_table,
+    reference_lines,
+    reference_rows,
+    rich_table,
+    table_json,
+    table_legend,
+    table_rows,
+)
 
 
 def summary(method, *last):
@@ -21,8 +36,39 @@ def summary(method, *last):
 def test_the_worked_table():
     text = plain_table([summary("b", 0.5, 0.6, 0.7), summary("a", 0.8, 0.8, 0.9)])
     lines = [line.split() for line in text.splitlines()]
-    assert lines[1] == ["a", "83.33", "±", "5.77", "84.33", "1.2", "1.5", "MB", "999", "B"]
-    assert lines[2][:4] == ["b", "60.00", "±", "10.00"]
+    # t of 2 degrees of freedom at 97.5 % is 4.303: 83.33 ± 4.303 · 5.774 / √3, 60 ± 4.303 · 10 / √3
+    assert lines[1] == ["a", "83.33", "±", "5.77", "69.0–97.7", "a", "84.33", "1.2", "1.5", "MB", "999", "B"]
+    assert lines[2][:5] == ["b", "60.00", "±", "10.00", "35.2–84.8"]
+
+
+def test_an_interval_of_accuracies_ends_at_0_and_1():
+    assert summary("a", 0.0, 0.9).interval == (0.0, 1.0)
+
+
+def test_methods_that_differ_in_every_seed_have_other_letters_and_reference_points_none():
+    high = [0.9 + noise for noise in (0.001, 0.003, -0.002, 0.0)]
+    rows = [summary("low", 0.5, 0.51, 0.5, 0.5), summary("high", *high)]
+    _, first, second, *points = plain_table([*rows, *reference_rows([references()] * 4)]).splitlines()
+    assert (first.split()[5], second.split()[5]) == ("a", "b")
+    assert all("none" in point for point in points)
+    assert table_legend(rows)[2] == "high is better than every other method."
+
+
+def test_a_table_survives_as_json():
+    rows = [replace(summary("low", 0.5, 0.6), epsilon=2.0, metrics={"wrong %": 3.0}), summary("high", 0.8, 0.9)]
+    rows += reference_rows([references(), references(pooled=0.7)])
+    again = [MethodSummary.from_json(row) for row in json.loads(json.dumps(table_json(rows)))]
+    assert plain_table(again) == plain_table(rows)
+
+
+def test_the_data_of_a_table_say_how_a_method_differs_from_the_best_and_from_fedavg():
+    best, fedavg = table_json([summary("fedavg", 0.5, 0.6, 0.7), summary("top", 0.8, 0.81, 0.9)])
+    assert best["method"] == "top"
+    assert "from_best" not in best
+    assert best["from_fedavg"]["mean"] == pytest.approx(0.71 / 3)
+    assert best["from_fedavg"]["p"] == pytest.approx(ttest_rel([0.8, 0.81, 0.9], [0.5, 0.6, 0.7]).pvalue)  # 0.018
+    assert (best["from_fedavg"]["verdict"], fedavg["from_best"]["verdict"]) == ("better", "worse")
+    assert (best["group"], fedavg["group"]) == ("a", "b")
 
 
 def test_columns_line_up():
@@ -70,6 +116,20 @@ def test_the_terminal_table_has_the_same_cells_and_one_bold_row():
     assert table.row_count == 2
     assert [row.style for row in table.rows] == ["bold green", None]
     assert [str(cell) for cell in table.columns[0].cells] == ["high[x]", "low"]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_table_fits_and_cuts_no_number(width):
+    name = "fedftg(iterations=4, generator.lam_cls=20.0, generator.lam_dis=20.0)"
+    rows = [summary(name, 0.61, 0.72, 0.73), summary("fedavgm(beta=0.7)", 0.61, 0.62, 0.73)]
+    console = Console(width=width, file=io.StringIO())
+    console.print(rich_table(rows, width=width))
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    printed = {word for line in text.splitlines() for word in line.split()}
+    assert {word for row in table_rows(rows)[1:] for cell in row[1:] for word in cell.split()} <= printed
+    assert "fedavgm(beta=0.7)" in text
+    assert all(piece in text for piece in ("fedftg(iterations=4,", "generator.lam_cls=20.", "generator.lam_dis=20."))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,14 @@ from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
-from fedstill.report.table import plain_table, prepared_text, reference_lines, rich_table
+from fedstill.report.table import (
+    MethodSummary,
+    plain_table,
+    prepared_text,
+    reference_lines,
+    rich_table,
+    table_legend,
+)
 
 
 def run_command(options: RunOptions) -> None:
@@ -137,16 +144,10 @@ def _compare(
         print_json(comparison.as_json())
         _fail_where_all_were_refused(results)
         return
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(rich_table(comparison.summaries))
-    else:
-        typer.echo(plain_table(comparison.summaries))
-    over = f"Mean over {seeds} seeds ± standard deviation" if seeds > 1 else "One seed: no spread"
+    print_table(comparison.summaries)
     pictures = [name for name in ("curves.png", "partition.png", "pseudo_labels.png") if (folder / name).exists()]
     lines = [
-        f"{over}; seconds and bytes are those of one run.",
+        *table_legend(comparison.summaries),
         *table_notes(comparison.results),
         *_reference_lines(comparison),
         f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.",
@@ -155,6 +156,17 @@ def _compare(
         lines.append(f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}")
     typer.echo("\n".join(lines))
     _fail_where_all_were_refused(results)
+
+
+def print_table(summaries: Sequence[MethodSummary]) -> None:
+    """Print the table of a comparison, in colours where a person reads it."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console()
+        console.print(rich_table(summaries, width=console.width))
+    else:
+        typer.echo(plain_table(summaries))
 
 
 def _reference_lines(comparison: Comparison) -> list[str]:

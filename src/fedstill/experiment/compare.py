@@ -28,7 +28,7 @@ from fedstill.methods.lookup import build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report import counted
 from fedstill.report.parties import parties_of, write_parties
-from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows
+from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows, table_json
 from fedstill.storage.files import write_whole
 
 RESULTS_FILE = "results.json"
@@ -49,7 +49,7 @@ class Comparison:
         return best_first([*methods, *reference_rows(self.references)])
 
     def as_json(self) -> list[dict[str, Any]]:
-        return [summary.as_json() for summary in self.summaries]
+        return table_json(self.summaries)
 
 
 def summarize(method: str, results: Sequence[Result]) -> MethodSummary:

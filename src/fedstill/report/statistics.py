@@ -1,7 +1,7 @@
 """Statistics of methods that were run with the same seeds: intervals, paired tests, and groups of equals.
 
-All methods of a comparison have the same split and the same cohorts under one seed. So two methods are compared by their
-difference within each seed, in which the luck of the split cancels out.
+All methods of a comparison have the same split and the same cohorts under one seed. So two methods are compared by
+their difference within each seed, in which the luck of the split cancels out.
 
 The paired t-test decides. Wilcoxon's signed-rank test stands beside it from six seeds on, because with fewer its
 smallest p value, 2 / 2^n, is above the level. Two questions make two families of tests, and Holm's correction keeps the
@@ -216,8 +216,10 @@ def in_words(judgement: Judgement) -> list[str]:
             kinds: dict[str, list[str]] = {"better": [], "worse": []}
             for name, each in judgement.from_baseline.items():
                 kinds.setdefault(each.verdict, []).append(name)
-            shown = [f"{listed(kinds[kind])} {kind}" for kind in ("better", "worse") if kinds[kind]]
-            lines.append(f"Against {baseline}: {', '.join(shown) or NO_DIFFERENCE}.")
+            shown = [f"{kind}: {listed(kinds[kind])}" for kind in ("better", "worse") if kinds[kind]]
+            tests = len(judgement.from_baseline)
+            pairs = f" ({tests} tests instead of {tests * (tests + 1) // 2})" if tests > 1 else ""
+            lines.append(f"Asked only about {baseline}{pairs}, {'; '.join(shown) or NO_DIFFERENCE}.")
     if seeds < FEW_SEEDS:
         lines.append(f"{seeds} seeds make wide intervals: only large differences can be shown.")
     return lines

@@ -1,4 +1,4 @@
-"""The table of a comparison: mean and spread over seeds, best method first; for terminals and as plain text."""
+"""The table of a comparison: mean, spread and interval over seeds, best method first; for terminals and as text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from fedstill.loop.evaluate import METRICS
 from fedstill.loop.history import Row
 from fedstill.loop.references import References
 from fedstill.privacy.statement import shown
-from fedstill.report import human_bytes
+from fedstill.report import human_bytes, wrapped
+from fedstill.report.statistics import Judgement, estimate, in_words, judge
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 PREPARED = "prepare/"  # begins the names of metrics that the first row of a run has from the preparation
-COLUMNS = ("method", "last %", "best %", "seconds", "up", "down")
+INTERVAL, GROUP = "95 % CI", "group"
+COLUMNS = ("method", "last %", INTERVAL, GROUP, "best %", "seconds", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,18 @@ class MethodSummary:
         """Sample standard deviation over the seeds; None for a single seed."""
         return statistics.stdev(self.last) if len(self.last) > 1 else None
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the mean, cut at 0 and 1; None for a single seed."""
+        about = estimate(self.last)
+        return None if about.low is None or about.high is None else (max(about.low, 0.0), min(about.high, 1.0))
+
     def as_json(self) -> dict[str, Any]:
         return {
             "method": self.method,
             "mean": self.mean,
             "std": self.std,
+            "interval": self.interval,
             "seeds": len(self.last),
             "seconds": round(self.seconds, 3),
             "best": statistics.fmean(self.best),
@@ -59,10 +68,45 @@ class MethodSummary:
             **({"reference": True} if self.is_reference else {}),
         }
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> MethodSummary:
+        """Return the summary that `as_json` made a row of; of the best rounds the row has the mean only."""
+        known = {*COLUMNS, "mean", "std", "interval", "seeds", "best", "accuracies", "bytes_up", "bytes_down"}
+        known |= {"epsilon", "reference", "from_best", "from_fedavg"}
+        return cls(
+            method=row["method"],
+            last=tuple(row["accuracies"]),
+            best=(row["best"],),
+            seconds=row["seconds"],
+            bytes_up=row["bytes_up"],
+            bytes_down=row["bytes_down"],
+            epsilon=row.get("epsilon"),
+            metrics={heading: value for heading, value in row.items() if heading not in known},
+            is_reference=row.get("reference", False),
+        )
+
 
 def best_first(summaries: Iterable[MethodSummary]) -> list[MethodSummary]:
     """By mean accuracy; a run whose accuracy is not a number comes last, and reference points below all methods."""
     return sorted(summaries, key=lambda row: (row.is_reference, row.mean != row.mean, -row.mean, row.method))
+
+
+def judge_methods(summaries: Iterable[MethodSummary]) -> Judgement | None:
+    """Say which methods can be told apart by their last accuracies; reference points are no methods."""
+    return judge({row.method: row.last for row in summaries if not row.is_reference})
+
+
+def table_json(summaries: Sequence[MethodSummary]) -> list[dict[str, Any]]:
+    """Return the table as data: a row has its group, and its differences from the best method and from FedAvg."""
+    judgement, rows = judge_methods(summaries), []
+    for row in best_first(summaries):
+        more: dict[str, Any] = {}
+        if judgement is not None and row.method in judgement.groups and not row.is_reference:
+            families = {"from_best": judgement.from_best, "from_fedavg": judgement.from_baseline}
+            more = {"group": judgement.groups[row.method]} if judgement.seeds > 1 else {}
+            more |= {key: family[row.method].as_json() for key, family in families.items() if row.method in family}
+        rows.append({**row.as_json(), **more})
+    return rows
 
 
 def column_means(rows: Sequence[Row]) -> dict[str, float]:
@@ -144,12 +188,17 @@ def prepared_text(histories: Sequence[Sequence[Row]]) -> str:
 
 
 def columns(summaries: Sequence[MethodSummary]) -> tuple[str, ...]:
-    """The headings of the table; privacy only where some method claims it."""
+    """The headings of the table; interval, group and privacy only where some method has them."""
     private = ["epsilon"] if any(row.epsilon is not None for row in summaries) else []
-    return (*COLUMNS, *dict.fromkeys(name for row in summaries for name in row.metrics), *private)
+    several = any(row.interval for row in summaries)
+    judgement = judge_methods(summaries)
+    absent = {GROUP} if judgement is None or judgement.seeds < 2 else set()
+    absent |= set() if several else {INTERVAL}
+    shown = (heading for heading in COLUMNS if heading not in absent)
+    return (*shown, *dict.fromkeys(name for row in summaries for name in row.metrics), *private)
 
 
-def cells(summary: MethodSummary, headings: Sequence[str]) -> tuple[str, ...]:
+def cells(summary: MethodSummary, headings: Sequence[str], group: str | None = None) -> tuple[str, ...]:
     """One row of the table; a method without a value under a heading has "none" there."""
     spread = "" if summary.std is None else f" ± {100 * summary.std:.2f}"
     texts = {
@@ -158,17 +207,48 @@ def cells(summary: MethodSummary, headings: Sequence[str]) -> tuple[str, ...]:
         "seconds": f"{summary.seconds:.1f}",
         **{heading: f"{value:.2f}" for heading, value in summary.metrics.items()},
         **({} if summary.epsilon is None else {"epsilon": shown(summary.epsilon)}),
+        **({} if group is None else {GROUP: group}),
     }
+    if summary.interval:
+        texts[INTERVAL] = "–".join(f"{100 * end:.1f}" for end in summary.interval)
     if not summary.is_reference:  # a reference has one measurement, and nobody sends anything
         texts["best %"] = f"{100 * statistics.fmean(summary.best):.2f}"
         texts |= {"up": human_bytes(summary.bytes_up), "down": human_bytes(summary.bytes_down)}
     return tuple(texts.get(heading, "none") for heading in headings)
 
 
+def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
+    """Return the headings and then a row for each method, best first, then the reference points."""
+    names, judgement = columns(summaries), judge_methods(summaries)
+    groups = {} if judgement is None else judgement.groups
+    rows = best_first(summaries)
+    return [names, *(cells(row, names, None if row.is_reference else groups.get(row.method)) for row in rows)]
+
+
+def table_legend(summaries: Sequence[MethodSummary]) -> list[str]:
+    """Return the lines below the table: what its numbers are, and what they show about the methods."""
+    judgement = judge_methods(summaries)
+    seeds = max(len(row.last) for row in summaries)
+    if seeds < 2:
+        one_run = "One seed: no spread; seconds and bytes are those of one run."
+        return [one_run, *(in_words(judgement) if judgement else ())]
+    lines = [
+        f"Mean over {seeds} seeds ± standard deviation, and its 95 % confidence interval (CI); seconds and bytes are "
+        "those of one run."
+    ]
+    if judgement is not None and judgement.seeds > 1:
+        pairs = len(judgement.groups) * (len(judgement.groups) - 1) // 2
+        correction = f", Holm's correction for {pairs} pairs" if pairs > 1 else ""
+        lines.append(
+            f"Between methods that share a letter (group) no difference is shown (t-tests paired by seed{correction}, "
+            "level 5 %)."
+        )
+    return [*lines, *(in_words(judgement) if judgement else ())]
+
+
 def plain_table(summaries: Sequence[MethodSummary]) -> str:
     """Columns by spaces: for logs, pipes and files."""
-    names = columns(summaries)
-    return align([names, *(cells(row, names) for row in best_first(summaries))])
+    return align(table_rows(summaries))
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -183,16 +263,21 @@ def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     )
 
 
-def rich_table(summaries: Sequence[MethodSummary]) -> Table:
-    """The same for a terminal; only the best mean stands out."""
+def rich_table(summaries: Sequence[MethodSummary], *, width: int = 120) -> Table:
+    """The same for a terminal of so many letters: long names take several lines, and the best mean stands out."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    names = columns(summaries)
-    for name in names:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for place, row in enumerate(best_first(summaries)):
-        table.add_row(*(Text(cell) for cell in cells(row, names)), style="bold green" if place == 0 else None)
+    headings, *rows = table_rows(summaries)
+    widths = [max(len(row[place]) for row in (headings, *rows)) for place in range(len(headings))]
+    roomy = sum(widths) + 3 * len(widths) <= width
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if roomy else 0), header_style="bold")
+    room = max(width - sum(widths[1:]) - (3 if roomy else 1) * len(widths), len("method"))
+    for name in headings:
+        first = name == "method"
+        table.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    for place, (name, *numbers) in enumerate(rows):
+        texts = (Text(cell) for cell in (wrapped(name, room), *numbers))
+        table.add_row(*texts, style="bold green" if place == 0 else None)
     return table
