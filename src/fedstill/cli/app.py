@@ -201,6 +201,33 @@ def compare(**words: Any) -> None:
 
 
 @app.command()
+def table(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that compare named.")],
+    form: Annotated[
+        str, typer.Option("--format", metavar="text|markdown|csv|latex|json", help="LaTeX needs the package booktabs.")
+    ] = "text",
+) -> None:
+    """Print the table of a comparison again, also for papers; nothing is run."""
+    from fedstill.cli.recorded import table_command
+
+    table_command(folder, form)
+
+
+@app.command()
+def figure(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that compare or run named.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="FILE.pdf, .svg or .png (default: FOLDER/curves.pdf).")
+    ] = None,
+    width: Annotated[float, typer.Option(metavar="INCHES", help="3.25 is one column of most papers, 6.75 two.")] = 3.25,
+) -> None:
+    """Draw the learning curves of a run or a comparison in a paper's column width; nothing is run."""
+    from fedstill.cli.recorded import figure_command
+
+    figure_command(folder, out=out, width=width)
+
+
+@app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder that run or compare named.")],
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to N rounds instead.")] = None,

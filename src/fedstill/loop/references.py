@@ -119,7 +119,7 @@ def find_references(
         raise FedstillError(
             "compare.references = true needs one network for all clients, and this model has several: set it to false"
         )
-    known = _read(file) if resume and file is not None and file.exists() else None
+    known = read_references(file) if resume and file is not None and file.exists() else None
     if known is not None and known.rounds == built.schedule.rounds:
         return known
     built = replace(built, method=method, guard=Guard(), privacy=Privacy(), label="pooled")
@@ -163,7 +163,7 @@ def find_references(
     return made
 
 
-def _read(file: Path) -> References | None:
+def read_references(file: Path) -> References | None:
     """Return the references in a file; None where it holds something else."""
     try:
         table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -82,7 +82,7 @@ def wrapped(text: str, width: int) -> str:
     """
     lines = [""]
     for piece in re.findall(r"[^,+; ]*[,+; ]*", text):
-        if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+        if piece and lines[-1] and len(lines[-1] + piece.rstrip()) > width:
             lines.append("")
         lines[-1] += piece
     return "\n".join(line.rstrip() for line in lines)

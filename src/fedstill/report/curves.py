@@ -17,6 +17,7 @@ HEIGHT = 4.6  # inches of a picture, unless its names need more
 GAP = 0.052  # of two names right of their lines, in heights of the axes of such a picture
 SWATCH = (1.03, 1.10)  # where a piece of the line stands before its name, in widths of the axes: two dashes at least
 LINE_WIDTH = 1.8
+BANDS = 4  # methods at most whose bands can be told apart in a paper's figure
 GREY = "0.45"  # of reference points
 NAME_WIDTH = 34  # letters a line, beside a picture of eight inches
 
@@ -70,6 +71,52 @@ def learning_curves(
     else:
         _draw_lines(axes, bands, references, target, gap / taller)
     figure.savefig(path)
+    return path
+
+
+def paper_curves(curves: Mapping[str, Sequence[Curve]], path: Path, *, width: float) -> Path:
+    """Draw the curves `width` inches wide for a paper, with the names below; the ending of `path` names the form.
+
+    There is no title, because a paper has a caption. Bands of one standard deviation are drawn for few methods only,
+    because many bands hide each other. The same curves give the same file.
+    """
+    from matplotlib import rc_context
+
+    small: dict[Any, Any] = {
+        "font.size": 8,
+        "axes.labelsize": 8,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "legend.fontsize": 7,
+    }
+    with rc_context({**small, "axes.linewidth": 0.6, "pdf.fonttype": 42, "svg.hashsalt": "fedstill"}):
+        letters = round(9 * width)  # of a name, in a legend of two columns
+        names = [wrapped(method, letters) for method in curves]
+        names = [f" {name}" if name.startswith("_") else name for name in names]  # matplotlib would leave it out
+        lines = sum(name.count("\n") + 1 for name in names)
+        figure = new_figure(width, min(0.5 * width, 2.4) + 0.7 + 0.075 * lines)
+        axes = figure.add_subplot()
+        last = 1
+        for place, (name, runs) in enumerate(zip(names, curves.values(), strict=True)):
+            rounds, mean, spread = band(runs)
+            colour, dash = style(place)
+            marker = "o" if len(rounds) == 1 else None
+            axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=1.1, marker=marker, label=name)
+            if len(curves) <= BANDS:
+                edges = 100 * (mean - spread), 100 * (mean + spread)
+                axes.fill_between(rounds, *edges, color=colour, alpha=0.15, linewidth=0)
+            last = max(last, int(rounds[-1]))
+        axes.set_xlabel("round")
+        axes.set_ylabel("test accuracy (%)")
+        whole_rounds(axes)
+        axes.set_xlim(0, last)
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+        quiet(axes)
+        legend = figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=2.6, columnspacing=1.2)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+        undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(path.suffix.lower())
+        figure.savefig(path, dpi=300, metadata=undated)
     return path
 
 
