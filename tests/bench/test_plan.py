@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from bench_cases import run_of, small
 
-from fedstill.bench import Cell, plan
+from fedstill.bench import Cell
 from fedstill.bench.plan import (
     BENCH_LOCK,
     Seconds,
@@ -24,7 +24,6 @@ from fedstill.bench.plan import (
     make_plan,
     make_run,
     run_folder,
-    threads_for,
 )
 from fedstill.bench.results import add_run, cell_key, holding, read_runs
 from fedstill.core.errors import FedstillError
@@ -151,12 +150,6 @@ def test_a_record_has_percents_seconds_and_what_rounds_logged_beside_their_accur
     assert (run["engine"], run["at_once"]) == ({"chunk": 2, "precision": "float64"}, 3)
     plain = make_run(jobs(tmp_path)[0], ROWS, 1.0, circumstances("cpu", 1))
     assert not {"beside", "engine", "prepared"} & plain.keys()
-
-
-def test_workers_share_the_cores(monkeypatch):
-    monkeypatch.setattr(plan.os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(plan.torch, "get_num_threads", lambda: 8)
-    assert [threads_for(at_once) for at_once in (1, 3, 20)] == [8, 2, 1]
 
 
 @pytest.mark.parametrize(

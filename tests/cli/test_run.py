@@ -451,3 +451,21 @@ def test_the_quick_start_ends_within_a_minute_and_fedavg_is_clearly_not_the_best
     assert best - rows["fedavg"]["mean"] > 0.04
     assert best > 0.7
     assert seconds < 60
+
+
+def test_compare_grows_its_own_folder_and_refuses_another_experiment_in_one_line(folder):
+    words = ("compare", "small.toml", "--rounds", "2", "--quiet", "--out", "grows")
+    first = {row["method"]: row for row in answer(*words, "--methods", "fedavg", "--seeds", "1")}
+    more = {row["method"]: row for row in answer(*words, "--methods", "fedprox", "--seeds", "2")}
+    assert set(more) == {"fedavg", "fedprox"}
+    assert more["fedavg"]["accuracies"][:1] == first["fedavg"]["accuracies"]
+    assert [row["seeds"] for row in more.values()] == [2, 2]
+    line = mistake(*words, "--methods", "fedavg", "--set", "local.lr=0.5")
+    assert re.search(
+        r"'grows' holds a comparison of another experiment: local\.lr was [\d.]+ and is 0\.5: set it", line
+    )
+    line = mistake("compare", "small.toml", "--rounds", "3", "--out", "grows")
+    assert "rounds was 2 and is 3" in line
+    assert "`fedstill resume grows --rounds N` plays more rounds" in line
+    assert "already holds a run" in mistake("compare", "small.toml", "--out", "grows/fedavg/seed-0")
+    assert "--jobs" in mistake("compare", "small.toml", "--jobs", "2", "--set", "compare.jobs=3")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from fedstill import EarlyStop, Experiment, FedstillError, compare, run
 from fedstill.experiment.compare import table_notes
 from fedstill.experiment.trackers import numbers
+from fedstill.loop.callbacks import Callback
 from fedstill.loop.evaluate import METRICS, Metric
 from fedstill.report.table import plain_table
 
@@ -81,3 +83,94 @@ def test_references_need_one_network_for_all():
     several = {"name": "mixed", "prototypes": ["mlp(hidden=[16])", "mlp(hidden=[8])"]}
     with pytest.raises(FedstillError, match=r"compare\.references.*one network"):
         SMALL.replace(model=several, compare={"references": True})
+
+
+def files_of(folder, *, of="metrics.jsonl"):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob(of)}
+
+
+class Played(Callback):
+    """Counts the rounds that are really played."""
+
+    def __init__(self, into, name):
+        self.into, self.name = into, name
+
+    def on_round(self, row):
+        self.into.append((*self.name, row["round"]))
+
+
+def test_more_methods_and_seeds_in_the_same_folder_run_only_the_missing_runs(tmp_path):
+    played = []
+    watch = lambda method, seed: [Played(played, (method, seed))]  # noqa: E731
+    compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path / "grows", callbacks=watch)
+    assert played == [("fedavg", 0, 1), ("fedavg", 0, 2)]
+    played.clear()
+    more = compare(SMALL, ["fedprox"], seeds=2, run_dir=tmp_path / "grows", callbacks=watch, resume=True)
+    assert set(played) == {("fedavg", 1, 1), ("fedavg", 1, 2), *(("fedprox", s, r) for s in (0, 1) for r in (1, 2))}
+    at_once = compare(SMALL, ["fedavg", "fedprox"], seeds=2, run_dir=tmp_path / "at once")
+    assert list(more.results) == ["fedavg", "fedprox"]
+    for one, other in zip(more.summaries, at_once.summaries, strict=True):
+        assert (one.method, one.last, one.best) == (other.method, other.last, other.best)
+    table = json.loads((tmp_path / "grows" / "results.json").read_text())
+    assert [row["run_dir"] for row in table["runs"]] == [
+        f"{method}/seed-{seed}" for method in ("fedavg", "fedprox") for seed in (0, 1)
+    ]
+    played.clear()
+    fewer = compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path / "grows", callbacks=watch, resume=True)
+    assert (played, list(fewer.results), len(fewer.results["fedavg"])) == ([], ["fedavg", "fedprox"], 2)
+
+
+def test_a_changed_experiment_does_not_go_into_the_folder_of_another(tmp_path):
+    compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path)
+    before = files_of(tmp_path, of="*")
+    for change, words in (
+        ({"local": {"lr": 0.5}}, r"local\.lr was 0\.01 and is 0\.5"),
+        ({"seed": 3}, "seed was 0 and is 3"),
+        ({"cohort": 3}, "cohort was 2 and is 3"),
+    ):
+        with pytest.raises(FedstillError, match=f"a comparison of another experiment: {words}: set it back"):
+            compare(SMALL.replace(**change), ["fedprox"], seeds=1, run_dir=tmp_path, resume=True)
+    assert files_of(tmp_path, of="*") == before
+
+
+def test_two_methods_of_one_name_from_two_files_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("a", "b"):
+        Path(place).mkdir()
+        Path(place, "own.py").write_text("from fedstill.methods import fedavg as mine\n")
+    compare(SMALL, ["a/own.py:mine"], seeds=1, run_dir="out")
+    compare(SMALL, ["a/own.py:mine"], seeds=1, run_dir="out", resume=True)
+    with pytest.raises(FedstillError, match=r"another method in 'own\.py-mine'.*rename b/own\.py:mine"):
+        compare(SMALL, ["b/own.py:mine"], seeds=1, run_dir="out", resume=True)
+
+
+def test_methods_that_a_second_start_has_not_come_to_keep_their_rows(tmp_path):
+    compare(SMALL, ["fedavg", "fedprox"], seeds=1, run_dir=tmp_path)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(method, seed):
+        if (method, seed) == ("fedprox", 1):
+            raise Stopped
+        return ()
+
+    with pytest.raises(Stopped):
+        compare(SMALL, seeds=2, run_dir=tmp_path, callbacks=stop, resume=True)
+    table = json.loads((tmp_path / "results.json").read_text())
+    assert {row["method"]: row["seeds"] for row in table["methods"]} == {"fedavg": 2, "fedprox": 1}
+    assert [row["run_dir"] for row in table["runs"]] == ["fedprox/seed-0", "fedavg/seed-0", "fedavg/seed-1"]
+
+
+def test_a_folder_at_work_is_left_alone(tmp_path):
+    inside = []
+
+    def intrude(method, seed):
+        with pytest.raises(FedstillError, match=r"is at work already \(pid \d+\)"):
+            compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path, resume=True)
+        inside.append(method)
+        return ()
+
+    compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path, callbacks=intrude)
+    assert inside == ["fedavg"]
+    assert not list(tmp_path.rglob(".running"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -130,12 +129,6 @@ def find_device(name: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise FedstillError(f"--device {name}: use auto, cpu, cuda or cuda:1")
     return str(choose_device(name))
-
-
-def threads_for(at_once: int) -> int:
-    """Return the torch threads of each worker, so that all together use no more than this process's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores // at_once))
 
 
 def run_folder(out: Path, experiment: Experiment, key: str) -> Path:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from fedstill.bench.code_path import CodeWatch, digests
-from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run, threads_for
+from fedstill.bench.plan import MADE, Job, begun_as, circumstances, make_run
 from fedstill.bench.results import Run
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
@@ -31,13 +23,12 @@ from fedstill.data import Source
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
+from fedstill.experiment.worker_pool import DIED, QUIET, WorkerPool
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.history import Row
 from fedstill.storage.files import write_whole
 
-QUIET = 0.5  # seconds between two messages about rounds
 SPLITS_KEPT = 8
-DIED = "its process was ended from outside or for want of memory: try less --jobs"
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ Hear = Callable[[Message], None]
 def do_jobs(jobs: Sequence[Job], hear: Hear, *, at_once: int) -> None:
     """Do all jobs; `hear` gets every message in this process. A job that fails stops no other."""
     if at_once > 1:
-        WorkerPool(at_once).do(jobs, hear)
+        WorkerPool(at_once, Worker, lambda number: Message(number, error=DIED)).do(jobs, hear)
         return
     worker = Worker()
     for number, job in enumerate(jobs):
@@ -165,94 +156,3 @@ class Ticker(Callback):
         if now - self._last > QUIET:
             self._last = now
             self._hear(message)
-
-
-class WorkerPool:
-    """Worker processes that each take the next job.
-
-    Each has its own executor, because then a process that dies costs only its run and is replaced.
-    """
-
-    def __init__(self, at_once: int) -> None:
-        self.at_once = at_once
-        self._context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self._executors: list[ProcessPoolExecutor] = []
-        self._news: list[Connection] = []
-
-    def do(self, jobs: Sequence[Job], hear: Hear) -> None:
-        others = set(multiprocessing.active_children())
-        waiting = list(enumerate(jobs))[::-1]
-        busy: dict[Future[Message], tuple[int, int]] = {}  # place of the worker, number of the job
-        try:
-            for place in range(min(self.at_once, len(jobs))):
-                self._start(place)
-                busy |= self._submit(place, *waiting.pop())
-            while busy:
-                ended, _ = wait(busy, QUIET, FIRST_COMPLETED)
-                for news in self._news:
-                    while news.poll():
-                        hear(news.recv())
-                for future in ended:
-                    place, number = busy.pop(future)
-                    try:
-                        last = future.result()
-                    except BrokenProcessPool:
-                        self._start(place)
-                        last = Message(number, error=DIED)
-                    hear(last)
-                    if waiting:
-                        busy |= self._submit(place, *waiting.pop())
-        except BaseException:
-            for child in set(multiprocessing.active_children()) - others:
-                child.terminate()  # the same command resumes its run
-            raise
-        finally:
-            for executor in self._executors:
-                executor.shutdown(cancel_futures=True)
-
-    def _start(self, place: int) -> None:
-        news, sender = self._context.Pipe(duplex=False)
-        begin = (sender, self.at_once, threads_for(self.at_once))
-        executor = ProcessPoolExecutor(1, self._context, initializer=_begin, initargs=begin)
-        self._executors[place : place + 1], self._news[place : place + 1] = [executor], [news]
-
-    def _submit(self, place: int, number: int, job: Job) -> dict[Future[Message], tuple[int, int]]:
-        with _deaf_to_interrupts():
-            return {self._executors[place].submit(_do, number, job): (place, number)}
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which reaches the whole group, because the parent ends them."""
-    if threading.current_thread() is not threading.main_thread():  # no other thread may set a signal
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _begin(sender: Connection, at_once: int, threads: int) -> None:
-    """Set up a new worker process before its first job."""
-    global _worker, _hear
-    torch.set_num_threads(threads)
-    _worker, _hear = Worker(at_once), sender.send
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent ends, because a killed bench must leave no worker behind."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _do(number: int, job: Job) -> Message:
-    return _worker.do(number, job, _hear)
-
-
-_worker: Worker
-_hear: Hear

@@ -189,12 +189,16 @@ class CompareOptions(RunOptions):
         str | None, typer.Option(metavar="A,B,...", help="Methods, with options if any: 'fedavg,fedprox(mu=0.1)'.")
     ] = None
     seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds a method.")] = None
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Runs at a time, on one device too.")] = None
 
 
 @app.command()
 @takes(CompareOptions)
 def compare(**words: Any) -> None:
-    """Run several methods with several seeds on the same data: one table, and pictures."""
+    """Run several methods with several seeds on the same data: one table, and pictures.
+
+    If --out holds a comparison of this experiment, its table grows: only methods and seeds that it lacks are run.
+    """
     from fedstill.cli.run import compare_command
 
     compare_command(CompareOptions(**words))

@@ -61,6 +61,10 @@ class Progress(Callback):
         self._show_rounds()
         return None
 
+    def beside(self, label: str) -> Callback:
+        """Return a callback for one of several runs that go on at the same time; it counts into this progress."""
+        return _Beside(self, label)
+
     def on_end(self, result: Result) -> None:
         self.finished, self.prepared = self.finished + 1, None
         self.over += self.goal
@@ -108,6 +112,40 @@ class Progress(Callback):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+class _Beside(Callback):
+    """Counts the rounds of one run among others at the same time; its end is its last round."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress, self._label = progress, label
+        self._goal = self._round = 0
+
+    def on_start(self, info: RunInfo) -> None:
+        progress = self._progress
+        if progress.title:
+            print(progress.title, file=sys.stderr, flush=True)
+            progress.title, progress.began = "", time.perf_counter()
+        self._goal, self._round = min(info.rounds, progress.rounds), len(info.past)
+        progress.total -= progress.rounds - self._goal
+        progress.resumed, progress.done = progress.resumed + self._round, progress.done + self._round
+        self._count()
+
+    def on_prepare(self, what: str, share: float) -> None:
+        progress = self._progress
+        progress.label = self._label
+        progress._show(progress.mark, progress.done, progress.total, (what, "", "", progress.left))
+
+    def on_round(self, row: Row) -> None:
+        progress = self._progress
+        progress.label, progress.goal, progress.round = self._label, self._goal, int(row["round"])
+        self._round, progress.done = progress.round, progress.done + 1
+        progress.accuracy = "" if row.get("accuracy") is None else f"{100 * row['accuracy']:.1f} %"
+        progress._show_rounds()
+        self._count()
+
+    def _count(self) -> None:
+        self._progress.finished += self._round >= self._goal
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from fedstill.cli.app import CompareOptions, Format, RunOptions, print_json, sto
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
-from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, table_notes
+from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, grown, table_notes
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.more_rounds import with_rounds
@@ -33,14 +33,7 @@ from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
-from fedstill.report.table import (
-    MethodSummary,
-    plain_table,
-    prepared_text,
-    reference_lines,
-    rich_table,
-    table_legend,
-)
+from fedstill.report.table import MethodSummary, plain_table, prepared_text, reference_lines, rich_table, table_legend
 
 
 def run_command(options: RunOptions) -> None:
@@ -63,15 +56,22 @@ def compare_command(options: CompareOptions) -> None:
     changed = changes or count != inside.seeds or (asked and tuple(entries) != inside.methods)
     section = {**inside.model_dump(), "methods": list(entries), "seeds": count}
     experiment = experiment.replace(compare=section)
-    folder = choose_folder(experiment, options.out)
-    file = folder / CONFIG_FILE if changed else options.file
-    _compare(experiment, folder, file=file, quiet=options.quiet, as_json=options.format is Format.json)
+    grows = options.out is not None and (options.out / RESULTS_FILE).exists() and (options.out / CONFIG_FILE).exists()
+    if options.out is not None and grows:
+        folder, experiment = options.out, grown(experiment, options.out, fixed=("rounds", "early_stop", "privacy"))
+    else:
+        folder = choose_folder(experiment, options.out)
+    file = folder / CONFIG_FILE if changed or grows else options.file
+    as_json = options.format is Format.json
+    _compare(experiment, folder, file=file, quiet=options.quiet, as_json=as_json, resume=grows)
 
 
 def _settings(options: RunOptions) -> list[str]:
     """Return the settings of --set and of the options that are short for one."""
     short = {"seed": options.seed, "rounds": options.rounds, "device": options.device}
-    return with_short_forms(options.settings or [], {**short, "references": "true" if options.references else None})
+    jobs = options.jobs if isinstance(options, CompareOptions) else None
+    flag = "true" if options.references else None
+    return with_short_forms(options.settings or [], {**short, "references": flag, "jobs": jobs})
 
 
 def resume_command(run_dir: Path, rounds: int | None, *, quiet: bool, as_json: bool) -> None:
@@ -135,7 +135,10 @@ def _compare(
     with _resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
 
         def watch(method: str, seed: int) -> Sequence[Callback]:
-            progress.label = f"{method} seed {seed}"
+            name = f"{method} seed {seed}"
+            if experiment.compare.jobs > 1:
+                return [] if quiet else [progress.beside(name)]
+            progress.label = name
             return [] if quiet else [progress]
 
         comparison = compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)

@@ -7,7 +7,8 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,21 @@ from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
 from fedstill.experiment.run import draw_pictures, measure_references, read_data, run_built
-from fedstill.experiment.run_folder import with_given_data, write_description
+from fedstill.experiment.run_folder import (
+    CONFIG_FILE,
+    check_run_folder,
+    check_same_comparison,
+    with_given_data,
+    working_in,
+    write_description,
+)
+from fedstill.experiment.side_by_side import Job, run_side_by_side
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.cautions import each_once
 from fedstill.loop.federate import Built, check_built
 from fedstill.loop.history import Result
 from fedstill.loop.references import References
-from fedstill.methods.lookup import build_phases, label, split_methods
+from fedstill.methods.lookup import anchored, build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
 from fedstill.report import counted
 from fedstill.report.parties import parties_of, write_parties
@@ -115,6 +124,7 @@ def compare(
     callbacks: called with the method and the seed, returns the callbacks of that run.
     source: data that are loaded already (by default the experiment's data are loaded).
     data: data in Python, as `run` takes them: (x, y), (x, y, owners), a DataFrame, a torch Dataset.
+    resume: go on with the comparison in `run_dir`; methods and seeds that it does not have yet are added to it.
     """
     if data is not None:
         if source is not None:
@@ -125,9 +135,16 @@ def compare(
     table = {**experiment.compare.model_dump(), "methods": list(entries), "seeds": count}
     experiment = experiment.replace(compare=table)
     folder = None if run_dir is None else Path(run_dir)
+    if folder is not None and resume and (folder / CONFIG_FILE).exists():
+        experiment = grown(experiment, folder)
+        entries, count = choose_methods(experiment), experiment.compare.seeds
     source = load_source(experiment) if source is None else source
     shifted = [experiment.model_copy(update={"seed": experiment.seed + shift}) for shift in range(count)]
     federations = [build_federation(seeded, source) for seeded in shifted]
+    given = not federations[0].built_from
+    if experiment.compare.jobs > 1 and (folder is None or given):
+        cause = "data in Python are in one process only" if given else "run_dir is missing, where the runs are written"
+        raise FedstillError(f"compare.jobs = {experiment.compare.jobs}: {cause}: set it to 1")
     variants: dict[str, list[tuple[Experiment, Built]]] = {}
     alone = experiment.compare.model_copy(update={"references": False})  # all methods share the reference points
     for entry, method in entries.items():
@@ -136,19 +153,45 @@ def compare(
         for _, built in pairs if experiment.privacy.epsilon is not None else pairs[:1]:
             check_built(built)  # a budget's first round depends on the split, so each seed is checked
         variants[label(entry)] = pairs
-    if folder is not None:
-        given = not federations[0].built_from
-        write_description(with_given_data(experiment) if given else experiment, folder)
+    with ExitStack() as stack:
+        if folder is not None:
+            check_run_folder(experiment, folder, asked="run_dir")
+            stack.enter_context(working_in(folder))
+            if not (folder / RESULTS_FILE).exists():  # before config.toml, because it tells a comparison from a run
+                _save({}, experiment, folder)
+            write_description(with_given_data(experiment) if given else experiment, folder)
+        return _run_variants(experiment, variants, folder=folder, callbacks=callbacks, resume=resume)
+
+
+def _run_variants(
+    experiment: Experiment,
+    variants: Mapping[str, Sequence[tuple[Experiment, Built]]],
+    *,
+    folder: Path | None,
+    callbacks: Callable[[str, int], Sequence[Callback]],
+    resume: bool,
+) -> Comparison:
+    """Run each method with each seed; results.json has the rows of all finished methods at any time."""
     results: dict[str, list[Result]] = {}
     warned: set[str] = set()
+    ahead: set[Path] = set()
+    if folder is not None and experiment.compare.jobs > 1:
+        jobs = [
+            Job(entry, run, folder / run_folder(entry, run.seed), resume)
+            for entry, pairs in variants.items()
+            for run, _ in pairs
+        ]
+        ahead = run_side_by_side(jobs, experiment.compare.jobs, callbacks=callbacks, warned=warned)
     for entry, pairs in variants.items():
-        _save(results, experiment, folder)
+        if results:
+            _save(results, experiment, folder)
         results[entry] = []
         for run, built in pairs:
             place = None if folder is None else folder / run_folder(entry, run.seed)
-            watchers = callbacks(entry, run.seed)
+            done = place in ahead
+            watchers = () if done else callbacks(entry, run.seed)
             with each_once(warned):
-                result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume, pictures=False)
+                result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume or done, pictures=False)
             results[entry].append(replace(result, stands_for=_stands_for(entry, run.method)))
     references = []
     for run, built in pairs if experiment.compare.references else []:
@@ -156,6 +199,7 @@ def compare(
         file = None if folder is None else folder / "references" / f"seed-{run.seed}.json"
         watchers = callbacks("references", run.seed)
         references.append(measure_references(run, built, file=file, callbacks=watchers, resume=resume))
+    federations = [built.federation for _, built in pairs]
     for finished in results.values() if references and folder is not None else []:
         for made, known, federation in zip(finished, references, federations, strict=True):
             parties = parties_of(federation, replace(made, references=known))
@@ -165,6 +209,23 @@ def compare(
     if folder is not None:
         draw_pictures(experiment, federations[0], results, folder, references)
     return Comparison(results, folder, tuple(references))
+
+
+def grown(experiment: Experiment, folder: Path, *, fixed: Collection[str] = ()) -> Experiment:
+    """Return the experiment with the methods and seeds of the comparison in a folder, too.
+
+    Another experiment is refused in one line. fixed: settings that must be the same although no round depends on them.
+    """
+    old, asked = check_same_comparison(experiment, folder, fixed=fixed).compare, experiment.compare
+    methods = {folder_name(label(text)): text for text in old.methods}
+    for text in asked.methods:
+        name = folder_name(label(text))
+        if name in methods and anchored(text) != methods[name]:
+            raise FedstillError(f"'{folder}' has another method in '{name}', {methods[name]}: rename {text}")
+        methods.setdefault(name, text)
+    more = {"methods": list(methods.values()), "seeds": max(old.seeds, asked.seeds)}
+    more["references"] = old.references or asked.references
+    return experiment.replace(compare={**asked.model_dump(), **more})
 
 
 def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[str, MethodSection]:
@@ -218,10 +279,14 @@ def run_folder(entry: str, seed: int) -> str:
 def _save(
     results: dict[str, list[Result]], experiment: Experiment, folder: Path | None, references: Sequence[References] = ()
 ) -> None:
-    """Write results.json with the finished runs: the table, and for each run its numbers and its folder."""
+    """Write results.json: the table, and for each run its numbers and its folder.
+
+    Methods of an earlier start that this one has not come to yet keep their rows.
+    """
     if folder is None:
         return
-    runs = [
+    earlier = _earlier(folder)
+    runs = [row for row in earlier["runs"] if row["method"] not in results] + [
         {
             **result.summary(),
             "method": method,
@@ -232,9 +297,22 @@ def _save(
         for method, finished in results.items()
         for seed, result in enumerate(finished, experiment.seed)
     ]
-    table = {"name": experiment.name, "methods": Comparison(results).as_json(), "runs": runs}
+    kept = [MethodSummary.from_json(row) for row in earlier["methods"] if row["method"] not in results]
+    table = {"name": experiment.name, "methods": table_json([*kept, *Comparison(results).summaries]), "runs": runs}
     if references:
         table["references"] = [
             {"seed": seed, **each.summary()} for seed, each in enumerate(references, experiment.seed)
         ]
     write_whole(folder / RESULTS_FILE, json.dumps(table, indent=2) + "\n")
+
+
+def _earlier(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows that an earlier start wrote into results.json; none where it holds something else."""
+    nothing: dict[str, list[dict[str, Any]]] = {"methods": [], "runs": []}
+    try:
+        table = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        for row in table["methods"]:
+            MethodSummary.from_json(row)
+        return table if all(isinstance(row["method"], str) for row in table["runs"]) else nothing
+    except (OSError, ValueError, KeyError, TypeError):
+        return nothing

@@ -248,6 +248,7 @@ class CompareSection(_Section):
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
     seeds: int = Field(default=3, ge=1)
     references: bool = False  # also measure the majority class, each client alone and all data pooled; in `run`, too
+    jobs: int = Field(default=1, ge=1)  # runs at a time, each in a process of its own
 
 
 def _checked_references(compare: CompareSection, others: ValidationInfo) -> CompareSection:

@@ -18,7 +18,13 @@ from fedstill.storage import toml as toml_io
 
 _CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
 _WORDS = {**_CHOICES, "data": "source", "server": "aggregate", "engine": "name"}  # the key that a bare word stands for
-_SHORT_FORMS = {"seed": "seed", "rounds": "rounds", "device": "engine.device", "references": "compare.references"}
+_SHORT_FORMS = {
+    "seed": "seed",
+    "rounds": "rounds",
+    "device": "engine.device",
+    "references": "compare.references",
+    "jobs": "compare.jobs",
+}
 _KEPT = {"clients"}  # stays when another scheme is chosen
 _NOTHING = "none"
 

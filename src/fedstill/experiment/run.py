@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedstill.experiment.run_folder import (
     read_description,
     with_given_data,
     with_given_network,
+    working_in,
     write_description,
 )
 from fedstill.experiment.trackers import build_trackers
@@ -141,18 +142,19 @@ def run_built(
         experiment = with_given_data(experiment)
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
+    held = ExitStack()
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
             contract = make_contract(experiment, federation)
-            watchers = [_Describe(experiment, folder, contract), *watchers]
+            watchers = [_Describe(experiment, folder, held, contract), *watchers]
             built = replace(built, contract=contract["seal"])
         elif resume or not list_checkpoints(folder / "checkpoints"):
             built = replace(built, contract=check_same_run(experiment, federation, folder))
-            watchers = [_Describe(experiment, folder), *watchers]
+            watchers = [_Describe(experiment, folder, held), *watchers]
     stop = build_early_stop(experiment)
     watchers += [] if stop is None else [stop]
-    with _threads_of(experiment):
+    with held, _threads_of(experiment):
         result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
     if stop is not None and len(result.history.rows) < experiment.rounds:
         result = replace(result, ended_early=stop.reason)
@@ -187,12 +189,18 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 
 
 class _Describe(Callback):
-    """Writes contract.json, config.toml and env.json once all checks have passed, before the first round."""
+    """Writes contract.json, config.toml and env.json once all checks have passed, before the first round.
 
-    def __init__(self, experiment: Experiment, folder: Path, contract: Mapping[str, Any] | None = None) -> None:
-        self._experiment, self._folder, self._contract = experiment, folder, contract
+    held: keeps the folder's lock from then on.
+    """
+
+    def __init__(
+        self, experiment: Experiment, folder: Path, held: ExitStack, contract: Mapping[str, Any] | None = None
+    ) -> None:
+        self._experiment, self._folder, self._held, self._contract = experiment, folder, held, contract
 
     def on_start(self, info: RunInfo) -> None:
+        self._held.enter_context(working_in(self._folder))
         write_description(self._experiment, self._folder, self._contract)
 
 

@@ -10,7 +10,8 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ from fedstill.experiment.model import NETWORK_DIFFERS, given_network
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import write_whole
+from fedstill.storage.files import holder, lock, write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
+RUNNING_FILE = ".running"  # held as a lock while a process works in the folder
 MAY_CHANGE = ("rounds", "early_stop", "track", "compare", "privacy.epsilon")  # settings on which no round depends
 
 
@@ -69,6 +71,22 @@ def write_description(experiment: Experiment, folder: Path, contract: Mapping[st
         raise FedstillError(
             f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
         ) from error
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the folder of a run or a comparison while the block works there."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock(folder / RUNNING_FILE, wait=False))
+        except BlockingIOError:
+            who = holder(folder / RUNNING_FILE)
+            raise FedstillError(f"'{folder}' is at work already ({who}): wait for it, or use a new folder") from None
+        except OSError as error:
+            raise FedstillError(
+                f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
+            ) from error
+        yield
 
 
 def make_contract(experiment: Experiment, federation: Federation) -> dict[str, Any]:
@@ -208,6 +226,22 @@ def check_same_experiment(experiment: Experiment, folder: Path) -> Agreed:
     return agreed
 
 
+def check_same_comparison(experiment: Experiment, folder: Path, *, fixed: Collection[str] = ()) -> Experiment:
+    """Refuse to go on with a comparison as another experiment; return the experiment in its folder.
+
+    fixed: settings that must be the same although no round depends on them.
+    """
+    old = read_description(folder)
+    now = with_given_data(experiment) if old.data.source == GIVEN else experiment
+    if changed := _changes(_as_table(old), _as_table(now), fixed=fixed):
+        longer = f"; `fedstill resume {folder} --rounds N` plays more rounds" if now.rounds != old.rounds else ""
+        raise FedstillError(
+            f"'{folder}' holds a comparison of another experiment: {'; '.join(changed)}: set it back, or use a new "
+            f"folder{longer}"
+        )
+    return old
+
+
 def check_same_run(experiment: Experiment, federation: Federation, folder: Path) -> str:
     """Refuse to resume a run as another experiment, with other data or with other code; return the contract's seal."""
     agreed = check_same_experiment(experiment, folder)
@@ -218,10 +252,14 @@ def check_same_run(experiment: Experiment, federation: Federation, folder: Path)
     return agreed.seal
 
 
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return each key in which two experiments differ, with both values, but for the keys that may change."""
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any], *, fixed: Collection[str] = ()) -> list[str]:
+    """Return each key in which two experiments differ, with both values, but for the keys that may change.
+
+    fixed: keys and sections that may not change here.
+    """
     old, new = _flat(then), _flat(now)
-    keys = [key for key in dict.fromkeys((*old, *new)) if not _may_change(key) and old.get(key) != new.get(key)]
+    differ = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    keys = [key for key in differ if not _may_change(key) or key in fixed or key.partition(".")[0] in fixed]
     if old.get("model.name") == new.get("model.name") == GIVEN:  # digests say nothing to a reader
         said = {f"model.{fact}": f"the network is another one: {words}" for fact, words in NETWORK_DIFFERS.items()}
         if "model.tensors" in keys:

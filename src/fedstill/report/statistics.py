@@ -210,7 +210,7 @@ def in_words(judgement: Judgement) -> list[str]:
         lines = [f"{best} is better than {listed(worse)}; {NO_DIFFERENCE} between it and {listed(equal)}."]
     else:
         lines = [f"{best} is better than every other method."]
-    if judgement.from_baseline:
+    if len(judgement.from_baseline) > 1:
         baseline = next(iter(judgement.from_baseline.values())).reference
         if baseline != best:
             kinds: dict[str, list[str]] = {"better": [], "worse": []}
@@ -218,8 +218,8 @@ def in_words(judgement: Judgement) -> list[str]:
                 kinds.setdefault(each.verdict, []).append(name)
             shown = [f"{kind}: {listed(kinds[kind])}" for kind in ("better", "worse") if kinds[kind]]
             tests = len(judgement.from_baseline)
-            pairs = f" ({tests} tests instead of {tests * (tests + 1) // 2})" if tests > 1 else ""
-            lines.append(f"Asked only about {baseline}{pairs}, {'; '.join(shown) or NO_DIFFERENCE}.")
+            pairs = f"{tests} tests instead of {tests * (tests + 1) // 2}"
+            lines.append(f"Asked only about {baseline} ({pairs}), {'; '.join(shown) or NO_DIFFERENCE}.")
     if seeds < FEW_SEEDS:
         lines.append(f"{seeds} seeds make wide intervals: only large differences can be shown.")
     return lines

@@ -66,6 +66,19 @@ def lock(path: Path, *, wait: bool) -> Iterator[None]:
         held.close()
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a process holds a lock; False where the system has no locks."""
+    try:
+        with path.open("rb") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def holder(path: Path) -> str:
     """Name the process that holds a lock, for a message."""
     try:
