@@ -2,7 +2,9 @@
 
 import csv
 import io
+import json
 import re
+import shutil
 
 import pytest
 from cli_runs import SMALL, answer, fedstill, mistake
@@ -53,3 +55,66 @@ def test_a_figure_of_one_run_and_mistakes_about_figures(comparison, tmp_path):
     assert ".pdf, .svg, .png" in mistake("figure", folder, "--out", tmp_path / "x.doc")
     assert "2 to 20 inches" in mistake("figure", folder, "--width", "nan")
     assert "cannot write" in mistake("figure", folder, "--out", folder / "results.json" / "x.pdf")
+
+
+def test_runs_lists_what_is_below_a_folder(comparison):
+    folder, _ = comparison
+    heading, line = fedstill("runs", folder.parent).stdout.splitlines()
+    assert heading.split("  ")[0] == "began (UTC)"
+    assert "fedavg, fedprox, 2 seeds" in line
+    assert "lda(alpha=0.5) over 6 clients" in line
+    assert line.endswith("both")
+    assert [row["kind"] for row in answer("runs", folder)] == ["run"] * 4
+    assert fedstill("runs", folder / "fedavg" / "seed-0" / "last").stdout.startswith("No run in ")
+    assert "is no folder" in mistake("runs", folder / "nowhere")
+
+
+def test_a_broken_run_is_named_on_stderr_and_the_others_are_listed(comparison, tmp_path):
+    folder, _ = comparison
+    shutil.copytree(folder / "fedavg" / "seed-0", tmp_path / "fine")
+    shutil.copytree(folder / "fedavg" / "seed-0", tmp_path / "broken")
+    (tmp_path / "broken" / "config.toml").write_text("x = [")
+    outcome = fedstill("runs", tmp_path)
+    assert len(outcome.stdout.splitlines()) == 2
+    assert f"'{tmp_path / 'broken'}' cannot be read" in outcome.stderr
+
+
+def test_show_says_what_a_run_is_its_result_and_what_left_the_parties(comparison):
+    folder, printed = comparison
+    text = fedstill("show", folder / "fedprox" / "seed-1").stdout
+    rows = [json.loads(line) for line in (folder / "fedprox" / "seed-1" / "metrics.jsonl").read_text().splitlines()]
+    assert "mlp on digits, lda(alpha=0.5) over 6 clients, 2 rounds" in text
+    assert f"{100 * rows[-1]['accuracy']:.2f} %" in text
+    assert "the trained model" in text.partition("Left a party:")[2]
+    facts = answer("show", folder / "fedprox" / "seed-1")
+    assert facts["numbers"]["accuracy_last"] == rows[-1]["accuracy"]
+    assert facts["numbers"]["bytes_up"] == sum(row["bytes_up"] for row in rows)
+    whole = fedstill("show", folder).stdout
+    assert printed.splitlines()[1] in whole
+    assert {row["method"] for row in answer("show", folder)["table"]} == {"fedavg", "fedprox"}
+    assert "holds no run" in mistake("show", folder.parent)
+
+
+def test_show_runs_no_code_of_the_run(comparison, tmp_path):
+    folder, _ = comparison
+    shutil.copytree(folder / "fedavg" / "seed-0", tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    (tmp_path / "own.py").write_text("raise SystemExit('code was run')\n")
+    config.write_text(config.read_text().replace('name = "fedavg"', f'name = "{tmp_path / "own.py"}:mine"'))
+    assert "mine" in config.read_text()
+    assert "a method of your own" in fedstill("show", tmp_path / "run").stdout
+
+
+def test_diff_shows_settings_that_differ_and_results_side_by_side(comparison):
+    folder, _ = comparison
+    one, other = folder / "fedavg" / "seed-0", folder / "fedprox" / "seed-1"
+    found = answer("diff", one, other)
+    assert found["settings"] == {"method": ["fedavg", "fedprox"], "seed": [0, 1]}
+    last = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] for run in (one, other)]
+    assert found["results"]["accuracy_last"] == last
+    text = fedstill("diff", one, one).stdout
+    assert "The settings are the same." in text
+    assert "Versions and machine are the same." in text
+    both = answer("diff", folder, one)
+    assert both["results"]["fedavg"][1] == f"{100 * last[0]:.2f} %"
+    assert both["results"]["fedprox"][1] is None

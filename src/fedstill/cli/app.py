@@ -232,6 +232,40 @@ def figure(
 
 
 @app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look.")] = Path("runs"),
+    format_: AsFormat = Format.text,
+) -> None:
+    """List the runs and comparisons below a folder, newest first; of a comparison's own folder its runs."""
+    from fedstill.cli.recorded import runs_command
+
+    runs_command(folder, as_json=format_ is Format.json)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that run or compare named.")],
+    format_: AsFormat = Format.text,
+) -> None:
+    """Say what a run or a comparison is, its result, and everything that left a party."""
+    from fedstill.cli.recorded import show_command
+
+    show_command(folder, as_json=format_ is Format.json)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run or a comparison.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    format_: AsFormat = Format.text,
+) -> None:
+    """Show the settings in which two runs or comparisons differ, and their results side by side."""
+    from fedstill.cli.recorded import diff_command
+
+    diff_command(first, second, as_json=format_ is Format.json)
+
+
+@app.command()
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder that run or compare named.")],
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to N rounds instead.")] = None,

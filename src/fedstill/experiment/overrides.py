@@ -182,6 +182,16 @@ def parse_method(entry: str, experiment: Experiment) -> MethodSection:
 
 def describe_partition(experiment: Experiment) -> str:
     """Return the split in words: lda(alpha=0.1) over 100 clients."""
-    inside = ", ".join(f"{key}={value}" for key, value in experiment.partition.options.items())
-    clients = f" over {experiment.partition.clients} clients" if experiment.partition.clients else ""
-    return f"{experiment.partition.scheme}({inside}){clients}"
+    section = experiment.partition
+    return describe_split({**section.options, "scheme": section.scheme, "clients": section.clients})
+
+
+def describe_split(table: Mapping[str, Any]) -> str:
+    """Return a [partition] section in words.
+
+    >>> describe_split({"scheme": "lda", "alpha": 0.1, "clients": 100})
+    'lda(alpha=0.1) over 100 clients'
+    """
+    inside = ", ".join(f"{key}={value}" for key, value in table.items() if key not in ("scheme", "clients"))
+    clients = f" over {table['clients']} clients" if table.get("clients") else ""
+    return f"{table['scheme']}({inside}){clients}"

@@ -128,7 +128,7 @@ def read_contract(folder: Path) -> Agreed:
 
 def _seal(tree: Mapping[str, Any]) -> str:
     """Return a digest of a contract without the settings that may change while its run goes on."""
-    fixed = {key: value for key, value in _flat(tree["experiment"]).items() if not _may_change(key)}
+    fixed = {key: value for key, value in flat(tree["experiment"]).items() if not _may_change(key)}
     text = json.dumps({**tree, "experiment": fixed}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -257,7 +257,7 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], *, fixed: Collecti
 
     fixed: keys and sections that may not change here.
     """
-    old, new = _flat(then), _flat(now)
+    old, new = flat(then), flat(now)
     differ = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
     keys = [key for key in differ if not _may_change(key) or key in fixed or key.partition(".")[0] in fixed]
     if old.get("model.name") == new.get("model.name") == GIVEN:  # digests say nothing to a reader
@@ -277,11 +277,12 @@ def _as_table(experiment: Experiment) -> dict[str, Any]:
     return toml_io.loads(toml_io.dumps(_anchored(experiment).resolved()))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a table of tables by their keys with dots: "local.lr"."""
+    values: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return values
 
 
 def _anchored(experiment: Experiment) -> Experiment:
@@ -326,13 +327,19 @@ def is_local(place: object) -> bool:
 
 def read_description(folder: Path) -> Experiment:
     """Return the experiment that a run wrote into its folder."""
+    return Experiment.model_validate(read_settings(folder))
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return config.toml of a run as a table, unchecked: no code that it names is run, and its files may be gone."""
     if not (folder / CONFIG_FILE).is_file() or not (folder / CONFIG_FILE).stat().st_size:
         raise FedstillError(f"'{folder}' holds no run (no {CONFIG_FILE}): give the folder that `fedstill run` named")
-    if "algorithm" in toml_io.read_toml(folder / CONFIG_FILE):
+    table = toml_io.read_toml(folder / CONFIG_FILE)
+    if "algorithm" in table:
         raise FedstillError(
             f"'{folder}' was written by an older fedstill (section [algorithm]): run it again with this version"
         )
-    return Experiment.from_toml(folder / CONFIG_FILE)
+    return table
 
 
 def unlabeled_place(experiment: Experiment) -> str | None:

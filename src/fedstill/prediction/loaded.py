@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Weights
 from fedstill.data.contract import Contract
 from fedstill.experiment.config import Experiment
@@ -15,6 +16,9 @@ from fedstill.loop.checkpoint import load_weights
 from fedstill.loop.history import History, Result, Row
 from fedstill.methods.lookup import label
 from fedstill.prediction import Predictions, open_run, predict
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,17 @@ class LoadedRun:
 
     @property
     def history(self) -> list[Row]:
-        """One row a round; `pandas.DataFrame(run.history)` is a table."""
+        """One row a round."""
         return self.result.history.rows
+
+    @property
+    def frame(self) -> pandas.DataFrame:
+        """The history as a table, a row a round and a column a metric; the index is the round. It needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise FedstillError("a DataFrame needs pandas: pip install 'fedstill[data]'") from None
+        return pandas.DataFrame(self.history).set_index("round")
 
     @property
     def summary(self) -> dict[str, Any]:
