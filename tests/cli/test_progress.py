@@ -159,3 +159,18 @@ def test_of_several_runs_a_cut_one_leaves_fewer_rounds_to_wait_for(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(set(lines)) == len(lines)
     assert lines[-1].split("  ")[:3] == ["run 2/2", "", "round 20/20"]
+
+
+def test_runs_beside_each_other_count_together(capsys):
+    with Progress("a title", runs=2, rounds=40, terminal=False) as progress:
+        both = [progress.beside(f"fedavg seed {seed}") for seed in (0, 1)]
+        both[0].on_start(info(past=20, rounds=40))
+        both[1].on_start(info(rounds=40))
+        for number in range(40):
+            if number < 20:
+                both[0].on_round({"round": 21 + number, "accuracy": 0.5})
+            both[1].on_round({"round": 1 + number, "accuracy": 0.25})
+        assert (progress.done, progress.total, progress.resumed, progress.finished) == (80, 80, 20, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("a title") == 1
+    assert lines[-1].startswith("run 2/2  fedavg seed 1  round 40/40  25.0 %")

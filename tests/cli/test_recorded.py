@@ -118,3 +118,14 @@ def test_diff_shows_settings_that_differ_and_results_side_by_side(comparison):
     both = answer("diff", folder, one)
     assert both["results"]["fedavg"][1] == f"{100 * last[0]:.2f} %"
     assert both["results"]["fedprox"][1] is None
+
+
+def test_names_of_others_steer_no_terminal(comparison, tmp_path):
+    folder, _ = comparison
+    shutil.copytree(folder / "fedavg" / "seed-0", tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace('name = "small"', r'name = "\u001b[2Jsmall\u202e"'))
+    for words in (("show", tmp_path / "run"), ("diff", tmp_path / "run", folder / "fedavg" / "seed-0")):
+        text = fedstill(*words).stdout
+        assert "?[2Jsmall?" in text
+        assert not {"\x1b", "\u202e"} & set(text)

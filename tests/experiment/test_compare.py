@@ -174,3 +174,12 @@ def test_a_folder_at_work_is_left_alone(tmp_path):
     compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path, callbacks=intrude)
     assert inside == ["fedavg"]
     assert not list(tmp_path.rglob(".running"))
+
+
+def test_the_same_method_under_two_names_is_no_difference_shown():
+    """FedProx without its term is FedAvg, bit for bit."""
+    rows = {row["method"]: row for row in compare(SMALL, ["fedavg", "fedprox(mu=0.0)"], seeds=3).as_json()}
+    twin = rows["fedprox(mu=0.0)"]
+    assert twin["accuracies"] == rows["fedavg"]["accuracies"]
+    assert (twin["from_fedavg"]["verdict"], twin["from_fedavg"]["p"]) == ("no difference shown", 1.0)
+    assert twin["group"] == rows["fedavg"]["group"]

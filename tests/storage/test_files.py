@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedstill.storage.files import write_whole, writing
+from fedstill.storage.files import is_held, lock, write_whole, writing
 
 
 def test_text_and_bytes_replace_the_old_content_and_make_the_folder(tmp_path):
@@ -31,3 +31,14 @@ def test_until_the_end_the_old_content_is_read_and_after_an_error_it_stays(tmp_p
         write_and_fail()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_held_while_its_block_runs_and_a_file_that_a_killed_process_left_is_not(tmp_path):
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    with lock(path, wait=False):
+        assert is_held(path)
+    assert not is_held(path)
+    path.write_text("12345\n")
+    assert not is_held(path)
+    assert path.read_text() == "12345\n"

@@ -83,6 +83,7 @@ def _line(record: Record, root: Path) -> tuple[str, ...]:
 
 def _print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns; on a terminal long texts take several lines, so that a row fits."""
+    rows = [[_printable(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         typer.echo(align([headings, *rows], left=len(headings)))
         return
@@ -97,6 +98,11 @@ def _print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def _printable(text: str) -> str:
+    """Return a text without letters that steer a terminal, because others may have named the run."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def show_command(folder: Path, *, as_json: bool) -> None:
@@ -131,12 +137,12 @@ def _print_facts(facts: Mapping[str, str], *, indent: str = "") -> None:
     width = min(LINE, shutil.get_terminal_size((LINE, 24)).columns)
     column = min(max(map(len, facts)), width // 3)
     for name, text in facts.items():
-        if len(name) > column:
-            typer.echo(f"{indent}{name}")
-            name = ""
-        first = f"{indent}{name:<{column}}  "
+        short = _printable(name) if len(name) <= column else ""
+        if not short:
+            typer.echo(f"{indent}{_printable(name)}")
+        first = f"{indent}{short:<{column}}  "
         for line in text.splitlines():
-            typer.echo(textwrap.fill(line, width, initial_indent=first, subsequent_indent=" " * len(first)))
+            typer.echo(textwrap.fill(_printable(line), width, initial_indent=first, subsequent_indent=" " * len(first)))
             first = " " * len(first)
 
 
