@@ -9,7 +9,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from fedstill.bench.results import Run
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
 from fedstill.data import Source
-from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.build import build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
 from fedstill.experiment.worker_pool import DIED, QUIET, WorkerPool
@@ -79,6 +79,8 @@ class Worker:
         experiment = begun_as(job)
         with CodeWatch(experiment.rounds) as loading:
             federation = self._federation(job.experiment)
+        # the data of a begun run may stand in another place now; its contract compares the rows
+        federation = replace(federation, built_from=split_settings(experiment))
         self._data_code |= loading.entered
         made = circumstances(job.experiment.engine.device, self.at_once)
         job.folder.mkdir(parents=True, exist_ok=True)
