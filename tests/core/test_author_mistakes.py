@@ -160,7 +160,9 @@ def branching(output: Output, batch, local):
 
 LINES = {
     "branches on the value of a tensor": branching,
-    "calls .item": lambda output, batch, local: output.logits.mean() * output.logits.mean().item(),
+    "calls .item": lambda output, batch, local: (
+        weighted_mean(output.logits.mean(-1), batch.weight) * weighted_mean(output.logits.mean(-1), batch.weight).item()
+    ),
     "makes a shape that depends on values": lambda output, batch, local: output.logits[output.logits > 0].sum() * 0.0,
     "calls F.one_hot": lambda output, batch, local: (
         torch.nn.functional.one_hot(batch.y).sum() * output.logits.mean() * 0.0

@@ -79,8 +79,8 @@ class Worker:
         experiment = begun_as(job)
         with CodeWatch(experiment.rounds) as loading:
             federation = self._federation(job.experiment)
-        # the data of a begun run may stand in another place now; its contract compares the rows
-        federation = replace(federation, built_from=split_settings(experiment))
+        if experiment is not job.experiment:  # the data may stand in another place now; the contract compares the rows
+            federation = replace(federation, built_from=split_settings(experiment))
         self._data_code |= loading.entered
         made = circumstances(job.experiment.engine.device, self.at_once)
         job.folder.mkdir(parents=True, exist_ok=True)
