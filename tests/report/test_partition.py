@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from pictures import assert_no_label_is_clipped, saved_figures
 
 from fedstill.core.errors import FedstillError
 from fedstill.report import partition as module
-from fedstill.report.partition import partition_picture
+from fedstill.report.partition import COUNTS_FILE, partition_picture, write_counts
 
 TITLE = "a rather long title of an experiment with very many clients, a dataset, a scheme and its alpha"
 
@@ -90,3 +91,17 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FedstillError, match=r"fedstill\[plots\]"):
         module.partition_picture(np.ones((2, 2), int), tmp_path / "x.png", title="t")
+
+
+def test_the_counts_of_clients_are_written_with_their_names(tmp_path):
+    write_counts(np.array([[3, 0], [1, 2]]), tmp_path, classes=("cat", "<dog>"), names=("Ulm", "Köln"))
+    written = json.loads((tmp_path / COUNTS_FILE).read_text(encoding="utf-8"))
+    expected = {"clients": 2, "classes": ["cat", "<dog>"], "names": ["Ulm", "Köln"], "counts": [[3, 0], [1, 2]]}
+    assert written == expected
+
+
+def test_of_very_many_clients_as_many_as_fit_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedstill.report.partition._MOST_COUNTS", 5)
+    write_counts(np.array([[3, 0], [1, 2], [4, 4]]), tmp_path, classes=("cat", "dog"))
+    written = json.loads((tmp_path / COUNTS_FILE).read_text(encoding="utf-8"))
+    assert (written["clients"], written["counts"]) == (3, [[3, 0], [1, 2]])

@@ -45,7 +45,7 @@ from fedstill.report import draw_all
 from fedstill.report.curves import Curve, learning_curves
 from fedstill.report.generated import show_generated
 from fedstill.report.parties import PICTURE_FILE, parties_of, party_picture, write_parties
-from fedstill.report.partition import partition_picture
+from fedstill.report.partition import COUNTS_FILE, partition_picture, write_counts
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.report.table import reference_rows
 
@@ -147,11 +147,11 @@ def run_built(
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
             contract = make_contract(experiment, federation)
-            watchers = [_Describe(experiment, folder, held, contract), *watchers]
+            watchers = [_Describe(experiment, folder, federation, held, contract), *watchers]
             built = replace(built, contract=contract["seal"])
         elif resume or not list_checkpoints(folder / "checkpoints"):
             built = replace(built, contract=check_same_run(experiment, federation, folder))
-            watchers = [_Describe(experiment, folder, held), *watchers]
+            watchers = [_Describe(experiment, folder, federation, held), *watchers]
     stop = build_early_stop(experiment)
     watchers += [] if stop is None else [stop]
     with held, _threads_of(experiment):
@@ -189,19 +189,28 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 
 
 class _Describe(Callback):
-    """Writes contract.json, config.toml and env.json once all checks have passed, before the first round.
+    """Writes contract.json, config.toml, env.json and partition.json once all checks have passed, before round 1.
 
     held: keeps the folder's lock from then on.
     """
 
     def __init__(
-        self, experiment: Experiment, folder: Path, held: ExitStack, contract: Mapping[str, Any] | None = None
+        self,
+        experiment: Experiment,
+        folder: Path,
+        federation: Federation,
+        held: ExitStack,
+        contract: Mapping[str, Any] | None = None,
     ) -> None:
-        self._experiment, self._folder, self._held, self._contract = experiment, folder, held, contract
+        self._experiment, self._folder, self._federation = experiment, folder, federation
+        self._held, self._contract = held, contract
 
     def on_start(self, info: RunInfo) -> None:
         self._held.enter_context(working_in(self._folder))
         write_description(self._experiment, self._folder, self._contract)
+        if not (self._folder / COUNTS_FILE).exists():
+            counts, federation = label_counts(self._federation).numpy(), self._federation
+            write_counts(counts, self._folder, classes=federation.train.classes, names=federation.names)
 
 
 def resume_run(run_dir: str | Path, *, rounds: int | None = None, callbacks: Sequence[Callback] = ()) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,10 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError
 from fedstill.report import new_figure, shortened
+from fedstill.storage.files import write_whole
 
+COUNTS_FILE = "partition.json"
+_MOST_COUNTS = 2**22  # about 10 MB of JSON
 _MOST_CLIENTS = 100
 _INK = "#222222"
 _QUIET = "#8a8a8a"
@@ -20,6 +24,17 @@ _BARS = "#9aa5b1"
 _SMALLEST_DOT = 1.0  # points squared: one sample stays visible
 _LARGEST_DISC = 12.0  # points: where cells are smaller, the largest bubbles overlap
 _LONGEST_NAME = 24
+
+
+def write_counts(counts: np.ndarray, folder: Path, *, classes: Sequence[str], names: Sequence[str] = ()) -> None:
+    """Write partition.json: class counts (clients, classes), the names of the classes and of the clients, if any.
+
+    Of a federation with more than four million counts, the file holds as many clients as fit.
+    """
+    counts = np.asarray(counts)
+    shown = counts[: max(1, _MOST_COUNTS // max(1, counts.shape[1]))].astype(int).tolist()
+    tree = {"clients": len(counts), "classes": list(classes), "names": list(names[: len(shown)]), "counts": shown}
+    write_whole(folder / COUNTS_FILE, json.dumps(tree, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def partition_picture(
