@@ -9,7 +9,8 @@ from fedstill.about import doctor
 from fedstill.experiment.run_folder import EXTRAS
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"pillow": "PIL", "dp-accounting": "dp_accounting"}  # where a package has another name in code
+# where a package has another name in code
+MODULES = {"pillow": "PIL", "dp-accounting": "dp_accounting", "vl-convert-python": "vl_convert"}
 
 
 def declared() -> dict[str, tuple[str, ...]]:

@@ -208,7 +208,7 @@ def test_the_installed_command_does_the_same(tmp_path, arguments):
 
 def test_a_shell_completes_commands(tmp_path):
     command = [sys.executable, "-c", "from fedstill.cli import main; main()"]
-    words = {"_FEDSTILL_COMPLETE": "complete_bash", "COMP_WORDS": "fedstill re", "COMP_CWORD": "1"}
+    words = {"_FEDSTILL_COMPLETE": "complete_bash", "COMP_WORDS": "fedstill res", "COMP_CWORD": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | words, timeout=60)
     assert done.stdout.split() == ["resume"]
 

@@ -1,4 +1,4 @@
-"""The command line: `fedstill run`, `compare`, `resume`, `predict`, `bench`, `list`, `explain`, `doctor`."""
+"""The command line: `fedstill run`, `compare`, `resume`, `predict`, `report`, `bench`, `list`, `explain`, `doctor`."""
 
 from __future__ import annotations
 

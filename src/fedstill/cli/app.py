@@ -319,6 +319,22 @@ def export(
     export_command(run_dir, from_=from_, out=out, kind=kind)
 
 
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders that run or compare named, one or several.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page (default: report.html in the first folder).")
+    ] = None,
+    format_: AsFormat = Format.text,
+) -> None:
+    """Write one HTML page to decide from: the answer in words, charts, costs, parties; it needs no network."""
+    from fedstill.cli.report import report_command
+
+    report_command(folders, out, as_json=format_ is Format.json)
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """The words of `fedstill bench`."""

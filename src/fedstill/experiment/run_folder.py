@@ -364,6 +364,7 @@ EXTRAS = {
     "dp": ("dp-accounting",),
     "text": ("tokenizers",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "report": ("vl-convert-python",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

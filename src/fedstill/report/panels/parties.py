@@ -1,0 +1,77 @@
+"""Results by party, with names: the federated model beside the model that the party trains alone and the pooled one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from fedstill.report.charts import dots
+from fedstill.report.panels import Panel, Table
+from fedstill.report.runs import Runs, list_of, number, table_of
+
+MODELS = ("federated", "pooled", "alone")
+MOST = 40  # parties in the picture and in the table: the worst and the best
+
+
+def panel(runs: Runs) -> Panel | None:
+    tables = {method: [run.files["parties.json"] for run in each] for method, each in runs.by_method.items()}
+    method = next((method for method, each in tables.items() if any(each)), None)
+    if method is None:
+        return None
+    lines, each = parties_of(tables[method]), runs.by_method[method]
+    tested = sorted((line for line in lines if "federated" in line[1]), key=lambda line: line[1]["federated"])
+    if not tested:
+        return None
+    gains = [found["federated"] - found["alone"] for _, found in tested if "alone" in found]
+    sentences = [
+        f"Accuracy with {method} on the rows that each party holds back for a test. Nobody trains on these rows."
+    ]
+    if gains:
+        better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        sentences.append(
+            f"The federated model is better than the model that a party trains alone for {better} of {len(gains)} "
+            f"parties, worse for {worse}, and equal for {len(gains) - better - worse}."
+        )
+    few = min((found["test rows"] for _, found in tested if "test rows" in found), default=0)
+    if 0 < few < 100:
+        sentences.append(f"A party has as few as {few:.0f} test rows: there one row is {100 / few:.1f} points.")
+    if len(each) > 1:
+        sentences.append(f"Numbers are means over {len(each)} seeds.")
+    shown = tested
+    if len(tested) > MOST:
+        shown = [*tested[: MOST // 2], *tested[-MOST // 2 :]]
+        sentences.append(f"Shown are the {MOST // 2} worst and the {MOST // 2} best of {len(tested):,} parties.")
+    kinds = [model for model in MODELS if any(model in found for _, found in tested)]
+    scaled = [(name, {model: 100 * found[model] for model in kinds if model in found}) for name, found in shown]
+    chart = dots(
+        list(reversed(scaled)),
+        kinds=kinds,
+        x="accuracy (%)",
+        y="party",
+        alt=f"Dots: the accuracy of {len(shown)} parties with {', '.join(kinds)} models; numbers in the table below.",
+    )
+    head = ["party", *[name for name in ("rows", "test rows") if any(name in found for _, found in shown)]]
+    head += [f"{model} %" for model in kinds] + (["gain, points"] if gains else [])
+    rows = []
+    for name, found in shown:
+        sizes = [f"{found[key]:,.0f}" if key in found else "" for key in ("rows", "test rows") if key in head]
+        cells = [f"{100 * found[model]:.1f}" if model in found else "none" for model in kinds]
+        if gains:
+            cells.append(f"{100 * (found['federated'] - found['alone']):+.1f}" if "alone" in found else "none")
+        rows.append((name, *sizes, *cells))
+    caption = "Parties, the lowest accuracy first. Gain: federated minus alone."
+    return Panel("Party by party", sentences, [chart], Table(head, rows, caption))
+
+
+def parties_of(tables: list[Mapping[str, Any]]) -> list[tuple[str, dict[str, float]]]:
+    """Return each party's name and numbers, the means over the seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for table in tables:
+        for line in map(table_of, list_of(table.get("parties"))):
+            if "name" in line:
+                party = found.setdefault(str(line["name"]), {})
+                for key in ("rows", "test_rows", *MODELS):
+                    if (value := number(line.get(key))) is not None:
+                        party.setdefault(key.replace("_", " "), []).append(value)
+    return [(name, {key: statistics.fmean(values) for key, values in party.items()}) for name, party in found.items()]
