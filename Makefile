@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help run test lint unit test-all test-slow test-gpu test-wheel format pages clean
+.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-wheel format pages clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,7 +27,7 @@ unit: .venv/for-test
 	$(PYTEST) -n $(WORKERS) src tests benchmarks
 
 test-all: lint .venv/for-test  ## lint and every test that needs no GPU (the whole matrix, slow ones too); prints the coverage
-	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu' --cov --cov-report=term:skip-covered
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not browser' --cov --cov-report=term:skip-covered
 	$(PYTEST) -m 'slow and not gpu'  # without coverage, because some of them measure seconds
 
 test-slow: .venv/for-test  ## tests that take longer than a few seconds each
@@ -35,6 +35,9 @@ test-slow: .venv/for-test  ## tests that take longer than a few seconds each
 
 test-gpu: .venv/for-test  ## tests that need a CUDA device
 	$(PYTEST) -m gpu
+
+test-browser: .venv/for-test  ## tests that drive a page in Chromium (chromium and chromedriver of the system)
+	$(PYTEST) -m browser
 
 test-wheel: .venv/for-test  ## build the wheel, install it in a fresh environment, run it and predict from bundles outside this folder
 	tools/try_wheel.sh $(PYTHON)
