@@ -68,7 +68,10 @@ def drawn() -> list[str]:
     """
     generator = numpy_generator(seed_for(0, "mixtures"))
     toy = {"model": network(), "federation": federation(), "training": TRAINING}
-    rows_of_tables, found = [row for row in ROWS if row.net == "mlp" and None not in row.options.values()], list[str]()
+    rows_of_tables = [row for row in ROWS if row.net == "mlp" and None not in row.options.values()]
+    # FedFTG's row has a fast student that enlarges rounding: 1e-4 between the engines in one draw; NAMED has it
+    rows_of_tables = [row for row in rows_of_tables if row.name != "fedftg"]
+    found = list[str]()
     while len(found) < DRAWN:
         parts = [rows_of_tables[i] for i in generator.choice(len(rows_of_tables), size=3, replace=False)]
         text = "+".join(write(part.name, part.options) for part in parts)
