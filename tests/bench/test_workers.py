@@ -138,10 +138,13 @@ def test_several_at_a_time_give_the_same_numbers_and_a_failure_or_a_death_stops_
     assert {message.round for message in rounds} >= {0}
 
 
+ROUNDS_TO_KILL = 600  # two seconds of work: both runs are under way when the first message comes
+
+
 @pytest.mark.slow
 def test_a_killed_worker_s_run_resumes_and_equals_the_uninterrupted_one(tmp_path):
-    whole, _ = outcomes(jobs(tmp_path / "whole", "fedavg", "fedprox", rounds=60))
-    some, killed = jobs(tmp_path / "parts", "fedavg", "fedprox", rounds=60), []
+    whole, _ = outcomes(jobs(tmp_path / "whole", "fedavg", "fedprox", rounds=ROUNDS_TO_KILL))
+    some, killed = jobs(tmp_path / "parts", "fedavg", "fedprox", rounds=ROUNDS_TO_KILL), []
 
     def kill(message):
         """kill -9 of a worker as soon as a run is under way."""
