@@ -216,13 +216,13 @@ def test_a_private_run_shows_the_epsilon_of_its_statement(tmp_path):
     (folder / "privacy.json").write_text(json.dumps(statement))
     runs = read_runs([folder])
     expected = ("dp_fedavg", "3", "1e-05", "one client: model updates", "trained models")
-    assert list(made("own_numbers", runs).table.rows) == [expected]
+    assert list(made("method_numbers", runs).table.rows) == [expected]
     assert any("epsilon = 3 at delta = 1e-05" in sentence for sentence in made("answer", runs).sentences)
 
 
 def test_numbers_of_server_steps_are_drawn(tmp_path):
     rows = [row(at, 0.5, 2, **{"server/u": at / 10, "server/kept": 7}) for at in (1, 2, 3)]
-    panel = made("own_numbers", read_runs([write_run(tmp_path / "run", [], rows=rows)]))
+    panel = made("method_numbers", read_runs([write_run(tmp_path / "run", [], rows=rows)]))
     (chart,) = panel.charts
     assert [value["y"] for value in drawn(chart)] == [0.1, 0.2, 0.3]
     assert panel.sentences[0] == "kept: 7 in every round of fedavg."

@@ -79,7 +79,7 @@ PANELS = (  # modules of this package, in the order of the page; the function `p
     "forgetting",
     "confusion",
     "calibration",
-    "own_numbers",
+    "method_numbers",
     "invented",
     "audit",
     "repeat",
