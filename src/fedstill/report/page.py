@@ -185,7 +185,7 @@ def _document(title: str, header: str, main: str, about: str, *, live: bool = Fa
 </main>
 <footer><p>Written by fedstill {_text(version("fedstill"))}. {about} Hold the control key and turn
 the wheel to zoom into a chart; a double click shows all of it again.</p></footer>
-<script type="application/json" id="themes">{_json(themes)}</script>
+<script type="application/json" id="themes">{in_json(themes)}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -207,7 +207,7 @@ def _text(words: object) -> str:
     return html.escape(clean, quote=True)
 
 
-def _json(tree: Any) -> str:
+def in_json(tree: Any) -> str:
     """Return JSON in ASCII without any sign that ends a script or begins a tag."""
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
@@ -274,7 +274,7 @@ def _figure(chart: Chart, *, static: bool) -> str:
     return (
         f"<figure>{picture}"
         f'<div class="live" role="group" aria-label="{_text(chart.alt)}"></div>{boxes}'
-        f'<script type="application/json">{_json(chart.spec)}</script></figure>'
+        f'<script type="application/json">{in_json(chart.spec)}</script></figure>'
     )
 
 

@@ -158,17 +158,21 @@ def read_runs(folders: Sequence[str | Path], *, read: Callable[[Path, str], Run]
     for run in runs:
         if run.files["references.json"]:
             references.append(run.files["references.json"])
-    gaps += [f"{_short(run.folder, folders)}: {gap}" for run in runs for gap in run.gaps]
+    gaps += [line for run in runs for line in gap_lines(run, folders)]
     grouped = _grouped(runs)
     ordered = sorted(grouped, key=lambda method: -_mean(run.accuracy for run in grouped[method]))
     by_method = {method: sorted(grouped[method], key=lambda run: run.seed) for method in ordered}
     return Runs(by_method, [Path(folder) for folder in folders], [one for one in references if one], gaps)
 
 
-def _short(folder: Path, given: Sequence[str | Path]) -> str:
-    """Return a folder below the one that the user gave; a page that is sent to others shows no path of this machine."""
-    parent = next((Path(one).parent for one in given if folder.is_relative_to(one)), folder.parent)
-    return str(folder.relative_to(parent))
+def gap_lines(run: Run, given: Sequence[str | Path]) -> list[str]:
+    """Return the gaps of a run behind the name of its folder.
+
+    The name begins at the folder that the user gave, because a page that is sent to others shows no path of this
+    machine.
+    """
+    parent = next((Path(one).parent for one in given if run.folder.is_relative_to(one)), run.folder.parent)
+    return [f"{run.folder.relative_to(parent)}: {gap}" for gap in run.gaps]
 
 
 def _mean(values: Iterable[float | None]) -> float:
