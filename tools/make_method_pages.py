@@ -261,6 +261,7 @@ def head(method: str) -> str:
     weighting = f'(weighting="{aggregate.weighting}")' if isinstance(aggregate, Aggregate) else ""
     lines += [
         *([""] if facts["options"] else []),
+        *tries_lines(facts["tries"]),
         f"The server makes one model from the cohort's by `{aggregate.name}{weighting}`, unless the run names",
         "[another aggregate](../robust.md).",
     ]
@@ -277,6 +278,14 @@ def head(method: str) -> str:
             lines += ["", f"**{name}**: {'; '.join(facts[key]) or 'nothing special'}."]
     lines += ["", "| cost | |", "|---|---|", *(f"| {name} | {amount} |" for name, amount in cost(method).items())]
     return "\n".join([*lines, "", END])
+
+
+def tries_lines(ranges: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return the sentence about values worth trying; none for a method that names none."""
+    if not ranges:
+        return []
+    each = [f"`{path}` = {', '.join(str(value) for value in values)}" for path, values in ranges.items()]
+    return [*prose(f"**Worth trying** ([`fedstill sweep`](../sweep.md)): {'; '.join(each)}."), ""]
 
 
 def default(value: Any) -> str:
