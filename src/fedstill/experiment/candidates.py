@@ -94,6 +94,18 @@ class Candidates:
         return True, noisy
 
 
+def one_of_each_kind(ranked: Sequence[str]) -> list[str]:
+    """Return the first text of each set of methods, because others differ from it in options only.
+
+    >>> one_of_each_kind(["mrtf(sharpness=2.0)+scaffold", "scaffold+mrtf", "feddyn"])
+    ['mrtf(sharpness=2.0)+scaffold', 'feddyn']
+    """
+    first: dict[frozenset[str], str] = {}
+    for text in ranked:
+        first.setdefault(frozenset(_names(text)), text)
+    return list(first.values())
+
+
 def _parts(text: str) -> tuple[Part, ...]:
     return tuple(part for phase in parse(text) for part in phase.parts)
 

@@ -1,12 +1,12 @@
 """Find a method for one's own data: a tournament under a budget, then a fair comparison of its best.
 
 A level of the tournament plays its candidates for a share of the rounds with some seeds, and the best go on to the next
-level (successive halving: Jamieson & Talwalkar, AISTATS 2016). A candidate's score comes from rows that clients hold back
-and that nobody trains on. The last step compares the winner with its runners-up and with FedAvg: on the test rows, with
-all training rows and with seeds that no level had. So choosing among many does not flatter the winner's figures.
+level (successive halving: Jamieson & Talwalkar, AISTATS 2016). A candidate's score comes from rows that clients hold
+back and that nobody trains on. The last step compares the winner with its runners-up and with FedAvg: on the test rows,
+with all training rows and with seeds that no level had. So choosing among many does not flatter the winner's figures.
 
-Every decision follows from the scores and the costs of finished runs, in their order. They are written to choose.json after
-each run. A tournament that was killed repeats its decisions from them and goes on with the first run that is missing.
+Every decision follows from the scores and the costs of finished runs, in their order. They are written to choose.json
+after each run. A tournament that was killed repeats its decisions from them and goes on with the first missing run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedstill.core.errors import FedstillError, in_one_line, suggest
 from fedstill.core.types import Federation, Need
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source
-from fedstill.experiment.candidates import Candidates
+from fedstill.experiment.candidates import Candidates, one_of_each_kind
 from fedstill.experiment.compare import Comparison, compare, folder_name
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.run import run_built
@@ -63,7 +63,7 @@ class Level(NamedTuple):
 
 LEVELS = (Level(0.25, 1, 1 / 3), Level(0.5, 2, 1 / 2), Level(1.0, 3, 0.0))
 # the shares of the budget that may be spent when a step ends: parts alone, mixtures, neighbours, and the later levels
-ENDS = (0.25, 0.37, 0.47, 0.6, 0.75)
+ENDS = (0.22, 0.28, 0.34, 0.52, 0.77)
 
 _UNITS = {
     "s": ("seconds", 1),
@@ -150,8 +150,8 @@ def choose(
 ) -> Choice:
     """Find the method that suits an experiment's data and split best, and return it with a comparison on fresh seeds.
 
-    budget: "30m", "2h", "2000rounds", "5GB" (sent and received) or "8epsilon": the cost of all runs together. A budget in
-        rounds makes the choice a function of the experiment and its seed.
+    budget: "30m", "2h", "2000rounds", "5GB" (sent and received) or "8epsilon": the cost of all runs together. A
+        budget in rounds makes the choice a function of the experiment and its seed.
     run_dir: the results. A tournament that is there already goes on.
     methods: the parts to try, "fedavg", "fedprox(mu=0.1)", ...; by default all methods and aggregates, and the methods
         of the experiment.
@@ -257,18 +257,19 @@ class Tournament:
             raise FedstillError(f"choose: the experiment allows fewer than two methods ({reasons}): name others")
         self._play(0, alone, ENDS[0], "each method alone")
         ranked = self._ranked(0)
-        self._play(0, self.candidates.pairs(ranked[:BEST_PARTS]), ENDS[1], "mixtures of the best")
-        varied = self._ranked(0)[:BEST_VARIED]
-        near = self.candidates.neighbours(varied, ranked[:BEST_PARTS])
+        parts = one_of_each_kind(ranked)[:BEST_PARTS]
+        self._play(0, self.candidates.pairs(parts), ENDS[1], "mixtures of the best")
+        varied = one_of_each_kind(self._ranked(0))[:BEST_VARIED]
+        near = self.candidates.neighbours(varied, parts)
         self._play(0, near, ENDS[2], "other options of the best")
         kept = first.kept
         for place, level in enumerate(LEVELS[1:], start=1):
-            ranked = self._ranked(place - 1)
+            ranked = one_of_each_kind(self._ranked(place - 1))
             count = max(3, math.ceil(kept * len(ranked)))
             going = list(dict.fromkeys([self.candidates.base, *ranked[:count]]))
             self._play(place, going, ENDS[2 + place], f"the best {len(going)}")
             kept = level.kept
-        ranked = self._ranked(len(LEVELS) - 1)
+        ranked = one_of_each_kind(self._ranked(len(LEVELS) - 1))
         if not ranked:
             raise FedstillError(f"choose: no run of the last level ended well: see {self.folder / CHOICE_FILE}")
         return ranked
@@ -305,7 +306,7 @@ class Tournament:
         return sum(line.cost for line in self.played)
 
     def _play(self, place: int, texts: Sequence[str], end: float, title: str) -> None:
-        """Play the candidates of a step, as far as the budget reaches; at the start of a level two always, because one must win."""
+        """Play the candidates of a step, as far as the budget reaches, and two of a level in any case."""
         level, jobs = LEVELS[place], self.experiment.compare.jobs
         rounds = max(1, math.ceil(level.share * self.experiment.rounds))
         seeds = [self.experiment.seed + shift for shift in range(level.seeds)]
