@@ -422,6 +422,7 @@ class Tournament:
             "unit": self.budget.unit,
             "amount": self.budget.amount,
             "base": self.candidates.base,
+            "metric": self.experiment.best,
             "refused": self.candidates.refused,
             "decisions": self.decisions,
             "played": [line._asdict() for line in [*self.played, *later]],
