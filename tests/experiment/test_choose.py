@@ -117,7 +117,9 @@ def test_a_candidate_whose_run_fails_does_not_end_the_tournament(tmp_path, monke
     monkeypatch.setattr(room, "run_built", broken)
     choice = choose(SMALL, ROUNDS, run_dir=tmp_path / "trial", methods=["fedprox", "fedavgm"])
     assert "fedprox" not in choice.method
-    assert {line["failure"] for line in choice.record["played"] if line["method"] == "fedprox"} == {"ValueError: broken"}
+    failures = [line["failure"] for line in choice.record["played"] if line["method"] == "fedprox"]
+    assert failures
+    assert all("ValueError: broken" in failure for failure in failures)
 
 
 def test_banned_needs_and_missing_data_are_refused_with_their_reason(tmp_path):

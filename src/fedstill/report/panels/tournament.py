@@ -51,7 +51,7 @@ def panel(runs: Runs) -> Panel | None:
     counts = ", ".join(f"{sum(level in each for each in scores.values())} at level {level}" for level in levels)
     sentences = [
         f"{counted(len(scores), 'candidate')} took part: {counts}. A score is the {metric} on rows that clients held "
-        "back, the mean over the last fifth of the rounds. No other figure of this page uses these rows or these seeds.",
+        "back, the mean over the last fifth of the rounds. No other figure here uses these rows or seeds.",
         f"{record.get('chosen') or 'Nobody yet'} won. The answer above compares it with its runners-up on fresh seeds.",
     ]
     if len(rows) < len(scores) + len(refused) + len(set(skipped)):
