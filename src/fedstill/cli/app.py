@@ -362,6 +362,22 @@ def report(
     report_command(folders, out, as_json=format_ is Format.json)
 
 
+@app.command()
+def watch(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN|FOLDER...", help="Folders of run or compare, also such as do not exist yet."),
+    ],
+    port: Annotated[
+        int | None, typer.Option(min=1024, max=65535, metavar="N", help="Port of the page (default: a free one).")
+    ] = None,
+) -> None:
+    """Show the page of `report` while runs go on: rounds arrive by themselves; only this machine can open it."""
+    from fedstill.cli.watch import watch_command
+
+    watch_command(folders, port)
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """The words of `fedstill bench`."""
