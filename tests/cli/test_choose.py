@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from fedstill.cli.app import app
@@ -27,8 +28,7 @@ def test_choose_says_the_winner_its_distance_from_fedavg_and_how_to_run_it(tmp_p
 
 
 def test_a_wrong_budget_is_one_line(tmp_path, capsys):
-    try:
+    with pytest.raises(SystemExit) as end:
         app(["choose", "--budget", "3 apples"])
-    except SystemExit as end:
-        assert end.code == 2
+    assert end.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
