@@ -53,7 +53,18 @@ FEDERATIONS = {
 BOARD = tuple(FEDERATIONS)[:6]  # the six by which methods are ranked
 DEFAULTS = ("digits_strong", "fashion_medium", "cancer")  # the table of methods with their defaults (docs/methods)
 GROUPS = {"all": tuple(FEDERATIONS), "board": BOARD, "defaults": DEFAULTS}
-COMPOSITIONS: tuple[str, ...] = ()  # the best of the trials by their mean rank on the six
+COMPOSITIONS = (  # the best ten of the trials by their mean rank on the six
+    "fedntd_tf+feddyn+scaffold+d2cfl",
+    "scaffold+fedavgm+label_smoothing+d2cfl",
+    "scaffold+fedavgm+d2cfl",
+    "fedntd_tf+feddyn+d2cfl",
+    "fedntd_tf+feddyn+label_smoothing+d2cfl",
+    "feddyn+d2cfl",
+    "fedntd_tf+scaffold+fedavgm+d2cfl",
+    "fedntd_tf+feddyn+fedbe",
+    "scaffold+fedadagrad+d2cfl",
+    "fedlmd_tf+feddyn+d2cfl",
+)
 SEEDS = (0, 1, 2, 3, 4)
 TRIALS, TRIAL_SEEDS = RESULTS.with_name("leaderboard_trials.json"), (100, 101, 102)
 LAST = 3  # rounds whose mean accuracy a table shows: with five of ten skewed clients, one round alone is chance
