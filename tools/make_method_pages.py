@@ -159,7 +159,9 @@ def trials_table() -> list[str]:
     def place(text: str) -> int:
         return list(METHODS).index(text.partition("(")[0])
 
-    tried = sorted({text for _, text, _ in runs if text != BASELINE and "+" not in text}, key=lambda text: (place(text), text))
+    tried = sorted(
+        {text for _, text, _ in runs if text != BASELINE and "+" not in text}, key=lambda text: (place(text), text)
+    )
     lines = [
         "## How defaults were chosen",
         "",
@@ -230,9 +232,10 @@ def with_defaults_table() -> list[str]:
         ),
         "",
         *prose(
-            "The federations are [experiment files](../../benchmarks/leaderboard/). `python benchmarks/leaderboard/run.py` "
-            "runs each method that is not in [the records](../results/leaderboard.json) with its defaults of today, with "
-            f"the seeds 0 to {seeds - 1}. The federations are "
+            "The federations are [experiment files](../../benchmarks/leaderboard/). `python "
+            "benchmarks/leaderboard/run.py` runs each method that is not in [the records](../results/leaderboard.json) "
+            f"with its defaults of today, with the seeds 0 to {seeds - 1}. [Choosing a method](../choosing-a-method.md) "
+            "has more federations, and compositions. The federations are "
             "small and the rounds few, so a method that pays off late shows less here."
         ),
     ]
