@@ -11,6 +11,7 @@ the records do. People write the text around the generated parts.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import runpy
 import statistics
@@ -59,13 +60,18 @@ SHORT = {
     Need.CLIENT_STATE: "memory on clients",
 }
 SITUATIONS: dict[str, tuple[set[Need], float]] = {  # in words: needs that a method must not have, most bytes
-    "the server has no data and sees only sums; a client may come once": ({*SERVER_DATA, *SEEN, Need.CLIENT_STATE}, 1),
-    "the server has no data and sees only sums; clients remember": ({*SERVER_DATA, *SEEN}, 1),
-    "the same, and twice the bytes are no problem": ({*SERVER_DATA, *SEEN}, 2),
-    "the server has no data, but may see each model and the label counts": (SERVER_DATA, 2),
-    "the server has unlabeled rows and sees only sums; a client may come once": ({*SEEN, Need.CLIENT_STATE}, 1),
-    "the server has unlabeled rows and sees only sums": (SEEN, 2),
-    "nothing is in the way": (set(), 2),
+    "no data on the server; it sees only sums; a client may come once; FedAvg's bytes": (
+        {*SERVER_DATA, *SEEN, Need.CLIENT_STATE},
+        1,
+    ),
+    "no data on the server; it sees only sums; clients remember; FedAvg's bytes": ({*SERVER_DATA, *SEEN}, 1),
+    "no data on the server; nothing else is in the way": (SERVER_DATA, math.inf),
+    "unlabeled rows on the server; it sees only sums; a client may come once; FedAvg's bytes": (
+        {*SEEN, Need.CLIENT_STATE},
+        1,
+    ),
+    "unlabeled rows on the server; it sees only sums; clients remember; FedAvg's bytes": (SEEN, 1),
+    "unlabeled rows on the server; nothing else is in the way": (set(), math.inf),
 }
 
 Record = dict[str, Any]
@@ -270,17 +276,15 @@ def trial_means(board: Board, seeds: Sequence[int]) -> dict[str, list[float]]:
 
 
 def prose(text: str) -> list[str]:
-    return [*textwrap.wrap(text, 120, break_on_hyphens=False, break_long_words=False), ""]
+    """Return a paragraph or an item of a list in lines of at most 120 letters, and an empty line."""
+    indent = "  " if text.startswith("- ") else ""
+    return [*textwrap.wrap(text, 120, break_on_hyphens=False, break_long_words=False, subsequent_indent=indent), ""]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table whose first column stands left and the others right."""
-    return [
-        f"| {' | '.join(header)} |",
-        "|---|" + "--:|" * (len(header) - 1),
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()) -> list[str]:
+    """Return a table; numbers stand right, the first column and the columns of `words` left."""
+    sides = ["---" if place == 0 or name in words else "--:" for place, name in enumerate(header)]
+    return [*(f"| {' | '.join(row)} |" for row in (header, sides, *rows)), ""]
 
 
 def number(value: float) -> str:
@@ -335,7 +339,8 @@ def situations(board: Board) -> list[str]:
             mark = "*" if gain.is_shown else ""
             cells.append(f"`{best}` {signed(gain.mean)}{mark}" if gain.mean > 0 else f"`{BASELINE}`")
         rows.append([words, *cells])
-    return table(["your situation", *(f"{skew} skew" for skew in SKEWS)], rows)
+    columns = [f"{skew} skew" for skew in SKEWS]
+    return table(["your situation", *columns], rows, words=columns)
 
 
 def means_of(board: Board, entry: Entry) -> list[str]:
@@ -359,10 +364,10 @@ def full_table(board: Board) -> list[str]:
         ]
         for entry in board.entries
     ]
-    lines = table(["method", "mean rank", *columns, "bytes", "seconds", "needs"], rows)
+    lines = table(["method", "mean rank", *columns, "bytes", "seconds", "needs"], rows, words=["needs"])
     if board.refused:
         lines += ["fedstill refuses these methods on images:", ""]
-        lines += [f"- {reason}" for reason in board.refused.values()]
+        lines += [line for reason in board.refused.values() for line in prose(f"- {reason}")[:-1]]
     return lines
 
 
@@ -420,35 +425,53 @@ def answer_lines(board: Board) -> list[str]:
     pairs = len(board.federations) * len(board.script["SEEDS"])
     fewest = f"at least {words_of(ENOUGH)} of the six federations"
 
-    def claim(texts: Sequence[str], words: str) -> str:
-        held = f"{code(texts)} ({len(texts)} of {count})" if texts else "none"
-        return f"- {words}: {held}."
+    def yes(texts: Sequence[str]) -> str:
+        return "yes" if texts else "no"
 
-    first = first_of_trials(board)
+    def claim(words: str, texts: Sequence[str]) -> list[str]:
+        held = f"{code(texts)} ({len(texts)} of {count})" if texts else "none"
+        return prose(f"- {words}: {held}.")[:-1]
+
     lines = prose(
-        f"{'Yes' if answer.ahead else 'No'}, as far as means go, with the same rounds, local epochs and cohorts; "
-        f"{'yes' if answer.signs else 'no'}, if all {pairs} pairs of equal federation and seed are put together; "
-        f"{'yes' if answer.shown else 'no'}, if each single federation must show it by itself."
+        f"By the means: {yes(answer.ahead)}. By a sign test over all {pairs} pairs of equal federation and seed: "
+        f"{yes(answer.signs)}. By a t-test over the five seeds, which is more cautious: {yes(answer.by_seed)}. On each "
+        f"federation by itself: {yes(answer.shown)}. In full:"
     )
-    lines += [
-        claim(answer.ahead, f"A higher mean than each of the five on {fewest}"),
-        claim(answer.signs, f"... and the sign test over the {pairs} pairs shows it against each of the five"),
-        claim(
-            answer.by_seed,
-            "... and a t-test over the five seeds shows it, each seed being the mean over the six federations",
-        ),
-        claim(answer.at_equal_bytes, f"A higher mean on {fewest} also when it stops at FedAvg's number of bytes"),
-        claim(answer.shown, f"Shown by the t-test over five seeds on {fewest}, each federation by itself"),
-        "",
-    ]
-    worst = min((board.versus[first, paper] for paper in PAPERS), key=lambda versus: (versus.ahead, versus.wins))
+    lines += claim(f"A higher mean than each of the five on {fewest}", answer.ahead)
+    lines += claim("... also if it stops when it has sent FedAvg's number of bytes", answer.at_equal_bytes)
+    lines += claim(f"... and the sign test over the {pairs} pairs shows it against each of the five", answer.signs)
+    lines += claim("... and the t-test over the seeds' means of six federations shows it, too", answer.by_seed)
+    lines += claim(f"Shown by t-tests over five seeds on {fewest}, each by itself", answer.shown)
+    p_values = {
+        own.text: max(board.versus[own.text, paper].by_seed.p_holm or 0.0 for paper in PAPERS)
+        for own in board.compositions
+        if own.text in answer.ahead
+    }
+    if p_values:
+        nearest = min(p_values, key=lambda text: p_values[text])
+        lines += [
+            "",
+            *prose(
+                f"Nearest to the t-test over seeds comes `{nearest}`: the largest of its five p values is "
+                f"{p_values[nearest]:.3f} after Holm's correction for {tests} tests, and the limit is {LEVEL}."
+            )[:-1],
+        ]
+    lines += ["", *prose(f"Single methods with a higher mean than each of the five on {fewest}: {alone(board)}.")]
+    first = first_of_trials(board)
     lines += prose(
-        f"The first composition of the trials, `{first}`, is the fairest test, because the seeds of the board had no "
-        f"part in choosing it. Its hardest opponent is {worst.paper}. It is ahead of {worst.paper} on "
-        f"{words_of(worst.ahead)} of six federations, wins {worst.wins} of {pairs} pairs and loses {worst.losses}. Its mean "
-        f"over the six is {signed(worst.by_seed.mean)} points from {worst.paper}'s (95 % interval "
-        f"{signed(worst.by_seed.low or 0.0)} to {signed(worst.by_seed.high or 0.0)})."
+        f"{'First' if len(first) == 1 else 'Together first'} in the trials, and so chosen before any run of the board: "
+        f"{code(first)}."
     )
+    for text in first:
+        worst = min((board.versus[text, paper] for paper in PAPERS), key=lambda versus: (versus.ahead, versus.wins))
+        mean = worst.by_seed
+        lines += prose(
+            f"- `{text}` has its hardest opponent in {worst.paper}: it is ahead on {words_of(worst.ahead)} of six "
+            f"federations, wins {worst.wins} of {pairs} pairs and loses {worst.losses}. Its mean over the six minus "
+            f"{worst.paper}'s is {signed(mean.mean)} points (95 % interval {signed(mean.low or 0.0)} to "
+            f"{signed(mean.high or 0.0)})."
+        )[:-1]
+    lines += [""]
     lines += prose(
         f"In each cell: on how many of six federations the composition's mean is higher, in brackets on how many the "
         f"paired t-test shows it (Holm's correction for all {tests * len(board.federations)} tests), then the pairs of "
@@ -459,16 +482,30 @@ def answer_lines(board: Board) -> list[str]:
     if equal := equal_bytes_table(board):
         lines += prose(
             "The rounds are the same, but SCAFFOLD sends twice the bytes of FedAvg. The next table stops such a "
-            "composition when it has sent as many bytes as FedAvg in all rounds, and compares it with the papers' methods "
-            "after all their rounds. In each cell: on how many of six federations its mean is higher."
+            "composition when it has sent as many bytes as FedAvg in all rounds, and compares it with the papers' "
+            "methods after all their rounds. In each cell: on how many of six federations its mean is higher."
         )
         lines += equal
     return lines
 
 
-def first_of_trials(board: Board) -> str:
+def alone(board: Board) -> str:
+    """Name the single methods, but for the five, whose mean is higher than each of the five's on enough federations."""
+    papers = [board.entry(paper) for paper in PAPERS]
+    names = [
+        entry.text
+        for entry in board.entries
+        if not entry.is_composition
+        and entry.text not in PAPERS
+        and all(sum(entry.mean(name) > paper.mean(name) for name in board.federations) >= ENOUGH for paper in papers)
+    ]
+    return code(names) if names else "none"
+
+
+def first_of_trials(board: Board) -> list[str]:
+    """Return the compositions with the best mean rank in the trials: one, or equals."""
     ranks = mean_ranks(trial_means(board, board.script["TRIAL_SEEDS"]))
-    return min(ranks, key=lambda text: (ranks[text], text))
+    return sorted(text for text in ranks if ranks[text] <= min(ranks.values()) + 1e-9)
 
 
 def trials_lines(board: Board) -> list[str]:
@@ -477,8 +514,9 @@ def trials_lines(board: Board) -> list[str]:
     rank_first, rank = mean_ranks(first), mean_ranks(all_three)
     order = sorted(rank_first, key=lambda text: (rank.get(text, len(rank_first) + rank_first[text]), text))
     lines = prose(
-        f"{len(first)} compositions were run with seed {seeds[0]}, and the best {len(all_three)} of them also with the seeds "
-        f"{listed([str(seed) for seed in seeds[1:]])}. The best {words_of(len(board.script['COMPOSITIONS']))} of these by "
+        f"{len(first)} compositions were run with seed {seeds[0]}, and the best {len(all_three)} of them also with the "
+        f"seeds {listed([str(seed) for seed in seeds[1:]])}. "
+        f"The best {words_of(len(board.script['COMPOSITIONS']))} of these by "
         "mean rank on the six federations stand on the board (bold). The table has their mean ranks among the "
         "compositions with the same seeds. Here are [the records](results/leaderboard_trials.json)."
     )
@@ -524,7 +562,7 @@ def runs_lines(board: Board) -> list[str]:
         f"{len(board.entries) - len(board.compositions)} methods with their defaults and {len(board.compositions)} "
         f"compositions ran on six small federations with {words_of(len(script['SEEDS']))} seeds each. These are "
         f"{len(of_six):,} runs, which took {hours:.1f} hours on one core. The federations: "
-        f"{listed(list(federations.values()))}."
+        f"{'; '.join(federations.values())}."
     )
 
 
@@ -541,9 +579,9 @@ def readme_lines(board: Board) -> list[str]:
         f"The first {words_of(FIRST)} of {len(board.entries)} rows by mean rank, FedAvg, and the five papers' methods. "
         f"Accuracy in percent, {words_of(len(board.script['SEEDS']))} seeds; *bytes* are multiples of FedAvg's. Of "
         f"{words_of(count)} compositions, {words_of(len(answer.ahead))} have a higher mean than each of the five on at "
-        f"least {words_of(ENOUGH)} of the six federations. A sign test over all pairs of equal federation and seed shows "
-        f"it of {words_of(len(answer.signs))}, and {words_of(ENOUGH)} federations by themselves show it of "
-        f"{words_of(len(answer.shown))}."
+        f"least {words_of(ENOUGH)} of the six federations. A sign test over all pairs of equal federation and seed "
+        f"shows it of {words_of(len(answer.signs))}, a more cautious t-test over the seeds of "
+        f"{words_of(len(answer.by_seed))}."
     )
 
 

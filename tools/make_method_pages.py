@@ -234,8 +234,8 @@ def with_defaults_table() -> list[str]:
         *prose(
             "The federations are [experiment files](../../benchmarks/leaderboard/). `python "
             "benchmarks/leaderboard/run.py` runs each method that is not in [the records](../results/leaderboard.json) "
-            f"with its defaults of today, with the seeds 0 to {seeds - 1}. [Choosing a method](../choosing-a-method.md) "
-            "has more federations, and compositions. The federations are "
+            f"with its defaults of today, with the seeds 0 to {seeds - 1}. "
+            "[Choosing a method](../choosing-a-method.md) has more federations, and compositions. The federations are "
             "small and the rounds few, so a method that pays off late shows less here."
         ),
     ]

@@ -7,8 +7,8 @@
 
 Each finished run is written to docs/results/leaderboard.json at once, so the script can be stopped and started again. A
 record holds a digest of the experiment file and of the method's defaults: a run whose settings have changed since is
-run again, and its old record is dropped. `make pages` makes the tables of docs/choosing-a-method.md, of the README and of
-docs/methods from the records.
+run again, and its old record is dropped. `make pages` makes the tables of docs/choosing-a-method.md, of the README and
+of docs/methods from the records.
 
 With --trials the seeds are 100, 101 and 102, and the file is docs/results/leaderboard_trials.json. Choose defaults and
 compositions by trials, because a choice by the seeds of the table would look better there than it is.
