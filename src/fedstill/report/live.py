@@ -47,18 +47,23 @@ class Live:
         self._seen: object = None  # everything that the frames were made from
         self._runs: Runs | None = None
         self._shown: Runs | None = None  # the runs that the sections were made from
+        self.times_made = 0  # how often the sections of the report were made; they take most of the time
         self._sections: dict[str, Section] = {}
         self._revealed: tuple[list[str], Mapping[str, Sequence[str]]] | None = None  # of these methods
         self._waiting: list[str] = []
 
-    def refresh(self) -> bool:
-        """Look at the folders, and make new frames of everything that has changed; return whether there is any."""
+    def refresh(self, *, sections: bool = True) -> bool:
+        """Look at the folders, and make new frames of everything that has changed; return whether there is any.
+
+        sections: without them, the sections of the report wait for another look while a run is at work, and only the
+            section of runs under way is new, which takes a tenth of the time.
+        """
         try:
             seen = self._look()
             if seen != self._seen:
                 self._read()
                 self._seen = seen
-            return self._publish()
+            return self._publish(sections=sections)
         except OSError as error:  # a folder is being moved or deleted: the next look will see it as it then is
             return self._put({"state": event("state", {"words": in_one_line(error), "share": None})})
 
@@ -83,7 +88,7 @@ class Live:
             known = self._known[folder] = stamp, name, read_run(folder, name)
         return known[2]
 
-    def _publish(self) -> bool:
+    def _publish(self, *, sections: bool) -> bool:
         runs = self._runs
         work = [] if runs is None else find_work(runs.all, self.folders)
         at_work = {place for each in work for place in each.at_work}
@@ -96,21 +101,22 @@ class Live:
                 if self._revealed is None or self._revealed[0] != list(shown.by_method):
                     self._revealed = list(shown.by_method), self.reveals(shown)
                 shown = replace(shown, reveals=self._revealed[1])
-            if shown != self._shown:
+            if shown != self._shown and (sections or self._shown is None or not under_way.is_going):
                 self._shown, self._sections = shown, make_sections(shown, static=False)
+                self.times_made += 1
         else:
             self._shown, self._sections = None, {}
-        sections = dict(self._sections)
-        if (made := panel(under_way, self._shown)) is not None:
-            sections = {UNDER_WAY: make_section(UNDER_WAY, made, static=False), **sections}
+        made = dict(self._sections)
+        if (going := panel(under_way, self._shown)) is not None:
+            made = {UNDER_WAY: make_section(UNDER_WAY, going, static=False), **made}
         title = "fedstill watch" if runs is None else page_title(runs)
-        order = [[name, section.title] for name, section in sections.items()]
+        order = [[name, section.title] for name, section in made.items()]
         layout = {"title": title, "by": "" if runs is None else page_size(runs), "order": order}
         return self._put(
             {
                 "layout": event("layout", layout),
                 "state": event("state", {"words": under_way.in_words(), "share": under_way.share}),
-                **{name: event("section", {"name": name, "html": each.html}) for name, each in sections.items()},
+                **{name: event("section", {"name": name, "html": each.html}) for name, each in made.items()},
             }
         )
 

@@ -125,7 +125,7 @@ class UnderWay:
             times = [work.seconds_left(self.waited) for work in self.work if work.is_going]
             known = [seconds for seconds in times if seconds is not None]
             left = f"{about(max(known))} left" if known else "the first round will tell how much time is left"
-            words.append(f"{done:,} of {counted(total, 'round')}: {left}." if total else f"At work: {left}.")
+            words.append(f"{done:,} of {total:,} rounds are played: {left}." if total else f"At work: {left}.")
         elif self.work:
             runs, over = sum(work.planned for work in self.work), sum(len(work.over) for work in self.work)
             if runs == over:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ADDRESS = "127.0.0.1"
-SHARE = 1 / 40  # of the time of one core, that reading and rendering may take
-SOONEST = 0.4  # seconds between two looks at the folders
+SHARE = 1 / 50  # of the time of one core: for looks at the folders, and once more for making the report's sections
+SOONEST, LATEST = 0.4, 20.0  # seconds between two looks, and between two makings of the sections
 BEAT = 10.0  # seconds: a reader hears from the server at least this often
 PATIENCE = 10.0  # seconds: who does not ask or does not read for so long is dropped
 MOST_CONNECTIONS, MOST_READERS = 64, 16
@@ -142,18 +142,24 @@ class Watch:
 
     async def keep_fresh(self) -> None:
         """Look at the folders again and again while somebody reads, as often as the share of time allows."""
-        spent = time.process_time()
+        spent, sections_at = time.process_time(), 0.0
         while True:
             if not self.readers:
                 self._wanted.clear()
                 await self._wanted.wait()
                 spent = time.process_time()
-            if await asyncio.to_thread(self.live.refresh):
+            made = self.live.times_made
+            if await asyncio.to_thread(self.live.refresh, sections=time.monotonic() >= sections_at):
                 self._changed.set()
                 self._changed = asyncio.Event()
             now = time.process_time()  # of all threads: reading, rendering and sending
             cost, spent = now - spent, now
-            await asyncio.sleep(max(SOONEST, cost / SHARE))
+            pause = min(LATEST, max(SOONEST, cost / SHARE))
+            if self.live.times_made == made:
+                await asyncio.sleep(pause)
+            else:  # looks go on meanwhile; the first making loads packages, and the next one does not
+                sections_at = time.monotonic() + (pause if made else SOONEST)
+                await asyncio.sleep(SOONEST)
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Send the newest events to one reader until it goes."""

@@ -63,7 +63,8 @@ def mean_line(
         values = [scale * series[number] for series in known]
         places = [series[number] for series in at if number in series]
         mean = statistics.fmean(values)
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        squares = math.fsum((value - mean) ** 2 for value in values)  # statistics.stdev takes ten times as long
+        spread = math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0
         low, high = max(least, mean - spread), min(most, mean + spread)
         points.append(Point(statistics.fmean(places) if places else number, mean, low, high))
     return points
