@@ -131,7 +131,8 @@ class UnderWay:
             if runs == over:
                 words.append(f"{counted(runs, 'run')}: all is done.")
             else:
-                words.append(f"No process works in these folders: {over} of {counted(runs, 'run')} have ended.")
+                words.append(f"Nothing is at work. Finished: {over} of {counted(runs, 'run')}.")
+                words.append("`fedstill resume FOLDER` goes on with a run or a comparison that was stopped.")
         return " ".join(words)
 
 
