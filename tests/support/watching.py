@@ -44,8 +44,8 @@ def start(*words: object, cache: Path, **more: str) -> subprocess.Popen[str]:
 def watching(*folders: Path, cache: Path, port: int | None = None) -> Iterator[Address]:
     """Run `fedstill watch` while the block runs."""
     process = start("watch", *folders, *([] if port is None else ["--port", port]), cache=cache)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         yield Address(process.stdout.readline().strip(), process)
     finally:
         process.send_signal(signal.SIGINT)
@@ -54,6 +54,8 @@ def watching(*folders: Path, cache: Path, port: int | None = None) -> Iterator[A
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+        finally:
+            process.stdout.close()
 
 
 def asked(

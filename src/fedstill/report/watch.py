@@ -76,6 +76,7 @@ def listen(port: int) -> socket.socket:
         if os.name == "posix":  # after a restart the port of the old process is free at once
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((ADDRESS, port))
+        listening.listen(MOST_CONNECTIONS)  # now, so that a reader of the address is never refused
     except OSError as error:
         listening.close()
         reason = f"--port {port}: {error.strerror or error}"
