@@ -211,7 +211,10 @@ def _events(watch: Watch) -> Response:
 
 
 def _connection() -> type[asyncio.Protocol]:
-    """Return uvicorn's connection, with a limit on their number and on the patience with each."""
+    """Return uvicorn's connection, with a limit on their number and on the patience with each.
+
+    Where there are too many, the oldest that has not asked makes room, because a browser asks at once.
+    """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
@@ -219,10 +222,12 @@ def _connection() -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            by_age[self] = None
             if len(self.connections) > MOST_CONNECTIONS:
-                transport.abort()
-            else:
-                self.loop.call_later(PATIENCE, lambda: None if self.cycle else transport.abort())
+                dropped = next((each for each in by_age if not each.cycle), self)
+                del by_age[dropped]
+                dropped.transport.abort()
+            self.loop.call_later(PATIENCE, lambda: None if self.cycle else transport.abort())
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -235,9 +240,11 @@ def _connection() -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
+            by_age.pop(self, None)
             if self._dropping is not None:
                 self._dropping.cancel()
 
+    by_age: dict[Connection, None] = {}
     return Connection
 
 
