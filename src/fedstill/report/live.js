@@ -45,7 +45,7 @@
     }).catch(console.error);
   }
   function shown(view) { // the rounds that a reader has zoomed to: null for all, undefined where no zoom is possible
-    try { return view.signal("zoom_x"); } catch (error) { return undefined; }
+    try { return view.signal("zoom_x") || null; } catch (error) { return undefined; }
   }
 
   // --- sections

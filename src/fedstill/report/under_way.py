@@ -204,7 +204,7 @@ def panel(under_way: UnderWay, shown: Runs | None) -> Panel | None:
                 rows.append(
                     (
                         _name(run),
-                        f"{len(run.rows):,} of {work.rounds:,}",
+                        f"{len(run.rows):,}" + (f" of {work.rounds:,}" if work.rounds else ""),
                         "" if accuracy is None else percent(accuracy),
                         "" if speed is None else f"{speed:.3g}",
                     )
