@@ -99,6 +99,34 @@ def test_names_of_many_methods_find_room_beside_the_picture(drawn, count, name):
         assert box.y1 <= figure.bbox.y1
 
 
+def test_names_that_would_stand_far_from_their_lines_are_a_list_from_the_highest_end_down(drawn):
+    """Eight lines that end within three points: a name at the height of 28 % must not belong to an end at 60 %."""
+    axes = drawn(8).axes[0]
+    ordered = sorted(axes.texts, key=lambda text: -text.get_position()[1])
+    assert [text.get_text().split()[1] for text in ordered] == [f"method{place}" for place in reversed(range(8))]
+    assert ordered[0].get_position()[1] > 0.95
+    assert not [line for line in axes.lines if not line.get_clip_on() and len(set(line.get_ydata())) > 1]
+
+
+def test_names_of_lines_that_end_apart_stand_at_their_ends(monkeypatch, tmp_path):
+    figures = saved_figures(monkeypatch)
+    curves = {name: [([1, 2], [0.1, end])] for name, end in (("a", 0.3), ("b", 0.9))}
+    learning_curves(curves, tmp_path / "c.png", title="")
+    (axes,) = figures[-1].axes
+    low, high = axes.get_ylim()
+    heights = {text.get_text().split()[1]: low + text.get_position()[1] * (high - low) for text in axes.texts}
+    assert heights == pytest.approx({"a": 30.0, "b": 90.0})
+
+
+@pytest.mark.parametrize(("methods", "bands"), [(4, 4), (5, 0)])
+def test_only_few_methods_have_bands_and_the_title_says_so(monkeypatch, tmp_path, methods, bands):
+    figures = saved_figures(monkeypatch)
+    seeds = [([1, 2], [0.1, 0.3]), ([1, 2], [0.2, 0.5])]
+    learning_curves({f"m{place}": seeds for place in range(methods)}, tmp_path / "c.png", title="t")
+    assert len(figures[-1].axes[0].collections) == bands
+    assert ("band" in figures[-1].get_suptitle()) == bool(bands)
+
+
 def test_few_methods_leave_the_picture_as_high_as_ever(drawn):
     assert drawn(3).get_size_inches().tolist() == [8.0, 4.6]
 

@@ -48,6 +48,15 @@ def test_no_label_is_clipped(drawn: Callable[..., Figure], clients: int, classes
     assert_no_label_is_clipped(figure, at_least=10)
 
 
+@pytest.mark.parametrize("clients", [5, 50, 100])
+def test_text_is_legible_where_a_page_shows_the_picture_900_pixels_wide(
+    drawn: Callable[..., Figure], clients: int
+) -> None:
+    figure = drawn(np.ones((clients, 10), int))
+    smallest = min(text.get_fontsize() for axes in figure.axes for text in axes.get_xticklabels() if text.get_text())
+    assert smallest / 72 * 900 / max(figure.get_figwidth(), 6.0) > 10  # pixels
+
+
 def test_areas_are_proportional_to_counts_and_colours_to_shares(drawn: Callable[..., Figure]) -> None:
     bubbles = bubbles_of(drawn(np.array([[100, 300], [0, 0], [50, 0]])))
     at = {}

@@ -17,7 +17,7 @@ HEIGHT = 4.6  # inches of a picture, unless its names need more
 GAP = 0.052  # of two names right of their lines, in heights of the axes of such a picture
 SWATCH = (1.03, 1.10)  # where a piece of the line stands before its name, in widths of the axes: two dashes at least
 LINE_WIDTH = 1.8
-BANDS = 4  # methods at most whose bands can be told apart in a paper's figure
+BANDS = 4  # methods at most whose bands can be told apart
 GREY = "0.45"  # of reference points
 NAME_WIDTH = 34  # letters a line, beside a picture of eight inches
 
@@ -27,14 +27,16 @@ Band = tuple[np.ndarray, np.ndarray, np.ndarray]  # rounds, mean, standard devia
 
 
 def about_seeds(counts: Iterable[int], mark: str) -> str:
-    """Return the words of a title on the seeds of its methods and on the marks around their means.
+    """Return the words of a title on the seeds of its methods and on the marks around their means, if there are any.
 
-    >>> about_seeds([3, 2], "band"), about_seeds([1, 1], "band")
-    ('; 2 to 3 seeds, band: one standard deviation', '')
+    >>> about_seeds([3, 2], "band"), about_seeds([3, 3], ""), about_seeds([1, 1], "band")
+    ('; 2 to 3 seeds, band: one standard deviation', '; mean of 3 seeds', '')
     """
     each = sorted(counts)
     count = f"{each[-1]}" if each[0] == each[-1] else f"{each[0]} to {each[-1]}"
-    return f"; {count} seeds, {mark}: one standard deviation" if each[-1] > 1 else ""
+    if each[-1] == 1:
+        return ""
+    return f"; {count} seeds, {mark}: one standard deviation" if mark else f"; mean of {count} seeds"
 
 
 def band(curves: Sequence[Curve]) -> Band:
@@ -53,9 +55,10 @@ def learning_curves(
     target: float | None = None,
     references: Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw one line a method (names at their ends) into a PNG; several seeds make a band of one standard deviation.
+    """Draw one line a method into a PNG; several seeds of few methods make bands of one standard deviation.
 
-    Where every method has one round (one-shot), a bar a method, and the line beyond its end is that deviation.
+    Many bands would hide each other. Where every method has one round (one-shot), there is a bar a method, and the line
+    beyond its end is that deviation.
     references: accuracies that belong to no round, by name; each is a grey line across the picture, or a grey bar.
     """
     references = references or {}
@@ -63,7 +66,8 @@ def learning_curves(
     gap = GAP * max(name.count("\n") + 1 for name in bands)
     taller = max(1.0, gap * (len(bands) + len(references)))  # so that all names find room
     bars = all(len(rounds) == 1 for rounds, _, _ in bands.values())
-    note = about_seeds((len(runs) for runs in curves.values()), "line" if bars else "band")
+    mark = "line" if bars else "band" if len(bands) <= BANDS else ""
+    note = about_seeds((len(runs) for runs in curves.values()), mark)
     figure = new_figure(8.0, HEIGHT * taller, title + note)
     axes = figure.add_subplot()
     if bars:
@@ -128,7 +132,9 @@ def _draw_lines(
         colour, dash = style(place)
         marker = "o" if len(rounds) == 1 else None
         axes.plot(rounds, 100 * mean, color=colour, linestyle=dash, linewidth=LINE_WIDTH, marker=marker)
-        axes.fill_between(rounds, 100 * (mean - spread), 100 * (mean + spread), color=colour, alpha=0.13, linewidth=0)
+        if len(bands) <= BANDS:
+            edges = 100 * (mean - spread), 100 * (mean + spread)
+            axes.fill_between(rounds, *edges, color=colour, alpha=0.13, linewidth=0)
         ends.append((100 * float(mean[-1]), method, (colour, dash)))
     for place, (name, accuracy) in enumerate(references.items()):
         grey: Style = GREY, style(len(COLOURS) * (place + 1))[1]
@@ -175,17 +181,25 @@ def _draw_bars(axes: Axes, bands: Mapping[str, Band], references: Mapping[str, f
 
 
 def name_ends(axes: Axes, ends: Sequence[End], *, gap: float = GAP, form: str = ".1f") -> None:
-    """Write names right of the lines' ends, moved apart where they would overlap, each behind a piece of its line.
+    """Write names right of the lines' ends, each behind a piece of its line, moved apart where they would overlap.
 
+    Where a name would stand farther than `gap` from its line's end, the names stand as a list, the highest end first,
+    because a name at the height of another value misleads.
     gap: least distance of two names, in heights of the axes.
     """
     low, high = axes.get_ylim()
     ordered = sorted(ends, key=lambda end: end[:2])
     heights = [(value - low) / (high - low) for value, _, _ in ordered]
     places = within(spread_apart(heights, gap), gap)
+    listed = any(abs(place - height) > gap for place, height in zip(places, heights, strict=True))
+    if listed:
+        lines = [name.count("\n") + 1 for _, name, _ in ordered]
+        above = np.cumsum(lines[::-1])[::-1] - np.array(lines) / 2  # lines of text above the middle of each name
+        places = list(1.0 - gap / max(lines) * above)
     beside: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False}
     for height, place, (value, name, (colour, dash)) in zip(heights, places, ordered, strict=True):
-        axes.plot([1.0, SWATCH[0]], [height, place], color=colour, linewidth=0.8, **beside)
+        if not listed:
+            axes.plot([1.0, SWATCH[0]], [height, place], color=colour, linewidth=0.8, **beside)
         axes.plot(SWATCH, [place, place], color=colour, linestyle=dash, linewidth=LINE_WIDTH, **beside)
         axes.text(SWATCH[1] + 0.01, place, f"{value:{form}}  {name}", color=colour, fontsize=9, va="center", **beside)
 

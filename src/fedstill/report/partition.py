@@ -24,6 +24,7 @@ _BARS = "#9aa5b1"
 _SMALLEST_DOT = 1.0  # points squared: one sample stays visible
 _LARGEST_DISC = 12.0  # points: where cells are smaller, the largest bubbles overlap
 _LONGEST_NAME = 24
+_WIDEST = 9.5  # inches of the picture: its text stays legible where a page shows it 900 pixels wide
 
 
 def write_counts(counts: np.ndarray, folder: Path, *, classes: Sequence[str], names: Sequence[str] = ()) -> None:
@@ -67,7 +68,7 @@ def partition_picture(
 
 def _draw(counts: np.ndarray, names: list[str], title: str) -> tuple[Any, Any]:
     clients, classes = counts.shape
-    width = 3.2 + clients * float(np.interp(clients, [5, 20, 100], [0.55, 0.36, 0.135]))
+    width = min(3.2 + 0.5 * clients, _WIDEST)
     height = 2.1 + classes * float(np.interp(classes, [5, 20, 100], [0.40, 0.26, 0.095]))
     figure: Any = new_figure(max(width, 5.5), max(height, 3.6))
     figure.get_layout_engine().set(h_pad=0.06, w_pad=0.08)
