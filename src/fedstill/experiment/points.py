@@ -11,13 +11,18 @@ from typing import Any
 from fedstill.core.errors import FedstillError, noting
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.overrides import apply_settings
+from fedstill.methods.lookup import label
 from fedstill.methods.options import NONE, tries
 from fedstill.storage.toml import parse_value, split_outside, toml_value
 
-MOST_POINTS = 1000  # a larger grid is a mistake, or a case for --search
+MOST_POINTS = 200  # a larger grid is a mistake, or a case for --search
+HELD_BACK = 0.2  # of each client's rows, where the experiment holds none back
 _RANGE = re.compile(r"([^.].*?|\..+?)\.\.([^.].*|\.\d.*)")
-_NOT_SWEPT = {  # keys that are no part of a point
+_NOT_SWEPT = {  # sections and keys that all points share
     "seed": "every point runs with the same seeds: use --seeds N",
+    "rounds": "the learning curves show every round: use --rounds N",
+    "data": "points are compared on the same rows: run a sweep for each, --set data...",
+    "evaluate": "points are compared on the rows that clients hold back",
     "compare": "it says how a sweep runs: use --set compare...",
     "name": "it names the folder of all points: use --set name=...",
     "track": "it watches all points: use --set track=...",
@@ -37,12 +42,6 @@ class Axis:
         """The axis as `--over` takes it, and as the section [compare] records it."""
         return f"{self.key}={('..' if self.is_range else ',').join(self.values)}"
 
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """The ends of a range."""
-        low, high = map(parse_value, self.values)
-        return low, high
-
 
 def as_texts(over: Mapping[str, Any] | Iterable[str] | str) -> list[str]:
     """Return axes as texts, from a mapping such as {"local.lr": [0.01, 0.1]} or from texts.
@@ -58,10 +57,10 @@ def as_texts(over: Mapping[str, Any] | Iterable[str] | str) -> list[str]:
     for key, values in over.items():
         if values is None:
             texts.append(key)
-        elif isinstance(values, str):
-            texts.append(f"{key}={values}")
+        elif isinstance(values, Iterable) and not isinstance(values, str):
+            texts.append(f"{key}={','.join(map(_as_text, values))}")
         else:
-            texts.append(f"{key}={','.join(_as_text(value) for value in values)}")
+            texts.append(f"{key}={_as_text(values)}")
     return texts
 
 
@@ -70,109 +69,15 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else NONE if value is None else toml_value(value)
 
 
-def read_axes(over: Iterable[str], experiment: Experiment) -> tuple[Axis, ...]:
-    """Return the axes that texts name: key=a,b,c, key=low..high, or a key of the method without values.
+def points_of(experiment: Experiment) -> dict[str, Experiment]:
+    """Return the experiment of every point of [compare] over by its name in tables; all mistakes come at once.
 
-    `method` alone takes every option of the experiment's method that its page names values for, `method.mu` this one.
+    Of a search they are points that change one key at a time, because the others are not known yet.
     """
-    axes: list[Axis] = []
-    mistakes: list[str] = []
-    for text in over:
-        key, equals, inside = (piece.strip() for piece in text.partition("="))
-        with noting(mistakes):
-            if (cure := _NOT_SWEPT.get(key.partition(".")[0])) is not None:
-                raise FedstillError(f"--over {text}: '{key}' cannot be swept: {cure}")
-            axes += [_read_axis(key, inside)] if equals else _worth_trying(key, experiment)
-    keys = [axis.key for axis in axes]
-    mistakes += [f"--over names {key} twice: put all values into one" for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    if mistakes:
-        raise FedstillError(*mistakes)
-    return tuple(axes)
-
-
-def _read_axis(key: str, inside: str) -> Axis:
-    values = [value.strip() for value in split_outside(inside, ",")]
-    if not key or not all(values):
-        raise FedstillError(f"--over {key}={inside}: write it as key=value,value, e.g. --over local.lr=0.01,0.1")
-    if len(values) == 1 and (match := _RANGE.fullmatch(values[0])):
-        ends = [parse_value(end) for end in match.groups()]
-        numbers = [end for end in ends if isinstance(end, int | float) and not isinstance(end, bool)]
-        if len(numbers) < 2 or not 0 < numbers[0] < numbers[1]:
-            raise FedstillError(
-                f"--over {key}={inside}: a range has two numbers above 0, the smaller first, because it is drawn on a "
-                f"logarithmic scale: e.g. {key}=0.001..0.1"
-            )
-        return Axis(key, tuple(toml_value(end) for end in ends), is_range=True)
-    plain = [_as_text(parse_value(value)) for value in values]  # 1e-2 and 0.01 are one value
-    if twice := [value for value in dict.fromkeys(plain) if plain.count(value) > 1]:
-        raise FedstillError(f"--over {key}={inside}: {twice[0]} is there twice: each point runs once")
-    return Axis(key, tuple(plain))
-
-
-def _worth_trying(key: str, experiment: Experiment) -> list[Axis]:
-    """Return the axes of a key without values: those that the page of the experiment's method names."""
-    section, _, path = key.partition(".")
-    example = f"e.g. --over {key}=0.01,0.1"
-    if section != "method":
-        raise FedstillError(f"--over {key}: name its values, {example}; only options of a method know values to try")
-    if not experiment.method.is_single:
-        raise FedstillError(f"--over {key}: '{experiment.method.name}' is a mixture: sweep whole texts, --over method=...")
-    name = experiment.method.name
-    known = tries(name)
-    if path and path not in known:
-        options = ", ".join(known) or "no option"
-        raise FedstillError(f"--over {key}: {name} names values worth trying of {options}: give values, {example}")
-    if not known:
-        raise FedstillError(f"--over {key}: {name} names no values worth trying: give keys and values, {example}")
-    return [
-        Axis(f"method.{option}", tuple(map(_as_text, values)))
-        for option, values in known.items()
-        if path in ("", option)
-    ]
-
-
-def grid(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
-    """Return every point of the axes as settings; the last axis changes first."""
-    if ranges := [axis.text for axis in axes if axis.is_range]:
-        raise FedstillError(
-            f"--over {ranges[0]}: a range is searched: add --search N, or list values, e.g. "
-            f"--over {ranges[0].partition('=')[0]}=0.01,0.1"
-        )
-    points = [
-        tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
-        for values in itertools.islice(itertools.product(*(axis.values for axis in axes)), MOST_POINTS + 1)
-    ]
-    if len(points) > MOST_POINTS:
-        raise FedstillError(f"--over makes more than {MOST_POINTS} points: list fewer values, or add --search N")
-    return points
-
-
-def point_name(settings: Sequence[str]) -> str:
-    """Return the name of a point in tables: local.lr=0.1, method.mu=1.0."""
-    return ", ".join(settings)
-
-
-def experiment_at(experiment: Experiment, settings: Sequence[str]) -> Experiment:
-    """Return the experiment of a point."""
-    return Experiment.model_validate(apply_settings(experiment.model_dump(), settings))
-
-
-def experiments_of(experiment: Experiment) -> dict[str, Experiment]:
-    """Return the experiment of every point of [compare] over by its name; all mistakes of all points come at once.
-
-    Of a search they are the points that change one key only, because the others are not known yet.
-    """
-    axes = read_axes(experiment.compare.over, experiment)
-    if experiment.compare.search:
-        first = [f"{axis.key}={axis.values[0]}" for axis in axes]
-        points = [
-            (*first[:place], f"{axis.key}={value}", *first[place + 1 :])
-            for place, axis in enumerate(axes)
-            for value in axis.values
-        ]
-    else:
-        points = grid(axes)
-    mistakes: list[str] = []
+    axes, mistakes = _read_axes(experiment)
+    points: list[tuple[str, ...]] = []
+    with noting(mistakes):
+        points = _one_key_at_a_time(axes) if experiment.compare.search else _grid(axes)
     experiments: dict[str, Experiment] = {}
     for settings in points:
         with noting(mistakes):
@@ -182,17 +87,143 @@ def experiments_of(experiment: Experiment) -> dict[str, Experiment]:
     return experiments
 
 
-def united(old: Sequence[str], new: Sequence[str], experiment: Experiment, *, where: str) -> list[str]:
-    """Return the axes of two sweeps over the same keys, with the values of both."""
-    before, after = read_axes(old, experiment), read_axes(new, experiment)
-    if {axis.key for axis in before} != {axis.key for axis in after}:
-        keys = ", ".join(axis.key for axis in before) or "no key, but a comparison of methods"
-        raise FedstillError(f"'{where}' holds a sweep over {keys}: sweep the same keys, or use a new folder")
-    more = {axis.key: axis for axis in after}
-    if any(axis.is_range or more[axis.key].is_range for axis in before) and set(before) != set(after):
-        ranges = ", ".join(axis.text for axis in before)
-        raise FedstillError(f"'{where}' holds a search over {ranges}: search the same ranges, or use a new folder")
+def read_axes(experiment: Experiment) -> tuple[Axis, ...]:
+    """Return the axes of [compare] over: key=a,b,c, key=low..high, or a key of the method without values.
+
+    `method` alone takes every option of the experiment's method that its page names values for, `method.mu` this one.
+    """
+    axes, mistakes = _read_axes(experiment)
+    if mistakes:
+        raise FedstillError(*mistakes)
+    return axes
+
+
+def _read_axes(experiment: Experiment) -> tuple[tuple[Axis, ...], list[str]]:
+    """Return the axes that can be read, and a line about each of the others."""
+    axes: dict[str, Axis] = {}
+    mistakes: list[str] = []
+    for text in experiment.compare.over:
+        key, equals, inside = (piece.strip() for piece in text.partition("="))
+        with noting(mistakes):
+            if (cure := _NOT_SWEPT.get(key.partition(".")[0])) is not None:
+                raise FedstillError(f"--over {text}: '{key}' cannot be swept: {cure}")
+            for axis in [_read_axis(key, inside)] if equals else _worth_trying(key, experiment):
+                if axis.key in axes:
+                    raise FedstillError(f"--over names {axis.key} twice: put all its values into one --over")
+                axes[axis.key] = axis
+    return tuple(axes.values()), mistakes
+
+
+def _read_axis(key: str, inside: str) -> Axis:
+    values = [value.strip() for value in split_outside(inside, ",")]
+    if not key or not all(values):
+        raise FedstillError(f"--over {key}={inside}: a value is missing: write key=value,value, e.g. local.lr=0.01,0.1")
+    if len(values) == 1 and (match := _RANGE.fullmatch(values[0])):
+        ends = [parse_value(end) for end in match.groups()]
+        numbers = [end for end in ends if _is_number(end)]
+        if len(numbers) < 2 or not 0 < numbers[0] < numbers[1]:
+            raise FedstillError(
+                f"--over {key}={inside}: a range has two numbers above 0, the smaller first, because it is searched on "
+                f"a logarithmic scale: e.g. {key}=0.001..0.1"
+            )
+        return Axis(key, tuple(map(toml_value, ends)), is_range=True)
+    plain = [_as_text(parse_value(value)) for value in values]  # 1e-2 and 0.01 are one value
+    if twice := [value for value in dict.fromkeys(plain) if plain.count(value) > 1]:
+        raise FedstillError(f"--over {key}={inside}: {twice[0]} stands there twice: each point runs once")
+    return Axis(key, tuple(plain))
+
+
+def _worth_trying(key: str, experiment: Experiment) -> list[Axis]:
+    """Return the axes of a key without values from the page of the experiment's method; numbers are a search's range."""
+    section, _, path = key.partition(".")
+    example = f"e.g. --over {key}=0.01,0.1"
+    if section != "method":
+        raise FedstillError(f"--over {key}: name its values, {example}; only options of a method know values to try")
+    if not experiment.method.is_single:
+        raise FedstillError(f"--over {key}: '{experiment.method.name}' is a mixture: sweep whole texts, --over method=...")
+    name = experiment.method.name
+    known = tries(name)
+    if not known or path not in ("", *known):
+        names = ", ".join(known) or "no option"
+        raise FedstillError(f"--over {key}: {name} proposes values of {names}: name the values, {example}")
+    axes = []
+    for option, values in known.items():
+        if path in ("", option):
+            is_range = experiment.compare.search > 0 and len(values) > 1 and all(_is_number(v) and v > 0 for v in values)
+            ends = (min(values), max(values)) if is_range else values
+            axes.append(Axis(f"method.{option}", tuple(map(_as_text, ends)), is_range))
+    return axes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _grid(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
+    """Return every point of the axes as settings; the last axis changes first."""
+    for axis in axes:
+        if axis.is_range:
+            raise FedstillError(
+                f"--over {axis.text}: a range is searched: add --search N, or name values, {axis.key}=0.01,0.1"
+            )
+    every = itertools.product(*([f"{axis.key}={value}" for value in axis.values] for axis in axes))
+    points = list(itertools.islice(every, MOST_POINTS + 1))
+    if len(points) > MOST_POINTS:
+        raise FedstillError(f"--over makes more than {MOST_POINTS} points: name fewer values, or add --search N")
+    return points
+
+
+def _one_key_at_a_time(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
+    first = [f"{axis.key}={axis.values[0]}" for axis in axes]
     return [
-        Axis(axis.key, tuple(dict.fromkeys((*axis.values, *more[axis.key].values))), axis.is_range).text
-        for axis in before
+        (*first[:place], f"{axis.key}={value}", *first[place + 1 :])
+        for place, axis in enumerate(axes)
+        for value in axis.values
     ]
+
+
+def point_name(settings: Sequence[str]) -> str:
+    """Return the name of a point in tables: local.lr=0.1, method.mu=1.0."""
+    return label(", ".join(settings))
+
+
+def experiment_at(experiment: Experiment, settings: Sequence[str]) -> Experiment:
+    """Return the experiment of a point, which is measured on the rows that clients hold back.
+
+    The best point is chosen by these rows, because a choice by the test rows would flatter its figure on them.
+    """
+    return on_held_back_rows(changed(experiment, settings))
+
+
+def changed(experiment: Experiment, settings: Sequence[str]) -> Experiment:
+    """Return the experiment with some settings, `key=value`."""
+    return Experiment.model_validate(apply_settings(experiment.model_dump(), settings))
+
+
+def on_held_back_rows(experiment: Experiment) -> Experiment:
+    """Return the experiment with clients that hold rows back, and with its models measured on them."""
+    share = experiment.data.client_test_share or HELD_BACK
+    data = {**experiment.data.model_dump(), "client_test_share": share}
+    return experiment.replace(data=data, evaluate="client_rows")
+
+
+def united(old: Experiment, new: Experiment, *, where: str) -> dict[str, Any]:
+    """Return [compare] of two sweeps over the same keys: the values, the seeds and the trials of both."""
+    before, after = read_axes(old), read_axes(new)
+    section = new.compare.model_dump()
+    if {axis.key for axis in before} != {axis.key for axis in after}:
+        keys = ", ".join(axis.key for axis in before)
+        raise FedstillError(f"'{where}' holds {f'a sweep over {keys}' if keys else 'methods'}: use a new folder")
+    if old.compare.search or new.compare.search:
+        same = {axis.key: axis for axis in before} == {axis.key: axis for axis in after}
+        if not same or old.compare.seeds != new.compare.seeds or not (old.compare.search and new.compare.search):
+            about = "; ".join(axis.text for axis in before)
+            raise FedstillError(
+                f"'{where}' holds another {'search' if old.compare.search else 'sweep'} ({about}; "
+                f"{old.compare.seeds} seeds): only --search may grow, because each point follows from the scores before "
+                "it; use a new folder"
+            )
+        return {**section, "search": max(old.compare.search, new.compare.search)}
+    more = {axis.key: axis.values for axis in after}
+    over = [Axis(axis.key, tuple(dict.fromkeys((*axis.values, *more[axis.key])))).text for axis in before]
+    return {**section, "over": over, "seeds": max(old.compare.seeds, new.compare.seeds)}
