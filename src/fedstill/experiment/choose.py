@@ -29,6 +29,7 @@ from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.candidates import Candidates, one_of_each_kind
 from fedstill.experiment.compare import Comparison, compare, folder_name
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
+from fedstill.experiment.points import HELD_BACK
 from fedstill.experiment.run import run_built
 from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, working_in
 from fedstill.experiment.side_by_side import Job, run_side_by_side
@@ -46,7 +47,6 @@ from fedstill.storage.toml import loads
 CHOICE_FILE = "choose.json"
 CHOSEN_FILE = "chosen.toml"
 PLAYING = "playing"  # the folder of runs that are not over; a finished run is a line of choose.json
-HELD_BACK = 0.2  # of each client's rows, from which scores come
 SMOOTHED = 5  # a score is the mean over the last fifth of the rounds, because a cohort's luck moves a single round
 BEST_PARTS, BEST_VARIED, RUNNERS_UP = 6, 5, 2
 FINAL_SEEDS, FEWEST_SEEDS = 5, 3

@@ -192,19 +192,15 @@ def experiment_at(experiment: Experiment, settings: Sequence[str]) -> Experiment
 
     The best point is chosen by these rows, because a choice by the test rows would flatter its figure on them.
     """
-    return on_held_back_rows(changed(experiment, settings))
-
-
-def changed(experiment: Experiment, settings: Sequence[str]) -> Experiment:
-    """Return the experiment with some settings, `key=value`."""
-    return Experiment.model_validate(apply_settings(experiment.model_dump(), settings))
-
-
-def on_held_back_rows(experiment: Experiment) -> Experiment:
-    """Return the experiment with clients that hold rows back, and with its models measured on them."""
     share = experiment.data.client_test_share or HELD_BACK
-    data = {**experiment.data.model_dump(), "client_test_share": share}
-    return experiment.replace(data=data, evaluate="client_rows")
+    point = Experiment.model_validate(apply_settings(experiment.model_dump(), settings))
+    return point.replace(data={**point.data.model_dump(), "client_test_share": share}, evaluate="client_rows")
+
+
+def best_experiment(experiment: Experiment, best: Experiment) -> Experiment:
+    """Return the experiment of a sweep's best point, measured as the sweep's own experiment says, on the test rows."""
+    compare = {**experiment.compare.model_dump(), "over": [], "search": 0}
+    return best.replace(data=experiment.data.model_dump(), evaluate=experiment.evaluate, compare=compare)
 
 
 def united(old: Experiment, new: Experiment, *, where: str) -> dict[str, Any]:

@@ -61,12 +61,13 @@ class EndBelow(Callback):
 
 
 def search(
-    experiment: Experiment, play: Play, *, folder: Path | None
+    experiment: Experiment, play: Play, *, folder: Path | None, keep: Callable[[dict[str, list[Result]]], None]
 ) -> tuple[dict[str, list[Result]], dict[str, Curve]]:
     """Play the points that Optuna asks for; return their results, and the curves of points that were ended early.
 
     The first seed of a point decides whether it ends early: it does where its best accuracy is below the median of the
     points before it. Points are asked for in groups of [compare] jobs, which are played side by side.
+    keep: gets all results so far after each group.
     """
     axes, count, jobs = read_axes(experiment), experiment.compare.search, experiment.compare.jobs
     study = _study(experiment.seed, at_once=jobs)
@@ -77,13 +78,13 @@ def search(
         trials = [study.ask() for _ in range(min(jobs, count - start))]
         asked = [tuple(f"{axis.key}={_draw(trial, axis)}" for axis in axes) for trial in trials]
         names = [point_name(settings) for settings in asked]
+        floor = _floor([*ended.values(), *(_curve(each[0]) for each in results.values())], experiment.rounds)
         ended |= {name: known[name] for name in names if name in known}
         new = {
             name: experiment_at(experiment, settings)
             for name, settings in zip(names, asked, strict=True)
             if name not in results and name not in ended
         }
-        floor = _floor([*ended.values(), *(_curve(each[0]) for each in results.values())], experiment.rounds)
         first = play(new, slice(0, 1), floor)
         for name, (result,) in first.items():
             if EndBelow(floor).replay(result.history.rows):
@@ -95,6 +96,7 @@ def search(
                 shutil.rmtree(place.parent, ignore_errors=True)
         others = play({name: new[name] for name in new if name not in ended}, slice(1, None), {})
         results |= {name: [*first[name], *others[name]] for name in others}
+        keep(results)
         for name, trial in zip(names, trials, strict=True):
             _tell(study, trial, ended.get(name), results.get(name, []))
     return results, ended
