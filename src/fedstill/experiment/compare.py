@@ -40,8 +40,9 @@ from fedstill.loop.history import Result
 from fedstill.loop.references import References
 from fedstill.methods.lookup import anchored, build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
-from fedstill.report import counted
+from fedstill.report import counted, draw_all
 from fedstill.report.parties import parties_of, write_parties
+from fedstill.report.sensitivity import PICTURE_FILE, Sensitivity, sensitivity, sensitivity_picture
 from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows, table_json
 from fedstill.storage.files import write_whole
 
@@ -63,6 +64,11 @@ class Comparison:
     def summaries(self) -> list[MethodSummary]:
         methods = [summarize(method, results) for method, results in self.results.items()]
         return best_first([*methods, *reference_rows(self.references)])
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """How much each key of a sweep matters; None where no key has several values."""
+        return sensitivity({row.method: row.last for row in self.summaries if not row.is_reference})
 
     def as_json(self) -> list[dict[str, Any]]:
         return table_json(self.summaries)
@@ -154,6 +160,7 @@ def compare(
         if folder is not None:
             check_run_folder(experiment, folder, asked="run_dir")
             stack.enter_context(working_in(folder))
+            (folder / BEST_FILE).unlink(missing_ok=True)  # there is none before all points have ended
             if not (folder / RESULTS_FILE).exists():  # before config.toml, because it tells a comparison from a run
                 _save({}, experiment, folder)
             write_description(with_given_data(experiment) if given else experiment, folder)
@@ -302,6 +309,9 @@ class _Player:
             if self.experiment.compare.over:
                 best = best_experiment(self.experiment, self.experiments[comparison.summaries[0].method])
                 write_whole(self.folder / BEST_FILE, best.to_toml())
+                if (found := comparison.sensitivity) is not None:
+                    title = f"{federation.train.name}: {federation.partition}"
+                    draw_all({PICTURE_FILE: lambda path: sensitivity_picture(found, path, title=title)}, self.folder)
         return comparison
 
 

@@ -1,59 +1,64 @@
-"""A sweep: how much each key matters, and a map of the two keys that matter most."""
+"""A sweep: its best point, a map of the two keys that matter most, and the curve of each key."""
 
 from __future__ import annotations
 
-import math
-
-from fedstill.report.charts import Point, heat_map, line_chart, plain_names
+from fedstill.report.charts import Chart, Point, bars, heat_map, line_chart, plain_names
 from fedstill.report.panels import Panel, Table, percent
-from fedstill.report.runs import Runs, number
-from fedstill.report.sensitivity import (
-    VALIDATION,
-    Effect,
-    Sensitivity,
-    as_number,
-    cells,
-    heading,
-    in_sentences,
-    sensitivity,
-)
+from fedstill.report.runs import Runs
+from fedstill.report.sensitivity import MOST_KEYS, Effect, Sensitivity, as_number, in_sentences, sensitivity
 
 
 def panel(runs: Runs) -> Panel | None:
-    found = _sensitivity(runs)
+    if not runs.is_sweep:
+        return None
+    whole = {
+        name: [run.accuracy for run in each if run.accuracy is not None and run.is_whole]
+        for name, each in runs.by_method.items()
+    }
+    found = sensitivity({name: scores for name, scores in whole.items() if len(scores) == len(runs.by_method[name])})
     if found is None:
         return None
+    charts = [_map(found)] if found.cells else []
+    charts += [_curve(effect) for effect in found.effects[:MOST_KEYS]]
     rows = [
-        (effect.key, value, percent(mean), _share(effect) if place == 0 else "")
+        (effect.key, value, percent(spread.mean), percent(spread.low), percent(spread.high))
         for effect in found.effects
-        for place, (value, mean) in enumerate(effect.means.items())
+        for value, spread in effect.values.items()
     ]
-    head = ("key", "value", f"mean {found.rows} accuracy", "share of the variance")
-    caption = "Each value of each key: the mean over all points with it, whatever their other keys are."
-    return Panel(
-        "What matters in this sweep", in_sentences(found), [_chart(found)], Table(head, rows, caption, left=2)
+    caption = "Each value of each key: the accuracies of all points with it, whatever their other keys are."
+    table = Table(("key", "value", "mean", "lowest", "highest"), rows, caption, left=2)
+    return Panel("What matters in this sweep", in_sentences(found), charts, table)
+
+
+def _map(found: Sensitivity) -> Chart:
+    first, second = found.effects[:2]
+    columns = dict(zip(first.values, plain_names(first.values, 20), strict=True))
+    rows = dict(zip(second.values, plain_names(second.values, 20), strict=True))
+    cells = [(columns[column], rows[row], 100 * value) for (column, row), value in found.cells.items()]
+    x, y = plain_names([first.key, second.key])
+    return heat_map(
+        cells,
+        columns=list(columns.values()),
+        rows=list(rows.values()),
+        x=x,
+        y=y,
+        value="accuracy (%)",
+        title=found.map_title,
+        numbers=(100 * min(found.cells.values()), 100 * max(found.cells.values())),
     )
 
 
-def _share(effect: Effect) -> str:
-    return f"{100 * effect.share:.0f} %"
-
-
-def _sensitivity(runs: Runs) -> Sensitivity | None:
-    """Return the sensitivity over points that played all their rounds; None where the runs are no sweep."""
-    points, on_validation = {}, True
-    for name, each in runs.by_method.items():
-        ended = [run for run in each if run.last is not None and run.rows[-1]["round"] == run.config.get("rounds")]
-        if ended and len(ended) == len(each):
-            scores = [number((run.last or {}).get(VALIDATION)) for run in ended]
-            on_validation &= None not in scores
-            points[name] = ended
-    chosen = {
-        name: [float((run.last or {})[VALIDATION if on_validation else "accuracy"]) for run in ended]
-        for name, ended in points.items()
-    }
-    return sensitivity(chosen, on_validation=on_validation)
-
-
-def _chart(found: Sensitivity):  # type: ignore[no-untyped-def]
-    return None
+def _curve(effect: Effect) -> Chart:
+    """Return a line with the lowest and the highest point at each number; bars where a value is no number."""
+    numbers = [as_number(value) for value in effect.values]
+    alt = f"Mean accuracy at each value of {effect.key}."
+    if any(number is None for number in numbers):
+        means = [(value, 100 * spread.mean) for value, spread in effect.values.items()]
+        return bars(means, x=effect.key, y="mean accuracy (%)", alt=alt)
+    points = [
+        Point(number, 100 * spread.mean, 100 * spread.low, 100 * spread.high)
+        for number, spread in zip(numbers, effect.values.values(), strict=True)
+        if number is not None
+    ]
+    log = points[0].x > 0
+    return line_chart({effect.key: points}, x=effect.key, y="mean accuracy (%)", alt=alt, height=180, log=log)
