@@ -185,6 +185,7 @@ def _compare(
     names = (PICTURE_FILE, "curves.png", "partition.png", "pseudo_labels.png")
     files = [RESULTS_FILE, *(name for name in names if (folder / name).exists())]
     lines = [
+        *([ON_HELD_BACK] if thing == "point" else ()),
         *table_legend(comparison.summaries, thing),
         *(_sweep_lines(comparison) if thing == "point" else ()),
         *table_notes(comparison.results),
@@ -202,7 +203,7 @@ def _compare(
 def _sweep_lines(comparison: Comparison) -> list[str]:
     """Return the map of a sweep, how much each key matters, and how many points of a search fell behind."""
     found = comparison.sensitivity
-    lines = [ON_HELD_BACK] if found is None else ["", in_letters(found), "", *in_sentences(found)]
+    lines = [] if found is None else ["", in_letters(found), "", *in_sentences(found)]
     if comparison.ended:
         tried = f"{len(comparison.ended)} of {len(comparison.ended) + len(comparison.results)} points"
         lines.append(f"{tried} ended early, because they were below the median of the points before them.")

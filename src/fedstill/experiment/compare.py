@@ -68,7 +68,7 @@ class Comparison:
     @property
     def sensitivity(self) -> Sensitivity | None:
         """How much each key of a sweep matters; None where no key has several values."""
-        return sensitivity({row.method: row.last for row in self.summaries if not row.is_reference})
+        return sensitivity({name: summarize(name, results).last for name, results in self.results.items()})
 
     def as_json(self) -> list[dict[str, Any]]:
         return table_json(self.summaries)

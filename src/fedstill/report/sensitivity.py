@@ -164,7 +164,7 @@ def _groups(values: Sequence[str]) -> dict[str, str]:
 def in_sentences(found: Sensitivity) -> list[str]:
     """Say which point is best, how much each key matters, and where the best value is the last that was tried."""
     mean = statistics.fmean(found.scores[found.best])
-    lines = [f"{found.best} is best, with {100 * mean:.1f} %. {ON_HELD_BACK}"]
+    lines = [f"{found.best} is best, with {100 * mean:.1f} %."]
     for place, effect in enumerate(found.effects):
         matters = " matters most" if place == 0 and len(found.effects) > 1 else ""
         high, low = effect.values[effect.best].mean, effect.values[effect.worst].mean
@@ -218,7 +218,8 @@ def sensitivity_picture(found: Sensitivity, path: Path, *, title: str) -> Path:
     wide = max(3.2, 1.2 + 0.8 * columns) if found.cells else 0.0
     sizes = [*([wide] if found.cells else []), *(2.6 for _ in shown)]
     width = max(5.0, sum(sizes))
-    figure = new_figure(width, 3.6, f"{title}; rows that clients hold back", letters=round(11 * width), size=10)
+    about = f"{title}; accuracy (%) on rows that clients hold back; bars: the lowest and the highest point"
+    figure = new_figure(width, 3.6, about, letters=round(11 * width), size=10)
     places = list(figure.subplots(1, len(sizes), width_ratios=sizes, squeeze=False)[0])
     if found.cells:
         _draw_map(places.pop(0), found)
@@ -228,7 +229,7 @@ def sensitivity_picture(found: Sensitivity, path: Path, *, title: str) -> Path:
     for place, (axes, effect) in enumerate(zip(places, shown, strict=True)):
         _draw_curve(axes, effect)
         axes.set_ylim(100 * low - margin, 100 * high + margin)
-        axes.set_ylabel("accuracy (%): mean, lowest, highest" if place == 0 else "")
+        axes.set_ylabel("mean accuracy (%)" if place == 0 else "")
     figure.savefig(path)
     return path
 
@@ -255,7 +256,8 @@ def _draw_curve(axes: Axes, effect: Effect) -> None:
     places = positive if len(positive) == len(numbers) else [float(place) for place in range(len(numbers))]
     means = [100 * spread.mean for spread in effect.values.values()]
     reach = [[100 * (s.mean - s.low) for s in effect.values.values()], [100 * (s.high - s.mean) for s in effect.values.values()]]
-    axes.errorbar(places, means, yerr=reach, color=COLOURS[0], ecolor="0.6", marker="o", capsize=3)
+    line = "" if None in numbers else "-"  # words have no order
+    axes.errorbar(places, means, yerr=reach, color=COLOURS[0], ecolor="0.6", linestyle=line, marker="o", capsize=3)
     if places is positive:
         axes.set_xscale("log")
         axes.minorticks_off()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedstill.report.charts import Chart, Point, bars, heat_map, line_chart, plain_names
 from fedstill.report.panels import Panel, Table, percent
 from fedstill.report.runs import Runs
-from fedstill.report.sensitivity import MOST_KEYS, Effect, Sensitivity, as_number, in_sentences, sensitivity
+from fedstill.report.sensitivity import MOST_KEYS, ON_HELD_BACK, Effect, Sensitivity, as_number, in_sentences, sensitivity
 
 
 def panel(runs: Runs) -> Panel | None:
@@ -27,7 +27,7 @@ def panel(runs: Runs) -> Panel | None:
     ]
     caption = "Each value of each key: the accuracies of all points with it, whatever their other keys are."
     table = Table(("key", "value", "mean", "lowest", "highest"), rows, caption, left=2)
-    return Panel("What matters in this sweep", in_sentences(found), charts, table)
+    return Panel("What matters in this sweep", [ON_HELD_BACK, *in_sentences(found)], charts, table)
 
 
 def _map(found: Sensitivity) -> Chart:
