@@ -207,6 +207,11 @@ def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any 
 
     >>> mistake("local.lr", Annotated[float, Gt(0)], -1.0, 0.01)
     'local.lr = -1.0 must be a number above 0: e.g. local.lr = 0.01'
+
+    Somebody who writes several values is shown the command that tries them.
+
+    >>> mistake("cohort", int, [10, 20], 100)
+    'cohort = [10, 20] must be a whole number: e.g. cohort = 100; to try several values: fedstill sweep --over cohort=10,20'
     """
     wanted = annotation if wanted is None else wanted
     if choices := wanted if isinstance(wanted, list) else _choices(wanted):
@@ -217,6 +222,9 @@ def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any 
     words = wanted if isinstance(wanted, str) else describe(wanted)
     if isinstance(value, float) and not math.isfinite(value):
         words = words.replace("a number", "a finite number")
+    several = value if isinstance(value, list) else str(value).split(",")
+    if len(several) > 1 and all(map(_plain, several)):  # a key of lists reports an item that is wrong, not the list
+        example += f"; to try several values: fedstill sweep --over {key}={','.join(str(item).strip() for item in several)}"
     return f"{key} = {_quote(value)} must be {words}{example}"
 
 
