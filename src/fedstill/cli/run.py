@@ -201,13 +201,9 @@ def _compare(
 
 
 def _sweep_lines(comparison: Comparison) -> list[str]:
-    """Return the map of a sweep, how much each key matters, and how many points of a search fell behind."""
+    """Return the map of a sweep, and how much each key matters."""
     found = comparison.sensitivity
-    lines = [] if found is None else ["", in_letters(found), "", *in_sentences(found)]
-    if comparison.ended:
-        tried = f"{len(comparison.ended)} of {len(comparison.ended) + len(comparison.results)} points"
-        lines.append(f"{tried} ended early, because they were below the median of the points before them.")
-    return lines
+    return [] if found is None else ["", in_letters(found), "", *in_sentences(found)]
 
 
 def print_table(summaries: Sequence[MethodSummary]) -> None:

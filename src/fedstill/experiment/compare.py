@@ -68,7 +68,8 @@ class Comparison:
     @property
     def sensitivity(self) -> Sensitivity | None:
         """How much each key of a sweep matters; None where no key has several values."""
-        return sensitivity({name: summarize(name, results).last for name, results in self.results.items()})
+        scores = {name: summarize(name, results).last for name, results in self.results.items()}
+        return sensitivity(scores, list(self.ended))
 
     def as_json(self) -> list[dict[str, Any]]:
         return table_json(self.summaries)

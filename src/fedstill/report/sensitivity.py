@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PICTURE_FILE = "sensitivity.png"
-MOST_VALUES = 6  # of a key: more numbers, as a search draws them, are put into three groups of equal size
+MOST_VALUES = 6  # of a key: more numbers are put into three groups of equal size
 MOST_KEYS = 4  # whose curves are drawn
 BAR = 24  # letters of the longest bar in a terminal
 ON_HELD_BACK = "Accuracies are on rows that clients hold back, because a choice by the test rows would flatter the best."
@@ -69,6 +69,7 @@ class Sensitivity:
     scores: Scores
     effects: tuple[Effect, ...]  # the largest first
     cells: Mapping[tuple[str, str], float]  # values of the first two keys -> the best mean over all other keys
+    ended: Sequence[str] = ()  # points of a search that fell behind; they have no scores
 
     @property
     def best(self) -> str:
@@ -96,8 +97,11 @@ def point_of(name: str) -> dict[str, str]:
     return {match[1]: match[2] for match in pairs if match is not None}
 
 
-def sensitivity(scores: Scores) -> Sensitivity | None:
-    """Return the effect of every key that has more than one value; None where none has, or a name is no point."""
+def sensitivity(scores: Scores, ended: Sequence[str] = ()) -> Sensitivity | None:
+    """Return the effect of every key that has more than one value; None where none has, or a name is no point.
+
+    ended: names of points without scores, because a search ended them early.
+    """
     known = {name: each for name, each in scores.items() if each and all(map(math.isfinite, each))}
     points = {name: point_of(name) for name in known}
     keys = list(dict.fromkeys(key for settings in points.values() for key in settings))
@@ -117,7 +121,7 @@ def sensitivity(scores: Scores) -> Sensitivity | None:
         for name, settings in points.items():
             cell = groups[first][settings[first]], groups[second][settings[second]]
             cells[cell] = max(cells.get(cell, -math.inf), statistics.fmean(known[name]))
-    return Sensitivity(known, tuple(effects), cells) if effects else None
+    return Sensitivity(known, tuple(effects), cells, ended) if effects else None
 
 
 def _effect(key: str, members: Mapping[str, Sequence[Sequence[float]]]) -> Effect:
@@ -152,9 +156,13 @@ def _ascending(values: Iterable[str]) -> list[str]:
 
 
 def _groups(values: Sequence[str]) -> dict[str, str]:
-    """Return the group of each value: the value itself, or one of three ranges where there are many numbers."""
+    """Return the group of each value: the value itself, or one of three ranges where there are many numbers.
+
+    A search draws numbers that no two points share; they are grouped from six points on.
+    """
     each = _ascending(values)
-    if len(each) <= MOST_VALUES or any(as_number(value) is None for value in each):
+    most = MOST_VALUES - 1 if len(each) == len(values) else MOST_VALUES
+    if len(each) <= most or any(as_number(value) is None for value in each):
         return {value: value for value in each}
     ends = [round(len(each) * part / 3) for part in range(4)]
     parts = [each[low:high] for low, high in zip(ends, ends[1:], strict=False)]
@@ -181,12 +189,18 @@ def _at_an_end(found: Sensitivity) -> list[str]:
     lines = []
     best = point_of(found.best)
     for effect in found.effects:
-        numbers = [as_number(point_of(name)[effect.key]) for name in found.scores]
+        numbers = [as_number(point_of(name).get(effect.key, "")) for name in (*found.scores, *found.ended)]
         known = [number for number in numbers if number is not None]
         if len(known) == len(numbers) and as_number(best[effect.key]) in (min(known), max(known)):
             side = "largest" if as_number(best[effect.key]) == max(known) else "smallest"
             beyond = "larger" if side == "largest" else "smaller"
             lines.append(f"Its {effect.key} is the {side} that was tried: try {beyond} ones, too.")
+    if found.ended:
+        tried = len(found.scores) + len(found.ended)
+        lines.append(
+            f"{len(found.ended)} of {tried} points ended early, because they were below the median of the points before "
+            "them; all other lines are about the others."
+        )
     return lines
 
 

@@ -147,7 +147,8 @@ def _table(runs: Runs, known: Mapping[str, Mapping[int, float]], judgement: Judg
         group = judgement.groups.get(method, "") if judgement is not None and judgement.seeds > 1 else ""
         rows.append((method, str(len(by_seed)), last, f"{100 * peak:.2f}", human_bytes(sent), f"{seconds:.1f}", group))
     head = ["method", "seeds", "last accuracy %", "best round %", "sent by clients", "seconds a run", "group"]
-    caption = f"{'Points' if runs.is_sweep else 'Methods'}, the best first: mean ± sample standard deviation over seeds."
+    thing = "point" if runs.is_sweep else "method"
+    caption = f"{thing.capitalize()}s, the best first: mean ± sample standard deviation over seeds."
     if any(row[-1] for row in rows):
-        return Table(head, rows, f"{caption} No difference is shown between methods that share a letter.")
+        return Table(head, rows, f"{caption} No difference is shown between {thing}s that share a letter.")
     return Table(head[:-1], [row[:-1] for row in rows], caption)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from fedstill.report.charts import Chart, Point, bars, heat_map, line_chart, plain_names
 from fedstill.report.panels import Panel, Table, percent
-from fedstill.report.runs import Runs
+from fedstill.report.runs import Runs, table_of
 from fedstill.report.sensitivity import MOST_KEYS, ON_HELD_BACK, Effect, Sensitivity, as_number, in_sentences, sensitivity
+
+SEARCH_FILE = "search.json"
 
 
 def panel(runs: Runs) -> Panel | None:
@@ -15,7 +20,8 @@ def panel(runs: Runs) -> Panel | None:
         name: [run.accuracy for run in each if run.accuracy is not None and run.is_whole]
         for name, each in runs.by_method.items()
     }
-    found = sensitivity({name: scores for name, scores in whole.items() if len(scores) == len(runs.by_method[name])})
+    scores = {name: each for name, each in whole.items() if len(each) == len(runs.by_method[name])}
+    found = sensitivity(scores, [name for folder in runs.folders for name in _ended(folder)])
     if found is None:
         return None
     charts = [_map(found)] if found.cells else []
@@ -28,6 +34,14 @@ def panel(runs: Runs) -> Panel | None:
     caption = "Each value of each key: the accuracies of all points with it, whatever their other keys are."
     table = Table(("key", "value", "mean", "lowest", "highest"), rows, caption, left=2)
     return Panel("What matters in this sweep", [ON_HELD_BACK, *in_sentences(found)], charts, table)
+
+
+def _ended(folder: Path) -> list[str]:
+    """Return the points that search.json says to have ended early."""
+    try:
+        return [*table_of(table_of(json.loads((folder / SEARCH_FILE).read_text(encoding="utf-8"))).get("ended_early"))]
+    except (OSError, ValueError, RecursionError):
+        return []
 
 
 def _map(found: Sensitivity) -> Chart:
