@@ -10,7 +10,16 @@ from pathlib import Path
 
 import typer
 
-from fedstill.cli.app import ChooseOptions, CompareOptions, Format, RunOptions, SweepOptions, print_json, stoppable, tell
+from fedstill.cli.app import (
+    ChooseOptions,
+    CompareOptions,
+    Format,
+    RunOptions,
+    SweepOptions,
+    print_json,
+    stoppable,
+    tell,
+)
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source

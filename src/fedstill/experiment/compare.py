@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.data import Source
 from fedstill.core.types import Federation
+from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
@@ -256,9 +256,7 @@ class _Player:
                 for entry, pairs in variants.items()
                 for run, _ in pairs
             ]
-            ahead = run_side_by_side(
-                jobs, self.experiment.compare.jobs, callbacks=self.callbacks, warned=self.warned
-            )
+            ahead = run_side_by_side(jobs, self.experiment.compare.jobs, callbacks=self.callbacks, warned=self.warned)
         for entry, pairs in variants.items():
             results = []
             for run, built in pairs:
@@ -289,10 +287,10 @@ class _Player:
             watchers = self.callbacks("references", run.seed)
             references.append(measure_references(run, built, file=file, callbacks=watchers, resume=self.resume))
         for finished in results.values() if references and self.folder is not None else []:
-            for made, known, (_, built) in zip(finished, references, pairs, strict=True):
-                parties = parties_of(built.federation, replace(made, references=known))
-                if parties and made.run_dir is not None:
-                    write_parties(parties, made.run_dir)  # again, because the references are known now
+            for result, known, (_, built) in zip(finished, references, pairs, strict=True):
+                parties = parties_of(built.federation, replace(result, references=known))
+                if parties and result.run_dir is not None:
+                    write_parties(parties, result.run_dir)  # again, because the references are known now
         return self.finish(results, pairs[0][1].federation, references)
 
     def finish(

@@ -243,7 +243,7 @@ class EngineSection(_Section):
 
 
 class CompareSection(_Section):
-    """The methods, or the points of a sweep, and the number of seeds that `compare` takes when its caller names none."""
+    """The methods, or a sweep's points, and the number of seeds that `compare` takes when its caller names none."""
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
     over: tuple[str, ...] = Field(default=(), strict=False, examples=[["local.lr=0.01,0.1"]])  # a sweep, not methods

@@ -134,13 +134,15 @@ def _read_axis(key: str, inside: str) -> Axis:
 
 
 def _worth_trying(key: str, experiment: Experiment) -> list[Axis]:
-    """Return the axes of a key without values from the page of the experiment's method; numbers are a search's range."""
+    """Return the axes of a key without values, as the page of the method proposes them; numbers are a search's range."""
     section, _, path = key.partition(".")
     example = f"e.g. --over {key}=0.01,0.1"
     if section != "method":
         raise FedstillError(f"--over {key}: name its values, {example}; only options of a method know values to try")
     if not experiment.method.is_single:
-        raise FedstillError(f"--over {key}: '{experiment.method.name}' is a mixture: sweep whole texts, --over method=...")
+        raise FedstillError(
+            f"--over {key}: '{experiment.method.name}' is a mixture: sweep whole texts, --over method=..."
+        )
     name = experiment.method.name
     known = tries(name)
     if not known or path not in ("", *known):
@@ -149,7 +151,9 @@ def _worth_trying(key: str, experiment: Experiment) -> list[Axis]:
     axes = []
     for option, values in known.items():
         if path in ("", option):
-            is_range = experiment.compare.search > 0 and len(values) > 1 and all(_is_number(v) and v > 0 for v in values)
+            is_range = (
+                experiment.compare.search > 0 and len(values) > 1 and all(_is_number(v) and v > 0 for v in values)
+            )
             ends = (min(values), max(values)) if is_range else values
             axes.append(Axis(f"method.{option}", tuple(map(_as_text, ends)), is_range))
     return axes
@@ -216,8 +220,8 @@ def united(old: Experiment, new: Experiment, *, where: str) -> dict[str, Any]:
             about = "; ".join(axis.text for axis in before)
             raise FedstillError(
                 f"'{where}' holds another {'search' if old.compare.search else 'sweep'} ({about}; "
-                f"{old.compare.seeds} seeds): only --search may grow, because each point follows from the scores before "
-                "it; use a new folder"
+                f"{old.compare.seeds} seeds): only --search may grow, because each point follows from the scores "
+                "before it; use a new folder"
             )
         return {**section, "search": max(old.compare.search, new.compare.search)}
     more = {axis.key: axis.values for axis in after}

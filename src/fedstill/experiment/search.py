@@ -51,7 +51,7 @@ class EndBelow(Callback):
 
     def replay(self, rows: Iterable[Row]) -> bool:
         """Look at rows of the past, and return whether the run ended with one of them."""
-        return any([self.on_round(row) for row in rows])
+        return any(self.on_round(row) for row in rows)
 
     def on_round(self, row: Row) -> bool:
         if "accuracy" not in row:

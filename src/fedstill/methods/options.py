@@ -210,8 +210,8 @@ def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any 
 
     Somebody who writes several values is shown the command that tries them.
 
-    >>> mistake("cohort", int, [10, 20], 100)
-    'cohort = [10, 20] must be a whole number: e.g. cohort = 100; to try several values: fedstill sweep --over cohort=10,20'
+    >>> print(mistake("cohort", int, [2, 4], 8))
+    cohort = [2, 4] must be a whole number: e.g. cohort = 8; to try several values: fedstill sweep --over cohort=2,4
     """
     wanted = annotation if wanted is None else wanted
     if choices := wanted if isinstance(wanted, list) else _choices(wanted):
@@ -224,7 +224,9 @@ def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any 
         words = words.replace("a number", "a finite number")
     several = value if isinstance(value, list) else str(value).split(",")
     if len(several) > 1 and all(map(_plain, several)):  # a key of lists reports an item that is wrong, not the list
-        example += f"; to try several values: fedstill sweep --over {key}={','.join(str(item).strip() for item in several)}"
+        example += (
+            f"; to try several values: fedstill sweep --over {key}={','.join(str(item).strip() for item in several)}"
+        )
     return f"{key} = {_quote(value)} must be {words}{example}"
 
 

@@ -142,6 +142,11 @@ class Runs:
         return bool(self.all) and all(table_of(run.config.get("compare")).get("over") for run in self.all)
 
     @property
+    def thing(self) -> str:
+        """The word for a line of the charts and for a row of the tables."""
+        return "point" if self.is_sweep else "method"
+
+    @property
     def target(self) -> float | None:
         return next((target for run in self.all if (target := number(run.config.get("target")))), None)
 

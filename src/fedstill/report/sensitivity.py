@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -22,7 +23,9 @@ PICTURE_FILE = "sensitivity.png"
 MOST_VALUES = 6  # of a key: more numbers are put into three groups of equal size
 MOST_KEYS = 4  # whose curves are drawn
 BAR = 24  # letters of the longest bar in a terminal
-ON_HELD_BACK = "Accuracies are on rows that clients hold back, because a choice by the test rows would flatter the best."
+ON_HELD_BACK = (
+    "Accuracies are on rows that clients hold back, because a choice by the test rows would flatter the best."
+)
 _SETTING = re.compile(r"([\w.]+)=(.*)", re.DOTALL)
 
 Scores = Mapping[str, Sequence[float]]  # name of a point -> its accuracies, one for each seed
@@ -165,7 +168,7 @@ def _groups(values: Sequence[str]) -> dict[str, str]:
     if len(each) <= most or any(as_number(value) is None for value in each):
         return {value: value for value in each}
     ends = [round(len(each) * part / 3) for part in range(4)]
-    parts = [each[low:high] for low, high in zip(ends, ends[1:], strict=False)]
+    parts = [each[low:high] for low, high in itertools.pairwise(ends)]
     return {value: f"{part[0]} to {part[-1]}" for part in parts for value in part}
 
 
@@ -198,8 +201,8 @@ def _at_an_end(found: Sensitivity) -> list[str]:
     if found.ended:
         tried = len(found.scores) + len(found.ended)
         lines.append(
-            f"{len(found.ended)} of {tried} points ended early, because they were below the median of the points before "
-            "them; all other lines are about the others."
+            f"{len(found.ended)} of {tried} points ended early, because they were below the median of the points "
+            "before them; all other lines are about the others."
         )
     return lines
 
@@ -210,13 +213,24 @@ def in_letters(found: Sensitivity) -> str:
     if found.cells:
         first, second = found.effects[:2]
         rows = [
-            [row, *("" if (cell := found.cells.get((column, row))) is None else f"{100 * cell:.1f}" for column in first.values)]
+            [
+                row,
+                *(
+                    "" if (cell := found.cells.get((column, row))) is None else f"{100 * cell:.1f}"
+                    for column in first.values
+                ),
+            ]
             for row in second.values
         ]
         blocks.append(f"{found.map_title}:\n" + align([[f"{second.key} \\ {first.key}", *first.values], *rows]))
     top = max(spread.mean for effect in found.effects for spread in effect.values.values())
     lines = [
-        [effect.key if place == 0 else "", value, f"{100 * spread.mean:.1f}", "█" * round(BAR * spread.mean / (top or 1))]
+        [
+            effect.key if place == 0 else "",
+            value,
+            f"{100 * spread.mean:.1f}",
+            "█" * round(BAR * spread.mean / (top or 1)),
+        ]
         for effect in found.effects
         for place, (value, spread) in enumerate(effect.values.items())
     ]
@@ -269,7 +283,10 @@ def _draw_curve(axes: Axes, effect: Effect) -> None:
     positive = [number for number in numbers if number is not None and number > 0]
     places = positive if len(positive) == len(numbers) else [float(place) for place in range(len(numbers))]
     means = [100 * spread.mean for spread in effect.values.values()]
-    reach = [[100 * (s.mean - s.low) for s in effect.values.values()], [100 * (s.high - s.mean) for s in effect.values.values()]]
+    reach = [
+        [100 * (s.mean - s.low) for s in effect.values.values()],
+        [100 * (s.high - s.mean) for s in effect.values.values()],
+    ]
     line = "" if None in numbers else "-"  # words have no order
     axes.errorbar(places, means, yerr=reach, color=COLOURS[0], ecolor="0.6", linestyle=line, marker="o", capsize=3)
     if places is positive:

@@ -8,7 +8,15 @@ from pathlib import Path
 from fedstill.report.charts import Chart, Point, bars, heat_map, line_chart, plain_names
 from fedstill.report.panels import Panel, Table, percent
 from fedstill.report.runs import Runs, table_of
-from fedstill.report.sensitivity import MOST_KEYS, ON_HELD_BACK, Effect, Sensitivity, as_number, in_sentences, sensitivity
+from fedstill.report.sensitivity import (
+    MOST_KEYS,
+    ON_HELD_BACK,
+    Effect,
+    Sensitivity,
+    as_number,
+    in_sentences,
+    sensitivity,
+)
 
 SEARCH_FILE = "search.json"
 
