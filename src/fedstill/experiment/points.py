@@ -134,7 +134,7 @@ def _read_axis(key: str, inside: str) -> Axis:
 
 
 def _worth_trying(key: str, experiment: Experiment) -> list[Axis]:
-    """Return the axes of a key without values, as the page of the method proposes them; numbers are a search's range."""
+    """Return the axes of a key without values, as the method's page proposes them; numbers are a search's range."""
     section, _, path = key.partition(".")
     example = f"e.g. --over {key}=0.01,0.1"
     if section != "method":
