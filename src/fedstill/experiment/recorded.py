@@ -26,6 +26,7 @@ from fedstill.loop.references import read_references
 from fedstill.methods.lookup import label
 from fedstill.report import counted
 from fedstill.report.curves import Curve
+from fedstill.report.sensitivity import point_of
 from fedstill.report.table import MethodSummary, best_first, reference_rows
 from fedstill.storage.files import is_held
 
@@ -105,7 +106,9 @@ class Record:
         if not self.is_comparison:
             return {label(section["name"]): _method_text(section)}
         if self.is_sweep:
-            return {row.method: row.method for row in self.summaries}
+            names = [point_of(row.method).get("method", section["name"]) for row in self.summaries]
+            texts = dict.fromkeys(names or [section["name"]])
+            return {label(text): _method_text(section if text == section["name"] else {"name": text}) for text in texts}
         texts = self.settings["compare"]["methods"]
         return {label(text): _method_text(section if text == section["name"] else {"name": text}) for text in texts}
 

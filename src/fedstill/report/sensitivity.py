@@ -110,7 +110,7 @@ def sensitivity(scores: Scores, ended: Sequence[str] = ()) -> Sensitivity | None
     keys = list(dict.fromkeys(key for settings in points.values() for key in settings))
     if any(settings.keys() != set(keys) for settings in points.values()):
         return None
-    groups = {key: _groups([settings[key] for settings in points.values()]) for key in keys}
+    groups = {key: _groups([each[key] for each in points.values()], alone=len(keys) == 1) for key in keys}
     effects = []
     for key in keys:
         members: dict[str, list[Sequence[float]]] = {group: [] for group in groups[key].values()}
@@ -158,13 +158,14 @@ def _ascending(values: Iterable[str]) -> list[str]:
     return [*sorted(numbers, key=lambda value: numbers[value]), *(value for value in each if value not in numbers)]
 
 
-def _groups(values: Sequence[str]) -> dict[str, str]:
+def _groups(values: Sequence[str], *, alone: bool) -> dict[str, str]:
     """Return the group of each value: the value itself, or one of three ranges where there are many numbers.
 
-    A search draws numbers that no two points share; they are grouped from six points on.
+    A search over several keys draws numbers that no two points share: means of single points would say nothing.
+    alone: whether no other key is swept.
     """
     each = _ascending(values)
-    most = MOST_VALUES - 1 if len(each) == len(values) else MOST_VALUES
+    most = 3 if len(each) == len(values) and not alone else MOST_VALUES
     if len(each) <= most or any(as_number(value) is None for value in each):
         return {value: value for value in each}
     ends = [round(len(each) * part / 3) for part in range(4)]
