@@ -19,7 +19,7 @@ from browser import browser
 WIDTH, HEIGHT = 860, 9000  # of the window: all of a page, so that nothing moves while it is drawn
 
 
-def main(page: str, picture: str, *sections: str) -> None:
+def main(page: str | Path, picture: str | Path, *sections: str) -> None:
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as opened:
         opened.open(Path(page), width=WIDTH, height=HEIGHT)
         boxes = [
@@ -27,7 +27,7 @@ def main(page: str, picture: str, *sections: str) -> None:
         ]
         opened.picture(Path(folder) / "all.png")
         drawn = Image.open(Path(folder) / "all.png").convert("RGB")
-    tops = [0, *(int(box["top"]) for box in boxes[1:])]  # the first section comes with the title of the page
+    tops = [0 if name == "answer" else int(box["top"]) for name, box in zip(sections, boxes, strict=True)]  # 0: the title
     parts = [drawn.crop((0, top, drawn.width, int(box["bottom"]))) for top, box in zip(tops, boxes, strict=True)]
     joined, place = Image.new("RGB", (drawn.width, sum(part.height for part in parts))), 0
     for part in parts:
