@@ -65,6 +65,15 @@ def rewritten(page: Path, text: str) -> str:
     return "".join([*pieces, text[end:]])
 
 
+def on_config(config: Any) -> Any:
+    """Put the page of every method into the menu, in the order and with the names of docs/methods/README.md."""
+    table = (DOCS / "methods" / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    pages = [{name: f"methods/{file}"} for name, file in re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\)", table, re.M)]
+    (reference,) = (group["Reference"] for group in config.nav if "Reference" in group)
+    next(item for item in reference if "Methods" in item)["Methods"] = ["methods/README.md", *pages]
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add every file outside docs/ to which a page of the site leads, over any number of links."""
     waiting = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]
@@ -82,10 +91,6 @@ def on_files(files: Files, config: Any) -> Files:
         if page.suffix == ".md" or page.is_dir():
             waiting += [target for _, target in outside_links(base, text) if not target.is_relative_to(DOCS)]
     return files
-
-
-def on_nav(nav: Any, config: Any, files: Files) -> Any:
-    return nav
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
