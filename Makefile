@@ -49,6 +49,7 @@ format: .venv/for-test  ## let ruff format and fix
 pages: .venv/for-test  ## write the generated parts of the documentation anew
 	$(BIN)/python tools/make_method_pages.py
 	$(BIN)/python tools/make_result_pages.py
+	$(BIN)/python tools/make_leaderboard_pages.py
 
 clean:  ## remove the environment and the caches of the tools; runs/ and ~/.cache/fedstill stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

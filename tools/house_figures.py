@@ -103,8 +103,8 @@ def measure() -> list[Figure]:
     entered = tuple(sorted({str(Path(code.co_filename).relative_to(PACKAGE)) for code in calls}))
     return [
         Figure("modules at the root of the package", len(root), 3, root),
-        Figure("modules", len(sources), 230),
-        Figure("lines of code (neither blank, comment nor docstring)", sum(map(code_lines, sources.values())), 26_000),
+        Figure("modules", len(sources), 240),
+        Figure("lines of code (neither blank, comment nor docstring)", sum(map(code_lines, sources.values())), 28_000),
         Figure("options of all methods together", options, 200),
         Figure(f"functions with more than {MOST_PARAMETERS} parameters", len(long), 0, long),
         Figure("fields of `ServerStep`", len(step_fields), 8, step_fields),

@@ -5,7 +5,7 @@
 
 The script writes the head of every page in docs/methods, docs/methods/README.md and the tables of docs/privacy.md.
 People write the text below the marker of a page, and the script leaves it alone. The figures of methods with their
-defaults come from docs/results/defaults.json, the runs of benchmarks/defaults/run.py. The script writes them into
+defaults come from docs/results/leaderboard.json, the runs of benchmarks/leaderboard/run.py. The script writes them into
 src/fedstill/about/defaults.json first, because `fedstill explain` and the pages take them from there.
 """
 
@@ -37,7 +37,7 @@ from fedstill.storage.toml import toml_value
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RUNS = ROOT / "benchmarks" / "defaults" / "run.py"
+RUNS = ROOT / "benchmarks" / "leaderboard" / "run.py"
 FIGURES = ROOT / "src" / "fedstill" / "about" / "defaults.json"
 NOISE = ("update_noise", "dp_fedavg")  # their noise is their purpose, and it costs accuracy on all data
 MARKS = {"below": " ▼", "above": " ▲", "": ""}
@@ -130,7 +130,8 @@ def figures_of(runs: list[dict[str, Any]], baseline: Mapping[int, float]) -> dic
 def figures_text() -> str:
     """Return src/fedstill/about/defaults.json: the figures of each method whose runs are all there."""
     script = runpy.run_path(str(RUNS))
-    records, seeds, words = script["read_records"](script["RESULTS"]), list(script["SEEDS"]), script["FEDERATIONS"]
+    records, seeds = script["read_records"](script["RESULTS"]), list(script["SEEDS"])
+    words = {key: script["FEDERATIONS"][key] for key in script["DEFAULTS"]}
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         if record["seed"] in seeds:
@@ -149,7 +150,8 @@ def figures_text() -> str:
 def trials_table() -> list[str]:
     """Return the section of docs/methods/README.md on the runs by which defaults were chosen."""
     script = runpy.run_path(str(RUNS))
-    words, key_of, experiment_of = script["FEDERATIONS"], script["key_of"], script["experiment_of"]
+    words = {key: script["FEDERATIONS"][key] for key in script["DEFAULTS"]}
+    key_of, experiment_of = script["key_of"], script["experiment_of"]
     seeds, records = script["TRIAL_SEEDS"], script["read_records"](script["TRIALS"])
     runs = {(run["federation"], run["method"], run["seed"]): run for run in records if run["seed"] in seeds}
     baselines = {key: {seed: runs[key, BASELINE, seed]["last_rounds"] for seed in seeds} for key in words}
@@ -157,12 +159,14 @@ def trials_table() -> list[str]:
     def place(text: str) -> int:
         return list(METHODS).index(text.partition("(")[0])
 
-    tried = sorted({text for _, text, _ in runs if text != BASELINE}, key=lambda text: (place(text), text))
+    tried = sorted(
+        {text for _, text, _ in runs if text != BASELINE and "+" not in text}, key=lambda text: (place(text), text)
+    )
     lines = [
         "## How defaults were chosen",
         "",
         *prose(
-            f"Seeds {seeds[0]} to {seeds[-1]} ([records](../results/defaults_trials.json)): difference to FedAvg in "
+            f"Seeds {seeds[0]} to {seeds[-1]} ([records](../results/leaderboard_trials.json)): difference to FedAvg in "
             "points ± standard error. In bold: the default. Where it is not the value of the paper or of released "
             'code, the method\'s page says so under "Differs from the paper".'
         ),
@@ -179,7 +183,7 @@ def trials_table() -> list[str]:
             for found in [figures_of([runs[key, text, seed] for seed in seeds], baselines[key])]
         ]
         name = text.partition("(")[0]
-        chosen = key_of(experiment_of("digits", text, 0)) == key_of(experiment_of("digits", name, 0))
+        chosen = key_of(experiment_of("digits_strong", text, 0)) == key_of(experiment_of("digits_strong", name, 0))
         lines.append(f"| {f'**`{text}`**' if chosen else f'`{text}`'} | {' | '.join(cells)} |")
     return lines
 
@@ -228,9 +232,10 @@ def with_defaults_table() -> list[str]:
         ),
         "",
         *prose(
-            "The federations are [experiment files](../../benchmarks/defaults/). `python benchmarks/defaults/run.py` "
-            "runs each method that is not in [the records](../results/defaults.json) with its defaults of today, with "
-            f"the seeds 0 to {seeds - 1}. The federations are "
+            "The federations are [experiment files](../../benchmarks/leaderboard/). `python "
+            "benchmarks/leaderboard/run.py` runs each method that is not in [the records](../results/leaderboard.json) "
+            f"with its defaults of today, with the seeds 0 to {seeds - 1}. "
+            "[Choosing a method](../choosing-a-method.md) has more federations, and compositions. The federations are "
             "small and the rounds few, so a method that pays off late shows less here."
         ),
     ]
@@ -261,6 +266,7 @@ def head(method: str) -> str:
     weighting = f'(weighting="{aggregate.weighting}")' if isinstance(aggregate, Aggregate) else ""
     lines += [
         *([""] if facts["options"] else []),
+        *tries_lines(facts["tries"]),
         f"The server makes one model from the cohort's by `{aggregate.name}{weighting}`, unless the run names",
         "[another aggregate](../robust.md).",
     ]
@@ -277,6 +283,14 @@ def head(method: str) -> str:
             lines += ["", f"**{name}**: {'; '.join(facts[key]) or 'nothing special'}."]
     lines += ["", "| cost | |", "|---|---|", *(f"| {name} | {amount} |" for name, amount in cost(method).items())]
     return "\n".join([*lines, "", END])
+
+
+def tries_lines(ranges: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return the sentence about values worth trying; none for a method that names none."""
+    if not ranges:
+        return []
+    each = [f"`{path}` = {', '.join(str(value) for value in values)}" for path, values in ranges.items()]
+    return [*prose(f"**Worth trying** ([`fedstill sweep`](../sweep.md)): {'; '.join(each)}."), ""]
 
 
 def default(value: Any) -> str:

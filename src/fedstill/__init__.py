@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fedstill.data.given import from_data
     from fedstill.engine import build_engine, build_engines
     from fedstill.experiment.build import build, build_federation
+    from fedstill.experiment.choose import Choice, choose
     from fedstill.experiment.classifier import FederatedClassifier
     from fedstill.experiment.compare import Comparison, compare
     from fedstill.experiment.config import Experiment
@@ -84,6 +85,7 @@ _HOMES = {
     ),
     "fedstill.data.given": "from_data",
     "fedstill.experiment.build": "build build_federation",
+    "fedstill.experiment.choose": "Choice choose",
     "fedstill.experiment.classifier": "FederatedClassifier",
     "fedstill.experiment.run": "resume_run run",
     "fedstill.loop.guard": "Guard",
@@ -102,6 +104,7 @@ __all__ = [
     "Batch",
     "Built",
     "Callback",
+    "Choice",
     "Comparison",
     "Dataset",
     "EarlyStop",
@@ -136,6 +139,7 @@ __all__ = [
     "build_federation",
     "build_method",
     "build_model",
+    "choose",
     "combine",
     "compare",
     "every",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fedstill.about.explain import explain, read_docstring, traffic
+from fedstill.about.explain import explain, traffic
 from fedstill.cli.info import explain_text
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
@@ -76,28 +76,6 @@ def test_what_a_new_term_uploads_is_seen_without_being_declared():
 )
 def test_the_servers_parts_are_named_in_the_order_in_which_they_run(method, parts):
     assert [part["part"] for part in explain(method)["parts"] if part["where"] == "server"] == parts
-
-
-def test_a_docstring_is_read_by_its_headings():
-    def method():
-        """A method: it does.
-
-            w <- w - 1
-
-        Args:
-            mu: strength.
-
-        Reveals: the model.
-        Differs from the paper: in two
-            lines.
-        Reference: Somebody, 2020.
-        """
-
-    told = read_docstring(method)
-    assert told["summary"] == "A method: it does."
-    assert told["body"] == "w <- w - 1"
-    assert told["Differs from the paper"] == "in two lines."
-    assert told["Reference"] == "Somebody, 2020."
 
 
 def test_what_leaves_once_is_told_apart_from_what_leaves_each_round_and_by_what_it_grows_with():

@@ -19,7 +19,7 @@ ADD_NOISE_ON_PURPOSE = {"update_noise", "dp_fedavg"}
 
 @pytest.fixture(scope="module")
 def script():
-    return runpy.run_path(str(ROOT / "benchmarks" / "defaults" / "run.py"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "leaderboard" / "run.py"))
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +36,18 @@ def records(script):
 
 
 def test_every_method_was_run_with_the_defaults_that_it_has_today(script, records):
-    missing = list(script["missing"](records, list(METHODS), list(script["SEEDS"])))
-    assert missing == [], "run: python benchmarks/defaults/run.py, then make pages"
+    missing = list(script["missing"](records, list(METHODS), script["SEEDS"], script["DEFAULTS"]))
+    assert missing == [], "run: python benchmarks/leaderboard/run.py --federations defaults, then make pages"
 
 
 def test_a_changed_default_makes_a_run_missing(script, records):
     def key(method):
-        return script["key_of"](script["experiment_of"]("digits", method, 0))
+        return script["key_of"](script["experiment_of"]("digits_strong", method, 0))
 
     assert key("fedprox") == key("fedprox(mu=0.01)") != key("fedprox(mu=0.02)")
     changed = [{**record, "key": "other"} if record["seed"] == 3 else record for record in records]
-    missing = list(script["missing"](changed, ["fedprox"], list(script["SEEDS"])))
-    assert missing == [(federation, "fedprox", 3) for federation in script["FEDERATIONS"]]
+    missing = list(script["missing"](changed, ["fedprox"], script["SEEDS"], script["DEFAULTS"]))
+    assert missing == [(federation, "fedprox", 3) for federation in script["DEFAULTS"]]
 
 
 def test_no_method_is_more_than_one_standard_error_below_fedavg_on_all_three_federations(script, records):
@@ -65,7 +65,7 @@ def test_no_method_is_more_than_one_standard_error_below_fedavg_on_all_three_fed
         error = statistics.stdev(gains) / len(gains) ** 0.5 if gains else 0.0
         return bool(gains) and statistics.fmean(gains) < -error - 1e-6  # one loss among ties is exactly one error
 
-    hurt = {method for method in METHODS if all(is_below(method, name) for name in script["FEDERATIONS"])}
+    hurt = {method for method in METHODS if all(is_below(method, name) for name in script["DEFAULTS"])}
     assert hurt <= ADD_NOISE_ON_PURPOSE
 
 
@@ -80,7 +80,7 @@ def test_the_table_on_the_page_shows_the_records(script, records):
     rows = {line.partition("](")[2].partition(".md")[0]: line.split(" | ")[1:] for line in lines if "](" in line}
     shown = 0
     for method in METHODS:
-        for column, federation in enumerate(script["FEDERATIONS"]):
+        for column, federation in enumerate(script["DEFAULTS"]):
             runs = [run for run in records if (run["method"], run["federation"]) == (method, federation)]
             if "refused" in runs[0]:
                 assert rows[method][column].startswith("does not apply")
@@ -121,7 +121,7 @@ def test_other_functions_have_no_figures():
 
 
 def test_the_experiment_files_have_three_different_skews(script):
-    files = [(ROOT / "benchmarks" / "defaults" / f"{name}.toml").read_text() for name in script["FEDERATIONS"]]
+    files = [(ROOT / "benchmarks" / "leaderboard" / f"{name}.toml").read_text() for name in script["DEFAULTS"]]
     assert len({file.partition("[partition]")[2].partition("[model]")[0] for file in files}) == len(files) == 3
 
 

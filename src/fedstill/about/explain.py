@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,12 +32,11 @@ from fedstill.core.types import (
 )
 from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method, parse, write
-from fedstill.methods.options import find, listed
+from fedstill.methods.options import find, listed, read_docstring, tries
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import statement
 from fedstill.server.aggregate import AGGREGATES
 
-_SECTIONS = ("Helps", "Args", "Reveals", "Differs from the paper", "Reference")
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
 Question = Callable[[ClientData], Tree]
 
@@ -60,6 +58,9 @@ def explain(name: str) -> dict[str, Any]:
             "body": "\n\n".join(facts[key] for facts in each.values() for key in ("summary", "equation") if facts[key]),
             "Helps": "",
             "options": [{**option, "name": f"{key}({option['name']})"} for key, option in options],
+            "tries": {
+                f"{key}({path})": values for key, facts in each.items() for path, values in facts["tries"].items()
+            },
             "Differs from the paper": " ".join(
                 f"{key}: {answers}" for key, facts in each.items() if (answers := facts["differs_from_the_paper"])
             ),
@@ -68,7 +69,8 @@ def explain(name: str) -> dict[str, Any]:
     else:
         (only,) = named
         factory = AGGREGATES[only] if only in AGGREGATES else find("method", only)
-        words = {**read_docstring(factory), "options": _options(factory)}
+        ranges = {} if only in AGGREGATES else tries(only)
+        words = {**read_docstring(factory), "options": _options(factory), "tries": ranges}
     return {
         "method": name,
         "summary": words["summary"],
@@ -76,6 +78,7 @@ def explain(name: str) -> dict[str, Any]:
         "with_defaults": sentences(name),
         "equation": words["body"],
         "options": words["options"],
+        "tries": words["tries"],
         "parts": _union(map(parts_of, methods)),
         "needs": sorted({need.value for method in methods for need in needs_of(method)}),
         **{key: _union(flow[key] for flow in flows) for key in flows[0]},
@@ -90,18 +93,6 @@ def _union(lists: Iterable[list[Any]]) -> list[Any]:
     for one in lists:
         found += [item for item in one if item not in found]
     return found
-
-
-def read_docstring(factory: Callable[..., Any]) -> dict[str, str]:
-    """summary, body (the equation) and the sections by name; a missing one is empty."""
-    text = inspect.getdoc(factory) or ""
-    heading = re.compile(rf"^({'|'.join(_SECTIONS)}):[ ]?", re.MULTILINE)
-    head, *rest = heading.split(text)
-    summary, _, body = head.partition("\n")
-    found = {"summary": summary.strip(), "body": textwrap.dedent(body.strip("\n")).rstrip()}
-    for section, content in zip(rest[::2], rest[1::2], strict=True):
-        found[section] = content.rstrip() if section == "Args" else " ".join(content.split())
-    return {section: found.get(section, "") for section in ("summary", "body", *_SECTIONS)}
 
 
 def first_line(function: Callable[..., Any]) -> str:

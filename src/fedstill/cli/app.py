@@ -204,6 +204,33 @@ def compare(**words: Any) -> None:
     compare_command(CompareOptions(**words))
 
 
+@dataclass(frozen=True)
+class ChooseOptions(RunOptions):
+    """The words of `fedstill choose`."""
+
+    budget: Annotated[
+        str, typer.Option(metavar="COST", help="All runs together: 30m, 2h, 2000rounds, 5GB or 8epsilon.")
+    ] = "10m"
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Methods to try and to mix (default: all that can run).")
+    ] = None
+    without: Annotated[
+        str | None,
+        typer.Option(metavar="NEED,...", help="Refuse methods that need unlabeled, client_state, label_counts ..."),
+    ] = None
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Runs at a time, on one device too.")] = None
+    references: Annotated[bool, typer.Option("--references", hidden=True)] = False  # the final comparison has them
+
+
+@app.command()
+@takes(ChooseOptions)
+def choose(**words: Any) -> None:
+    """Find the method for your data: a tournament of methods and mixtures under a budget, then a fair comparison."""
+    from fedstill.cli.choose import choose_command
+
+    choose_command(ChooseOptions(**words))
+
+
 @app.command()
 def table(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that compare named.")],
@@ -333,6 +360,22 @@ def report(
     from fedstill.cli.report import report_command
 
     report_command(folders, out, as_json=format_ is Format.json)
+
+
+@app.command()
+def watch(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN|FOLDER...", help="Folders of run or compare, also such as do not exist yet."),
+    ],
+    port: Annotated[
+        int | None, typer.Option(min=1024, max=65535, metavar="N", help="Port of the page (default: a free one).")
+    ] = None,
+) -> None:
+    """Show the page of `report` while runs go on: rounds arrive by themselves; only this machine can open it."""
+    from fedstill.cli.watch import watch_command
+
+    watch_command(folders, port)
 
 
 @dataclass(frozen=True)

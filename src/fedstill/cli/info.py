@@ -95,6 +95,8 @@ def explain_text(facts: dict[str, Any]) -> str:
     lines += ["", textwrap.indent(facts["equation"], "    "), "", "Options"]
     for option in facts["options"]:
         lines += _hang(_option(option), option["meaning"])
+    lines += ["Worth trying (fedstill sweep)"] if facts["tries"] else []
+    lines += [f"  {name} = {', '.join(map(_toml, values))}" for name, values in facts["tries"].items()]
     lines.append("Parts")
     for part in facts["parts"]:
         lines += _hang(f"{part['part']} ({part['where']})", part["does"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -12,13 +12,12 @@ from fedstill.cli.app import print_json, tell
 from fedstill.core.errors import FedstillError
 from fedstill.report import counted, human_bytes
 from fedstill.report.page import write_report
-from fedstill.report.runs import read_runs, table_of
+from fedstill.report.runs import Runs, read_runs, table_of
 
 
 def report_command(folders: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
     runs = read_runs(folders)
-    methods = {name: str(table_of(each[0].config.get("method")).get("name")) for name, each in runs.by_method.items()}
-    path = write_report(folders, out, runs=runs, reveals=_reveals(methods.items()))
+    path = write_report(folders, out, runs=runs, reveals=reveals_of(runs))
     for gap in runs.gaps[:10]:
         tell(gap)
     if as_json:
@@ -28,13 +27,14 @@ def report_command(folders: Sequence[Path], out: Path | None, *, as_json: bool) 
     typer.echo(f"{path} ({size}): {counted(len(runs.all), 'run')} of {counted(len(runs.by_method), 'method')}")
 
 
-def _reveals(methods: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def reveals_of(runs: Runs) -> dict[str, list[str]]:
     """Return everything that leaves a client, of the methods that fedstill has.
 
     A method FILE.py:function is left out, because a report runs no code that a run's folder names.
     """
     known: dict[str, list[str]] = {}
-    for name, text in methods:
+    for name, each in runs.by_method.items():
+        text = str(table_of(each[0].config.get("method")).get("name"))
         try:
             if ":" not in text:
                 facts = explain(text)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import typer
 
-from fedstill.cli.app import CompareOptions, Format, RunOptions, print_json, stoppable, tell
+from fedstill.cli.app import ChooseOptions, CompareOptions, Format, RunOptions, print_json, stoppable, tell
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.choose import CHOICE_FILE
 from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, grown, table_notes
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import describe_model
@@ -37,7 +38,7 @@ from fedstill.report.table import MethodSummary, plain_table, prepared_text, ref
 
 
 def run_command(options: RunOptions) -> None:
-    changes = _settings(options)
+    changes = settings_of(options)
     experiment = read_experiment(options.file, changes)
     folder = choose_folder(experiment, options.out)
     changed = any(not change.strip().startswith("method") for change in changes)  # the method is named anyway
@@ -46,7 +47,7 @@ def run_command(options: RunOptions) -> None:
 
 
 def compare_command(options: CompareOptions) -> None:
-    changes = _settings(options)
+    changes = settings_of(options)
     experiment = read_experiment(options.file, changes)
     asked = split_methods(options.methods or "")
     if options.methods is not None and not asked:
@@ -66,22 +67,26 @@ def compare_command(options: CompareOptions) -> None:
     _compare(experiment, folder, file=file, quiet=options.quiet, as_json=as_json, resume=grows)
 
 
-def _settings(options: RunOptions) -> list[str]:
+def settings_of(options: RunOptions) -> list[str]:
     """Return the settings of --set and of the options that are short for one."""
     short = {"seed": options.seed, "rounds": options.rounds, "device": options.device}
-    jobs = options.jobs if isinstance(options, CompareOptions) else None
+    jobs = options.jobs if isinstance(options, (CompareOptions, ChooseOptions)) else None
     flag = "true" if options.references else None
     return with_short_forms(options.settings or [], {**short, "references": flag, "jobs": jobs})
 
 
 def resume_command(run_dir: Path, rounds: int | None, *, quiet: bool, as_json: bool) -> None:
+    if (run_dir / CHOICE_FILE).exists():
+        from fedstill.cli.choose import choose_again_command
+
+        return choose_again_command(run_dir, rounds, quiet=quiet, as_json=as_json)
     experiment = read_description(run_dir)
     if rounds is not None:
         experiment, notes = with_rounds(experiment, rounds, run_dir)
         for note in notes:
             tell(note)
     go_on = _compare if (run_dir / RESULTS_FILE).exists() else _run
-    go_on(experiment, run_dir, file=run_dir / CONFIG_FILE, quiet=quiet, as_json=as_json, resume=True)
+    return go_on(experiment, run_dir, file=run_dir / CONFIG_FILE, quiet=quiet, as_json=as_json, resume=True)
 
 
 def choose_folder(experiment: Experiment, out: Path | None) -> Path:
@@ -109,7 +114,7 @@ def _run(
     source = load_source(experiment)
     federation = build_federation(experiment, source)
     title = "\n".join([describe(experiment), *source.notes])
-    with _resumable(folder), Progress(title, runs=1, rounds=experiment.rounds) as progress:
+    with resumable(folder), Progress(title, runs=1, rounds=experiment.rounds) as progress:
         progress.label = experiment.method.name
         watchers = [] if quiet else [progress]
         result = run(experiment, run_dir=folder, callbacks=watchers, federation=federation, resume=resume)
@@ -132,7 +137,7 @@ def _compare(
     source = load_source(experiment)
     counts = f"{counted(len(methods), 'method')}, {counted(seeds, 'seed')}"
     title = "\n".join([f"{counts}: {describe(experiment)}", *source.notes])
-    with _resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
+    with resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
 
         def watch(method: str, seed: int) -> Sequence[Callback]:
             name = f"{method} seed {seed}"
@@ -179,10 +184,10 @@ def _reference_lines(comparison: Comparison) -> list[str]:
     return [line[0].upper() + line[1:] + "." for line in lines]
 
 
-def _resumable(folder: Path) -> AbstractContextManager[None]:
-    return stoppable(
-        lambda: f"go on with: fedstill resume {shlex.quote(str(folder))}" if (folder / CONFIG_FILE).exists() else None
-    )
+def resumable(folder: Path) -> AbstractContextManager[None]:
+    begun = (CONFIG_FILE, CHOICE_FILE)
+    command = f"go on with: fedstill resume {shlex.quote(str(folder))}"
+    return stoppable(lambda: command if any((folder / name).exists() for name in begun) else None)
 
 
 def describe(experiment: Experiment) -> str:

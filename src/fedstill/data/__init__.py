@@ -5,7 +5,7 @@ from fedstill.data.load import Listing, describe_datasets, from_csv, from_hf, fr
 from fedstill.data.source import Source, Unlabeled, owners, stratified_holdout
 from fedstill.data.split import central_pool, hold_validation, limit_test, read_unlabeled, split_unlabeled, with_test_of
 from fedstill.data.tokens import tokenise
-from fedstill.storage.cache import default_cache_dir
+from fedstill.storage.files import default_cache_dir
 
 __all__ = [
     "Listing",

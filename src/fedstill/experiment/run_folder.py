@@ -365,6 +365,7 @@ EXTRAS = {
     "text": ("tokenizers",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "report": ("vl-convert-python",),
+    "watch": ("starlette", "uvicorn"),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

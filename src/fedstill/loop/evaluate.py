@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +218,19 @@ def accuracy_by_party(
     return tuple(_defined(value) for value in (hits / offsets.diff()).tolist())
 
 
-EVALUATIONS: dict[str, Evaluate] = {"global_test": global_test}
+def client_rows(weights: Weights, test: TestSet, trainer: Trainer) -> dict[str, Any]:
+    """Measure the model on the rows that clients hold back (data.client_test_share), all together; see `measure`."""
+    federation = test.federation
+    if federation.client_test is None:
+        raise FedstillError("evaluate = 'client_rows': no client holds back rows; set data.client_test_share, e.g. 0.2")
+    rows, _ = federation.client_test
+    x, y = federation.train.x[rows], federation.train.y[rows].to(test.y.device)
+    sizes = torch.bincount(y, minlength=len(test.class_sizes)).to(test.class_sizes)
+    logits = trainer.outputs(weights, x, features=False, keep=False).logits
+    return measure(logits, replace(test, x=x, y=y, class_sizes=sizes))
+
+
+EVALUATIONS: dict[str, Evaluate] = {"global_test": global_test, "client_rows": client_rows}
 
 
 def forgetting(earlier: Iterable[list[float | None]], now: list[float | None]) -> float:

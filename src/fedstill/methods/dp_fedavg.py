@@ -43,6 +43,7 @@ def dp_fedavg(
             holds against everybody else. "nobody": every client adds its own; the claim holds against the server too,
             at the price of sqrt(|S|) times as much noise in the average.
 
+    Tries: clip = 0.3, 1.0, 3.0.
     Reveals: with trust = "server" the trained model, its size and loss go to the server as in FedAvg, and the noisy
         mean to everybody else; with trust = "nobody" a noisy model, and in place of size, steps, loss and BatchNorm
         statistics the same constants from everybody.

@@ -67,6 +67,7 @@ def fedbe(
         distill_share: part of the unlabeled rows that is distilled on, the same for all methods of a run.
         warm_up: first rounds without distillation.
 
+    Tries: student.lr = 0.0005, 0.001, 0.003; samples = 0, 10, 20; sharpen = 0.5, 1.0.
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
     Differs from the paper: we know its text from quotations only: when it starts to average snapshots and the

@@ -118,6 +118,7 @@ def fedcurv(*, lam: NotNegative = 0.1, fisher: Fisher = "per_batch") -> Method:
         fisher: "per_batch" squares the mean gradient of a batch, as the released code of FedNTD and FedLMD does;
             "per_sample" squares the gradient of each sample, as the definition does. lam does not carry over.
 
+    Tries: lam = 0.01, 0.1, 1.0.
     Reveals: the trained model, the number of samples n_k and the changes of u_k and v_k (mean squared gradients of its
         data; each as large as the model). Each client keeps its pair (u_k, v_k) between rounds.
     Differs from the paper: a client sends the change of its pair and the server keeps the two sums, which replaces the

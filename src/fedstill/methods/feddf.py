@@ -59,6 +59,7 @@ def feddf(
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
 
+    Tries: student.lr = 0.0003, 0.001, 0.003; student.steps = 100, 500, 1000; pool = logits, probabilities.
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
     Differs from the paper: by default no labelled validation set on the server, hence no early stopping, and 500 steps
@@ -98,6 +99,7 @@ def avglogit(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherW
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
         teacher_weighting: s_k: "uniform", "size" (n_k / sum_j n_j), "validation" or "drop_worst" (see feddf).
 
+    Tries: student.lr = 0.0003, 0.001, 0.003; student.steps = 100, 500, 1000.
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
     Differs from the paper: no paper of its own: FedDF without its schedule, clipping and early stopping, and the
@@ -121,6 +123,7 @@ def avgprob(*, student: Student = Student(**PLAIN), teacher_weighting: TeacherWe
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
         teacher_weighting: s_k: "uniform", "size" (n_k / sum_j n_j), "validation" or "drop_worst" (see feddf).
 
+    Tries: student.lr = 0.0003, 0.001, 0.003; student.steps = 100, 500, 1000.
     Reveals: the trained model and the number of samples n_k; the server runs every client's model on its own, so
         secure aggregation is impossible.
     Differs from the paper: no paper of its own: MrTF's "AvgProb" and FedBE's "vanilla distillation", and, since the

@@ -39,6 +39,7 @@ def feddyn(*, alpha: Positive = 0.01) -> Method:
     Args:
         alpha: strength of the regularizer (alpha).
 
+    Tries: alpha = 0.001, 0.01, 0.1.
     Reveals: the trained model and the number of samples n_k. Each client keeps g_k between rounds.
     Differs from the paper: alpha is the same for all clients; released code divides it by n_k N / n.
     Reference: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, Algorithm 1.

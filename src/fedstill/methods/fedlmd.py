@@ -21,6 +21,7 @@ def fedlmd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
 
+    Tries: beta = 0.3, 1.0, 3.0; tau = 1.0, 3.0.
     Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
     Differs from the paper: a class is majority when n_k^y > n_k / C, as in the released code; the paper prints
         n_k^y >= n_k / n_k^y. The sample's own class is masked in the teacher also where it is no majority class. The
@@ -43,6 +44,7 @@ def fedlmd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
 
+    Tries: beta = 0.1, 0.3, 1.0; tau = 1.0, 3.0.
     Reveals: the trained model and the number of samples n_k. The label counts n_k^y stay on the client.
     Differs from the paper: the mass 1 / (C - C_k) is 1 / |M| here, the same where y is a majority class and normalised
         where it is not. The released code cannot run (it takes the batch size for the number of masked classes), so

@@ -21,6 +21,7 @@ def fedntd(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
 
+    Tries: beta = 0.3, 1.0, 3.0; tau = 1.0, 3.0.
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: the factor tau^2 is in the released code, not in the text. The true class is masked by
         -inf instead of -1000. The teacher runs in eval mode.
@@ -41,6 +42,7 @@ def fedntd_tf(*, beta: NotNegative = 1.0, tau: Temperature = 1.0) -> Method:
         beta: weight of the distillation (beta); 0 is FedAvg bit for bit.
         tau: temperature (tau).
 
+    Tries: beta = 0.1, 0.3, 1.0; tau = 1.0, 3.0.
     Reveals: the trained model and the number of samples n_k.
     Differs from the paper: FedLMD, which compares with it, prints neither its loss nor beta and tau, and released no
         code of it; this is FedNTD with the mass 1 / (C - 1) on every class that the sample is not. The factor tau^2

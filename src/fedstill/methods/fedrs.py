@@ -24,6 +24,7 @@ def fedrs(*, alpha: Share = 0.5, rule: ScaleRule = "binary") -> Method:
         alpha: scale of the logit of a missing class (alpha), from 0 to 1; 1 is FedAvg bit for bit.
         rule: "binary" (the paper's) or "proportional" (classes that the client has little of are scaled too).
 
+    Tries: alpha = 0.1, 0.25, 0.5, 0.75, 0.9.
     Reveals: the trained model and the number of samples n_k. The label counts n_k^c stay on the client.
     Differs from the paper: the whole logit is scaled, bias included; the authors' classifier has no bias. The
         proportional rule is that of their released code. The global model predicts with the plain softmax.

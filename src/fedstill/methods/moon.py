@@ -91,6 +91,7 @@ def moon(*, mu: NotNegative = 0.1, temperature: Temperature = 0.5) -> Method:
             projection; the authors take 5 on CIFAR-10, with a projection of 256 (model.projection).
         temperature: temperature of the contrast (tau, here T).
 
+    Tries: mu = 0.01, 0.1, 1.0, 5.0; temperature = 0.1, 0.5, 1.0.
     Reveals: the trained model and the number of samples n_k. Each client keeps the model that it sent last.
     Differs from the paper: the features are the network's own unless it has a projection (model.projection = 256 is the
         paper's). At its first visit a client of the authors' code contrasts with an untrained network of its own, and

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +25,7 @@ from fedstill.models import MODELS
 from fedstill.models.mixed import MIXED, given, mixed
 from fedstill.partition import PARTITIONS
 from fedstill.server.aggregate import AGGREGATES
-from fedstill.storage.toml import toml_value
+from fedstill.storage.toml import parse_value, toml_value
 
 NONE = "none"  # the word for None, which TOML lacks
 _NAME_KEY = {
@@ -38,6 +40,7 @@ _FILLED_IN = {  # parameters that are no options, because the run gives them
     "model": ("input_shape", "classes", "vocabulary"),
 }
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a section"}
+_SECTIONS = ("Helps", "Args", "Tries", "Reveals", "Differs from the paper", "Reference")
 _LIMITS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
 
 
@@ -318,6 +321,56 @@ def listed(owner: Callable[..., Any], prefix: str = "", default: Any = None) -> 
             yield from listed(type(value), f"{prefix}{key}.", value)
         else:
             yield Option(prefix + key, value, limits_of(hints.get(key)), owner)
+
+
+def read_docstring(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the summary, the body (the equation) and each section of a docstring; a missing section is empty."""
+    text = inspect.getdoc(function) or ""
+    heading = re.compile(rf"^({'|'.join(_SECTIONS)}):[ ]?", re.MULTILINE)
+    head, *rest = heading.split(text)
+    summary, _, body = head.partition("\n")
+    words = {"summary": summary.strip(), "body": textwrap.dedent(body.strip("\n")).rstrip()}
+    for section, content in zip(rest[::2], rest[1::2], strict=True):
+        words[section] = content.rstrip() if section == "Args" else " ".join(content.split())
+    return {section: words.get(section, "") for section in ("summary", "body", *_SECTIONS)}
+
+
+def tries(name: str) -> dict[str, tuple[Any, ...]]:
+    """Return the values of a method's options that are worth trying, as `Tries:` in its docstring lists them.
+
+    Every value is checked against the method's signature and has the type of its option; "none" stands for None.
+
+    >>> tries("fedprox")
+    {'mu': (0.001, 0.01, 0.1, 1.0)}
+    """
+    from fedstill.methods.lookup import split_methods
+
+    hints = _hints(find("method", name))
+    values = {key: parameter.default for key, parameter in parameters("method", name).items()}
+    ranges: dict[str, tuple[Any, ...]] = {}
+    mistakes: list[str] = []
+    for entry in filter(None, read_docstring(find("method", name))["Tries"].removesuffix(".").split(";")):
+        path, equals, texts = (piece.strip() for piece in entry.partition("="))
+        if not equals:
+            mistakes.append(f"'Tries: {entry.strip()}' of {name} cannot be read: write option = value, value; ...")
+            continue
+        with noting(mistakes):
+            ranges[path] = tuple(
+                _checked_at(path.split("."), parse_value(text), name, values, hints) for text in split_methods(texts)
+            )
+    if mistakes:
+        raise FedstillError(*mistakes)
+    return ranges
+
+
+def _checked_at(path: list[str], value: Any, name: str, values: Mapping[str, Any], hints: Mapping[str, Any]) -> Any:
+    """Return one value of an option at a path such as student.lr, checked and as a file holds it."""
+    for key in reversed(path):
+        value = {key: value}
+    checked: Any = _checked_table("method", name, value, values, hints)
+    for key in path:
+        checked = as_table(checked[key])
+    return NONE if checked is None else checked
 
 
 def _plain(value: Any) -> bool:

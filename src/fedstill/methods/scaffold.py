@@ -48,6 +48,7 @@ def scaffold(*, option: ControlOption = "II", global_lr: Positive = 1.0) -> Meth
         option: how a client renews its control, "I" or "II".
         global_lr: the server's step size (eta_g).
 
+    Tries: global_lr = 0.25, 0.5, 1.0; option = I, II.
     Reveals: the trained model, the number of samples n_k and the change of the client's control (a mean gradient of
         its data, the size of the model). Each client keeps its control between rounds.
     Differs from the paper: option II divides by the momentum-aware travel, with the learning rates really used;

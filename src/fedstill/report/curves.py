@@ -57,7 +57,8 @@ def learning_curves(
 ) -> Path:
     """Draw one line a method into a PNG; several seeds of few methods make bands of one standard deviation.
 
-    Many bands would hide each other. Where every method has one round (one-shot), a bar a method, and the line beyond its end is that deviation.
+    Many bands would hide each other. Where every method has one round (one-shot), there is a bar a method, and the line
+    beyond its end is that deviation.
     references: accuracies that belong to no round, by name; each is a grey line across the picture, or a grey bar.
     """
     references = references or {}

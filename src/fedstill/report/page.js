@@ -28,6 +28,7 @@
     if (boxes.length) spec.layer.forEach(function (layer) { // the boxes are the legend
       ["color", "strokeDash"].forEach(function (channel) { if (layer.encoding[channel]) layer.encoding[channel].legend = null; });
     });
+    if (spec.data) spec.data.name = "rows"; // so that a live page can replace them
     spec.width = "container";
     spec.autosize = { type: "fit-x", contains: "padding" };
     figure.classList.add("js"); // shown first, because a hidden box has no width
@@ -49,12 +50,18 @@
       console.error(error);
     });
   }
-  var figures = Array.prototype.slice.call(document.querySelectorAll("figure"));
-  var drawn = [];
+  function draw_again(figure) {
+    if (drawn.has(figure)) drawn.get(figure).finalize();
+    drawn.delete(figure);
+    return draw(figure).then(function (made) { if (made) drawn.set(figure, made); return made; });
+  }
+  var drawn = new Map(); // figure -> its view
   function all() {
-    drawn.forEach(function (made) { if (made) made.finalize(); });
-    return Promise.all(figures.map(draw)).then(function (made) { drawn = made; document.body.dataset.ready = "yes"; });
+    return Promise.all(Array.prototype.map.call(document.querySelectorAll("figure"), draw_again)).then(function () {
+      document.body.dataset.ready = "yes";
+    });
   }
   all();
   dark.addEventListener("change", all);
+  window.fedstillPage = { draw: draw_again, drawn: drawn };
 })();

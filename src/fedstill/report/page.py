@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedstill.core.errors import FedstillError, in_one_line
 from fedstill.report import counted
@@ -83,61 +83,114 @@ def write_report(
     return path
 
 
+class Section(NamedTuple):
+    """A section of the page."""
+
+    title: str
+    html: str
+
+
 def make_page(runs: Runs) -> str:
-    """Return the page of some runs. A panel that fails says so in its place, because the others are worth showing."""
-    vega = _vega()
-    titles, sections = {}, []
+    """Return the page of some runs."""
+    _vega()  # so that a missing package is reported before the sections are made
+    sections = make_sections(runs)
+    links = "".join(f'<li><a href="#{name}">{_text(section.title)}</a></li>' for name, section in sections.items())
+    title = page_title(runs)
+    header = f"""<h1><bdi>{_text(title)}</bdi></h1>
+<p class="by">{page_size(runs)}</p>
+<nav aria-label="Sections"><ul>{links}</ul></nav>"""
+    main = "".join(section.html for section in sections.values())
+    return _document(f"{title}: report", header, main, "The page needs no network.").html
+
+
+def make_live_page() -> Document:
+    """Return the page of `fedstill watch`: it has no section yet, because its script fetches them from its server."""
+    header = """<h1><bdi>fedstill watch</bdi></h1>
+<p class="by"></p>
+<p id="connection" role="status">Connecting.</p>
+<div id="progress"><progress max="1" aria-label="Rounds played" hidden></progress> <span></span></div>
+<nav aria-label="Sections"><ul></ul></nav>
+<noscript><p>This page needs JavaScript. The page that <code>fedstill report</code> writes needs none.</p></noscript>"""
+    return _document("fedstill watch", header, "", "New rounds arrive by themselves.", live=True)
+
+
+def make_sections(runs: Runs, *, static: bool = True) -> dict[str, Section]:
+    """Return the sections of some runs. A panel that fails says so in its place, because the others are worth showing.
+
+    static: put a static picture beneath each chart. A live page has none, because drawing them takes seconds.
+    """
+    sections = {}
     for name, make in panel_makers().items():
         try:
             made = make(runs)
-            section = "" if made is None else _section(name, made)
+            section = None if made is None else make_section(name, made, static=static)
         except Exception as error:
             _log.warning("no panel '%s': %s", name, in_one_line(error))
-            made = Panel(name.replace("_", " ").capitalize(), [CANNOT])
-            section = _section(name, made)
-        if made is not None:
-            titles[name] = made.title
-            sections.append(section)
+            section = make_section(name, Panel(name.replace("_", " ").capitalize(), [CANNOT]))
+        if section is not None:
+            sections[name] = section
+    return sections
+
+
+def page_title(runs: Runs) -> str:
+    return ", ".join(dict.fromkeys(str(run.config.get("name") or run.folder.name) for run in runs.all[:3]))
+
+
+def page_size(runs: Runs) -> str:
+    return f"{counted(len(runs.all), 'run')} of {counted(len(runs.by_method), 'method')}"
+
+
+class Document(NamedTuple):
+    """A whole page, and the content security policy in it."""
+
+    html: str
+    policy: str
+
+
+def _document(title: str, header: str, main: str, about: str, *, live: bool = False) -> Document:
+    """Return a page around its sections.
+
+    live: with the script that fetches sections from the server of the page.
+    """
     here = Path(__file__)
-    script = f"{vega.javascript_bundle()}\n{here.with_name('page.js').read_text(encoding='utf-8')}"
+    files = ("page.js", "live.js") if live else ("page.js",)
+    script = "\n".join([_vega().javascript_bundle(), *(here.with_name(f).read_text(encoding="utf-8") for f in files)])
     script = script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # no script but this one runs, and nothing is fetched, whatever the names in the runs are
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:"
-    title = ", ".join(dict.fromkeys(str(run.config.get("name") or run.folder.name) for run in runs.all[:3]))
+    policy += "; connect-src 'self'" if live else ""
     themes = {
         "light": _theme(dark=False),
         "dark": _theme(dark=True),
         "onDark": dict(zip(LINE_COLOURS, ON_DARK, strict=True)),
     }
-    links = "".join(f'<li><a href="#{name}">{_text(words)}</a></li>' for name, words in titles.items())
-    return f"""<!doctype html>
+    page = f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(title)}: report</title>
+<title>{_text(title)}</title>
 <link rel="icon" href="data:,">
 <style>
 {here.with_name("page.css").read_text(encoding="utf-8")}{_line_styles()}</style>
 </head>
-<body>
+<body{' class="arriving"' if live else ""}>
 <header>
-<h1><bdi>{_text(title)}</bdi></h1>
-<p class="by">{counted(len(runs.all), "run")} of {counted(len(runs.by_method), "method")}</p>
-<nav aria-label="Sections"><ul>{links}</ul></nav>
+{header}
 </header>
 <main>
-{"".join(sections)}
+{main}
 </main>
-<footer><p>Written by fedstill {_text(version("fedstill"))}. The page needs no network. Hold the control key and turn
+<footer><p>Written by fedstill {_text(version("fedstill"))}. {about} Hold the control key and turn
 the wheel to zoom into a chart; a double click shows all of it again.</p></footer>
-<script type="application/json" id="themes">{_json(themes)}</script>
+<script type="application/json" id="themes">{in_json(themes)}</script>
 <script>{script}</script>
 </body>
 </html>
 """
+    return Document(page, policy)
 
 
 def _vega() -> Any:
@@ -154,7 +207,7 @@ def _text(words: object) -> str:
     return html.escape(clean, quote=True)
 
 
-def _json(tree: Any) -> str:
+def in_json(tree: Any) -> str:
     """Return JSON in ASCII without any sign that ends a script or begins a tag."""
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
@@ -176,18 +229,19 @@ def _isolated(words: object) -> str:
     return f"<bdi>{_text(words)}</bdi>"
 
 
-def _section(name: str, panel: Panel) -> str:
+def make_section(name: str, panel: Panel, *, static: bool = True) -> Section:
+    """Return the section of a panel; without `static` it has no pictures beneath its charts."""
     parts = [f'<section id="{name}" class="{name}" aria-labelledby="{name}-title">']
     parts.append(f'<h2 id="{name}-title">{_text(panel.title)}</h2>')
     parts += [f"<p>{_isolated(sentence)}</p>" for sentence in panel.sentences]
-    parts += [_figure(chart) for chart in panel.charts]
+    parts += [_figure(chart, static=static) for chart in panel.charts]
     for content, alt in panel.pictures:
         address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
         parts.append(f'<p><img class="static" src="{address}" alt="{_text(alt)}"></p>')
     if panel.table is not None:
         parts.append(_table(panel.table))
     parts += [f"<p>{_isolated(caption)}</p>\n<pre tabindex=0>{_text(text)}</pre>" for caption, text in panel.texts]
-    return "\n".join([*parts, "</section>\n"])
+    return Section(panel.title, "\n".join([*parts, "</section>\n"]))
 
 
 def _table(table: Table) -> str:
@@ -206,7 +260,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _figure(chart: Chart) -> str:
+def _figure(chart: Chart, *, static: bool) -> str:
     boxes = ""
     if chart.toggles:
         lines = "".join(
@@ -214,10 +268,13 @@ def _figure(chart: Chart) -> str:
             for place, name in enumerate(chart.toggles)
         )
         boxes = f'<fieldset class="toggles"><legend>Lines:</legend>{lines}</fieldset>'
+    picture = ""
+    if static:
+        picture = f'<img class="static" src="{_static(chart)}" alt="{_text(chart.alt)}" width="{STATIC_WIDTH}">'
     return (
-        f'<figure><img class="static" src="{_static(chart)}" alt="{_text(chart.alt)}" width="{STATIC_WIDTH}">'
+        f"<figure>{picture}"
         f'<div class="live" role="group" aria-label="{_text(chart.alt)}"></div>{boxes}'
-        f'<script type="application/json">{_json(chart.spec)}</script></figure>'
+        f'<script type="application/json">{in_json(chart.spec)}</script></figure>'
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -134,8 +134,12 @@ class Runs:
         return {run.seed: run.accuracy for run in self.by_method[method] if run.accuracy is not None}
 
 
-def read_runs(folders: Sequence[str | Path]) -> Runs:
-    """Return every run in some folders; each folder holds a run, or runs below it, as a comparison's does."""
+def read_runs(folders: Sequence[str | Path], *, read: Callable[[Path, str], Run] | None = None) -> Runs:
+    """Return every run in some folders; each folder holds a run, or runs below it, as a comparison's does.
+
+    read: reads the run in a folder, given the name of its method or an empty text; `read_run` by default.
+    """
+    read = read_run if read is None else read
     places: dict[Path, str] = {}
     references, gaps = [], []
     for folder in map(Path, folders):
@@ -143,28 +147,32 @@ def read_runs(folders: Sequence[str | Path]) -> Runs:
             raise FedstillError(
                 f"no folder '{folder}': give the folder that `fedstill run` or `fedstill compare` named"
             )
-        if not (below := _run_folders(folder)):
+        if not (below := run_folders(folder)):
             raise FedstillError(f"'{folder}' holds no run: give the folder that `fedstill run` or `compare` named")
         names, about = _names_in(folder, below)
         places |= names
         gaps += about
         for file in sorted(folder.glob("references/seed-*.json")):
             references.append(_json(file, gaps))
-    runs = [_read_run(place, name) for place, name in places.items()]
+    runs = [read(place, name) for place, name in places.items()]
     for run in runs:
         if run.files["references.json"]:
             references.append(run.files["references.json"])
-    gaps += [f"{_short(run.folder, folders)}: {gap}" for run in runs for gap in run.gaps]
+    gaps += [line for run in runs for line in gap_lines(run, folders)]
     grouped = _grouped(runs)
     ordered = sorted(grouped, key=lambda method: -_mean(run.accuracy for run in grouped[method]))
     by_method = {method: sorted(grouped[method], key=lambda run: run.seed) for method in ordered}
     return Runs(by_method, [Path(folder) for folder in folders], [one for one in references if one], gaps)
 
 
-def _short(folder: Path, given: Sequence[str | Path]) -> str:
-    """Return a folder below the one that the user gave; a page that is sent to others shows no path of this machine."""
-    parent = next((Path(one).parent for one in given if folder.is_relative_to(one)), folder.parent)
-    return str(folder.relative_to(parent))
+def gap_lines(run: Run, given: Sequence[str | Path]) -> list[str]:
+    """Return the gaps of a run behind the name of its folder.
+
+    The name begins at the folder that the user gave, because a page that is sent to others shows no path of this
+    machine.
+    """
+    parent = next((Path(one).parent for one in given if run.folder.is_relative_to(one)), run.folder.parent)
+    return [f"{run.folder.relative_to(parent)}: {gap}" for gap in run.gaps]
 
 
 def _mean(values: Iterable[float | None]) -> float:
@@ -172,7 +180,7 @@ def _mean(values: Iterable[float | None]) -> float:
     return sum(known) / len(known) if known else -1.0
 
 
-def _run_folders(folder: Path) -> list[Path]:
+def run_folders(folder: Path) -> list[Path]:
     """Return the folder itself where it holds a run, else the folders below it that do."""
     if (folder / METRICS_FILE).exists() or (folder / "contract.json").exists():
         return [folder]
@@ -209,7 +217,8 @@ EXPECTED = ("contract.json", COUNTS_FILE, "calibration.json", "env.json")  # in 
 JSON_FILES = (*EXPECTED, "parties.json", "privacy.json", "references.json", "generated.json")
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str) -> Run:
+    """Return the run in a folder; `name` is its method's name, and empty where the run's own file has it."""
     gaps: list[str] = []
     files = {}
     for file in JSON_FILES:

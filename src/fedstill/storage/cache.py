@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,18 +26,13 @@ import torch
 from torch import Tensor
 
 from fedstill.core.types import Tree
-from fedstill.storage.files import holder, lock, write_whole, writing
+from fedstill.storage.files import default_cache_dir, holder, lock, write_whole, writing
 
 FORMAT = 2  # raise it when the layout of an entry changes
 ENTRY = "entry.json"
 ALIGNMENT = 64  # bytes: where an array may begin
 PATIENCE = 1.0  # seconds between two looks whether another run is done
 _log = logging.getLogger("fedstill.run")
-
-
-def default_cache_dir() -> Path:
-    """Return the folder $FEDSTILL_CACHE, or ~/.cache/fedstill if the variable is not set."""
-    return Path(os.environ.get("FEDSTILL_CACHE") or Path.home() / ".cache" / "fedstill")
 
 
 class Cache:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,12 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 TEMPORARY = ".writing-"  # how the name of an unfinished file begins
+INSTANT = 0.05  # seconds
+
+
+def default_cache_dir() -> Path:
+    """Return the folder $FEDSTILL_CACHE, or ~/.cache/fedstill if the variable is not set."""
+    return Path(os.environ.get("FEDSTILL_CACHE") or Path.home() / ".cache" / "fedstill")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -89,6 +96,7 @@ def holder(path: Path) -> str:
 
 def _take(path: Path, *, wait: bool) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
+    last_try = False
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
@@ -96,7 +104,12 @@ def _take(path: Path, *, wait: bool) -> TextIO:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise
+                    if last_try:
+                        raise
+                    last_try = True  # perhaps `is_held` had it, which takes a lock for an instant
+                    time.sleep(INSTANT)
+                    file.close()
+                    continue
                 except OSError:
                     pass  # a drive without locks
             with suppress(FileNotFoundError):

@@ -65,6 +65,7 @@ def d2cfl(
         feedback: send the teacher to the clients (the paper); false sends them the average and only reports the
             teacher, so that no mistake of a label comes back in the next round's labels.
 
+    Tries: student.lr = 0.0001, 0.0003, 0.001; mix_alpha = 0.1, 0.2, 0.4; past = 5, 10, 20.
     Reveals: the trained model and the number of samples n_k; the server looks at the average only, so secure
         aggregation is possible.
     Differs from the paper: the soft labels of the mean teacher, the student's start, rate and share, and that clients

@@ -39,6 +39,7 @@ def feddf_gen(
             ("uniform"), for which nobody must tell them.
         ensemble: teachers count alike ("uniform"), or for class y by the share of it that they hold ("class").
 
+    Tries: student.lr = 0.03, 0.1, 0.3; student.steps = 5, 20, 50; generator.lr = 0.003, 0.01.
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
         ensemble are "uniform"); the server runs every client's model on its own, so secure aggregation is impossible.
     Differs from the paper: FedFTG's text names the idea alone; all numbers are those of its code, whose pool is

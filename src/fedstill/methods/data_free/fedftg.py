@@ -56,6 +56,7 @@ def fedftg(
             "average" of this round's clients, which is better with student.batch_norm = "train". Training is the same.
             Nothing may refine the model after "average".
 
+    Tries: student.lr = 0.03, 0.1, 0.3; iterations = 5, 10, 20; generator.lr = 0.003, 0.01.
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless labels and
         ensemble are both "uniform"); the server runs every client's model on its own, so secure aggregation is
         impossible.

@@ -51,6 +51,7 @@ def fedgen(
         class_weights: a client's cross-entropy counts by its share of the sample's class ("sample"); "uniform" needs no
             label counts: omega = 1 / |S|, all classes.
 
+    Tries: label_weight = 1.0, 3.0, 10.0; match_weight = 0.0, 1.0; generator.lr = 0.0003, 0.001.
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless class_weights
         is "uniform"); the server runs every client's head on its own, so secure aggregation is impossible. What the
         heads know of a class goes to all clients as a generator of its features, and with it which classes the clients

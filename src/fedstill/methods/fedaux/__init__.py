@@ -85,6 +85,7 @@ def fedaux(
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
 
+    Tries: student.lr = 0.0003, 0.001, 0.003; student.steps = 100, 500, 1000; lam = 0.0001, 0.001, 0.01, 0.1.
     Reveals: once, w_i (as many numbers as there are features), with noise only if epsilon is set; the other scorers
         send a score for every unlabeled row, without any protection. Then each round the trained model and the number
         of samples n_k, which epsilon does not cover; the server runs every client's model on its own.

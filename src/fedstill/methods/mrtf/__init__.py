@@ -58,6 +58,7 @@ def mrtf(
             and 25.1), in the first six on digits true.
         every: refine in rounds `every`, 2 `every`, ... only; the other rounds only average.
 
+    Tries: student.lr = 0.0001, 0.0003, 0.001; sharpness = 2.0, 4.0, 8.0; warm_up = 0, 5.
     Reveals: the trained model, the number of samples n_k and the mean training loss, which sets u_t; the server runs
         every client's model on its own, so secure aggregation is impossible.
     Differs from the paper: the refinery counts as far as the clients disagree, which is our rule, because it helps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -50,7 +51,7 @@ def panel(runs: Runs) -> Panel | None:
         f"{int(sizes.min()):,} rows, the median {np.median(sizes):,.0f}, the largest {int(sizes.max()):,}.",
         f"A client has rows of {skew['classes_present']:.1f} classes on average, and its most frequent class is "
         f"{100 * skew['top_class_share']:.0f} % of its rows.",
-        *_like(counts, skew),
+        *_like(counts.tobytes(), counts.shape[1], skew["total_variation"]),
     ]
     if len(runs.all) > 1 and len({run.seed for run in runs.all}) > 1:
         sentences.append(f"This is the split of seed {run.seed}; other seeds split anew.")
@@ -105,9 +106,14 @@ def _sizes(sizes: np.ndarray, names: list[str], order: np.ndarray, kind: str) ->
     )
 
 
-def _like(counts: np.ndarray, skew: dict[str, float]) -> list[str]:
-    """Say which Dirichlet split of the same classes over as many clients has the nearest distance between clients."""
-    clients, classes = min(len(counts), MOST_PARTIES), counts.shape[1]
+@lru_cache(maxsize=4)  # a live page asks again and again
+def _like(content: bytes, classes: int, distance: float) -> list[str]:
+    """Say which Dirichlet split of the same classes over as many clients has the nearest distance between clients.
+
+    content: the class counts (clients, classes), as bytes of int64.
+    """
+    counts = np.frombuffer(content, dtype=np.int64).reshape(-1, classes)
+    clients = min(len(counts), MOST_PARTIES)
     if clients < 2 or classes < 2:
         return []
     totals = counts.sum(axis=0) / counts.sum()
@@ -121,9 +127,9 @@ def _like(counts: np.ndarray, skew: dict[str, float]) -> list[str]:
         distances[alpha] = describe(class_counts(parts, labels, classes))["total_variation"]
     if not distances:
         return []
-    nearest = min(distances, key=lambda alpha: abs(distances[alpha] - skew["total_variation"]))
+    nearest = min(distances, key=lambda alpha: abs(distances[alpha] - distance))
     return [
         f"In labels this is like LDA {nearest:g}: the class shares of two clients differ by "
-        f"{skew['total_variation']:.2f} on average (total variation), and by {distances[nearest]:.2f} in a Dirichlet "
+        f"{distance:.2f} on average (total variation), and by {distances[nearest]:.2f} in a Dirichlet "
         f"split with alpha = {nearest:g}, the nearest of {len(ALPHAS)}."
     ]

@@ -1,15 +1,17 @@
-"""Run every method with its defaults, five seeds each, on the three federations of this folder.
+"""Run the leaderboard: every method with its defaults and the chosen compositions, five seeds each.
 
-    python benchmarks/defaults/run.py                                  run everything that is not recorded yet
-    python benchmarks/defaults/run.py --methods feddf,fedadam          only these methods
-    python benchmarks/defaults/run.py --trials --methods 'fedadam(server_lr=0.1),fedavg'
+    python benchmarks/leaderboard/run.py                               run everything that is not recorded yet
+    python benchmarks/leaderboard/run.py --methods feddf,fedadam       only these methods
+    python benchmarks/leaderboard/run.py --federations defaults        only the three federations of docs/methods
+    python benchmarks/leaderboard/run.py --trials --methods 'fedadam(server_lr=0.1),scaffold+d2cfl'
 
-Each finished run is written to docs/results/defaults.json at once, so the script can be stopped and started again. A
+Each finished run is written to docs/results/leaderboard.json at once, so the script can be stopped and started again. A
 record holds a digest of the experiment file and of the method's defaults: a run whose settings have changed since is
-run again, and its old record is dropped. `make pages` makes the tables of docs/methods from the records.
+run again, and its old record is dropped. `make pages` makes the tables of docs/choosing-a-method.md, of the README and
+of docs/methods from the records.
 
-With --trials the seeds are 100, 101 and 102, and the file is docs/results/defaults_trials.json. Choose defaults by
-trials, because a default that was chosen by the seeds of the table would look better there than it is.
+With --trials the seeds are 100, 101 and 102, and the file is docs/results/leaderboard_trials.json. Choose defaults and
+compositions by trials, because a choice by the seeds of the table would look better there than it is.
 """
 
 from __future__ import annotations
@@ -37,23 +39,44 @@ from fedstill.methods.lookup import split_methods
 from fedstill.storage.files import write_whole
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "docs" / "results" / "defaults.json"
+RESULTS = HERE.parents[1] / "docs" / "results" / "leaderboard.json"
 FEDERATIONS = {
-    "digits": "digits, Dirichlet 0.1",
-    "fashion": "fashion-mini, Dirichlet 0.5",
+    "digits_strong": "digits, Dirichlet 0.1",
+    "digits_medium": "digits, Dirichlet 0.5",
+    "digits_mild": "digits, Dirichlet 5",
+    "fashion_strong": "fashion-mini, Dirichlet 0.05",
+    "fashion_medium": "fashion-mini, Dirichlet 0.5",
+    "fashion_mild": "fashion-mini, Dirichlet 5",
     "cancer": "breast cancer, IID",
+    "quickstart": "quick start: fashion-mini, Dirichlet 0.05, 50 clients",
 }
+BOARD = tuple(FEDERATIONS)[:6]  # the six by which methods are ranked
+DEFAULTS = ("digits_strong", "fashion_medium", "cancer")  # the table of methods with their defaults (docs/methods)
+GROUPS = {"all": tuple(FEDERATIONS), "board": BOARD, "defaults": DEFAULTS}
+COMPOSITIONS = (  # the best ten of the trials by their mean rank on the six
+    "fedntd_tf+feddyn+scaffold+d2cfl",
+    "scaffold+fedavgm+label_smoothing+d2cfl",
+    "scaffold+fedavgm+d2cfl",
+    "fedntd_tf+feddyn+d2cfl",
+    "fedntd_tf+feddyn+label_smoothing+d2cfl",
+    "feddyn+d2cfl",
+    "fedntd_tf+scaffold+fedavgm+d2cfl",
+    "fedntd_tf+feddyn+fedbe",
+    "scaffold+fedadagrad+d2cfl",
+    "fedlmd_tf+feddyn+d2cfl",
+)
 SEEDS = (0, 1, 2, 3, 4)
-TRIALS, TRIAL_SEEDS = RESULTS.with_name("defaults_trials.json"), (100, 101, 102)
+TRIALS, TRIAL_SEEDS = RESULTS.with_name("leaderboard_trials.json"), (100, 101, 102)
 LAST = 3  # rounds whose mean accuracy a table shows: with five of ten skewed clients, one round alone is chance
 Record = dict[str, Any]
 
 
 def experiment_of(federation: str, method: str, seed: int) -> Experiment:
     """Return the experiment file of a federation with a method and a seed."""
-    experiment = Experiment.from_toml(HERE / f"{federation}.toml")
+    package = Path(fedstill.__file__).parent
+    file = package / "quickstart.toml" if federation == "quickstart" else HERE / f"{federation}.toml"
     section = MethodSection.model_validate({"name": method})
-    return experiment.model_copy(update={"method": section, "seed": seed})
+    return Experiment.from_toml(file).model_copy(update={"method": section, "seed": seed})
 
 
 def key_of(experiment: Experiment) -> str:
@@ -79,14 +102,21 @@ def write_records(path: Path, records: list[Record]) -> None:
     write_whole(path, f'{{"last_rounds": {LAST}, "runs": [\n{lines}\n]}}\n')
 
 
-def missing(records: list[Record], methods: Iterable[str], seeds: Iterable[int]) -> Iterator[tuple[str, str, int]]:
-    """Yield (federation, method, seed) of each run that no record with today's settings holds; a seed's runs first."""
-    methods = list(methods)
+def missing(
+    records: list[Record], methods: Iterable[str], seeds: Iterable[int], federations: Iterable[str] = FEDERATIONS
+) -> Iterator[tuple[str, str, int]]:
+    """Yield (federation, method, seed) of each run that no record with today's settings holds; a seed's runs first.
+
+    Compositions are run on the six federations of the board and on the quick start.
+    """
+    methods, federations = list(methods), list(federations)
     known = {(record["federation"], record["method"], record["seed"]): record["key"] for record in records}
     for seed in seeds:
-        for federation in FEDERATIONS:
+        for federation in federations:
             for method in methods:
                 run = federation, method, seed
+                if federation == "cancer" and "+" in method:
+                    continue
                 if known.get(run) != key_of(experiment_of(*run)):
                     yield run
 
@@ -116,17 +146,23 @@ def measure(experiment: Experiment, folder: Path) -> Record:
         "last": round(100 * history.mean_last(1), 3),
         "last_rounds": round(100 * history.mean_last(LAST), 3),
         "seconds": round(result.seconds, 2),
+        "bytes": history.bytes_up + history.bytes_down,
+        "accuracy": [round(100 * row["accuracy"], 2) for row in history.rows],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", default=",".join(METHODS), help="names, with options if wanted; default: all")
-    parser.add_argument("--trials", action="store_true", help="run with the seeds by which defaults are chosen")
+    everything = ",".join((*METHODS, *COMPOSITIONS))
+    parser.add_argument("--methods", default=everything, help="names, with options if wanted; default: all")
+    parser.add_argument("--federations", default="all", help=f"names, or one of {', '.join(GROUPS)}; default: all")
+    parser.add_argument("--trials", action="store_true", help="run with the seeds by which choices are made")
+    parser.add_argument("--seeds", type=int, help="only the first so many seeds")
     chosen = parser.parse_args()
     logging.getLogger("fedstill").setLevel(logging.ERROR)  # advice on rates is for a run that somebody watches
     path, seeds = (TRIALS, TRIAL_SEEDS) if chosen.trials else (RESULTS, SEEDS)
-    wanted = list(missing(read_records(path), split_methods(chosen.methods), seeds))
+    federations = GROUPS.get(chosen.federations) or chosen.federations.split(",")
+    wanted = list(missing(read_records(path), split_methods(chosen.methods), seeds[: chosen.seeds], federations))
     print(f"{len(wanted)} runs are missing", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         write_table(Path(folder))
@@ -139,7 +175,8 @@ def main() -> None:
             record = {**run, "key": key_of(experiment), **measured, **versions, "date": date}
             others = [old for old in read_records(path) if any(old[name] != run[name] for name in run)]
             write_records(path, [*others, record])
-            print(federation, method, f"seed {seed}:", *measured.values(), flush=True)
+            figures = [measured[name] for name in ("last_rounds", "seconds", "refused") if name in measured]
+            print(federation, method, f"seed {seed}:", *figures, flush=True)
 
 
 if __name__ == "__main__":
