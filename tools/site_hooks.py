@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pykatex
+from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -94,18 +94,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Let links lead to where the site holds their files, and docs/api.md show the docstrings of the names it lists."""
     if page.file.generated_by:
         return markdown
+    if page.file.src_uri == "api.md":
+        return rewritten(DOCS / "api.md", PUBLIC.sub(r"::: \2.\1", markdown).replace("/", "."))
     return rewritten(DOCS / page.file.src_uri, markdown)
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Draw the formulas of a page."""
+
     def drawn(match: re.Match[str]) -> str:
-        try:
-            return pykatex.renderToString(
-                html.unescape(match[2]).strip(), displayMode=match[1] == "div", output="mathml"
-            )
-        except Exception as error:
-            raise PluginError(f"{page.file.src_uri}: a formula cannot be drawn: {error}") from error
+        formula = html.unescape(match[2]).strip().replace(r"\arg", r"\operatorname{arg}")  # the converter lacks \arg
+        mathml: str = convert(formula, display="block" if match[1] == "div" else "inline")
+        if "\\" in mathml:  # the converter passes on a command that it does not know
+            raise PluginError(f"{page.file.src_uri}: the site cannot draw all of the formula {formula}")
+        return mathml
 
     return FORMULA.sub(drawn, content)

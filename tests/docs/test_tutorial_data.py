@@ -1,4 +1,4 @@
-"""Every command of docs/for-a-hospital.md runs, one after another, in an empty folder."""
+"""Every command of docs/tutorial-data.md runs, one after another, in an empty folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_the_walk_from_a_csv_to_a_bundle(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = re.findall(r"^\$ (.+)$", (ROOT / "docs" / "for-a-hospital.md").read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(r"^\$ (.+)$", (ROOT / "docs" / "tutorial-data.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(lines) == 7
     for line in lines:
         program, *words = shlex.split(line)
