@@ -16,7 +16,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -24,6 +24,7 @@ INSIDE = "repository"  # the folder of the site that holds the repository's file
 BLOCK = re.compile(r"^(`{3,}).*?^\1$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]+)([^)\s]*\))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+PUBLIC = re.compile(r"^- \[`(\w+)`\]\(\.\./src/([\w/]+?)(?:/__init__)?\.py\)$", re.MULTILINE)  # a name in docs/api.md
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "sh", ".cff": "yaml", ".yml": "yaml"}
 
 
@@ -87,7 +88,8 @@ def on_files(files: Files, config: Any) -> Files:
         if not page.is_relative_to(DOCS):
             added.add(page)
             content = rewritten(base, text) if page.suffix == ".md" or page.is_dir() else text
-            files.append(File.generated(config, place_in_site(page), content=content))
+            place, level = place_in_site(page), InclusionLevel.NOT_IN_NAV
+            files.append(File.generated(config, place, content=content, inclusion=level))
         if page.suffix == ".md" or page.is_dir():
             waiting += [target for _, target in outside_links(base, text) if not target.is_relative_to(DOCS)]
     return files
@@ -98,7 +100,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if page.file.generated_by:
         return markdown
     if page.file.src_uri == "api.md":
-        return rewritten(DOCS / "api.md", PUBLIC.sub(r"::: \2.\1", markdown).replace("/", "."))
+        markdown = PUBLIC.sub(lambda link: f"::: {link[2].replace('/', '.')}.{link[1]}", markdown)
     return rewritten(DOCS / page.file.src_uri, markdown)
 
 
@@ -106,7 +108,8 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Draw the formulas of a page."""
 
     def drawn(match: re.Match[str]) -> str:
-        formula = html.unescape(match[2]).strip().replace(r"\arg", r"\operatorname{arg}")  # the converter lacks \arg
+        formula = html.unescape(match[2]).strip().replace(r"\arg", r"\operatorname{arg}")  # which the converter lacks,
+        formula = re.sub(r"\\[bB]ig\\\|", r"\\Vert ", formula)  # as it lacks large bars
         mathml: str = convert(formula, display="block" if match[1] == "div" else "inline")
         if "\\" in mathml:  # the converter passes on a command that it does not know
             raise PluginError(f"{page.file.src_uri}: the site cannot draw all of the formula {formula}")

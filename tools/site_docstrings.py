@@ -1,0 +1,51 @@
+"""Let the site list arguments as arguments: a docstring of ours says `name: text`, and mkdocstrings asks for `Args:`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Class, Docstring, Extension, Function
+
+ITEM = re.compile(r"^(\w+): ")
+
+
+def with_heading(text: str, names: set[str]) -> str:
+    """Return a docstring with `Args:` before each paragraph whose first line explains one of the names.
+
+    >>> print(with_heading("Run it.\\n\\ndata: rows,\\nor a table.\\n\\nIt ends.", {"data"}))
+    Run it.
+    <BLANKLINE>
+    Args:
+        data: rows,
+            or a table.
+    <BLANKLINE>
+    It ends.
+    """
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        first = ITEM.match(paragraph)
+        if first and first[1] in names:
+            lines = paragraph.splitlines()
+            begins = [(item := ITEM.match(line)) is not None and item[1] in names for line in lines]
+            indented = [
+                f"    {line}" if begin else f"        {line.strip()}" for line, begin in zip(lines, begins, strict=True)
+            ]
+            paragraph = "\n".join(["Args:", *indented])
+        paragraphs.append(paragraph)
+    return "\n\n".join(paragraphs)
+
+
+class HouseDocstrings(Extension):
+    """Changes the docstrings of functions and classes before mkdocstrings reads them."""
+
+    def on_function(self, *, func: Function, **_: Any) -> None:
+        self.change(func.docstring, {parameter.name for parameter in func.parameters})
+
+    def on_class(self, *, cls: Class, **_: Any) -> None:
+        names = set(cls.members) | {parameter.name for parameter in cls.parameters}
+        self.change(cls.docstring, names)
+
+    def change(self, docstring: Docstring | None, names: set[str]) -> None:
+        if docstring is not None:
+            docstring.value = with_heading(docstring.value, {name.lstrip("*") for name in names})
