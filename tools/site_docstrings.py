@@ -1,4 +1,7 @@
-"""Let the site list arguments as arguments: a docstring of ours says `name: text`, and mkdocstrings asks for `Args:`."""
+"""Let the site list arguments as arguments and show doctests as code, as mkdocstrings asks for them.
+
+A docstring of ours says `name: text` where mkdocstrings expects a list below `Args:`, and has no fence around a doctest.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from griffe import Class, Docstring, Extension, Function
 ITEM = re.compile(r"^(\w+): ")
 
 
-def with_heading(text: str, names: set[str]) -> str:
-    """Return a docstring with `Args:` before each paragraph whose first line explains one of the names.
+def for_the_site(text: str, names: set[str]) -> str:
+    """Return a docstring with `Args:` before a paragraph whose first line explains one of the names, and fenced doctests.
 
-    >>> print(with_heading("Run it.\\n\\ndata: rows,\\nor a table.\\n\\nIt ends.", {"data"}))
+    >>> print(for_the_site("Run it.\\n\\ndata: rows,\\nor a table.\\n\\nIt ends.", {"data"}))
     Run it.
     <BLANKLINE>
     Args:
@@ -32,6 +35,8 @@ def with_heading(text: str, names: set[str]) -> str:
                 f"    {line}" if begin else f"        {line.strip()}" for line, begin in zip(lines, begins, strict=True)
             ]
             paragraph = "\n".join(["Args:", *indented])
+        elif paragraph.startswith(">>> "):
+            paragraph = f"```pycon\n{paragraph}\n```"
         paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)
 
@@ -48,4 +53,4 @@ class HouseDocstrings(Extension):
 
     def change(self, docstring: Docstring | None, names: set[str]) -> None:
         if docstring is not None:
-            docstring.value = with_heading(docstring.value, {name.lstrip("*") for name in names})
+            docstring.value = for_the_site(docstring.value, {name.lstrip("*") for name in names})

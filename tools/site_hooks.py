@@ -33,6 +33,8 @@ def place_in_site(path: Path) -> str:
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        return f"{INSIDE}/{name}/index.md"
     return f"{INSIDE}/{name}" if path.suffix == ".md" else f"{INSIDE}/{name}.md"
 
 
@@ -109,7 +111,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
     def drawn(match: re.Match[str]) -> str:
         formula = html.unescape(match[2]).strip().replace(r"\arg", r"\operatorname{arg}")  # which the converter lacks,
-        formula = re.sub(r"\\[bB]ig\\\|", r"\\Vert ", formula)  # as it lacks large bars
+        formula = re.sub(r"\\[bB]ig(?=\\)", "", formula)  # as it lacks the large form of \| and \{
         mathml: str = convert(formula, display="block" if match[1] == "div" else "inline")
         if "\\" in mathml:  # the converter passes on a command that it does not know
             raise PluginError(f"{page.file.src_uri}: the site cannot draw all of the formula {formula}")
