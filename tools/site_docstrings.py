@@ -1,11 +1,13 @@
-"""Let the site list arguments as arguments and show doctests as code, as mkdocstrings asks for them.
+"""Make our docstrings into what mkdocstrings expects: a list of arguments, fenced doctests, the fields of a class.
 
-A docstring of ours says `name: text` where mkdocstrings expects a list below `Args:`, and has no fence around a doctest.
+A docstring of ours says `name: text` where mkdocstrings expects a list below `Args:`. Fields of a class are explained by
+comments, so a class shows the lines of its source that declare them.
 """
 
 from __future__ import annotations
 
 import re
+from textwrap import dedent
 from typing import Any
 
 from griffe import Class, Docstring, Extension, Function
@@ -48,8 +50,12 @@ class HouseDocstrings(Extension):
         self.change(func.docstring, {parameter.name for parameter in func.parameters})
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
-        names = set(cls.members) | {parameter.name for parameter in cls.parameters}
-        self.change(cls.docstring, names)
+        self.change(cls.docstring, {*cls.members, *(parameter.name for parameter in cls.parameters)})
+        public = [field for field in cls.attributes.values() if field.annotation and not field.name.startswith("_")]
+        fields = [field for field in public if not field.docstring and "property" not in field.labels]
+        if cls.docstring is not None and fields:
+            shown = [dedent(field.source.rstrip()) for field in fields]
+            cls.docstring.value += "\n\n```python\n" + "\n".join(shown) + "\n```"
 
     def change(self, docstring: Docstring | None, names: set[str]) -> None:
         if docstring is not None:
