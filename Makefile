@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-wheel format pages docs clean
+.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-wheel format leaderboard pages docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +45,10 @@ test-wheel: .venv/for-test  ## build the wheel, install it in a fresh environmen
 format: .venv/for-test  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+leaderboard: .venv/for-test  ## run the leaderboard's missing runs, then write its page and the README's table anew
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaderboard/run.py
+	$(BIN)/python tools/make_leaderboard_pages.py
 
 pages: .venv/for-test  ## write the generated parts of the documentation anew
 	$(BIN)/python tools/make_method_pages.py

@@ -51,11 +51,12 @@ class HouseDocstrings(Extension):
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
         self.change(cls.docstring, {*cls.members, *(parameter.name for parameter in cls.parameters)})
-        public = [field for field in cls.attributes.values() if field.annotation and not field.name.startswith("_")]
-        fields = [field for field in public if not field.docstring and "property" not in field.labels]
-        if cls.docstring is not None and fields:
-            shown = [dedent(field.source.rstrip()) for field in fields]
-            cls.docstring.value += "\n\n```python\n" + "\n".join(shown) + "\n```"
+        enumerated = any(str(base) == "Enum" for base in cls.bases)
+        public = [field for field in cls.attributes.values() if not field.name.startswith("_") and not field.docstring]
+        fields = [field for field in public if "property" not in field.labels and (field.annotation or enumerated)]
+        shown = "\n".join(dedent(field.source.rstrip()) for field in fields)
+        if cls.docstring is not None and fields and "Annotated[" not in shown:  # the keys of an experiment have a page
+            cls.docstring.value += f"\n\n```python\n{shown}\n```"
 
     def change(self, docstring: Docstring | None, names: set[str]) -> None:
         if docstring is not None:

@@ -39,6 +39,7 @@ from fedstill.loop.history import Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.models.mixed import MIXED
 from fedstill.report import counted, human_bytes
+from fedstill.report.panels.tournament import shown
 from fedstill.storage.files import write_whole
 from fedstill.storage.toml import loads
 
@@ -362,8 +363,8 @@ class Tournament:
                 self._known[place, text, seed] = known
                 self._save()
             score = self._score(place, text)
-            shown = "failed" if score is None else f"{100 * abs(score):.1f} %"
-            self.tell(f"  {label(text)}: {shown} ({self.budget.shown(self.spent)} spent)")
+            result = "failed" if score is None else shown(score)
+            self.tell(f"  {label(text)}: {result} ({self.budget.shown(self.spent)} spent)")
 
     def _run(self, place: int, text: str, seed: int, rounds: int) -> Played:
         """Play one run to its end, from its checkpoint if there is one, and return its line."""
