@@ -27,7 +27,9 @@ def main(page: str | Path, picture: str | Path, *sections: str) -> None:
         ]
         opened.picture(Path(folder) / "all.png")
         drawn = Image.open(Path(folder) / "all.png").convert("RGB")
-    tops = [0 if name == "answer" else int(box["top"]) for name, box in zip(sections, boxes, strict=True)]  # 0: the title
+    tops = [
+        0 if name == "answer" else int(box["top"]) for name, box in zip(sections, boxes, strict=True)
+    ]  # 0: the title
     parts = [drawn.crop((0, top, drawn.width, int(box["bottom"]))) for top, box in zip(tops, boxes, strict=True)]
     joined, place = Image.new("RGB", (drawn.width, sum(part.height for part in parts))), 0
     for part in parts:
