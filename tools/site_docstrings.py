@@ -16,17 +16,7 @@ ITEM = re.compile(r"^(\w+): ")
 
 
 def for_the_site(text: str, names: set[str]) -> str:
-    """Return a docstring with `Args:` before a paragraph whose first line explains one of the names, and fenced doctests.
-
-    >>> print(for_the_site("Run it.\\n\\ndata: rows,\\nor a table.\\n\\nIt ends.", {"data"}))
-    Run it.
-    <BLANKLINE>
-    Args:
-        data: rows,
-            or a table.
-    <BLANKLINE>
-    It ends.
-    """
+    """Return a docstring with `Args:` before a paragraph that explains one of the names, and fenced doctests."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
         first = ITEM.match(paragraph)
