@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 READY = "document.readyState === 'complete' && document.documentElement.classList.contains('js')"
-PAGES = ("index.html", "tutorial-method.html", "methods/fedlmd.html", "api.html", "choosing-a-method.html")
+PAGES = ("index.html", "tutorial-method.html", "methods/d2cfl.html", "api.html", "choosing-a-method.html")
 SLATE = "document.body.dataset.mdColorScheme === 'slate'"
 
 
