@@ -111,6 +111,7 @@ METRICS: dict[str, Metric] = {
     "auc": Metric(auc),
     "client_mean": Metric(lambda answers: expected_by_client(answers).mean().double()),
     "client_worst": Metric(lambda answers: expected_by_client(answers).min().double()),
+    "validation_accuracy": Metric(None, column="validation %"),
     "train_loss": Metric(None, lower_is_better=True),
     "forgetting": Metric(None, lower_is_better=True),
 }

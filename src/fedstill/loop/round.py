@@ -328,6 +328,10 @@ def look_at(task: Task, state: State, row: Row) -> State:
         row["forgetting"] = forgetting(
             (past["class_accuracy"] for past in earlier if "class_accuracy" in past), row["class_accuracy"]
         )
+    if task.federation.validation is not None:
+        x, y = (part.to(task.engine.device) for part in task.federation.validation)
+        answers = task.trainer.outputs(weights, x, features=False).logits.argmax(dim=1)
+        row["validation_accuracy"] = plain((answers == y).double().mean())
     number_of(row, state.history.best_by, asked="best")
     others = {name: other for name, other in state.models.items() if other is not weights}
     others |= {network: only(weights, network) for network in task.model.networks if network}
