@@ -1,7 +1,7 @@
 """Make our docstrings into what mkdocstrings expects: a list of arguments, fenced doctests, the fields of a class.
 
-A docstring of ours says `name: text` where mkdocstrings expects a list below `Args:`. Fields of a class are explained by
-comments, so a class shows the lines of its source that declare them.
+A docstring of ours says `name: text` where mkdocstrings expects a list below `Args:`. Comments explain the fields of a
+class, so the site shows the lines of the source that declare them.
 """
 
 from __future__ import annotations
