@@ -1,9 +1,10 @@
-"""Put the outcome of the quick start into the documentation: its table, and two sections of its report as pictures.
+"""Put the outcome of the quick start into the documentation: its table, and sections of its report as pictures.
 
     make run
     python tools/show_quick_start.py runs/quickstart/<utc>-<hash>
 
-Pictures need chromium, chromedriver and selenium. The table carries a fingerprint of quickstart.toml, so that a test notices when the experiment has changed since.
+Pictures need chromium, chromedriver and selenium. The table carries a fingerprint of quickstart.toml, so that a test
+notices when the experiment has changed since.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedstill.report.table import MethodSummary, plain_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
-SECTIONS = {"report_curves.png": "curves", "report_holdings.png": "holdings"}
+SECTIONS = {"report.png": ("answer", "curves"), "report_curves.png": ("curves",), "report_holdings.png": ("holdings",)}
 SHOWN = re.compile(r"<!-- quick start (\w+), renewed by tools/show_quick_start.py -->\n```text\n(.*?)```", re.DOTALL)
 
 
@@ -58,8 +59,8 @@ def main() -> None:
     draw = runpy.run_path(str(ROOT / "tools" / "picture_of_report.py"))["main"]
     with tempfile.TemporaryDirectory() as temporary:
         page = write_report([folder], Path(temporary) / "report.html")
-        for name, section in SECTIONS.items():
-            draw(page, ROOT / "docs" / "images" / name, section)
+        for name, sections in SECTIONS.items():
+            draw(page, ROOT / "docs" / "images" / name, *sections)
 
 
 if __name__ == "__main__":
