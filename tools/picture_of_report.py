@@ -1,4 +1,4 @@
-"""Draw some sections of a page of `fedstill report` for the documentation: PICTURE.png, and PICTURE_dark.png in the dark.
+"""Draw sections of a page of `fedstill report` for the documentation: PICTURE.png, and PICTURE_dark.png in the dark.
 
     python tools/picture_of_report.py PAGE.html docs/images/report.png answer curves
 
