@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 
-.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-wheel format pages clean
+.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-wheel format leaderboard pages docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,13 +46,20 @@ format: .venv/for-test  ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+leaderboard: .venv/for-test  ## run the leaderboard's missing runs, then write its page and the README's table anew
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaderboard/run.py
+	$(BIN)/python tools/make_leaderboard_pages.py
+
 pages: .venv/for-test  ## write the generated parts of the documentation anew
 	$(BIN)/python tools/make_method_pages.py
 	$(BIN)/python tools/make_result_pages.py
 	$(BIN)/python tools/make_leaderboard_pages.py
 
-clean:  ## remove the environment and the caches of the tools; runs/ and ~/.cache/fedstill stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+docs: .venv/for-docs  ## build the documentation as a site; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:  ## remove the environment and the caches of the tools, and the site; runs/ and ~/.cache/fedstill stay
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 .venv/made:
 	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
@@ -66,4 +73,8 @@ clean:  ## remove the environment and the caches of the tools; runs/ and ~/.cach
 
 .venv/for-test: .venv/made pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
-	@touch $@ .venv/for-run
+	@touch $@ .venv/for-run .venv/for-docs
+
+.venv/for-docs: .venv/made pyproject.toml constraints.txt
+	$(PIP) -e '.[docs]'
+	@touch $@

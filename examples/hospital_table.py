@@ -1,4 +1,4 @@
-"""Write the table of docs/for-a-hospital.md: patients of five hospitals, with gaps, a patient number and a ward.
+"""Write the table of docs/tutorial-data.md: patients of five hospitals, with gaps, a patient number and a ward.
 
     python examples/hospital_table.py        writes patients.csv and new_patients.csv into this folder
 

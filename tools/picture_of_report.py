@@ -1,4 +1,4 @@
-"""Draw some sections of a page of `fedstill report` into a PNG, for the documentation.
+"""Draw sections of a page of `fedstill report` for the documentation: PICTURE.png, and PICTURE_dark.png in the dark.
 
     python tools/picture_of_report.py PAGE.html docs/images/report.png answer curves
 
@@ -19,21 +19,25 @@ from browser import browser
 WIDTH, HEIGHT = 860, 9000  # of the window: all of a page, so that nothing moves while it is drawn
 
 
-def main(page: str, picture: str, *sections: str) -> None:
-    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as opened:
-        opened.open(Path(page), width=WIDTH, height=HEIGHT)
-        boxes = [
-            opened.value(f"document.getElementById({name!r}).getBoundingClientRect().toJSON()") for name in sections
-        ]
-        opened.picture(Path(folder) / "all.png")
-        drawn = Image.open(Path(folder) / "all.png").convert("RGB")
-    tops = [0, *(int(box["top"]) for box in boxes[1:])]  # the first section comes with the title of the page
-    parts = [drawn.crop((0, top, drawn.width, int(box["bottom"]))) for top, box in zip(tops, boxes, strict=True)]
-    joined, place = Image.new("RGB", (drawn.width, sum(part.height for part in parts))), 0
-    for part in parts:
-        joined.paste(part, (0, place))
-        place += part.height
-    joined.quantize(200, kmeans=3).save(picture, optimize=True)
+def main(page: str | Path, picture: str | Path, *sections: str) -> None:
+    light = Path(picture)
+    for file, dark in (light, False), (light.with_stem(f"{light.stem}_dark"), True):
+        with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as opened:
+            opened.open(Path(page), width=WIDTH, height=HEIGHT, dark=dark)
+            boxes = [
+                opened.value(f"document.getElementById({name!r}).getBoundingClientRect().toJSON()") for name in sections
+            ]
+            opened.picture(Path(folder) / "all.png")
+            drawn = Image.open(Path(folder) / "all.png").convert("RGB")
+        tops = [
+            0 if name == "answer" else int(box["top"]) for name, box in zip(sections, boxes, strict=True)
+        ]  # 0: the title
+        parts = [drawn.crop((0, top, drawn.width, int(box["bottom"]))) for top, box in zip(tops, boxes, strict=True)]
+        joined, place = Image.new("RGB", (drawn.width, sum(part.height for part in parts))), 0
+        for part in parts:
+            joined.paste(part, (0, place))
+            place += part.height
+        joined.quantize(200, kmeans=3).save(file, optimize=True)
 
 
 if __name__ == "__main__":

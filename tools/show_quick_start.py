@@ -1,9 +1,10 @@
-"""Put the outcome of the quick start into the documentation: its table and two of its pictures, made smaller.
+"""Put the outcome of the quick start into the documentation: its table, and sections of its report as pictures.
 
     make run
     python tools/show_quick_start.py runs/quickstart/<utc>-<hash>
 
-The table carries a fingerprint of quickstart.toml, so that a test notices when the experiment has changed since.
+Pictures need chromium, chromedriver and selenium. The table carries a fingerprint of quickstart.toml, so that a test
+notices when the experiment has changed since.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import argparse
 import hashlib
 import json
 import re
+import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from fedstill import Experiment
 from fedstill.experiment.config import quickstart_table
 from fedstill.experiment.run_folder import read_description
+from fedstill.report.page import write_report
 from fedstill.report.table import MethodSummary, plain_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
-WIDTHS = {"curves.png": 1200, "partition.png": 1800}
+SECTIONS = {"report.png": ("answer", "curves"), "report_curves.png": ("curves",), "report_holdings.png": ("holdings",)}
 SHOWN = re.compile(r"<!-- quick start (\w+), renewed by tools/show_quick_start.py -->\n```text\n(.*?)```", re.DOTALL)
 
 
@@ -35,17 +39,6 @@ def fingerprint() -> str:
 def table(results: dict[str, Any]) -> str:
     """Return the table that `fedstill compare` printed."""
     return plain_table([MethodSummary.from_json(row) for row in results["methods"]])
-
-
-def shrink(source: Path, target: Path, width: int) -> None:
-    """Save a picture with at most `width` pixels a row and 256 colours, because that takes a tenth of the bytes."""
-    from PIL import Image
-
-    picture = Image.open(source).convert("RGB")
-    if picture.width > width:
-        picture = picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def main() -> None:
@@ -63,8 +56,11 @@ def main() -> None:
         if count != 1:
             sys.exit(f"{page}: expected one table of the quick start, found {count}")
         page.write_text(text, encoding="utf-8")
-    for name, width in WIDTHS.items():
-        shrink(folder / name, ROOT / "docs" / "images" / name, width)
+    draw = runpy.run_path(str(ROOT / "tools" / "picture_of_report.py"))["main"]
+    with tempfile.TemporaryDirectory() as temporary:
+        page = write_report([folder], Path(temporary) / "report.html")
+        for name, sections in SECTIONS.items():
+            draw(page, ROOT / "docs" / "images" / name, *sections)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from fedstill.experiment.build import build, build_federation
     from fedstill.experiment.choose import Choice, choose
     from fedstill.experiment.classifier import FederatedClassifier
-    from fedstill.experiment.compare import Comparison, compare
+    from fedstill.experiment.compare import Comparison, compare, sweep
     from fedstill.experiment.config import Experiment
     from fedstill.experiment.run import resume_run, run
     from fedstill.loop.callbacks import Callback, EarlyStop
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 # Imported when first used: torch takes a second, and `fedstill --help` should not.
 _HOMES = {
     "fedstill.loop.callbacks": "Callback EarlyStop",
-    "fedstill.experiment.compare": "Comparison compare",
+    "fedstill.experiment.compare": "Comparison compare sweep",
     "fedstill.experiment.config": "Experiment",
     "fedstill.compose.combine": "combine",
     "fedstill.compose.wrappers": "after every remember rollback",
@@ -162,6 +162,7 @@ __all__ = [
     "run",
     "seed_for",
     "split_unlabeled",
+    "sweep",
     "tokenise",
 ]
 

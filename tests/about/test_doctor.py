@@ -14,12 +14,12 @@ MODULES = {"pillow": "PIL", "dp-accounting": "dp_accounting", "vl-convert-python
 
 
 def declared() -> dict[str, tuple[str, ...]]:
-    """Packages of every extra that is not for those who change fedstill."""
+    """The packages of every extra that users of fedstill install; docs and dev are for its authors."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     return {
         extra: tuple(re.match(r"[\w.-]+", line)[0] for line in lines)
         for extra, lines in extras.items()
-        if extra != "dev"
+        if extra not in ("docs", "dev")
     }
 
 

@@ -136,7 +136,7 @@ def toy_board(tool, *, gap):
 
 
 def test_pairs_and_federations_are_counted_and_the_sign_test_is_the_textbook_s(tool):
-    """Ahead on five of six: 25 pairs won, four lost, one equal. The five tests are alike, so Holm multiplies by five."""
+    """Ahead on five of six: 25 pairs won, four lost, one equal. Holm multiplies five equal tests by five."""
     board = toy_board(tool, gap=lambda name, seed: -1.0 * (seed > 0) if name == "fashion_mild" else 1.0 + seed / 10)
     versus = board.versus["scaffold+d2cfl", "mrtf"]
     assert (versus.ahead, versus.shown, versus.wins, versus.losses) == (5, 5, 25, 4)

@@ -16,6 +16,7 @@ LANGUAGES = {"python", "py", "toml", "sh", "text"}  # py: an excerpt, see test_r
 SHORTER = {
     "run": ["--rounds", "1", "--set", "local.steps=2"],
     "compare": ["--rounds", "1", "--set", "local.steps=2", "--seeds", "1"],
+    "sweep": ["--rounds", "1", "--set", "local.steps=2", "--seeds", "1"],
 }
 
 

@@ -3,6 +3,8 @@
 import csv
 import io
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -47,6 +49,21 @@ def test_latex_is_balanced_and_every_special_letter_of_a_name_is_escaped():
         assert re.search(rf"\\{re.escape(letter)}", latex_text(NASTY))
     unescaped = re.sub(r"\\(text[a-z]+\{\}|[&%$#_{}])", "", latex_text(NASTY))
     assert not re.search(r"[&%$#_{}~^<>|\\\"]", unescaped)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed (Debian: texlive-latex-base)")
+def test_a_paper_with_the_table_compiles(tmp_path):
+    rows = [*ROWS, summary("evil\n\\end{tabular}\n| x |", 0.4, 0.41, 0.42, 0.43)]
+    paper = "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n" + latex_table(rows)
+    (tmp_path / "paper.tex").write_text(paper + "\n\\end{document}\n", encoding="utf-8")
+    words = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "-no-shell-escape", "paper.tex"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, errors="replace", timeout=120)
+    if "booktabs.sty' not found" in done.stdout:
+        pytest.skip("LaTeX has no booktabs (Debian: texlive-latex-recommended)")
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "Missing character" not in done.stdout
+    assert (tmp_path / "paper.pdf").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize("form", ["latex", "markdown"])

@@ -40,9 +40,16 @@ class Page:
         self.driver = driver
 
     def open(
-        self, place: Path | str, *, width: int = 1100, height: int = 900, dark: bool = False, scripts: bool = True
+        self,
+        place: Path | str,
+        *,
+        width: int = 1100,
+        height: int = 900,
+        dark: bool = False,
+        scripts: bool = True,
+        ready: str = "document.body.dataset.ready === 'yes'",
     ) -> None:
-        """Open a file, or an address."""
+        """Open a file or an address, and wait until it is ready."""
         command = self.driver.execute_cdp_cmd
         command("Emulation.setScriptExecutionDisabled", {"value": not scripts})
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -51,7 +58,7 @@ class Page:
         command("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(place if isinstance(place, str) else place.resolve().as_uri())
         if scripts:
-            self.wait("document.body.dataset.ready === 'yes'")
+            self.wait(ready)
 
     def wait(self, condition: str, seconds: float = 30) -> None:
         from selenium.webdriver.support.ui import WebDriverWait

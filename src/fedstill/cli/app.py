@@ -205,6 +205,37 @@ def compare(**words: Any) -> None:
 
 
 @dataclass(frozen=True)
+class SweepOptions(RunOptions):
+    """The words of `fedstill sweep`."""
+
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B,...",
+            help="A key and its values; KEY=LOW..HIGH to search; method.KEY alone takes the method's own proposal.",
+        ),
+    ] = None
+    search: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Let Optuna choose N points, and end hopeless ones early.")
+    ] = None
+    seeds: Annotated[int | None, typer.Option(metavar="N", help="Seeds a point.")] = None
+    jobs: Annotated[int | None, typer.Option(min=1, metavar="N", help="Runs at a time, on one device too.")] = None
+    references: Annotated[bool, typer.Option("--references", hidden=True)] = False  # best.toml can have them
+
+
+@app.command()
+@takes(SweepOptions)
+def sweep(**words: Any) -> None:
+    """Try values of some keys, on rows that clients hold back: a table, a heat map, and how much each key matters.
+
+    If --out holds a sweep over these keys, only values and seeds that it lacks are run.
+    """
+    from fedstill.cli.run import sweep_command
+
+    sweep_command(SweepOptions(**words))
+
+
+@dataclass(frozen=True)
 class ChooseOptions(RunOptions):
     """The words of `fedstill choose`."""
 

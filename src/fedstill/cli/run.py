@@ -10,12 +10,31 @@ from pathlib import Path
 
 import typer
 
-from fedstill.cli.app import ChooseOptions, CompareOptions, Format, RunOptions, print_json, stoppable, tell
+from fedstill.cli.app import (
+    ChooseOptions,
+    CompareOptions,
+    Format,
+    RunOptions,
+    SweepOptions,
+    print_json,
+    stoppable,
+    tell,
+)
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.choose import CHOICE_FILE
-from fedstill.experiment.compare import RESULTS_FILE, Comparison, choose_methods, compare, grown, table_notes
+from fedstill.experiment.compare import (
+    BEST_FILE,
+    RESULTS_FILE,
+    Comparison,
+    choose_methods,
+    compare,
+    entries_of,
+    grown,
+    table_notes,
+    with_axes,
+)
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.more_rounds import with_rounds
@@ -34,6 +53,7 @@ from fedstill.loop.history import History, Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
+from fedstill.report.sensitivity import ON_HELD_BACK, PICTURE_FILE, in_letters, in_sentences
 from fedstill.report.table import MethodSummary, plain_table, prepared_text, reference_lines, rich_table, table_legend
 
 
@@ -55,8 +75,19 @@ def compare_command(options: CompareOptions) -> None:
     entries, inside = choose_methods(experiment, asked), experiment.compare
     count = inside.seeds if options.seeds is None else options.seeds
     changed = changes or count != inside.seeds or (asked and tuple(entries) != inside.methods)
-    section = {**inside.model_dump(), "methods": list(entries), "seeds": count}
-    experiment = experiment.replace(compare=section)
+    section = {**inside.model_dump(), "methods": list(entries), "seeds": count, "over": [], "search": 0}
+    _begin_or_grow(experiment.replace(compare=section), options, changed=bool(changed))
+
+
+def sweep_command(options: SweepOptions) -> None:
+    experiment = read_experiment(options.file, settings_of(options))
+    if options.seeds is not None:
+        experiment = experiment.replace(compare={**experiment.compare.model_dump(), "seeds": options.seeds})
+    _begin_or_grow(with_axes(experiment, options.over or (), search=options.search), options, changed=True)
+
+
+def _begin_or_grow(experiment: Experiment, options: CompareOptions | SweepOptions, *, changed: bool) -> None:
+    """Begin a comparison or a sweep, or go on with the one in --out; changed: the experiment file does not say it."""
     grows = options.out is not None and (options.out / RESULTS_FILE).exists() and (options.out / CONFIG_FILE).exists()
     if options.out is not None and grows:
         folder, experiment = options.out, grown(experiment, options.out, fixed=("rounds", "early_stop", "privacy"))
@@ -70,7 +101,7 @@ def compare_command(options: CompareOptions) -> None:
 def settings_of(options: RunOptions) -> list[str]:
     """Return the settings of --set and of the options that are short for one."""
     short = {"seed": options.seed, "rounds": options.rounds, "device": options.device}
-    jobs = options.jobs if isinstance(options, (CompareOptions, ChooseOptions)) else None
+    jobs = options.jobs if isinstance(options, (CompareOptions, SweepOptions, ChooseOptions)) else None
     flag = "true" if options.references else None
     return with_short_forms(options.settings or [], {**short, "references": flag, "jobs": jobs})
 
@@ -133,11 +164,13 @@ def _compare(
     experiment: Experiment, folder: Path, *, file: Path | None, quiet: bool, as_json: bool, resume: bool = False
 ) -> None:
     """Run a comparison, and print its table; `file` is the experiment file to go on with."""
-    methods, seeds = experiment.compare.methods, experiment.compare.seeds
-    source = load_source(experiment)
-    counts = f"{counted(len(methods), 'method')}, {counted(seeds, 'seed')}"
+    entries, seeds = entries_of(experiment), experiment.compare.seeds
+    thing = "point" if experiment.compare.over else "method"
+    source = load_source(next(iter(entries.values())))
+    number = experiment.compare.search or len(entries)
+    counts = f"{counted(number, thing)}, {counted(seeds, 'seed')}"
     title = "\n".join([f"{counts}: {describe(experiment)}", *source.notes])
-    with resumable(folder), Progress(title, runs=len(methods) * seeds, rounds=experiment.rounds) as progress:
+    with resumable(folder), Progress(title, runs=number * seeds, rounds=experiment.rounds) as progress:
 
         def watch(method: str, seed: int) -> Sequence[Callback]:
             name = f"{method} seed {seed}"
@@ -148,22 +181,38 @@ def _compare(
 
         comparison = compare(experiment, run_dir=folder, callbacks=watch, source=source, resume=resume)
     results = [result for seeds_of_method in comparison.results.values() for result in seeds_of_method]
+    if thing == "point" and not all(all_refused(result.history) for result in results):
+        results = []  # that some points cannot learn is an answer
     if as_json:
-        print_json(comparison.as_json())
+        found = comparison.sensitivity
+        about = {} if found is None else found.as_json()
+        sweep = {"points": comparison.as_json(), **about, "ended_early": list(comparison.ended)}
+        print_json(sweep if thing == "point" else comparison.as_json())
         _fail_where_all_were_refused(results)
         return
     print_table(comparison.summaries)
-    pictures = [name for name in ("curves.png", "partition.png", "pseudo_labels.png") if (folder / name).exists()]
+    names = (PICTURE_FILE, "curves.png", "partition.png", "pseudo_labels.png")
+    files = [RESULTS_FILE, *(name for name in names if (folder / name).exists())]
     lines = [
-        *table_legend(comparison.summaries),
+        *([ON_HELD_BACK] if thing == "point" else ()),
+        *table_legend(comparison.summaries, thing),
+        *(_sweep_lines(comparison) if thing == "point" else ()),
         *table_notes(comparison.results),
         *_reference_lines(comparison),
-        f"Everything is in {folder}: {', '.join([RESULTS_FILE, *pictures])} and one folder a method.",
+        f"Everything is in {folder}: {', '.join(files)} and one folder a {thing}.",
     ]
     if not quiet:
-        lines.append(f"Next: {_after_comparison(experiment, comparison.summaries[0].method, file)}")
+        best = f"fedstill run {shlex.quote(str(folder / BEST_FILE))}  (the best point, with all rows, on the test rows)"
+        after = _after_comparison(experiment, comparison.summaries[0].method, file) if thing == "method" else best
+        lines.append(f"Next: {after}")
     typer.echo("\n".join(lines))
     _fail_where_all_were_refused(results)
+
+
+def _sweep_lines(comparison: Comparison) -> list[str]:
+    """Return the map of a sweep, and how much each key matters."""
+    found = comparison.sensitivity
+    return [] if found is None else ["", in_letters(found), "", *in_sentences(found)]
 
 
 def print_table(summaries: Sequence[MethodSummary]) -> None:

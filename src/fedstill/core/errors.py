@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FEDSTILL = str(Path(__file__).parents[1])
+_INSTALLED = {"site-packages", "dist-packages"}  # folders that pip and Debian install packages into
 
 
 class FedstillError(Exception):
@@ -61,11 +62,10 @@ def in_one_line(error: Exception) -> str:
 
 def own_place(error: Exception, folder: str = "") -> str:
     """The innermost line in a file of this folder, by default of no installed package; empty where there is none."""
-    from importlib.metadata import packages_distributions  # here, because it would slow every start of the command
-
-    installed = {"fedstill", *sys.stdlib_module_names, *packages_distributions()}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         code, package = frame.f_code, frame.f_globals.get("__name__", "").partition(".")[0]
-        if code.co_filename.startswith(folder) if folder else package not in installed:
-            return f"{code.co_qualname.partition('.<locals>')[0]} ({Path(code.co_filename).name}, line {line})"
+        file = Path(code.co_filename)
+        installed = package in {"fedstill", *sys.stdlib_module_names} or not _INSTALLED.isdisjoint(file.parts)
+        if code.co_filename.startswith(folder) if folder else not installed:
+            return f"{code.co_qualname.partition('.<locals>')[0]} ({file.name}, line {line})"
     return ""

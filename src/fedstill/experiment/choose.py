@@ -29,6 +29,7 @@ from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.candidates import Candidates, one_of_each_kind
 from fedstill.experiment.compare import Comparison, compare, folder_name
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
+from fedstill.experiment.points import HELD_BACK
 from fedstill.experiment.run import run_built
 from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, working_in
 from fedstill.experiment.side_by_side import Job, run_side_by_side
@@ -39,13 +40,13 @@ from fedstill.loop.history import Result
 from fedstill.methods.lookup import label, split_methods
 from fedstill.models.mixed import MIXED
 from fedstill.report import counted, human_bytes
+from fedstill.report.panels.tournament import shown
 from fedstill.storage.files import write_whole
 from fedstill.storage.toml import loads
 
 CHOICE_FILE = "choose.json"
 CHOSEN_FILE = "chosen.toml"
 PLAYING = "playing"  # the folder of runs that are not over; a finished run is a line of choose.json
-HELD_BACK = 0.2  # of each client's rows, from which scores come
 SMOOTHED = 5  # a score is the mean over the last fifth of the rounds, because a cohort's luck moves a single round
 BEST_PARTS, BEST_VARIED, RUNNERS_UP = 6, 5, 2
 FINAL_SEEDS, FEWEST_SEEDS = 5, 3
@@ -362,8 +363,8 @@ class Tournament:
                 self._known[place, text, seed] = known
                 self._save()
             score = self._score(place, text)
-            shown = "failed" if score is None else f"{100 * abs(score):.1f} %"
-            self.tell(f"  {label(text)}: {shown} ({self.budget.shown(self.spent)} spent)")
+            result = "failed" if score is None else shown(score)
+            self.tell(f"  {label(text)}: {result} ({self.budget.shown(self.spent)} spent)")
 
     def _run(self, place: int, text: str, seed: int, rounds: int) -> Played:
         """Play one run to its end, from its checkpoint if there is one, and return its line."""

@@ -7,17 +7,21 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.types import Federation
 from fedstill.data import Source
-from fedstill.experiment.build import build, build_federation, load_source
+from fedstill.experiment.build import build, build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import parse_method, without_defaults
+from fedstill.experiment.points import as_texts, best_experiment, points_of, read_axes, united
 from fedstill.experiment.run import draw_pictures, measure_references, read_data, run_built
 from fedstill.experiment.run_folder import (
     CONFIG_FILE,
@@ -27,6 +31,7 @@ from fedstill.experiment.run_folder import (
     working_in,
     write_description,
 )
+from fedstill.experiment.search import Curve, EndBelow, Floor, search
 from fedstill.experiment.side_by_side import Job, run_side_by_side
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.cautions import each_once
@@ -35,12 +40,14 @@ from fedstill.loop.history import Result
 from fedstill.loop.references import References
 from fedstill.methods.lookup import anchored, build_phases, label, split_methods
 from fedstill.privacy.statement import Claim
-from fedstill.report import counted
+from fedstill.report import counted, draw_all
 from fedstill.report.parties import parties_of, write_parties
+from fedstill.report.sensitivity import PICTURE_FILE, Sensitivity, sensitivity, sensitivity_picture
 from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows, table_json
 from fedstill.storage.files import write_whole
 
 RESULTS_FILE = "results.json"
+BEST_FILE = "best.toml"  # of a sweep
 LONGEST_FOLDER = 120  # file systems take 255 bytes
 
 
@@ -51,11 +58,18 @@ class Comparison:
     results: dict[str, list[Result]]
     run_dir: Path | None = None
     references: tuple[References, ...] = ()  # one for each seed, where the experiment asks for them
+    ended: Mapping[str, Curve] = field(default_factory=dict)  # points of a search that fell behind, and no result has
 
     @property
     def summaries(self) -> list[MethodSummary]:
         methods = [summarize(method, results) for method, results in self.results.items()]
         return best_first([*methods, *reference_rows(self.references)])
+
+    @property
+    def sensitivity(self) -> Sensitivity | None:
+        """How much each key of a sweep matters; None where no key has several values."""
+        scores = {name: summarize(name, results).last for name, results in self.results.items()}
+        return sensitivity(scores, list(self.ended))
 
     def as_json(self) -> list[dict[str, Any]]:
         return table_json(self.summaries)
@@ -130,93 +144,185 @@ def compare(
         if source is not None:
             raise FedstillError("source and data both say whose rows there are: give one of them")
         experiment, source = read_data(experiment, data)
-    entries = choose_methods(checked_experiment(experiment), methods)
-    count = experiment.compare.seeds if seeds is None else seeds
-    table = {**experiment.compare.model_dump(), "methods": list(entries), "seeds": count}
-    experiment = experiment.replace(compare=table)
+    experiment = _with_methods(checked_experiment(experiment), methods, seeds)
     folder = None if run_dir is None else Path(run_dir)
     if folder is not None and resume and (folder / CONFIG_FILE).exists():
         experiment = grown(experiment, folder)
-        entries, count = choose_methods(experiment), experiment.compare.seeds
-    source = load_source(experiment) if source is None else source
-    shifted = [experiment.model_copy(update={"seed": experiment.seed + shift}) for shift in range(count)]
-    federations = [build_federation(seeded, source) for seeded in shifted]
-    given = not federations[0].built_from
+    entries = entries_of(experiment)
+    source = load_source(next(iter(entries.values()))) if source is None else source
+    player = _Player(experiment, folder, source, callbacks, resume)
+    variants = player.build(entries)
+    federation = next(iter(variants.values()))[0][1].federation
+    given = not federation.built_from
     if experiment.compare.jobs > 1 and (folder is None or given):
         cause = "data in Python are in one process only" if given else "run_dir is missing, where the runs are written"
         raise FedstillError(f"compare.jobs = {experiment.compare.jobs}: {cause}: set it to 1")
-    variants: dict[str, list[tuple[Experiment, Built]]] = {}
-    alone = experiment.compare.model_copy(update={"references": False})  # all methods share the reference points
-    for entry, method in entries.items():
-        runs = [seeded.model_copy(update={"method": method, "compare": alone}) for seeded in shifted]
-        pairs = [(run, build(run, federation)) for run, federation in zip(runs, federations, strict=True)]
-        for _, built in pairs if experiment.privacy.epsilon is not None else pairs[:1]:
-            check_built(built)  # a budget's first round depends on the split, so each seed is checked
-        variants[label(entry)] = pairs
     with ExitStack() as stack:
         if folder is not None:
             check_run_folder(experiment, folder, asked="run_dir")
             stack.enter_context(working_in(folder))
+            (folder / BEST_FILE).unlink(missing_ok=True)  # there is none before all points have ended
             if not (folder / RESULTS_FILE).exists():  # before config.toml, because it tells a comparison from a run
                 _save({}, experiment, folder)
             write_description(with_given_data(experiment) if given else experiment, folder)
-        return _run_variants(experiment, variants, folder=folder, callbacks=callbacks, resume=resume)
+        if not experiment.compare.search:
+            return player.compare(variants)
+        keep = partial(_save, experiment=experiment, folder=folder)
+        results, ended = search(experiment, player.play_points, folder=folder, keep=keep)
+        return player.finish(results, federation, ended=ended)
 
 
-def _run_variants(
-    experiment: Experiment,
-    variants: Mapping[str, Sequence[tuple[Experiment, Built]]],
-    *,
-    folder: Path | None,
-    callbacks: Callable[[str, int], Sequence[Callback]],
-    resume: bool,
+def sweep(
+    experiment: Experiment, over: Mapping[str, Any] | Iterable[str] | str = (), *, search: int | None = None, **how: Any
 ) -> Comparison:
-    """Run each method with each seed; results.json has the rows of all finished methods at any time."""
-    results: dict[str, list[Result]] = {}
-    warned: set[str] = set()
-    ahead: set[Path] = set()
-    if folder is not None and experiment.compare.jobs > 1:
-        jobs = [
-            Job(entry, run, folder / run_folder(entry, run.seed), resume)
-            for entry, pairs in variants.items()
-            for run, _ in pairs
-        ]
-        ahead = run_side_by_side(jobs, experiment.compare.jobs, callbacks=callbacks, warned=warned)
-    for entry, pairs in variants.items():
-        if results:
-            _save(results, experiment, folder)
-        results[entry] = []
-        for run, built in pairs:
-            place = None if folder is None else folder / run_folder(entry, run.seed)
-            done = place in ahead
-            watchers = () if done else callbacks(entry, run.seed)
-            with each_once(warned):
-                result = run_built(run, built, run_dir=place, callbacks=watchers, resume=resume or done, pictures=False)
-            results[entry].append(replace(result, stands_for=_stands_for(entry, run.method)))
-    references = []
-    for run, built in pairs if experiment.compare.references else []:
-        _save(results, experiment, folder)
-        file = None if folder is None else folder / "references" / f"seed-{run.seed}.json"
-        watchers = callbacks("references", run.seed)
-        references.append(measure_references(run, built, file=file, callbacks=watchers, resume=resume))
-    federations = [built.federation for _, built in pairs]
-    for finished in results.values() if references and folder is not None else []:
-        for made, known, federation in zip(finished, references, federations, strict=True):
-            parties = parties_of(federation, replace(made, references=known))
-            if parties and made.run_dir is not None:
-                write_parties(parties, made.run_dir)  # again, because the references are known now
-    _save(results, experiment, folder, references)
-    if folder is not None:
-        draw_pictures(experiment, federations[0], results, folder, references)
-    return Comparison(results, folder, tuple(references))
+    """Compare the points of some keys: every combination of their values, or as many as `search` by Optuna.
+
+    over: {"local.lr": [0.01, 0.1], "method.mu": None}, or texts as `--over` takes them; None stands for the values that
+        the method's page proposes, and "0.001..0.1" for a range to search. By default the experiment's [compare] over.
+    search: how many points Optuna may ask for; 0 runs all combinations. By default [compare] search.
+    how: seeds, run_dir, callbacks, source, data and resume, as `compare` takes them.
+    The accuracies are on rows that clients hold back. The best point is the first of `summaries`, and
+    run_dir/best.toml is its experiment, which is measured on the test rows as the experiment given is.
+    """
+    return compare(with_axes(experiment, as_texts(over), search=search), **how)
+
+
+def with_axes(experiment: Experiment, over: Sequence[str], *, search: int | None = None) -> Experiment:
+    """Return the experiment with a sweep in its [compare] section, whose axes have values."""
+    section = {**experiment.compare.model_dump(), "methods": [], "references": False}
+    section |= {"over": list(over)} if over else {}
+    section |= {} if search is None else {"search": search}
+    if not section["over"]:
+        raise FedstillError("a sweep needs a key: e.g. --over local.lr=0.01,0.1")
+    asked = experiment.replace(compare=section)
+    points_of(asked)  # names all mistakes
+    return asked.replace(compare={**section, "over": [axis.text for axis in read_axes(asked)]})
+
+
+def _with_methods(experiment: Experiment, methods: Sequence[str], seeds: int | None) -> Experiment:
+    """Return the experiment with the methods and the seeds that it compares in its [compare] section."""
+    section = experiment.compare.model_dump()
+    if methods or not experiment.compare.over:
+        section |= {"methods": list(choose_methods(experiment, methods)), "over": [], "search": 0}
+    return experiment.replace(compare=section if seeds is None else {**section, "seeds": seeds})
+
+
+def entries_of(experiment: Experiment) -> dict[str, Experiment]:
+    """Return the experiment of each row of the table by its text: of each method, or of each point of a sweep."""
+    if experiment.compare.over:
+        return points_of(experiment)
+    sections = choose_methods(experiment)
+    return {text: experiment.model_copy(update={"method": section}) for text, section in sections.items()}
+
+
+Variants = Mapping[str, Sequence[tuple[Experiment, Built]]]  # by the name in the table, one for each seed
+
+
+@dataclass
+class _Player:
+    """Builds and runs the entries of a comparison."""
+
+    experiment: Experiment
+    folder: Path | None
+    source: Source
+    callbacks: Callable[[str, int], Sequence[Callback]]
+    resume: bool
+    federations: dict[str, Federation] = field(default_factory=dict)  # by the settings that they follow from
+    experiments: dict[str, Experiment] = field(default_factory=dict)  # by the name in the table
+    warned: set[str] = field(default_factory=set)
+
+    def build(self, entries: Mapping[str, Experiment]) -> Variants:
+        """Build the runs of each entry, one for each seed, and refuse an entry that cannot run."""
+        variants: dict[str, list[tuple[Experiment, Built]]] = {}
+        alone = self.experiment.compare.model_copy(update={"references": False})  # all entries share the references
+        for entry, experiment in entries.items():
+            pairs = []
+            for shift in range(self.experiment.compare.seeds):
+                run = experiment.model_copy(update={"seed": experiment.seed + shift, "compare": alone})
+                if (split := split_settings(run)) not in self.federations:
+                    self.federations[split] = build_federation(run, self.source)
+                pairs.append((run, build(run, self.federations[split])))
+            for _, built in pairs if experiment.privacy.epsilon is not None else pairs[:1]:
+                check_built(built)  # a budget's first round depends on the split, so each seed is checked
+            variants[label(entry)], self.experiments[label(entry)] = pairs, experiment
+        return variants
+
+    def play(self, variants: Variants, floor: Floor = MappingProxyType({})) -> Iterator[tuple[str, list[Result]]]:
+        """Run each entry with each seed, and yield its results when it has all; floor: see EndBelow."""
+        ahead: set[Path] = set()
+        if self.folder is not None and self.experiment.compare.jobs > 1:
+            jobs = [
+                Job(entry, run, self.folder / run_folder(entry, run.seed), self.resume, floor)
+                for entry, pairs in variants.items()
+                for run, _ in pairs
+            ]
+            ahead = run_side_by_side(jobs, self.experiment.compare.jobs, callbacks=self.callbacks, warned=self.warned)
+        for entry, pairs in variants.items():
+            results = []
+            for run, built in pairs:
+                place = None if self.folder is None else self.folder / run_folder(entry, run.seed)
+                again = self.resume or place in ahead
+                watchers = [] if place in ahead else [*self.callbacks(entry, run.seed)]
+                watchers += [EndBelow(floor)] if floor else []
+                with each_once(self.warned):
+                    result = run_built(run, built, run_dir=place, callbacks=watchers, resume=again, pictures=False)
+                results.append(replace(result, stands_for=_stands_for(entry, run.method)))
+            yield entry, results
+
+    def play_points(self, points: Mapping[str, Experiment], seeds: slice, floor: Floor) -> dict[str, list[Result]]:
+        """Run points with some of the seeds."""
+        variants = {name: pairs[seeds] for name, pairs in self.build(points).items()}
+        return dict(self.play(variants, floor))
+
+    def compare(self, variants: Variants) -> Comparison:
+        """Run all entries, then the references; results.json has the rows of all finished entries at any time."""
+        results: dict[str, list[Result]] = {}
+        for entry, made in self.play(variants):
+            results[entry] = made
+            _save(results, self.experiment, self.folder)
+        pairs = next(iter(variants.values()))
+        references = []
+        for run, built in pairs if self.experiment.compare.references else []:
+            file = None if self.folder is None else self.folder / "references" / f"seed-{run.seed}.json"
+            watchers = self.callbacks("references", run.seed)
+            references.append(measure_references(run, built, file=file, callbacks=watchers, resume=self.resume))
+        for finished in results.values() if references and self.folder is not None else []:
+            for result, known, (_, built) in zip(finished, references, pairs, strict=True):
+                parties = parties_of(built.federation, replace(result, references=known))
+                if parties and result.run_dir is not None:
+                    write_parties(parties, result.run_dir)  # again, because the references are known now
+        return self.finish(results, pairs[0][1].federation, references)
+
+    def finish(
+        self,
+        results: dict[str, list[Result]],
+        federation: Federation,
+        references: Sequence[References] = (),
+        ended: Mapping[str, Curve] = MappingProxyType({}),
+    ) -> Comparison:
+        """Write the table and the pictures, and of a sweep the file of its best point."""
+        comparison = Comparison(results, self.folder, tuple(references), ended)
+        if self.folder is not None:
+            _save(results, self.experiment, self.folder, references)
+            draw_pictures(self.experiment, federation, results, self.folder, references)
+            if self.experiment.compare.over:
+                best = best_experiment(self.experiment, self.experiments[comparison.summaries[0].method])
+                write_whole(self.folder / BEST_FILE, best.to_toml())
+                if (found := comparison.sensitivity) is not None:
+                    title = f"{federation.train.name}: {federation.partition}"
+                    draw_all({PICTURE_FILE: lambda path: sensitivity_picture(found, path, title=title)}, self.folder)
+        return comparison
 
 
 def grown(experiment: Experiment, folder: Path, *, fixed: Collection[str] = ()) -> Experiment:
-    """Return the experiment with the methods and seeds of the comparison in a folder, too.
+    """Return the experiment with the methods, points and seeds of the comparison in a folder, too.
 
     Another experiment is refused in one line. fixed: settings that must be the same although no round depends on them.
     """
-    old, asked = check_same_comparison(experiment, folder, fixed=fixed).compare, experiment.compare
+    before = check_same_comparison(experiment, folder, fixed=fixed)
+    old, asked = before.compare, experiment.compare
+    if old.over or asked.over:
+        return experiment.replace(compare=united(before, experiment, where=str(folder)))
     methods = {folder_name(label(text)): text for text in old.methods}
     for text in asked.methods:
         name = folder_name(label(text))

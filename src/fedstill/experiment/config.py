@@ -243,9 +243,11 @@ class EngineSection(_Section):
 
 
 class CompareSection(_Section):
-    """The methods and the number of seeds that `compare` takes when its caller names none."""
+    """The methods, or a sweep's points, and the number of seeds that `compare` takes when its caller names none."""
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
+    over: tuple[str, ...] = Field(default=(), strict=False, examples=[["local.lr=0.01,0.1"]])  # a sweep, not methods
+    search: int = Field(default=0, ge=0)  # trials that search the ranges of `over`; 0: every point of the grid
     seeds: int = Field(default=3, ge=1)
     references: bool = False  # also measure the majority class, each client alone and all data pooled; in `run`, too
     jobs: int = Field(default=1, ge=1)  # runs at a time, each in a process of its own

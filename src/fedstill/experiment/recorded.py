@@ -15,7 +15,7 @@ from typing import Any, Literal
 import safetensors
 
 from fedstill.core.errors import FedstillError
-from fedstill.experiment.compare import RESULTS_FILE
+from fedstill.experiment.compare import BEST_FILE, RESULTS_FILE
 from fedstill.experiment.config import MethodSection
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.overrides import describe_split, without_defaults
@@ -26,6 +26,7 @@ from fedstill.loop.references import read_references
 from fedstill.methods.lookup import label
 from fedstill.report import counted
 from fedstill.report.curves import Curve
+from fedstill.report.sensitivity import point_of
 from fedstill.report.table import MethodSummary, best_first, reference_rows
 from fedstill.storage.files import is_held
 
@@ -50,6 +51,10 @@ class Record:
         for key, kind in {**kinds, "partition": dict, "compare": dict}.items():
             if not isinstance(self.settings.get(key), kind):
                 raise FedstillError(f"'{self.folder / CONFIG_FILE}' is not the file of a run: '{key}' is missing")
+
+    @property
+    def is_sweep(self) -> bool:
+        return self.is_comparison and bool(self.settings["compare"].get("over"))
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -81,6 +86,8 @@ class Record:
         return "finished" if self._has_ended() else "killed"
 
     def _has_ended(self) -> bool:
+        if self.is_sweep:
+            return (self.folder / BEST_FILE).exists()  # written at the end
         if self.is_comparison:
             done = {(run["method"], run["seed"]) for run in read_results(self.folder)["runs"]}
             seeds = range(self.settings["seed"], self.settings["seed"] + self.settings["compare"]["seeds"])
@@ -98,6 +105,10 @@ class Record:
         section = self.settings["method"]
         if not self.is_comparison:
             return {label(section["name"]): _method_text(section)}
+        if self.is_sweep:
+            names = [point_of(row.method).get("method", section["name"]) for row in self.summaries]
+            texts = dict.fromkeys(names or [section["name"]])
+            return {label(text): _method_text(section if text == section["name"] else {"name": text}) for text in texts}
         texts = self.settings["compare"]["methods"]
         return {label(text): _method_text(section if text == section["name"] else {"name": text}) for text in texts}
 
@@ -106,6 +117,8 @@ class Record:
         if not self.is_comparison:
             return ", ".join(self.methods)
         names = ", ".join(self.methods) if len(self.methods) < 3 else f"{len(self.methods)} methods"
+        if self.is_sweep:
+            names = f"sweep over {', '.join(str(axis).partition('=')[0] for axis in self.settings['compare']['over'])}"
         return f"{names}, {counted(self.settings['compare']['seeds'], 'seed')}"
 
     @property

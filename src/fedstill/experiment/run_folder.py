@@ -296,7 +296,7 @@ def _anchored(experiment: Experiment) -> Experiment:
         network["start"] = str(Path(model.start).resolve())
     if "prototypes" in model.options:
         network["prototypes"] = [anchored(text) for text in model.options["prototypes"]]
-    methods = tuple(anchored(entry) for entry in experiment.compare.methods)
+    methods, over = (tuple(map(anchored, texts)) for texts in (experiment.compare.methods, experiment.compare.over))
     return experiment.model_copy(
         update={
             "data": data.model_copy(update=here),
@@ -304,7 +304,7 @@ def _anchored(experiment: Experiment) -> Experiment:
             "method": method.model_copy(update={"name": anchored(method.name)}),
             "evaluate": anchored(experiment.evaluate),
             "engine": experiment.engine.model_copy(update={"name": anchored(experiment.engine.name)}),
-            "compare": experiment.compare.model_copy(update={"methods": methods}),
+            "compare": experiment.compare.model_copy(update={"methods": methods, "over": over}),
         }
     )
 
@@ -366,6 +366,7 @@ EXTRAS = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "report": ("vl-convert-python",),
     "watch": ("starlette", "uvicorn"),
+    "search": ("optuna",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from fedstill.core.errors import FedstillError, in_one_line
 from fedstill.core.types import Federation
 from fedstill.data import Source
-from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.build import build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
+from fedstill.experiment.search import EndBelow, Floor
 from fedstill.experiment.worker_pool import DIED, Hear, WorkerPool
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import caution, each_once
@@ -30,6 +31,7 @@ class Job(NamedTuple):
     experiment: Experiment
     folder: Path
     resume: bool
+    floor: Floor = {}  # see EndBelow
 
 
 class Event(NamedTuple):
@@ -83,21 +85,21 @@ class Worker:
 
     def __init__(self, at_once: int) -> None:
         self._source: Source | None = None
-        self._splits: dict[int, Federation] = {}
+        self._splits: dict[str, Federation] = {}
 
     def do(self, number: int, job: Job, hear: Hear) -> Event:
         """Run the job, or go on with it, in its folder; the traceback of an unexpected error goes into a file."""
         try:
             if self._source is None:
                 self._source = load_source(job.experiment)
-            if job.experiment.seed not in self._splits:
-                self._splits = {job.experiment.seed: build_federation(job.experiment, self._source)}
+            if (split := split_settings(job.experiment)) not in self._splits:
+                self._splits = {split: build_federation(job.experiment, self._source)}
             with _warnings_to(number, hear):
                 run(
                     job.experiment,
                     run_dir=job.folder,
-                    callbacks=[_Forward(number, hear)],
-                    federation=self._splits[job.experiment.seed],
+                    callbacks=[EndBelow(job.floor), _Forward(number, hear)],
+                    federation=self._splits[split],
                     resume=job.resume,
                     pictures=False,
                 )

@@ -21,6 +21,7 @@ from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.methods.options import NONE, check, find
 from fedstill.server.aggregate import AGGREGATES, BufferPolicy, with_buffers
 from fedstill.storage import toml as toml_io
+from fedstill.storage.toml import split_outside
 
 
 def build_method(text: str, options: Mapping[str, Any] | None = None) -> tuple[Phase, ...]:
@@ -137,7 +138,7 @@ def parse(text: str) -> tuple[PhaseText, ...]:
     >>> [(len(phase.parts), phase.until) for phase in parse("fedlmd_tf until 50 then fedlmd+fedavgm")]
     [(1, 50), (2, None)]
     """
-    pieces = _split(text if '"' in text else " ".join(text.split()), " then ")
+    pieces = split_outside(text if '"' in text else " ".join(text.split()), " then ")
     phases = tuple(_phase(piece, text) for piece in pieces)
     for phase in phases[:-1]:
         if phase.until is None:
@@ -159,7 +160,7 @@ def split_methods(text: str) -> list[str]:
     >>> split_methods("fedavg, fedopt(server_lr=1.0, momentum=0.5)")
     ['fedavg', 'fedopt(server_lr=1.0, momentum=0.5)']
     """
-    return [piece.strip() for piece in _split(text, ",") if piece.strip()]
+    return [piece.strip() for piece in split_outside(text, ",") if piece.strip()]
 
 
 def write(name: str, options: Mapping[str, Any]) -> str:
@@ -202,27 +203,13 @@ def anchored(text: str) -> str:
     return _FILE.sub(full, text)
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split where neither a bracket nor a quotation is open."""
-    pieces, depth, quoted, start, place = [], 0, False, 0, 0
-    while place < len(text):
-        quoted ^= text[place] == '"'
-        depth += 0 if quoted else (text[place] in "([{") - (text[place] in ")]}")
-        if depth == 0 and not quoted and text.startswith(separator, place):
-            pieces.append(text[start:place])
-            place = start = place + len(separator)
-            continue
-        place += 1
-    return [*pieces, text[start:]]
-
-
 def _phase(text: str, whole: str) -> PhaseText:
     match = _PHASE.fullmatch(text)
     assert match is not None  # the pattern takes any text
     mixture, until = match.groups()
     if until is not None and not until.isdecimal():
         raise FedstillError(f"'{whole}': until '{until}' is no round: use a whole number, e.g. until 50")
-    parts = tuple(_part(piece, whole) for piece in _split(mixture, "+"))
+    parts = tuple(_part(piece, whole) for piece in split_outside(mixture, "+"))
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:

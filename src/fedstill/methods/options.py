@@ -207,6 +207,11 @@ def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any 
 
     >>> mistake("local.lr", Annotated[float, Gt(0)], -1.0, 0.01)
     'local.lr = -1.0 must be a number above 0: e.g. local.lr = 0.01'
+
+    Somebody who writes several values is shown the command that tries them.
+
+    >>> print(mistake("cohort", int, [2, 4], 8))
+    cohort = [2, 4] must be a whole number: e.g. cohort = 8; to try several values: fedstill sweep --over cohort=2,4
     """
     wanted = annotation if wanted is None else wanted
     if choices := wanted if isinstance(wanted, list) else _choices(wanted):
@@ -217,6 +222,11 @@ def mistake(key: str, annotation: Any, value: Any, default: Any, *, wanted: Any 
     words = wanted if isinstance(wanted, str) else describe(wanted)
     if isinstance(value, float) and not math.isfinite(value):
         words = words.replace("a number", "a finite number")
+    several = value if isinstance(value, list) else str(value).split(",")
+    if len(several) > 1 and all(map(_plain, several)):  # a key of lists reports an item that is wrong, not the list
+        example += (
+            f"; to try several values: fedstill sweep --over {key}={','.join(str(item).strip() for item in several)}"
+        )
     return f"{key} = {_quote(value)} must be {words}{example}"
 
 

@@ -94,10 +94,12 @@ def line_chart(
     levels: Mapping[str, float] | None = None,
     title: str = "",
     height: int = 300,
+    log: bool = False,
 ) -> Chart:
     """Return lines, the first four in colours and the others grey, the first two with bands.
 
     levels: dashed lines across, by their names.
+    log: draw x on a logarithmic scale.
     title: stands above a low chart, beside which the words of `y` find no room.
     """
     names = plain_names(series)
@@ -115,7 +117,7 @@ def line_chart(
     along: Spec = {"field": "x", "type": "quantitative", "title": x, "axis": {"grid": False, "tickCount": 6}}
     if x == "round":
         along["axis"]["tickMinStep"] = 1
-    along["scale"] = {"nice": False}
+    along["scale"] = {"nice": False, **({"type": "log"} if log else {})}
     beside = None if title else y
     up: Spec = {"field": "y", "type": "quantitative", "title": beside, "scale": {"zero": False, "padding": 6}}
     tips = [
@@ -195,18 +197,19 @@ def heat_map(
     y: str,
     value: str,
     title: str,
-    numbers: bool = False,
+    numbers: tuple[float, float] | None = None,
 ) -> Chart:
     """Return cells (column, row, percentage) in colours. A percentage of None leaves its cell empty.
 
-    numbers: write the values into the cells.
+    numbers: write the values into the cells; the colours go from the first of these two numbers to the second.
     """
     known = [(column, row, _short(v)) for column, row, v in cells if v is not None]
     values = [{"c": column, "r": row, "v": v} for column, row, v in known]
     labels = _labels(columns)
     along: Spec = {"field": "c", "type": "ordinal", "title": x, "scale": {"domain": list(columns)}, "axis": labels}
     up: Spec = {"field": "r", "type": "ordinal", "title": y, "scale": {"domain": list(rows)}}
-    scale = {"domain": [0, 100]}  # the page's theme has the colours
+    low, high = numbers or (0, 100)
+    scale = {"domain": [low, high]}  # the page's theme has the colours
     bar = {"orient": "bottom", "gradientLength": 160, "titleLimit": 300, "direction": "horizontal"}
     cell: Spec = {
         "mark": {"type": "rect", "tooltip": True},
@@ -223,7 +226,7 @@ def heat_map(
     }
     written: list[Spec] = [
         {
-            "transform": [{"filter": f"datum.v {side} 50"}],
+            "transform": [{"filter": f"datum.v {side} {(low + high) / 2}"}],
             "mark": {"type": "text", "style": style},
             "encoding": {"x": along, "y": up, "text": {"field": "v", "type": "quantitative", "format": ",.3~r"}},
         }

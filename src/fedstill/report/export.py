@@ -19,7 +19,7 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
+    '"': r"\textquotedblright{}",  # LaTeX without fontenc has no straight one
     "±": r"$\pm$",
     "–": "--",
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},

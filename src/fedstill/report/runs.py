@@ -77,6 +77,17 @@ class Run:
         return None if self.last is None else float(self.last["accuracy"])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all its rounds are there."""
+        return bool(self.rows) and self.rows[-1]["round"] == self.config.get("rounds")
+
+    @property
+    def measured(self) -> str:
+        """The accuracy of its rounds in words."""
+        held_back = self.config.get("evaluate") == "client_rows"
+        return "accuracy on rows that clients hold back" if held_back else "test accuracy"
+
+    @property
     def classes(self) -> list[str]:
         data = table_of(self.files["contract.json"].get("data"))
         return [str(name) for name in list_of(data.get("classes") or self.files[COUNTS_FILE].get("classes"))]
@@ -124,6 +135,16 @@ class Runs:
     @property
     def first(self) -> Run:
         return next(run for runs in self.by_method.values() for run in runs)
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether the runs are points of a sweep, which differ in settings rather than in methods."""
+        return bool(self.all) and all(table_of(run.config.get("compare")).get("over") for run in self.all)
+
+    @property
+    def thing(self) -> str:
+        """The word for a line of the charts and for a row of the tables."""
+        return "point" if self.is_sweep else "method"
 
     @property
     def target(self) -> float | None:

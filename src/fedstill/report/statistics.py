@@ -197,19 +197,23 @@ def judge(methods: Mapping[str, Values], *, baseline: str = BASELINE) -> Judgeme
     )
 
 
-def in_words(judgement: Judgement) -> list[str]:
-    """Say in sentences which method is best, from which it cannot be told apart, and who differs from FedAvg."""
+def in_words(judgement: Judgement, thing: str = "method") -> list[str]:
+    """Say in sentences which method is best, from which it cannot be told apart, and who differs from FedAvg.
+
+    thing: how the sentences call a method; points of a sweep have long names and are counted.
+    """
     best, seeds = judgement.best, judgement.seeds
     if seeds < 2:
         return ["One seed: nothing can be said about differences, because another seed may turn the order round."]
     worse = [name for name, each in judgement.from_best.items() if each.is_shown]
     equal = [name for name, each in judgement.from_best.items() if not each.is_shown]
     if not worse:
-        lines = [f"{best} has the highest mean; {NO_DIFFERENCE} between it and any other method."]
+        lines = [f"{best} has the highest mean; {NO_DIFFERENCE} between it and any other {thing}."]
     elif equal:
-        lines = [f"{best} is better than {listed(worse)}; {NO_DIFFERENCE} between it and {listed(equal)}."]
+        less, same = (listed(each) if thing == "method" else f"{len(each)} {thing}s" for each in (worse, equal))
+        lines = [f"{best} is better than {less}; {NO_DIFFERENCE} between it and {same}."]
     else:
-        lines = [f"{best} is better than every other method."]
+        lines = [f"{best} is better than every other {thing}."]
     if len(judgement.from_baseline) > 1:
         baseline = next(iter(judgement.from_baseline.values())).reference
         if baseline != best:

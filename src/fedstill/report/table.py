@@ -225,13 +225,16 @@ def table_rows(summaries: Sequence[MethodSummary]) -> list[tuple[str, ...]]:
     return [names, *(cells(row, names, None if row.is_reference else groups.get(row.method)) for row in rows)]
 
 
-def table_legend(summaries: Sequence[MethodSummary]) -> list[str]:
-    """Return the lines below the table: what its numbers are, and what they show about the methods."""
+def table_legend(summaries: Sequence[MethodSummary], thing: str = "method") -> list[str]:
+    """Return the lines below the table: what its numbers are, and what they show about the methods.
+
+    thing: how the lines call a row of the table.
+    """
     judgement = judge_methods(summaries)
     seeds = max(len(row.last) for row in summaries)
     if seeds < 2:
         one_run = "One seed: no spread; seconds and bytes are those of one run."
-        return [one_run, *(in_words(judgement) if judgement else ())]
+        return [one_run, *(in_words(judgement, thing) if judgement else ())]
     lines = [
         f"Mean over {seeds} seeds ± standard deviation, and its 95 % confidence interval (CI); seconds and bytes are "
         "those of one run."
@@ -240,10 +243,10 @@ def table_legend(summaries: Sequence[MethodSummary]) -> list[str]:
         pairs = len(judgement.groups) * (len(judgement.groups) - 1) // 2
         correction = f", Holm's correction for {pairs} pairs" if pairs > 1 else ""
         lines.append(
-            f"Between methods that share a letter (group) no difference is shown (t-tests paired by seed{correction}, "
+            f"Between {thing}s that share a letter (group) no difference is shown (t-tests paired by seed{correction}, "
             "level 5 %)."
         )
-    return [*lines, *(in_words(judgement) if judgement else ())]
+    return [*lines, *(in_words(judgement, thing) if judgement else ())]
 
 
 def plain_table(summaries: Sequence[MethodSummary]) -> str:

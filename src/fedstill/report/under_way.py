@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedstill.report.charts import Point, line_chart
 from fedstill.report.panels import Panel, Table, mean_line, percent
 from fedstill.report.runs import CONFIG_FILE, RESULTS_FILE, Run, Runs, list_of, number, table_of
 from fedstill.storage.files import is_held
+from fedstill.storage.toml import split_outside
 
 RUNNING_FILE = ".running"  # held as a lock while a process works in the folder of a run or a comparison
 LATEST = 20  # rounds whose seconds tell how long the next ones take
@@ -173,7 +175,10 @@ def _work(folder: Path, runs: Sequence[Run]) -> Work:
         config = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     compare = table_of(config.get("compare"))
     seeds = _whole(compare.get("seeds"))
-    planned = max(len(runs), len(list_of(compare.get("methods"))) * seeds)
+    entries = len(list_of(compare.get("methods")))
+    if over := list_of(compare.get("over")):
+        entries = _whole(compare.get("search"), least=0) or prod(len(split_outside(str(axis), ",")) for axis in over)
+    planned = max(len(runs), entries * seeds)
     rounds = _whole(config.get("rounds"), least=0)
     return Work(folder, runs, at_work, rounds, planned, seeds, _whole(compare.get("jobs")))
 

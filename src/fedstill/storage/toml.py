@@ -47,6 +47,24 @@ def parse_value(text: str) -> Any:
     return value if len(table) == 1 and isinstance(value, (bool, int, float, str, list, dict)) else text
 
 
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split a text at a separator where neither a bracket nor a quotation is open.
+
+    >>> split_outside('fedavg,fedopt(server_lr=1.0, momentum=0.5),[1, 2]', ",")
+    ['fedavg', 'fedopt(server_lr=1.0, momentum=0.5)', '[1, 2]']
+    """
+    pieces, depth, quoted, start, place = [], 0, False, 0, 0
+    while place < len(text):
+        quoted ^= text[place] == '"'
+        depth += 0 if quoted else (text[place] in "([{") - (text[place] in ")]}")
+        if depth == 0 and not quoted and text.startswith(separator, place):
+            pieces.append(text[start:place])
+            place = start = place + len(separator)
+            continue
+        place += 1
+    return [*pieces, text[start:]]
+
+
 def _key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else toml_value(key)
 

@@ -73,6 +73,7 @@ def mean_line(
 PANELS = (  # modules of this package, in the order of the page; the function `panel` of each is a MakePanel
     "answer",
     "tournament",
+    "sensitivity",
     "holdings",
     "curves",
     "cost",

@@ -17,21 +17,21 @@ def panel(runs: Runs) -> Panel:
     sentences = [_setting(runs)]
     if not known:
         return Panel("The answer", [*sentences, "No run has an evaluated round yet, so there is no answer."])
-    best = next(iter(known))
+    best, thing = next(iter(known)), runs.thing
     mean = statistics.fmean(known[best].values())
     if len(known) == 1:
-        sentences.append(f"{best} ends at {percent(mean)} test accuracy{_over(known[best])}.")
+        sentences.append(f"{best} ends at {percent(mean)} {runs.first.measured}{_over(known[best])}.")
         judgement = None
     else:
         sentences.append(
-            f"{best} has the highest test accuracy of {len(known)} methods: {percent(mean)} after its last round"
-            f"{_over(known[best])}."
+            f"{best} has the highest {runs.first.measured} of {len(known)} {thing}s: {percent(mean)} after its last "
+            f"round{_over(known[best])}."
         )
         judgement = _judgement(runs, known)
         if judgement is None:
-            sentences.append("These methods share no seed on the same data, so chance may explain the order.")
+            sentences.append(f"These {thing}s share no seed on the same data, so chance may explain the order.")
         else:
-            sentences += in_words(judgement)
+            sentences += in_words(judgement, thing)
             if judgement.seeds > 1:
                 sentences.append(f"(Paired t-tests over {judgement.seeds} seeds, 5 % level, Holm's correction.)")
     sentences += _beside_references(runs, best, known[best])
@@ -60,7 +60,7 @@ def _setting(runs: Runs) -> str:
     taking = f", {cohort} clients a round" if isinstance(cohort, int) else ""
     rounds = max((run.rows[-1]["round"] for run in runs.all if run.rows), default=0)
     return (
-        f"{counted(len(runs.by_method), 'method')} in {counted(len(runs.all), 'run')} on {data}{held}{split}: "
+        f"{counted(len(runs.by_method), runs.thing)} in {counted(len(runs.all), 'run')} on {data}{held}{split}: "
         f"{counted(rounds, 'round')}{taking}."
     )
 
@@ -147,7 +147,8 @@ def _table(runs: Runs, known: Mapping[str, Mapping[int, float]], judgement: Judg
         group = judgement.groups.get(method, "") if judgement is not None and judgement.seeds > 1 else ""
         rows.append((method, str(len(by_seed)), last, f"{100 * peak:.2f}", human_bytes(sent), f"{seconds:.1f}", group))
     head = ["method", "seeds", "last accuracy %", "best round %", "sent by clients", "seconds a run", "group"]
-    caption = "Methods, the best first: mean ± sample standard deviation over seeds."
+    thing = runs.thing
+    caption = f"{thing.capitalize()}s, the best first: mean ± sample standard deviation over seeds."
     if any(row[-1] for row in rows):
-        return Table(head, rows, f"{caption} No difference is shown between methods that share a letter.")
+        return Table(head, rows, f"{caption} No difference is shown between {thing}s that share a letter.")
     return Table(head[:-1], [row[:-1] for row in rows], caption)

@@ -45,7 +45,7 @@ def _panel(method: str, run: Run, matrix: np.ndarray) -> Panel:
         y="true class",
         value="share of the class (%)",
         title=f"Answers of {method} to the test rows of each class",
-        numbers=count <= MOST_NUMBERS,
+        numbers=(0, 100) if count <= MOST_NUMBERS else None,
     )
     wrong = matrix * (1 - np.eye(count))
     places = [divmod(int(place), count) for place in np.argsort(-wrong, axis=None, kind="stable")[:SAID]]

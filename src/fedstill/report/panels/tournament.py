@@ -39,7 +39,7 @@ def panel(runs: Runs) -> Panel | None:
     rows = [
         (
             method,
-            *(percent(scores[method][level]) if level in scores[method] else "" for level in levels),
+            *(shown(scores[method][level]) if level in scores[method] else "" for level in levels),
             "dropped" if max(scores[method]) < levels[-1] else "",
         )
         for method in ranked[:MOST_ROWS]
@@ -56,11 +56,14 @@ def panel(runs: Runs) -> Panel | None:
     ]
     if len(rows) < len(scores) + len(refused) + len(set(skipped)):
         sentences.append(f"The table has the first {MOST_ROWS} of each kind; choose.json has all.")
+    less_is_better = any(score < 0 for each in scores.values() for score in each.values())
+    scale = -1 if less_is_better else 100
     best = {
-        method: [Point(level, 100 * value, 100 * value, 100 * value) for level, value in sorted(scores[method].items())]
+        method: [Point(level, *[scale * score] * 3) for level, score in sorted(scores[method].items())]
         for method in ranked[:12]
     }
-    chart = line_chart(best, x="level", y="score %", alt="Scores of the best twelve candidates by level.", height=220)
+    axis = metric if less_is_better else f"{metric} %"
+    chart = line_chart(best, x="level", y=axis, alt="Scores of the best twelve candidates by level.", height=220)
     head = ["candidate", *(f"level {level}" for level in levels), "remark"]
     return Panel(
         "How it was chosen",
@@ -68,6 +71,11 @@ def panel(runs: Runs) -> Panel | None:
         [chart],
         Table(head, rows, "All candidates, by the last level that they played."),
     )
+
+
+def shown(score: float) -> str:
+    """Return a score as text. Only a metric of which less is better has negative scores, and it need not be a share."""
+    return percent(score) if score >= 0 else f"{-score:.3f}"
 
 
 def _read(folder: Path) -> Mapping[str, Any] | None:
