@@ -15,7 +15,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.partition import PARTITIONS, class_counts
 
 D2C = PaperCase("d2cfl")
-NAMES = (*(f"figure-{number}" for number in range(4, 16)), "options")
+NAMES = (*(f"figure-{number}" for number in range(4, 16)), "options", "defaults")
 SPLITS = ("iid", "0.8-bias", "2-class")
 LITERAL = {  # Sections 3.2 and 4.1; beside alpha and beta
     "rule": "max", "threshold": 0.75, "labels": "hard", "student_start": "carried", "student_share": "fixed",

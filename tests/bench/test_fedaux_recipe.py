@@ -21,7 +21,7 @@ from fedstill.server import pretrain
 FEDAUX = PaperCase("fedaux")
 PRESETS = ("correct", "paper", "released")
 NAMES = ("1", "2", "3", "figure-4", "figure-6", "figure-7", "figure-8", "figure-9")
-OURS = ("privacy", "options", "clients")
+OURS = ("privacy", "options", "clients", "defaults")
 AT_HAND = {"cifar10", "tiny_imagenet", "ag_news", "shakespeare"}
 PRETRAINED = "simclr(training.epochs=100, training.seed=0)"
 
@@ -54,10 +54,10 @@ def test_a_cell_is_in_its_table_once(preset):
 
 
 def test_clients_train_as_section_vi_a_says():
-    """Adam, 1e-3, batches of 32; one epoch but for the one-shot table; text is ours, and so is the table of clients."""
+    """Adam, 1e-3, batches of 32; one epoch but for the one-shot table; text is ours, as `clients` and `defaults` are."""
     for preset in PRESETS:
         for name, table in FEDAUX.recipe.tables[preset].items():
-            for cell in table.cells if name != "clients" else ():
+            for cell in table.cells if name not in ("clients", "defaults") else ():
                 local = cell.experiment.local
                 assert (local.optimizer, local.batch_size, local.augment) == ("adam", 32, ())
                 assert local.lr == (5e-4 if name == "figure-7" else 1e-3)

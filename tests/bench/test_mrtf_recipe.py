@@ -26,7 +26,7 @@ SENT = {**LITERAL, "feedback": True}
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_table_and_figure_is_there_under_every_preset(preset):
     assert tuple(MRTF.recipe.presets) == PRESETS
-    assert tuple(MRTF.recipe.tables[preset]) == (*NAMES, *(["feedback"] if preset == "correct" else []))
+    assert tuple(MRTF.recipe.tables[preset]) == (*NAMES, *(["feedback", "defaults"] if preset == "correct" else []))
 
 
 def test_methods_of_a_column_differ_in_nothing_but_the_method():
@@ -254,7 +254,7 @@ def test_every_documented_run_is_still_that_of_its_cell():
 
 
 def test_commands_of_the_readme_name_tables_columns_and_methods_that_exist():
-    assert {table for table, _ in MRTF.documented_commands()} == {*NAMES, "feedback"}
+    assert {table for table, _ in MRTF.documented_commands()} == {*NAMES, "feedback", "defaults"}
 
 
 SMALL = (
