@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -39,7 +40,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import fedstill
 from fedstill import Experiment
 from fedstill.experiment.choose import FRESH, choose
 from fedstill.methods import METHODS
@@ -47,8 +47,9 @@ from fedstill.report.statistics import BASELINE, Difference, corrected_by_holm, 
 from fedstill.storage.files import lock, write_whole
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "docs" / "results" / "choose.jsonl"
-FOLDER = HERE.parents[1] / "runs" / "choose_again"
+ROOT = HERE.parents[1]
+RESULTS = ROOT / "docs" / "results" / "choose.jsonl"
+FOLDER = ROOT / "runs" / "choose_again"
 FEDERATION = "quickstart"
 FIRST_SEED = 20_000  # of repetition 0; the leaderboard and the tournaments on docs/choose.md have seeds below 10,000
 APART = 10  # between the seeds of two repetitions, more than a level, a final or a measurement has
@@ -188,7 +189,7 @@ def repeat(plan: Plan, repetition: int, folder: Path, results: Path, *, side_by_
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "side_by_side": side_by_side,
-            "fedstill": fedstill.__version__,
+            "fedstill": version(),
             "torch": torch.__version__,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
@@ -199,6 +200,12 @@ def mean_of(results: Sequence[Any]) -> float:
     """Return the mean over seeds of the last three rounds' accuracy, in percent."""
     last = leaderboard()["LAST"]
     return round(100 * statistics.fmean(result.history.mean_last(last) for result in results), 3)
+
+
+def version() -> str:
+    """Return the version of fedstill that the repository has, because it runs without an installation, too."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return str(project["version"])
 
 
 def processor() -> str:
