@@ -79,6 +79,15 @@ def test_the_last_rounds_and_the_rounds_to_the_target_are_other_measures():
     assert finding("rounds", fedavg=[[1.0, 2.0]], fedprox=[[60.0, 40.0]]).differences[0].by_seed == []
 
 
+def test_a_method_is_compared_with_the_average_that_it_distils():
+    distilled = {"beside": {"accuracy_aggregated": [30.0, None]}}  # in the second round nothing was distilled
+    records = [{**run, **distilled} for run in runs(fedprox=[[40.0, 44.0]])]
+    order = claim("last", "fedprox > fedprox before distillation")
+    one = judge(order, recipe_of(*CELLS.values()), records, {})
+    assert one.differences[0].by_seed == [42.0 - 37.0]
+    assert our_words(one).startswith("fedprox 42.00, fedprox before distillation 37.00. Ahead by +5.00")
+
+
 def test_words_of_one_and_of_three_seeds():
     assert our_words(finding(fedavg=[[1.0, 2.0]], fedprox=[[3.0, 5.0]])).endswith("Ahead by +3.00 (one seed)")
     three = finding(fedavg=[[1.0, 2.0]] * 3, fedprox=[[3.0, 5.0]] * 3)
@@ -101,6 +110,7 @@ def test_a_claim_is_read_beside_the_paper_s_numbers(tmp_path):
         (('table = "1"', 'table = "7"'), "has no table '7'"),
         (('column = "digits"', 'column = "digit"'), "no column 'digit'"),
         (("fedprox > fedavg", "fedprx > fedavg"), "no row 'fedprx'"),
+        (("fedprox > fedavg", "fedprx before distillation > fedavg"), "no row 'fedprx'"),
         (("fedprox > fedavg", "fedprox"), "order needs two rows"),
         (('measure = "best"', 'measure = "top"'), "measure"),
     ],

@@ -26,6 +26,7 @@ FEWEST_SEEDS = 3  # with fewer, a difference neither shows nor contradicts an or
 CONFIDENCE = 0.95
 HOLDS, IN_PART, NOT_SHOWN, CONTRADICTED = "holds", "holds in part", "not shown", "contradicted"
 ABOVE = " > "
+AVERAGED = " before distillation"  # "mrtf before distillation": the average that the row's server then distils
 MEASURES = {"best": "best round", "last": f"mean of the last {LAST} rounds", "rounds": "rounds to the target"}
 
 
@@ -38,6 +39,7 @@ class Claim(BaseModel):
     column: str
     setting: str  # in words: data, network, clients, rounds
     order: list[str]  # "fedlmd > fedntd > kd": the first is better than the second, the second than the third
+    # a row, or "mrtf before distillation": the average of the same runs before the server changes it
     measure: Literal["best", "last", "rounds"]  # rounds: to the column's target, fewer are better
     printed: list[str] | None = None  # table and column of the paper's figures, if they are not the claim's own
     says: str = ""  # the paper's claim in words, if it prints no figures for it
@@ -116,8 +118,9 @@ def judge(claim: Claim, recipe: Recipe, runs: Sequence[Run], expected: Expected)
     cells = {cell.row: cell.experiment for cell in table.cells if cell.column == claim.column}
     values: dict[str, dict[int, float]] = {}
     for row in claim.rows:
-        measure = _measure(claim, cells[row].target)
-        by_seed = {seed: measure(curve_of(run)) for seed, run in records.of(cells[row]).items()}
+        cell = cells[row.removesuffix(AVERAGED)]
+        curve, measure = _averaged if row.endswith(AVERAGED) else curve_of, _measure(claim, cell.target)
+        by_seed = {seed: measure(curve(run)) for seed, run in records.of(cell).items()}
         values[row] = {seed: value for seed, value in by_seed.items() if value is not None}
     sign = -1.0 if claim.measure == "rounds" else 1.0
     differences = [
@@ -135,6 +138,14 @@ def judge(claim: Claim, recipe: Recipe, runs: Sequence[Run], expected: Expected)
     figures = expected.get(where[0], {}).get(where[1], {})
     paper = {row: figures[row][claim.measure] for row in claim.rows if claim.measure in figures.get(row, {})}
     return Finding(claim, paper, {row: spread(by_seed.values()) for row, by_seed in values.items()}, differences)
+
+
+def _averaged(run: Run) -> Curve:
+    """Return the curve of the averaged model; in a round that reports none, the server has changed nothing."""
+    curve = curve_of(run)
+    reported = run.get("beside", {}).get("accuracy_aggregated", [None] * len(curve.accuracy))
+    pairs = zip(reported, curve.accuracy, strict=True)
+    return curve._replace(accuracy=[sent if value is None else value for value, sent in pairs])
 
 
 def _measure(claim: Claim, target: float | None) -> Callable[[Curve], float | None]:
@@ -163,7 +174,7 @@ def load_claims(folder: Path, recipe: Recipe) -> list[Claim]:
         if not claim.order or any(len(chain) < 2 for chain in claim.chains):
             raise FedstillError(f"{where}: order needs two rows or more: write 'fedlmd > fedavg'")
         for row in claim.rows:
-            check_known(row, rows, f"{where}: column '{claim.column}' has no row")
+            check_known(row.removesuffix(AVERAGED), rows, f"{where}: column '{claim.column}' has no row")
     return claims
 
 
