@@ -54,7 +54,7 @@ def test_a_cell_is_in_its_table_once(preset):
 
 
 def test_clients_train_as_section_vi_a_says():
-    """Adam, 1e-3, batches of 32; one epoch but for the one-shot table; text is ours, as `clients` and `defaults` are."""
+    """Adam, 1e-3, batches of 32; one epoch but for the one-shot table; text, `clients` and `defaults` are ours."""
     for preset in PRESETS:
         for name, table in FEDAUX.recipe.tables[preset].items():
             for cell in table.cells if name not in ("clients", "defaults") else ():
