@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ from fedstill.compose.combine import bound_to, on_the_way
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import LocalWork
-from fedstill.core.tree import byte_size, rows, stack
+from fedstill.core.tree import byte_size, rows, stack, tree_map
 from fedstill.core.types import Need, Training, Weights
 from fedstill.engine import build_engine
 from fedstill.engine import engine as engine_module
@@ -338,6 +339,82 @@ def test_any_order_of_clients_gives_each_client_the_same(row, engine):
     for found, wanted in ((some.uploads.weights, everybody.uploads.weights), (some.states, everybody.states)):
         assert distance(found, rows(wanted, torch.tensor(order))) < CLOSE
     assert distance(some.uploads.extra, rows(everybody.uploads.extra, torch.tensor(order))) < CLOSE
+
+
+CUTS = ([[0, 1, 2, 3, 4, 5, 6]], [[6, 2, 4], [0, 5], [3, 1]], [[k] for k in range(len(SIZES))])
+
+
+def trained_in_pieces(row, cut, *, net=None, training=TRAINING, data=None, engine="looped", precision="float32"):
+    """What each client of the second round uploads and keeps; every piece of a cut trains in an engine of its own."""
+    data, model = data or federation(net or row.net), network(net or row.net)
+    method, start = bound_to(row.build(), model), model.init(1)
+    generator = torch.Generator().manual_seed(0)
+    states = stack([_noisy(method.objective.init(start), generator) for _ in SIZES])
+    received = _noisy(first_broadcast(row.build(), net or row.net), generator)
+    if precision == "float64":
+        start, states, received = tree_map(torch.Tensor.double, (start, states, received))
+    found = {}
+    for ids in cut:
+        runner = build_engine(engine, "cpu", model=model, federation=data, precision=precision)
+        for round in (1, 2):  # the second call finds what the first one kept
+            work = LocalWork(method.objective, training, start, received, round=round, seed=5)
+            trained = runner.train(work, np.array(ids), rows(states, torch.tensor(ids)))
+        for place, client in enumerate(ids):
+            uploads = trained.uploads
+            told = {"weights": uploads.weights, "loss": uploads.loss, "extra": uploads.extra, "state": trained.states}
+            found[client] = tree_map(torch.clone, rows(told, place))
+    return found
+
+
+def shared_rows(net):
+    """The federation of a network in which each client also holds two rows of the next one."""
+    data = federation(net)
+    clients = [data.indices[a:b].tolist() for a, b in pairwise(data.offsets.tolist())]
+    held = [own + after[:2] for own, after in zip(clients, clients[1:] + clients[:1], strict=True)]
+    offsets = torch.tensor([0, *accumulate(map(len, held))])
+    return dataclasses.replace(data, indices=torch.tensor([row for own in held for row in own]), offsets=offsets)
+
+
+def differs_on_clients(row: Row) -> bool:
+    """Whether clients train otherwise than FedAvg's; FedAvg's own row stands for the others."""
+    return is_first(row) and (bool(row.build().objective.terms) or row.name == "fedavg")
+
+
+each_kind_of_client = pytest.mark.parametrize(
+    "row", quick_if(differs_on_clients, [row for row in ROWS if stands_for_itself(row)]), ids=named
+)
+
+
+@each_kind_of_client
+def test_a_client_has_the_same_bits_in_any_cohort_that_trains_one_by_one(row):
+    whole, *cuts = (trained_in_pieces(row, cut) for cut in CUTS)
+    for cut in cuts:
+        assert all(same_bits(cut[client], whole[client]) for client in whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "net", "changes"),
+    [
+        ("fedntd", "cnn", {}),
+        ("moon", "cnn", {}),
+        ("fedlmd", "norm", {"steps": 2}),  # fewer steps than rows: teachers answer in the steps of some clients only
+        ("kd", "mlp", {"part": "head"}),
+    ],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_client_has_the_same_bits_whatever_is_kept_of_its_teachers(name, net, changes, shared):
+    how = {"net": net, "training": dataclasses.replace(TRAINING, lr=0.02, **changes)}
+    data = shared_rows(net) if shared else None
+    whole, *cuts = (trained_in_pieces(row_of(name), cut, data=data, **how) for cut in CUTS)
+    for cut in cuts:
+        assert all(same_bits(cut[client], whole[client]) for client in whole)
+
+
+@each_kind_of_client
+def test_a_stack_of_clients_may_be_cut_in_any_way(row):
+    whole, *cuts = (trained_in_pieces(row, cut, engine="batched", precision="float64") for cut in CUTS)
+    for cut in cuts:
+        assert max(distance(cut[client], whole[client]) for client in whole) < 1e-8
 
 
 def _noisy(tree, generator):

@@ -229,21 +229,44 @@ class Engine:
         return other
 
     def _run(self, program: Program, runner: Batched | Looped, plan: Plan, inputs: Inputs, held: Held) -> Finished:
-        self._keep_outputs(program, plan, inputs, held)
+        if isinstance(runner, Batched):
+            self._keep_outputs(program, plan, inputs, held)
         order = np.argsort(-plan.steps, kind="stable")
         columns: list[int] = order.tolist()
         if columns != list(range(len(columns))):
             plan, inputs = plan.columns(columns), columns_of(inputs, torch.from_numpy(order).to(self.device))
         if isinstance(runner, Batched):
             runner.chunk = self._auto_chunk(program, inputs)
-        finished = runner.run(plan, inputs, columns)
+            finished = runner.run(plan, inputs, columns)
+        else:
+            finished = runner.run(plan, inputs, columns, partial(self._keep_own, program, plan, inputs, held, columns))
         return finished._replace(weights=program.whole(finished.weights, width=len(columns)))
 
-    def _keep_outputs(self, program: Program, plan: Plan, inputs: Inputs, held: Held) -> None:
-        """Keep all that is the same for a row at every step of a plan."""
+    def _keep_own(
+        self, program: Program, plan: Plan, inputs: Inputs, held: Held, clients: list[int], column: int
+    ) -> None:
+        """Keep the outputs for the client in one column, which is `clients[column]` of the cohort.
+
+        A frozen model sees the rows of one client at a time, because a matrix product rounds by its number of rows, and
+        the bits of a client must not depend on its cohort.
+        """
+        rows, sizes = held
+        client = clients[column]
+        first, size = int(sizes[:client].sum()), int(sizes[client])
+        own = rows[first : first + size]
+        if program.features is not None and not self.rows_have_one_owner:
+            program.features.known[own] = False  # another client's call has computed them among other rows
+        alone = columns_of(inputs, slice(column, column + 1))
+        self._keep_outputs(program, plan.columns([column]), alone, (own, sizes[client : client + 1]), whole=True)
+
+    def _keep_outputs(self, program: Program, plan: Plan, inputs: Inputs, held: Held, *, whole: bool = False) -> None:
+        """Keep all that is the same for a row at every step of a plan.
+
+        whole: compute the features of all held rows at once, and not of those only that the plan has and nobody knows.
+        """
         with program.autocast():  # the teacher in the precision of the student
             self._fill_cache(program, plan, inputs, *held)
-            fill_features(program, plan)
+            fill_features(program, plan, held[0] if whole else None)
 
     def _fill_cache(self, program: Program, plan: Plan, inputs: Inputs, rows: np.ndarray, sizes: np.ndarray) -> None:
         """Outputs of frozen models that do not change in a round, once per round instead of once per epoch."""
@@ -258,8 +281,11 @@ class Engine:
         alike = [name for name in names if teachers[name](first) is program.start]
         # A client's own teacher takes a call a client here: more than its share of a dense cohort's steps
         # (MOON, 1000 clients of a 64-64-10 MLP: 538 ms a round instead of 443; the CNN: 2.4 s instead of 3.0).
-        # A row has one place in the cache, so it must have one owner.
-        single = program.feed is not self.feed or (self.model.traits.convolutional and self.rows_have_one_owner)
+        # A row has one place in the cache, so it must have one owner, unless clients fill it in turn.
+        in_turn = not (self.stacked or program.static)
+        single = program.feed is not self.feed or (
+            self.model.traits.convolutional and (in_turn or self.rows_have_one_owner)
+        )
         own = [name for name in names if name not in alike] if single else []
         program.cache = {name: kept for name, kept in program.cache.items() if name in (*alike, *own)}
         places = torch.from_numpy(rows).to(self.device)

@@ -171,11 +171,13 @@ def batch_statistics(model: Model, weights: Weights, feed: Feed, batch: int) -> 
     return found
 
 
-def fill_features(program: Program, plan: Plan) -> None:
+def fill_features(program: Program, plan: Plan, held: np.ndarray | None = None) -> None:
     """Let the steps of a plan begin at features, where a row has the same ones at every step.
 
     So it is unless something augments. A frozen model whose outputs are not kept reads the samples themselves, and the
     features must fit in memory; otherwise every step computes them.
+
+    held: all rows of the plan's only client, which are computed at once; without it, the missing rows of the plan are.
     """
     if not program.head_only:
         return
@@ -199,8 +201,9 @@ def fill_features(program: Program, plan: Plan) -> None:
         kept.extractor = clone(extractor)
     missing = wanted[~kept.known[wanted]]
     if len(missing):
-        kept.values[torch.from_numpy(missing).to(kept.values.device)] = _features(program, missing)
-        kept.known[missing] = True
+        computed = missing if held is None else held
+        kept.values[torch.from_numpy(computed).to(kept.values.device)] = _features(program, computed)
+        kept.known[computed] = True
 
 
 def _features(program: Program, rows: np.ndarray) -> Tensor:

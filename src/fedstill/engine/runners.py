@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -92,10 +92,15 @@ class Looped:
         self.lanes[0].load(inputs, slice(0, 1))
         return self.lanes[0].stack, self.lanes[0].run(plan, results, 0)
 
-    def run(self, plan: Plan, inputs: Inputs, order: list[int]) -> Finished:
-        """Train every column of the plan (longest first); row order[i] of the result is column i."""
+    def run(self, plan: Plan, inputs: Inputs, order: list[int], before: Callable[[int], None]) -> Finished:
+        """Train every column of the plan (longest first); row order[i] of the result is column i.
+
+        before: called with a column before it trains, to keep what its steps have in common.
+        """
         results = Results(self.program.moving, len(order), inputs.facts, optimizer=inputs.optimizer)
         if self.use_graphs:
+            for column in range(len(order)):
+                before(column)
             results.fill(self.program.moving)
             self._run_lanes(plan, inputs, results)
             return results.ordered(order)
@@ -104,6 +109,7 @@ class Looped:
         for column in range(len(order)):
             here = slice(column, column + 1)
             alone = columns_of(inputs, here)
+            before(column)
             stack.reset(self.program.moving, alone.starts)
             stack.go_on(rows(inputs.optimizer, column))
             for _ in group.run(plan.columns([column]), alone):

@@ -221,11 +221,17 @@ def _transmit(
     """What reaches the server: label counts only where they are declared. Messages have come all the way."""
     if isinstance(uploads, Messages):
         return uploads
+    uploads = uploads._replace(weights=tree_map(_in_order, uploads.weights), extra=tree_map(_in_order, uploads.extra))
     method, counts = task.method(number), None
     if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
     uploads = uploads._replace(label_counts=counts)
     return on_the_way(method, uploads, start, seed_for(task.noise_seed, "transmit", number))
+
+
+def _in_order(leaf: Tensor) -> Tensor:
+    """Lay a stacked tensor out as a message would, because kernels round by strides; clients that share it still do."""
+    return leaf if leaf.stride(0) == 0 else leaf.contiguous()
 
 
 def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
