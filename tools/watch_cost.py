@@ -3,6 +3,7 @@
     python tools/watch_cost.py --pairs 5 --out watch_cost.json -- --rounds 1000 --set partition.clients=1000 ...
 
 The words after `--` are those of `fedstill run`. Runs with and without the page alternate, because machines are noisy.
+On Linux the page's own processor seconds are counted, too, because other work on the machine hardly changes them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
@@ -36,7 +39,7 @@ def read(address: str, sizes: list[int]) -> None:
 
 
 def seconds_of_run(words: list[str], folder: Path, *, watched: bool) -> dict[str, float]:
-    """Run once, and return its seconds; with the page also the bytes that its reader was sent."""
+    """Run once, and return its seconds; with the page also its processor seconds and the bytes for its reader."""
     sizes: list[int] = []
     page = None
     if watched:
@@ -44,13 +47,23 @@ def seconds_of_run(words: list[str], folder: Path, *, watched: bool) -> dict[str
         address = page.stdout.readline().strip() if page.stdout else ""
         threading.Thread(target=read, args=(address, sizes), daemon=True).start()
         time.sleep(3)  # the page has loaded its libraries
-    start = time.perf_counter()
+    start, before = time.perf_counter(), 0.0 if page is None else processor_seconds(page.pid)
     subprocess.run([*FEDSTILL, "run", *words, "--quiet", "--out", str(folder)], check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - start
+    seconds, spent = time.perf_counter() - start, 0.0
     if page is not None:
+        spent = processor_seconds(page.pid) - before
         page.terminate()
         page.wait()
-    return {"seconds": seconds, "bytes": sum(sizes)}
+    return {"seconds": seconds, "page_cpu_s": spent, "bytes": sum(sizes)}
+
+
+def processor_seconds(process: int) -> float:
+    """Return the processor seconds of a process and its threads; NaN on systems other than Linux."""
+    try:
+        numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -73,12 +86,14 @@ def main() -> None:
                 "alone_s": runs[False]["seconds"],
                 "watched_s": runs[True]["seconds"],
                 "ratio": ratio,
+                "page_cpu_share": runs[True]["page_cpu_s"] / runs[True]["seconds"],
                 "bytes": runs[True]["bytes"],
             }
         )
         given.out.write_text(json.dumps({"words": given.words, "pairs": pairs}, indent=1) + "\n")
         print(pairs[-1], flush=True)
-    print(f"median ratio {statistics.median(pair['ratio'] for pair in pairs):.3f}")
+    ratio, share = (statistics.median(pair[key] for pair in pairs) for key in ("ratio", "page_cpu_share"))
+    print(f"median ratio {ratio:.3f}; the page took {100 * share:.1f} % of one core")
 
 
 if __name__ == "__main__":

@@ -346,6 +346,7 @@ def test_two_architectures_are_taught_the_same_targets_the_mean_of_all_clients_l
 def test_teachers_of_all_groups_count_by_their_sizes():
     method = 'feddf(student.steps=1, teacher_weighting="size")'
     look, engine, (_, state) = one_round(method, ids=[5, 0, 3], sizes=[1.0, 2.0, 7.0])
+    assert look.teachers == pytest.approx({0: 0.2, 5: 0.1, 3: 0.7})
     share = torch.tensor([2.0, 1.0, 7.0]) / 10  # client 0 of a, then 5 and 3 of b, as they stand in the cohort
     wanted = torch.softmax((teacher_logits(look, engine) * share.reshape(-1, 1, 1)).sum(0), dim=1)
     torch.testing.assert_close(state["each"]["b"]["distill"]["targets"]["probabilities"], wanted, atol=1e-6, rtol=1e-5)

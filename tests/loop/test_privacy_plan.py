@@ -71,6 +71,14 @@ def test_the_last_round_that_the_budget_allows_is_the_end(caplog):
     assert result.privacy.stopped == why
 
 
+def test_a_statement_has_the_epsilon_after_evenly_spaced_rounds_and_at_the_end(tmp_path):
+    result = run(QUIET, rounds=43, run_dir=tmp_path)
+    rounds, epsilons = zip(*result.privacy.spent, strict=True)
+    assert rounds == (*range(3, 43, 3), 43)  # 43 / 20 is above 2
+    assert epsilons == pytest.approx([after(played) for played in rounds])
+    assert json.loads((tmp_path / "privacy.json").read_text())["spent"] == [list(pair) for pair in result.privacy.spent]
+
+
 def test_a_budget_that_fits_to_the_last_digit_is_used_up_and_no_more():
     assert len(run(QUIET, privacy=Privacy(epsilon=after(2) * (1 + 1e-9))).history.rows) == 2
     assert len(run(QUIET, privacy=Privacy(epsilon=after(2) * (1 - 1e-9))).history.rows) == 1

@@ -50,8 +50,9 @@ def test_every_panel_is_made_of_a_real_comparison_without_gaps(compared):
     assert [name for name, panel in panels.items() if panel is None] == [
         "tournament",
         "sensitivity",
+        "teachers",
         "invented",
-    ]  # no choice, no sweep, and FedDF has no generator
+    ]  # no choice, no sweep, and FedDF weighs no teacher and has no generator
     assert tuple(panels) == PANELS
 
 
@@ -222,6 +223,51 @@ def test_a_private_run_shows_the_epsilon_of_its_statement(tmp_path):
     expected = ("dp_fedavg", "3", "1e-05", "one client: model updates", "trained models")
     assert list(made("method_numbers", runs).table.rows) == [expected]
     assert any("epsilon = 3 at delta = 1e-05" in sentence for sentence in made("answer", runs).sentences)
+
+
+def test_the_epsilon_of_a_private_run_is_drawn_by_round(tmp_path):
+    folder = write_run(tmp_path / "run", [0.5], method="dp_fedavg")
+    claim = {"unit": "client", "epsilon": 3.0, "delta": 1e-5, "covered": ["model updates"]}
+    spent = [[5, 1.5], [10, 3.0], [15, None]]
+    (folder / "privacy.json").write_text(json.dumps({"claims": [claim], "spent": spent}))
+    (chart,) = made("method_numbers", read_runs([folder])).charts
+    assert [(value["x"], value["y"]) for value in drawn(chart)] == [(5, 1.5), (10, 3.0)]
+
+
+def test_teachers_of_a_real_run_count_by_their_sizes(tmp_path):
+    experiment = fedstill.Experiment(
+        rounds=2,
+        cohort=3,
+        data={"source": "digits", "unlabeled": 20},
+        partition={"scheme": "lda", "clients": 6, "alpha": 0.3},
+        model={"name": "mlp", "hidden": [4]},
+        local={"steps": 1},
+        method={"name": "feddf", "teacher_weighting": "size", "student": {"steps": 1}},
+    )
+    fedstill.run(experiment, run_dir=tmp_path / "run")
+    run = read_runs([tmp_path / "run"]).first
+    sizes = np.array(run.files["partition.json"]["counts"]).sum(axis=1)
+    for line in run.rows:
+        taught = {int(client): share for client, share in line["teacher_weights"].items()}
+        assert len(taught) == 3
+        assert taught == pytest.approx({one: sizes[one] / sizes[list(taught)].sum() for one in taught}, abs=1e-6)
+
+
+def test_the_weights_of_teachers_are_means_over_the_rounds_of_a_client(tmp_path):
+    weights = [{"0": 0.75, "1": 0.25}, {"0": 0.5, "1": 0.5}, {"1": 1.0}]
+    rows = [row(at, 0.5, 2, teacher_weights=shares) for at, shares in enumerate(weights, 1)]
+    panel = made("teachers", read_runs([write_run(tmp_path / "run", [], rows=rows, parties=("Ulm", "Aix"))]))
+    # in units of an equal share: Ulm 1.5 and 1, Aix 0.5, 1 and 1
+    assert [(value["c"], value["v"]) for value in drawn(panel.charts[0])] == [("Ulm", 1.25), ("Aix", 0.83333)]
+    assert list(panel.table.rows) == [("Ulm", "1.25", "2", "10", "2"), ("Aix", "0.83", "3", "10", "1")]
+
+
+def test_the_table_has_the_claim_of_the_seed_that_has_spent_most(tmp_path):
+    folder = write_comparison(tmp_path / "all", {"dp_fedavg": [[0.5], [0.6]]})
+    for place, epsilon in enumerate((2.0, 4.0)):
+        claim = {"unit": "client", "epsilon": epsilon, "delta": 1e-5, "covered": ["model updates"]}
+        (folder / f"method-0/seed-{place}/privacy.json").write_text(json.dumps({"claims": [claim]}))
+    assert [line[1] for line in made("method_numbers", read_runs([folder])).table.rows] == ["4"]
 
 
 def test_numbers_of_server_steps_are_drawn(tmp_path):

@@ -322,6 +322,7 @@ class Round:
     groups: Mapping[str, Round] = field(default_factory=dict)  # several architectures: the round of each, by name
     shared: dict[str, Any] = field(default_factory=dict)  # ... and what one of them worked out for all, this round
     weighting: Literal["size", "uniform"] = "uniform"  # how much an upload counts: as in the method's aggregate
+    teachers: dict[int, float] = field(default_factory=dict)  # a step may report how much each client counts as one
 
 
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:

@@ -7,8 +7,8 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ from fedstill.loop.history import History
 from fedstill.loop.round import OPEN_QUESTIONS, Task
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
 from fedstill.privacy.plan import Privacy, rounds_within
-from fedstill.privacy.statement import PrivacyStatement, Stretch, statement
+from fedstill.privacy.statement import Claim, PrivacyStatement, Stretch, statement
 from fedstill.storage.files import write_whole
 
 STATEMENT_FILE = "privacy.json"
+POINTS = 20  # rounds after which a statement says what has been spent
 _log = logging.getLogger("fedstill.run")
 
 
@@ -181,6 +182,7 @@ class Promise:
     wanted: int
     privacy: Privacy
     after: Callable[[int], list[Stretch]] | None  # None: no part of the run speaks of privacy
+    known: dict[int, Claim | None] = field(default_factory=dict)  # after some rounds: the first one
 
     @property
     def cut(self) -> str:
@@ -194,13 +196,36 @@ class Promise:
         """What a run may say that has played so many rounds; what clients answered without a release counts, too."""
         if self.after is None:
             return None
-        stretches, first = self.after(played), 1
         asked = {int(row["round"]) for row in history.rows if row.get(OPEN_QUESTIONS)}
+        made = statement(self._stretches(asked, played), self.privacy.delta, stopped=self._ended(played))
+        return replace(made, spent=self._spent(asked, made))
+
+    def _spent(self, asked: Collection[int], made: PrivacyStatement) -> tuple[tuple[int, float], ...]:
+        """Return the epsilon of the first claim after evenly spaced rounds and at the end.
+
+        Rounds after which there is no claim for its unit against its adversary are left out.
+        """
+        if not made.claims:
+            return ()
+        claim, spent = made.claims[0], []
+        for number in range(step := math.ceil(self.rounds / POINTS), made.rounds, step):
+            if number not in self.known:
+                claims = statement(self._stretches(asked, number), self.privacy.delta).claims
+                self.known[number] = claims[0] if claims else None
+            then = self.known[number]
+            if then is not None and (then.unit, then.against) == (claim.unit, claim.against):
+                spent.append((number, then.epsilon))
+        return (*spent, (made.rounds, claim.epsilon))
+
+    def _stretches(self, asked: Collection[int], played: int) -> list[Stretch]:
+        """Return what has left the clients after some rounds; `asked`: rounds with a question that nothing covers."""
+        assert self.after is not None
+        stretches, first = self.after(played), 1
         for i, stretch in enumerate(stretches):
             if first in asked:
                 stretches[i] = replace(stretch, asks=True)
             first += stretch.rounds
-        return statement(stretches, self.privacy.delta, stopped=self._ended(played))
+        return stretches
 
     def _ended(self, played: int) -> str:
         """Why a run ended that has played so many rounds, or how far a resumed one was beyond its budget."""

@@ -271,6 +271,8 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | None, Ro
     sums = [leaf.sum().double().to(uploads.loss.device) for leaf in leaves(kept) if leaf.is_floating_point()]
     total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
+    if look.teachers:
+        row["teacher_weights"] = plain({client: round(share, 6) for client, share in look.teachers.items()})
     if not math.isfinite(total) and not is_finite(kept):  # a sum may overflow where no term is Inf
         return None, row
     belief = targets(method, server)

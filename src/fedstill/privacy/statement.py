@@ -115,6 +115,7 @@ class PrivacyStatement:
     assumptions: tuple[str, ...]
     stopped: str = ""  # why the run ended early
     notes: tuple[str, ...] = ()  # further lines of the text
+    spent: tuple[tuple[int, float], ...] = ()  # (round, epsilon of the first claim after it), the last one at the end
 
     @property
     def not_covered(self) -> tuple[str, ...]:
@@ -139,7 +140,8 @@ class PrivacyStatement:
 
     def as_dict(self) -> dict[str, Any]:
         claims = [claim.as_dict() for claim in self.claims]
-        return {**asdict(self), "claims": claims, "not_covered": self.not_covered, "text": self.text()}
+        spent = [[number, epsilon if math.isfinite(epsilon) else None] for number, epsilon in self.spent]
+        return {**asdict(self), "claims": claims, "spent": spent, "not_covered": self.not_covered, "text": self.text()}
 
 
 def _unprotected_lines(whom: str, parts: Mapping[str, int]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fedstill.core.errors import FedstillError
 from fedstill.report.live import Live, event
 from fedstill.report.page import make_live_page
+from fedstill.report.panels import panel_makers
 from fedstill.storage.files import writing
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ADDRESS = "127.0.0.1"
-SHARE = 1 / 50  # of the time of one core: for looks at the folders, and once more for making the report's sections
+SHARE = 1 / 64  # of the time of one core: for looks at the folders, and once more for making the report's sections
 SOONEST, LATEST = 0.4, 20.0  # seconds between two looks, and between two makings of the sections
 BEAT = 10.0  # seconds: a reader hears from the server at least this often
 PATIENCE = 10.0  # seconds: who does not ask or does not read for so long is dropped
@@ -143,6 +144,7 @@ class Watch:
 
     async def keep_fresh(self) -> None:
         """Look at the folders again and again while somebody reads, as often as the share of time allows."""
+        await asyncio.to_thread(panel_makers)  # loads packages for a second, often before the runs begin
         spent, sections_at = time.process_time(), 0.0
         while True:
             if not self.readers:
@@ -158,8 +160,8 @@ class Watch:
             pause = min(LATEST, max(SOONEST, cost / SHARE))
             if self.live.times_made == made:
                 await asyncio.sleep(pause)
-            else:  # looks go on meanwhile; the first making loads packages, and the next one does not
-                sections_at = time.monotonic() + (pause if made else SOONEST)
+            else:  # looks go on meanwhile
+                sections_at = time.monotonic() + pause
                 await asyncio.sleep(SOONEST)
 
     async def stream(self, receive: Receive, send: Send) -> None:

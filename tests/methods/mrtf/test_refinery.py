@@ -197,6 +197,15 @@ def numpy_target(uploads, start, middle, x, *, loss, refine, sharpness=4.0, shar
     return (1 - share) * target + share * numpy_clusters(target, numpy_outputs(middle, x)[1], sharpness)
 
 
+def test_the_weights_of_teachers_are_the_means_of_their_certainties():
+    found, x = refined(Refinery()).round, UNLABELED.numpy()
+    q = [numpy_softmax(4.0 * z / z.std(ddof=1)) for z in (numpy_outputs(model, x)[0] for model in UPLOADS)]
+    sure = np.exp(np.stack([(p * np.log(p)).sum(1) for p in q]))
+    wanted = (sure / sure.sum(0)).mean(1)
+    assert wanted.max() > 1.1 * wanted.min()
+    assert found.teachers == pytest.approx(dict(enumerate(wanted)))
+
+
 def numpy_clusters(target, h, sharpness):
     found = np.zeros_like(target)
     centres = [sum(target[i, c] * h[i] for i in range(len(h))) / target[:, c].sum() for c in range(CLASSES)]

@@ -380,6 +380,7 @@ def test_weighted_teachers_are_what_the_student_is_taught():
     method = avglogit(student=student_of(avglogit, steps=1), teacher_weighting="size")
     _, state = whole(method).apply(this.start, whole(method).init(this.start), this)
     said = [this.trainer.outputs(model, this.unlabeled).logits for model in models]
+    assert this.teachers == pytest.approx({0: 5 / 8, 1: 1 / 8, 2: 2 / 8})
     mean = sum(share / 8.0 * logits for share, logits in zip(sizes, said, strict=True))
     torch.testing.assert_close(targets_of(state["distill"]).probabilities, torch.softmax(mean, 1))
 

@@ -24,7 +24,7 @@ from fedstill.server.distill.targets import (
     pool_targets,
     standardised,
 )
-from fedstill.server.distill.teachers import teacher_outputs, unlabeled_data
+from fedstill.server.distill.teachers import report_teachers, teacher_outputs, unlabeled_data
 
 RefineShare = Literal["disagreement", "all"]
 
@@ -81,7 +81,9 @@ def make_targets(logits: Tensor, average: Output, u: float, round: Round, form: 
     """Make the targets of a round from the clients' logits (T, M, K) and the average's output."""
     if form.rectify:
         sent = round.trainer.outputs(round.start, unlabeled_data(round), features=False).logits
-        belief = rectified(stable(logits, form), stable(torch.stack([sent, average.logits]), form), u)
+        clients = stable(logits, form)
+        report_teachers(round, confident_share(clients))
+        belief = rectified(clients, stable(torch.stack([sent, average.logits]), form), u)
     else:
         belief = mix(stable(logits, form)) if form.stabilise else pool_targets(logits)
     if form.refines(round):
@@ -96,7 +98,8 @@ def rectified_distillation(student: Student, form: Refinery) -> ServerStep:
 
     Teachers: the uploads, the model that was sent and the candidate; features are the candidate's, so memory is
     T M K + M F. Zero steps leave the candidate as it is. State: "targets".
-    Reports: u, refine_share, teacher_agreement (of the uploads), distill_loss_before, distill_loss_after.
+    Reports: u, refine_share, teacher_agreement (of the uploads), distill_loss_before, distill_loss_after, and how
+    much each upload counts among the uploads.
     """
     learn = learner(student)
 

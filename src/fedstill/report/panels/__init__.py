@@ -83,6 +83,7 @@ PANELS = (  # modules of this package, in the order of the page; the function `p
     "confusion",
     "calibration",
     "method_numbers",
+    "teachers",
     "invented",
     "audit",
     "repeat",

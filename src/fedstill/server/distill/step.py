@@ -26,7 +26,7 @@ from fedstill.server.distill.targets import (
     no_targets,
     pool_targets,
 )
-from fedstill.server.distill.teachers import Teachers, teacher_logits, unlabeled_data, uploads_teach
+from fedstill.server.distill.teachers import Teachers, report_teachers, teacher_logits, unlabeled_data, uploads_teach
 
 
 def distill(
@@ -48,7 +48,7 @@ def distill(
     Zero steps leave the candidate as it is. State: "targets", what was taught last; with a distill_share below 1
     "distilled", the rows; with a kept optimiser "optimizer", what it remembers; and the slots of `shares`.
     Clients with several architectures: the uploads of all of them teach every prototype the same.
-    Reports: teacher_agreement, distill_loss_before, distill_loss_after.
+    Reports: teacher_agreement, distill_loss_before, distill_loss_after; with `shares` the weight of each teacher.
     """
     learn = keep_learning(student, hard=hard, loss=loss)
 
@@ -57,7 +57,10 @@ def distill(
             return candidate, state
         rows = rows_of(state) if distill_share < 1 else None
         logits = teacher_logits(candidate, round, teachers, batch=teacher_batch, rows=rows)
-        pooled = pool(logits) if shares is None else pool(logits, share=shares.of(round, state))
+        share = None if shares is None else shares.of(round, state)
+        if share is not None and teachers is uploads_teach:
+            report_teachers(round, share)
+        pooled = pool(logits) if share is None else pool(logits, share=share)
         said = pooled if isinstance(pooled, Targets) else everything(pooled)
         targets = said if rows is None else spread(said, rows, len(unlabeled_data(round)))
         learnt, memory = learn(candidate, targets, round, state.get("optimizer", {}))

@@ -52,6 +52,12 @@ def teacher_ids(round: Round) -> Tensor:
     return torch.cat([part.uploads.ids for part in teaching(round)])
 
 
+def report_teachers(round: Round, share: Tensor) -> None:
+    """Note how much each client counts as a teacher: its share (T,), or its mean share (T, M) over the rows."""
+    mean = share.double().reshape(len(share), -1).mean(dim=1)
+    round.teachers.update(zip(teacher_ids(round).tolist(), mean.tolist(), strict=True))
+
+
 def teacher_logits(
     candidate: Weights, round: Round, teachers: Teachers, *, batch: int | None = None, rows: Tensor | None = None
 ) -> Tensor:
