@@ -37,6 +37,8 @@ END = "<!-- end of the generated part -->"
 FEWEST_LINES = 3  # a picture of fewer methods says less than the table
 COLOURS = 64  # of a picture
 STRAY = "runs in no cell: put the cell back into the recipe, or take the runs out of the results"
+OURS = """The methods with the library's own defaults. No paper claims these orders. *Before distillation* is
+the average in the same runs, which is FedAvg's model:"""
 VERDICTS = (
     "## Claims",
     "",
@@ -87,8 +89,8 @@ class Paper:
         """Return the tables of a preset that have runs, without empty columns and rows.
 
         Tables and presets share cells, and a table that only has runs of another table is not shown. So a table needs
-        a run that was made for one of its cells, and a column needs its FedAvg or two of its methods. Another preset
-        than the default also needs a run of that preset, and a cell that no table before it shows.
+        a run that was made for one of its cells, and a column needs its FedAvg, two of its methods or a claim. Another
+        preset than the default also needs a run of that preset, and a cell that no table before it shows.
         """
         tables: list[Table] = []
         before: set[tuple[str, ...]] = set()
@@ -106,7 +108,10 @@ class Paper:
         if not any(preset in (self.default, made["preset"]) for made in own):
             return dataclasses.replace(table, cells=())
         rows = {column: [cell.row for cell in run if cell.column == column] for column in table.columns}
-        columns = {column for column, those in rows.items() if REFERENCE in those or len(those) > 1}
+        claimed = {claim.column for claim in self.claims if claim.table == table.name}
+        columns = {
+            column for column, of in rows.items() if REFERENCE in of or len(of) > 1 or (of and column in claimed)
+        }
         if preset != self.default:
             columns &= {made["column"] for made in own if made["preset"] == preset}
         printed = self.expected.get(table.name, {})
@@ -325,15 +330,22 @@ def index(papers: Sequence[Paper]) -> str:
         title = f"[{paper.recipe.title}]({paper.name}.md)" if paper.runs else paper.recipe.title
         how = f"[benchmarks/{paper.name}](../../benchmarks/{paper.name}/README.md)"
         rows.append([title, how, str(len(paper.runs)), run])
-    return "\n".join([*lines, words_table(rows), "", *VERDICTS, "", claims_table(papers, "../../"), "", END, ""])
+    return "\n".join([*lines, words_table(rows), "", *VERDICTS, "", claims_tables(papers, "../../"), "", END, ""])
 
 
-def claims_table(papers: Sequence[Paper], root: str, *, only_run: bool = False) -> str:
-    """Return the table of the papers' main claims, with our runs and the verdict that follows from them."""
-    rows = [["paper", "setting", "its claim", "ours", "verdict"]]
+def claims_tables(papers: Sequence[Paper], root: str, *, only_run: bool = False) -> str:
+    """Return the table of the papers' main claims, and the table of claims about forms of ours."""
+    theirs, ours = (claims_table(papers, root, of=of, only_run=only_run) for of in ("paper", "fedstill"))
+    return f"{theirs}\n\n{OURS}\n\n{ours}"
+
+
+def claims_table(papers: Sequence[Paper], root: str, *, of: str, only_run: bool) -> str:
+    """Return the claims of papers or of ours, with our runs and the verdict that follows from them."""
+    rows = [["paper", "setting", "its claim" if of == "paper" else "claim", "ours", "verdict"]]
     for paper in papers:
         page = f"[{paper.name}]({root}benchmarks/{paper.name}/README.md)"
-        for finding in (judge(claim, paper.recipe, paper.runs, paper.expected) for claim in paper.claims):
+        claims = [claim for claim in paper.claims if claim.of == of]
+        for finding in (judge(claim, paper.recipe, paper.runs, paper.expected) for claim in claims):
             if finding.was_run or not only_run:
                 setting = f"{finding.claim.setting}; {MEASURES[finding.claim.measure]}"
                 rows.append([page, setting, paper_words(finding), our_words(finding), f"*{finding.verdict}*"])
@@ -361,7 +373,7 @@ def pages() -> tuple[dict[Path, str], dict[Path, Picture]]:
             drawn |= {results_folder() / picture.file: picture for picture in shown}
     front = ROOT / "README.md"
     if front.exists():
-        part = f"{BEGIN}\n\n{claims_table(read, '', only_run=True)}\n\n{END}"
+        part = f"{BEGIN}\n\n{claims_tables(read, '', only_run=True)}\n\n{END}"
         texts[front] = replaced(front.read_text(encoding="utf-8"), part, front)
     return {**texts, results_folder() / "README.md": index(read)}, drawn
 

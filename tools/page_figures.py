@@ -207,20 +207,25 @@ def probes() -> list[dict[str, Any]]:
 
 
 def computed(run: dict[str, Any]) -> frozenset[str]:
-    """Return a recorded run's mean over `rounds`, or its best without `rounds`, less the one of the row `minus`."""
+    """Return a recorded run's mean over `rounds`, or its best without `rounds`, less the one of the row `minus`.
 
-    def mean(row: str, series: str) -> float:
-        keys = {"row": row, "column": run["column"], "seed": run.get("seed", 0), "preset": run.get("preset", "correct")}
+    `evaluations` counts evaluated rounds in place of rounds. With `seeds` it is the mean over these seeds.
+    """
+
+    def mean(row: str, series: str, seed: int) -> float:
+        keys = {"row": row, "column": run["column"], "seed": seed, "preset": run.get("preset", "correct")}
         (found,) = [one for one in runs_of(run["paper"]) if all(one[key] == value for key, value in keys.items())]
         values: list[float] = found["accuracy"] if series == "accuracy" else found["beside"][series]
-        if "rounds" not in run:
+        if "rounds" not in run and "evaluations" not in run:
             return max(values)
-        first, last = run["rounds"]
+        first, last = run.get("evaluations") or run["rounds"]
         return statistics.fmean(values[first - 1 : last])
 
-    series = run.get("series", "accuracy")
-    value = mean(run["row"], series)
-    return _printed([value - mean(run["minus"], run.get("minus_series", "accuracy")) if "minus" in run else value])
+    def value(seed: int) -> float:
+        mine = mean(run["row"], run.get("series", "accuracy"), seed)
+        return mine - mean(run["minus"], run.get("minus_series", "accuracy"), seed) if "minus" in run else mine
+
+    return _printed([statistics.fmean(value(seed) for seed in run.get("seeds", [run.get("seed", 0)]))])
 
 
 # ---- Checking -------------------------------------------------------------------------------------------------------

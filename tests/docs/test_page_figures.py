@@ -102,6 +102,17 @@ def test_a_probe_that_names_rounds_of_a_run_is_computed(toy):
     assert toy("Two rounds have 48.06.\n", entry("Two", runs=[run])) == ["48.06"]
 
 
+def test_a_probe_may_be_the_mean_over_seeds(tool, toy, monkeypatch):
+    runs = [
+        {"row": "fedavg", "column": "c", "preset": "correct", "seed": seed, "accuracy": [seed, 30.0, 40.0]}
+        for seed in (0, 1)
+    ]
+    monkeypatch.setattr(tool, "runs_of", lambda paper: runs)
+    probe = {"paper": "toy", "row": "fedavg", "column": "c", "evaluations": [1, 2], "seeds": [0, 1]}
+    assert toy("Both have 15.25.\n", entry("Both", runs=[probe])) == [], "(15 + 15.5) / 2"
+    assert toy("Both have 15.26.\n", entry("Both", runs=[probe])) == ["15.26"]
+
+
 def test_a_figure_of_a_probe_that_was_taken_off_its_page_is_named(tool, toy):
     toy("A study has 33.3.\n", entry("A study", figures=["33.3", "44.4"]))
     assert tool.unused() == ["benchmarks/toy/README.md, A study: 44.4"]

@@ -125,7 +125,7 @@ def test_generated_parts_are_up_to_date(tool, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_readme_s_table_of_claims_is_the_generated_one(tool):
     readme, read = (ROOT / "README.md").read_text(encoding="utf-8"), tool.papers()
-    assert f"\n{tool.claims_table(read, '', only_run=True)}\n" in readme, "run: make pages"
+    assert f"\n{tool.claims_tables(read, '', only_run=True)}\n" in readme, "run: make pages"
     assert all(paper.claims for paper in read), "each paper states its main claims in expected.toml"
 
 
@@ -147,6 +147,19 @@ def test_a_claim_s_row_follows_the_runs(tool, toy, monkeypatch):
     call(tool, monkeypatch)
     ours = "fedntd 52.00 ± 2.00, fedavg 41.00 ± 1.00. Ahead by +11.00 [+8.52, +13.48] (3 seeds)"
     assert f"| fedntd 47.25 > fedavg 41.00 | {ours} | *holds* |" in front.read_text()
+
+
+def test_a_claim_about_a_form_of_ours_stands_in_a_table_of_its_own_and_shows_its_column(tool, toy, monkeypatch):
+    order = 'order = ["fedntd > fedntd before distillation"]'
+    claim = f'table = "1"\ncolumn = "lda-0.5"\nsetting = "Toy"\n{order}\nmeasure = "last"\nof = "fedstill"\n'
+    (toy / "benchmarks" / "toy" / "expected.toml").write_text(f"{EXPECTED}\n[[claim]]\n{claim}")
+    mine = run(tool, "fedntd", [50.0, 60.0], column="lda-0.5")
+    write_results(toy, *three_methods(tool), {**mine, "beside": {"accuracy_aggregated": [40.0, 44.0]}})
+    call(tool, monkeypatch)
+    theirs, ours = (toy / "docs" / "results" / "README.md").read_text().split(tool.OURS)
+    assert "Toy" not in theirs
+    assert "fedntd 55.00, fedntd before distillation 42.00. Ahead by +13.00 (one seed)" in ours
+    assert "lda-0.5" in (toy / "docs" / "results" / "toy.md").read_text()
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

@@ -43,6 +43,7 @@ class Claim(BaseModel):
     measure: Literal["best", "last", "rounds"]  # rounds: to the column's target, fewer are better
     printed: list[str] | None = None  # table and column of the paper's figures, if they are not the claim's own
     says: str = ""  # the paper's claim in words, if it prints no figures for it
+    of: Literal["paper", "fedstill"] = "paper"  # fedstill: no paper claims it; it is about a form of ours
 
     @property
     def chains(self) -> list[list[str]]:

@@ -379,9 +379,7 @@ def export(
 
 @app.command()
 def report(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders that run or compare named, one or several.")
-    ],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of run, compare, sweep or choose.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page (default: report.html in the first folder).")
     ] = None,
@@ -397,7 +395,9 @@ def report(
 def watch(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN|FOLDER...", help="Folders of run or compare, also such as do not exist yet."),
+        typer.Argument(
+            metavar="RUN|FOLDER...", help="Folders of run, compare, sweep or choose; they may not exist yet."
+        ),
     ],
     port: Annotated[
         int | None, typer.Option(min=1024, max=65535, metavar="N", help="Port of the page (default: a free one).")

@@ -13,6 +13,7 @@ from fedstill.data import describe_datasets
 from fedstill.engine import ENGINES
 from fedstill.loop.evaluate import EVALUATIONS, METRICS
 from fedstill.methods.options import defaults, find, parameters, registry
+from fedstill.storage.toml import toml_value
 
 KINDS = {"methods": "method", "aggregates": "aggregate", "partitions": "partition", "models": "model"}
 
@@ -118,8 +119,9 @@ def explain_text(facts: dict[str, Any]) -> str:
 
 
 def _option(option: dict[str, Any]) -> str:
-    """Name, default and limits of an option; a table has no default of its own."""
-    default = "" if option["default"] == {} else f" = {option['default']}"
+    """Name, default and limits of an option, as a file has them; a table has no default of its own."""
+    value = option["default"]
+    default = "" if value == {} else f" = {'none' if value is None else toml_value(value)}"
     return f"{option['name']}{default}" + (f" ({option['limits']})" if option["limits"] else "")
 
 
