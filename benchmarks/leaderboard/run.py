@@ -32,6 +32,7 @@ import fedstill
 from fedstill import Experiment, FedstillError
 from fedstill.bench.results import cell_key
 from fedstill.experiment.build import build, build_federation, load_source
+from fedstill.experiment.candidates import PROVEN
 from fedstill.experiment.config import MethodSection
 from fedstill.experiment.run import run_built
 from fedstill.methods import METHODS
@@ -53,18 +54,7 @@ FEDERATIONS = {
 BOARD = tuple(FEDERATIONS)[:6]  # the six by which methods are ranked
 DEFAULTS = ("digits_strong", "fashion_medium", "cancer")  # the table of methods with their defaults (docs/methods)
 GROUPS = {"all": tuple(FEDERATIONS), "board": BOARD, "defaults": DEFAULTS}
-COMPOSITIONS = (  # the best ten of the trials by their mean rank on the six
-    "fedntd_tf+feddyn+scaffold+d2cfl",
-    "scaffold+fedavgm+label_smoothing+d2cfl",
-    "scaffold+fedavgm+d2cfl",
-    "fedntd_tf+feddyn+d2cfl",
-    "fedntd_tf+feddyn+label_smoothing+d2cfl",
-    "feddyn+d2cfl",
-    "fedntd_tf+scaffold+fedavgm+d2cfl",
-    "fedntd_tf+feddyn+fedbe",
-    "scaffold+fedadagrad+d2cfl",
-    "fedlmd_tf+feddyn+d2cfl",
-)
+COMPOSITIONS = PROVEN  # the best ten of the trials by their mean rank on the six
 SEEDS = (0, 1, 2, 3, 4)
 TRIALS, TRIAL_SEEDS = RESULTS.with_name("leaderboard_trials.json"), (100, 101, 102)
 LAST = 3  # rounds whose mean accuracy a table shows: with five of ten skewed clients, one round alone is chance

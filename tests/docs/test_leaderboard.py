@@ -9,6 +9,7 @@ import pytest
 from doc_pages import ROOT
 
 from fedstill.core.types import Need
+from fedstill.experiment.candidates import PROVEN
 from fedstill.methods import METHODS
 
 PAPERS = ("fedlmd", "fedftg", "fedaux", "mrtf", "d2cfl")
@@ -48,6 +49,10 @@ def test_every_method_and_composition_was_run_with_the_settings_of_today(board):
     script = board.script
     missing = list(script["missing"](board.records, [*METHODS, *script["COMPOSITIONS"]], script["SEEDS"]))
     assert missing == [], "run: python benchmarks/leaderboard/run.py, then make pages"
+
+
+def test_a_tournament_begins_with_the_leaderboard_s_compositions_in_their_order(board):
+    assert [entry.text for entry in board.entries if entry.text in PROVEN] == list(PROVEN)
 
 
 def test_the_pages_are_up_to_date(tool, board):

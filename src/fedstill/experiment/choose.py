@@ -49,6 +49,7 @@ CHOSEN_FILE = "chosen.toml"
 PLAYING = "playing"  # the folder of runs that are not over; a finished run is a line of choose.json
 SMOOTHED = 5  # a score is the mean over the last fifth of the rounds, because a cohort's luck moves a single round
 BEST_PARTS, BEST_VARIED, RUNNERS_UP = 6, 5, 2
+SEATS = 3  # of level 2, for compositions that lead our leaderboard
 FINAL_SEEDS, FEWEST_SEEDS = 5, 3
 FRESH = 1000  # added to the seed for the final comparison
 BATCH = 4  # runs for each worker process between two looks at the budget
@@ -266,9 +267,13 @@ class Tournament:
         kept = first.kept
         for place, level in enumerate(LEVELS[1:], start=1):
             ranked = one_of_each_kind(self._ranked(place - 1))
-            count = max(3, math.ceil(kept * len(ranked)))
-            going = list(dict.fromkeys([self.candidates.base, *ranked[:count]]))
-            self._play(place, going, ENDS[2 + place], f"the best {len(going)}")
+            going = ranked[: max(3, math.ceil(kept * len(ranked)))]
+            title = f"the best {len(going)}"
+            if place == 1 and (proven := self.candidates.proven()[:SEATS]):
+                title += f" and {counted(len(proven), 'composition')} of our leaderboard"
+                in_turn = [text for pair in zip(going, proven, strict=False) for text in pair]
+                going = one_of_each_kind([*in_turn, *proven, *going])
+            self._play(place, going, ENDS[2 + place], title)
             kept = level.kept
         ranked = one_of_each_kind(self._ranked(len(LEVELS) - 1))
         if not ranked:
