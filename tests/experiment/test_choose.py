@@ -10,7 +10,9 @@ import pytest
 
 from fedstill import Experiment, FedstillError, choose
 from fedstill.core.types import Need
+from fedstill.experiment import candidates
 from fedstill.experiment import choose as room
+from fedstill.experiment.candidates import PROVEN
 from fedstill.experiment.choose import CHOICE_FILE, CHOSEN_FILE, LEVELS, Budget, choose_again
 from fedstill.experiment.run import run_built
 
@@ -129,6 +131,26 @@ def test_banned_needs_and_missing_data_are_refused_with_their_reason():
     assert candidates.alone() == ["fedavg", "fedavgm"]
     assert "memory on each client" in candidates.refused["scaffold"]
     assert "data.unlabeled" in candidates.refused["feddf"]
+
+
+def test_compositions_of_the_leaderboard_take_part_where_the_experiment_allows_them():
+    federation = room.build_federation(SMALL)
+    assert room.Candidates(SMALL, federation).proven() == [], "all distil on unlabeled rows, and there are none"
+    unlabeled = SMALL.replace(data={**SMALL.data.model_dump(), "unlabeled": 50})
+    federation = room.build_federation(unlabeled)
+    assert room.Candidates(unlabeled, federation).proven() == list(PROVEN)
+    assert room.Candidates(unlabeled, federation, ["fedprox"]).proven() == [], "who names methods has these alone"
+    assert room.Candidates(unlabeled, federation, banned=[Need.CLIENT_STATE]).proven() == [], "SCAFFOLD, FedDyn"
+
+
+def test_a_composition_of_the_leaderboard_plays_level_2_without_level_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(candidates, "PROVEN", ("scaffold+label_smoothing",))
+    monkeypatch.setattr(room.Candidates, "alone", lambda self: ["fedavg", "fedprox", "fedavgm"])
+    record = choose(SMALL, "100rounds", run_dir=tmp_path / "trial").record
+    first, second = ({line["method"] for line in record["played"] if line["level"] == level} for level in (0, 1))
+    assert "scaffold+label_smoothing" in second - first
+    assert second & first, "the best of level 1 goes on beside it"
+    assert "1 composition of our leaderboard" in record["decisions"][3]["step"]
 
 
 def test_noise_takes_part_only_where_the_file_has_a_privacy_budget():
