@@ -321,8 +321,8 @@ def index(papers: Sequence[Paper]) -> str:
         "Papers reproduced with `fedstill bench`: our numbers beside the printed ones. Each folder of `benchmarks/`",
         "says how it is run and what differs from the paper. Figures of the pages that are in none of these records",
         "are in [probes.json](probes.json), with machine, seeds and command as far as they are known. A test holds the",
-        "pages against the records and this file (`tools/page_figures.py`). [interrupted.json](interrupted.json) has the",
-        "curves of runs whose machine was taken away before their last round.",
+        "pages against the records and this file (`tools/page_figures.py`). [interrupted.json](interrupted.json) has",
+        "the curves of runs whose machine was taken away before their last round.",
         "",
     ]
     rows = [["paper", "how", "runs", "tables and figures run"]]
