@@ -6,7 +6,7 @@ from fedstill.core.limits import OpenShare, Positive, PositiveShare
 from fedstill.core.types import Mechanism, Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedaux import protected, releases_of
-from fedstill.methods.fedaux.certainty import Form, Scorer, Scoring, certainty_shares
+from fedstill.methods.fedaux.certainty import Form, Scorer, Scoring, certainty_shares, question_of
 from fedstill.server.aggregate import average, with_buffers
 from fedstill.server.distill.step import distill
 from fedstill.server.distill.student import Student
@@ -56,5 +56,5 @@ def fedaux(
         teacher_batch=TEACHER_BATCH,
         distill_share=DISTILL_SHARE,
     )
-    way = () if student.idle else (Mechanism(releases=releases_of(scoring)),)
+    way = () if student.idle else (Mechanism(releases=releases_of(scoring), questions=(question_of(scoring),)),)
     return Method(cross_entropy(), with_buffers(average("uniform"), "local"), (step,), way=way)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from answering import clients_of
 from running import changed_on_the_way, run_on_trial
 from students import student_of
 
@@ -154,7 +155,9 @@ def test_a_question_without_noise_is_not_asked_under_a_budget_and_voids_the_clai
 
 
 def test_clients_of_two_architectures_may_be_asked_for_one_release_in_turn():
-    asking = Asked(trial_federation(), np.arange(4), torch.device("cpu"), 1, releases=["scores"], strict=True)
+    asking = Asked(
+        clients_of(trial_federation()), np.arange(4), torch.device("cpu"), 1, releases=["scores"], strict=True
+    )
     for members in ({0, 2}, {1, 3}):
         asking.ask(lambda data: {"a": torch.zeros(1)}, among=members, release="scores")
     with pytest.raises(FedstillError, match="a second answer of 'scores'"):

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from answering import clients_of
 from running import run_on_trial
 from toy import same_bits
 
 from fedstill.about.toy import trial_federation
 from fedstill.compose.wrappers import after, remember, report_only, rollback
 from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import seed_for
+from fedstill.core.setup import Question
 from fedstill.core.tree import tree_map
 from fedstill.core.types import Method, Phase, ServerStep
 from fedstill.local.terms import cross_entropy
@@ -104,8 +107,7 @@ def test_a_preparation_that_ends_in_nan_is_refused_in_words():
 
 
 def asked():
-    federation = trial_federation()
-    return Asked(federation, np.arange(4), torch.device("cpu"), 1)
+    return Asked(clients_of(trial_federation()), np.arange(4), torch.device("cpu"), 1)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,21 @@ def test_what_is_sent_for_a_question_is_counted_for_every_client_that_is_asked()
     row = run(method(ServerStep("asks", prepare=prepare)), rounds=1).history.rows[0]
     assert row["bytes_prepared_down"] == 4 * 40 + 2 * 40
     assert row["bytes_prepared"] == 4 * 12 + 2 * 4 + 4 * 4
+
+
+def test_a_question_by_name_reads_what_was_sent_and_tells_how_many_have_answered():
+    heard = []
+    clients = clients_of(trial_federation(), seed=3, noise_seed=4)
+    asking = Asked(clients, np.arange(4), torch.device("cpu"), 2, tell=lambda what, share: heard.append((what, share)))
+
+    def answer(data, sent, tools):
+        return {"sum": sent["number"] + data.id, "seeds": torch.tensor([tools.seed, tools.noise_seed]) % 1000}
+
+    answers = asking.ask(Question("sums", answer), among={0, 3}, sent={"number": torch.tensor(10.0)})
+    assert answers.values["sum"].tolist() == [10.0, 13.0]
+    seeds = [seed_for(seed, "prepare", 2) % 1000 for seed in (3, 4)]
+    assert answers.values["seeds"].tolist() == [seeds, seeds]
+    assert heard == [("sums", 0.5), ("sums", 1.0)]
 
 
 def test_every_phase_knows_the_runs_seed_and_has_one_of_its_own():

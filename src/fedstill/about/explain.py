@@ -15,21 +15,9 @@ from fedstill.about.defaults import sentences
 from fedstill.about.toy import CLASSES, SHAPE, UNLABELED, trial_model, trial_run
 from fedstill.compose.combine import run_step
 from fedstill.core.needs import needs_of
-from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.setup import AnyQuestion, Preparation, no_preparation
 from fedstill.core.tree import byte_size, flatten
-from fedstill.core.types import (
-    Answers,
-    ClientData,
-    Method,
-    Need,
-    Phase,
-    Round,
-    ServerStep,
-    Tree,
-    Uploads,
-    Weights,
-    no_change,
-)
+from fedstill.core.types import Answers, Method, Need, Phase, Round, ServerStep, Tree, Uploads, Weights, no_change
 from fedstill.loop.privacy_plan import stretches_of
 from fedstill.methods.lookup import build_method, parse, write
 from fedstill.methods.options import find, listed, read_docstring, tries
@@ -38,7 +26,6 @@ from fedstill.privacy.statement import statement
 from fedstill.server.aggregate import AGGREGATES
 
 _NUMBERS = "its number of samples and of steps, and its mean training loss"
-Question = Callable[[ClientData], Tree]
 
 
 def explain(name: str) -> dict[str, Any]:
@@ -154,7 +141,7 @@ def traffic(method: Method) -> dict[str, list[str]]:
             return slots
 
         def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
-            def ask(question: Question, /, among: Collection[int] | None = None, **how: Any) -> Answers:
+            def ask(question: AnyQuestion, /, among: Collection[int] | None = None, **how: Any) -> Answers:
                 answers.append(preparation.ask(question, among=among, **how))
                 return answers[-1]
 

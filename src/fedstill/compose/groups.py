@@ -17,12 +17,11 @@ from torch import Tensor
 from fedstill.compose.combine import broadcast_of, first_state, reported, run_step, samples, targets, weighting_of
 from fedstill.compose.phases import NETWORKS
 from fedstill.core.errors import FedstillError
-from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.setup import AnyQuestion, Preparation, no_preparation
 from fedstill.core.tree import byte_size, select, tree_map
 from fedstill.core.types import (
     Answers,
     Ask,
-    ClientData,
     Federation,
     Groups,
     Method,
@@ -203,9 +202,6 @@ def check_groups(groups: Groups, federation: Federation) -> None:
             raise FedstillError(f"no client that holds data runs the prototype '{prototype}': give it one, or leave it")
 
 
-Question = Callable[[ClientData], Tree]
-
-
 def rounds_of(round: Round, groups: Groups) -> dict[str, Round]:
     """The round of each prototype: its part of the model, its clients' uploads, its own population and engine.
 
@@ -239,7 +235,7 @@ def preparations_of(
 
 
 def _asking(ask: Ask, members: frozenset[int]) -> Ask:
-    def among_members(question: Question, /, among: Collection[int] | None = None, **how: Any) -> Answers:
+    def among_members(question: AnyQuestion, /, among: Collection[int] | None = None, **how: Any) -> Answers:
         return ask(question, among=members if among is None else members & set(among), **how)
 
     return among_members

@@ -26,7 +26,7 @@ class Preparation:
     unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
     seed: Seed  # of this preparation: another one in every phase
     trainer: Trainer
-    ask: Ask  # run a function on every client that holds data
+    ask: Ask  # a question to every client that holds data
     cache: Cache | None = None
     tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
     metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
@@ -55,11 +55,32 @@ class Outlook(NamedTuple):
 
 
 class ClientData(NamedTuple):
-    """What one client shows to a function that runs on it before the first round. It does not leave the client."""
+    """What one client shows to a question before the first round. It does not leave the client."""
 
     id: int
     x: Tensor  # (n, ...) in storage form
     y: Tensor  # (n,)
+
+
+class Tools(NamedTuple):
+    """What a client lends to a question."""
+
+    trainer: Trainer  # of the client's own network
+    seed: Seed  # of the question; the same for all clients
+    noise_seed: Seed  # of noise that protects; in a deployment nobody but the client knows it
+
+
+class Question(NamedTuple):
+    """A question that clients answer before a method's first round. They find it by name in their own method.
+
+    answer: (the client's data, what the server sent with the question, tools) -> what leaves the client.
+    """
+
+    name: str
+    answer: Callable[[ClientData, Tree, Tools], Tree]
+
+
+AnyQuestion = Question | Callable[[ClientData], dict[str, Any]]  # a plain function reaches clients of this process only
 
 
 class Answers(NamedTuple):
@@ -70,20 +91,14 @@ class Answers(NamedTuple):
 
 
 class Ask(Protocol):
-    """Run a function on clients that hold data: on all of them, or on those `among` some ids.
+    """Ask the clients that hold data: all of them, or those `among` some ids.
 
-    sent: what the function needs of the server's, and each of these clients is sent for it: it is counted.
+    sent: what each of these clients is sent with the question; it is counted. A Question reads it.
     release: the `what` of the method's Release that speaks of the answers; without one they count as open.
     """
 
     def __call__(
-        self,
-        question: Callable[[ClientData], dict[str, Any]],
-        /,
-        among: Collection[int] | None = None,
-        *,
-        sent: Any = None,
-        release: str = "",
+        self, question: AnyQuestion, /, among: Collection[int] | None = None, *, sent: Any = None, release: str = ""
     ) -> Answers: ...
 
 

@@ -26,6 +26,8 @@ from fedstill.core.setup import Cache as Cache
 from fedstill.core.setup import ClientData as ClientData
 from fedstill.core.setup import Outlook as Outlook
 from fedstill.core.setup import Preparation as Preparation
+from fedstill.core.setup import Question as Question
+from fedstill.core.setup import Tools as Tools
 from fedstill.core.setup import no_preparation as no_preparation
 from fedstill.core.trainer import Fitted as Fitted
 from fedstill.core.trainer import Player as Player
@@ -375,6 +377,7 @@ class Mechanism:
     per_client: PerClient | None = None  # changes each upload before anybody but its client sees it
     on_cohort: OnCohort | None = None  # a trusted party: the server's steps see its result instead of the uploads
     releases: tuple[Release, ...] = ()  # what leaves clients with noise on it, for the privacy accountant
+    questions: tuple[Question, ...] = ()  # that clients answer before the method's first round
 
 
 @dataclass(frozen=True)
@@ -390,6 +393,10 @@ class Method:
     @property
     def releases(self) -> tuple[Release, ...]:
         return tuple(release for mechanism in self.way for release in mechanism.releases)
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        return tuple(question for mechanism in self.way for question in mechanism.questions)
 
     @property
     def per_client(self) -> tuple[PerClient, ...]:

@@ -7,8 +7,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +23,12 @@ from fedstill.compose.head_only import heads_only
 from fedstill.compose.phases import phases_of, share_states
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits, check_phases, needs_of
+from fedstill.core.population import Population
 from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
-from fedstill.engine.client_store import ClientStore
 from fedstill.engine.engine import keep_optimizers
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
@@ -35,6 +36,7 @@ from fedstill.loop.cautions import Cautions
 from fedstill.loop.checkpoint import content_digest, list_checkpoints
 from fedstill.loop.evaluate import Evaluate, accuracy_by_party, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
+from fedstill.loop.here import Here
 from fedstill.loop.history import History, Journal, Result, Row
 from fedstill.loop.privacy_plan import (
     Promise,
@@ -53,6 +55,7 @@ from fedstill.privacy.statement import PrivacyStatement
 from fedstill.storage.files import write_whole
 
 MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
+MakePopulation = Callable[..., AbstractContextManager[Population]]  # (task, a client's first memory, folder=...)
 ROWS_ANSWERED = 16  # test rows that the untrained model answers, to see that its answers are logits
 _log = logging.getLogger("fedstill.run")
 
@@ -87,6 +90,8 @@ class Built:
     settings: options of the method and the model in any words. Two runs whose settings differ never share noise.
     contract: seal of the run's contract with its data (see experiment/run_folder.py); it binds files to their run.
     start: the model of round 0; None lets the seed decide it.
+    population: makes the population where clients live elsewhere; None: they live here, in the federation.
+    holders: the ids of clients that hold data elsewhere; None: the clients that have rows in the federation.
     """
 
     method: Method | Sequence[Phase]
@@ -103,6 +108,8 @@ class Built:
     settings: str = ""
     contract: str = ""
     start: Weights | None = None
+    population: MakePopulation | None = None
+    holders: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -148,7 +155,8 @@ def federate(
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
     plan = _make_plan(task, built, None if run_dir is None else Path(run_dir))
     state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
-    return _run(task, plan, state, callbacks, resume=resume, state_budget=state_budget, began=began)
+    make = partial(Here, budget=state_budget) if built.population is None else built.population
+    return _run(task, plan, state, callbacks, make, resume=resume, began=began)
 
 
 def check_built(built: Built) -> None:
@@ -215,12 +223,11 @@ def _run(
     plan: Plan,
     state: State,
     callbacks: Sequence[Callback],
+    make: MakePopulation,
     *,
     resume: bool,
-    state_budget: int | None,
     began: float,
 ) -> Result:
-    population = task.federation.population
     task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
@@ -229,17 +236,16 @@ def _run(
     task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
         stack.enter_context(log_to(plan.folder))
-        store = ClientStore(template, population, device=task.engine.device, budget=state_budget, folder=plan.folder)
-        stack.enter_context(store)
-        state, earlier = restore(plan, state, store, resume=resume)
+        clients = stack.enter_context(make(task, template, folder=plan.folder))
+        state, earlier = restore(plan, state, clients, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
-        state = _loop(task, plan, state, store, journal, callbacks, promise)
+        state = _loop(task, plan, state, clients, journal, callbacks, promise)
         stated = _state_privacy(plan, promise, state)
         last, belief = reported(task, state), _targets(task, state)
         best = state.best if state.best is not None else last
         if plan.folder is not None:
             if state.round not in dict(list_checkpoints(plan.folder / "checkpoints")):
-                save(plan, state, store, last, belief)
+                save(plan, state, clients, last, belief)
             calibration = _calibrate(task, {"last": last, "best": best}, plan.folder)
             save_models(plan, state, last, belief, calibration=calibration)
         seconds = earlier + time.perf_counter() - began
@@ -281,7 +287,8 @@ def _make_task(
     tell: Callable[[str, float], None] = lambda what, share: None,
 ) -> Task:
     federation, schedule, device = built.federation, built.schedule, engines.cohort.device
-    clients = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0)
+    held = built.holders
+    clients = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0) if held is None else held
     if len(clients) == 0:
         raise FedstillError("no client holds any data: check the partition")
     counts = label_counts(federation)
@@ -359,7 +366,7 @@ def _loop(
     task: Task,
     plan: Plan,
     state: State,
-    store: ClientStore,
+    population: Population,
     journal: Journal | None,
     callbacks: Sequence[Callback],
     promise: Promise,
@@ -373,7 +380,7 @@ def _loop(
     clock = SaveClock()
     while state.round < plan.rounds and not any(answers):
         began = time.perf_counter()
-        state, row, records = play_round(task, state, store)
+        state, row, records = play_round(task, state, population)
         if plan.evaluates(state.round):
             state = look_at(task, state, row)
         row["seconds"] = time.perf_counter() - began
@@ -389,7 +396,7 @@ def _loop(
         if plan.checkpoints(state.round, due=clock.is_due()):
             with clock:
                 _state_privacy(plan, promise, state)
-                save(plan, state, store, reported(task, state), _targets(task, state))
+                save(plan, state, population, reported(task, state), _targets(task, state))
     cautions.at_end(state.history)
     return state
 

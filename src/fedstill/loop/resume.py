@@ -16,8 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.population import Population
+from fedstill.core.tree import leaves
 from fedstill.core.types import Targets, Weights
-from fedstill.engine.client_store import ClientStore
 from fedstill.loop.checkpoint import (
     DIGEST_BYTES,
     RunState,
@@ -75,7 +76,7 @@ class SaveClock:
         self._ended = time.perf_counter()
 
 
-def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: Targets | None) -> None:
+def save(plan: Plan, state: State, population: Population, last: Weights, targets: Targets | None) -> None:
     """A checkpoint, and beside it the model that is reported (`last`), the best one, and the server's targets."""
     assert plan.folder is not None
     history = {"rows": state.history.rows, "audit": state.history.audit}
@@ -83,7 +84,7 @@ def save(plan: Plan, state: State, store: ClientStore, last: Weights, targets: T
         state.round,
         state.weights,
         state.server,
-        store.snapshot(),
+        population.snapshot(),
         history,
         state.best,
         plan.identity,
@@ -117,8 +118,8 @@ def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
     return hashed.hexdigest()
 
 
-def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> tuple[State, float]:
-    """The state of the newest checkpoint, whose client states go into `store`, and the seconds that the run had taken.
+def restore(plan: Plan, state: State, population: Population, *, resume: bool) -> tuple[State, float]:
+    """The state of the newest checkpoint, and the seconds that the run had taken; the population takes up its part.
 
     Without a checkpoint the state comes back as it is.
     """
@@ -131,14 +132,14 @@ def restore(plan: Plan, state: State, store: ClientStore, *, resume: bool) -> tu
         if list_checkpoints(checkpoints):
             raise FedstillError(f"{plan.folder} already holds a run: resume it or choose another run_dir")
         return state, 0.0
-    saved = load_newest(checkpoints, store.device)
+    saved = load_newest(checkpoints, next(leaves(state.weights)).device)
     if saved is None:
         _log.info("no checkpoint to resume from: starting at round 1")
         return state, 0.0
     _check_same_run(plan, state, saved)
     history = History(**saved.history, best_by=state.history.best_by)
     state = State(saved.round, saved.weights, saved.server, saved.best, history, targets_round=saved.targets_round)
-    store.restore(saved.clients)
+    population.restore(saved.clients)
     _log.info("resuming after round %d", saved.round)
     return state, history.total("seconds")
 

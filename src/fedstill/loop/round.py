@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import broadcast_of, first_state, on_the_way, prepare_steps, run_steps, targets
+from fedstill.compose.combine import broadcast_of, first_state, prepare_steps, run_steps, targets
 from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import bytes_received, bytes_sent, only
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import carry_over, method_at
-from fedstill.core.author_mistakes import name_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
+from fedstill.core.population import Order, Population
 from fedstill.core.seeds import Sampling, draw_cohort, seed_for
 from fedstill.core.setup import Preparation, no_preparation
-from fedstill.core.trainer import CohortEngine, LocalWork, Messages, Trained, Trainer
-from fedstill.core.tree import clone, leaves, rows, tree_map
+from fedstill.core.trainer import CohortEngine, Messages, Trainer
+from fedstill.core.tree import clone, leaves, tree_map
 from fedstill.core.types import (
     Cache,
     Federation,
@@ -39,8 +39,6 @@ from fedstill.core.types import (
     Uploads,
     Weights,
 )
-from fedstill.engine.client_store import ClientStore
-from fedstill.loop.cautions import try_objective
 from fedstill.loop.evaluate import Evaluate, TestSet, forgetting, number_of
 from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite
 from fedstill.loop.history import History, Row, plain
@@ -88,7 +86,7 @@ class Task:
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands after a round; with the store it is all that a checkpoint holds."""
+    """Where a run stands after a round; with what the population gives it is all that a checkpoint holds."""
 
     round: int
     weights: Weights
@@ -107,11 +105,11 @@ class Played(NamedTuple):
     records: list[AuditRecord]
 
 
-def play_round(task: Task, state: State, store: ClientStore) -> Played:
+def play_round(task: Task, state: State, population: Population) -> Played:
     """Play the next round; where it fails, the state that comes back has the old model, and the records say why."""
     state = replace(state, round=state.round + 1, models={})
     number, method = state.round, task.method(state.round)
-    state, noted, records = _begin(task, state)
+    state, noted, records = _begin(task, state, population)
     start = state.weights
     ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)
     received = broadcast_of(method, state.server)
@@ -120,14 +118,7 @@ def play_round(task: Task, state: State, store: ClientStore) -> Played:
         "bytes_up": 0, "bytes_down": bytes_received(start, received, ids.tolist(), task.model), **noted,
     }  # fmt: skip
     if len(ids):
-        work = LocalWork(method.objective, task.training, start, received, number, task.seed, task.text)
-        states = store.read(ids)
-        if number == 1 or method is not task.method(number - 1):
-            try_objective(task.model, task.federation, work, ids, states)
-        trained = task.engine.train(work, ids, states)
-        if not isinstance(trained, Trained):
-            raise FedstillError(f"{name_of(task.engine.train)} returned a {type(trained).__name__}, not a Trained")
-        uploads = _transmit(task, trained.uploads, start, ids, number)
+        uploads = population.play(Order(number, start, received), ids)
         row["bytes_up"] = _bytes_up(task, uploads)
         admitted = _admit(task, uploads, start, number)
         missing = "no sound upload is left"
@@ -145,7 +136,7 @@ def play_round(task: Task, state: State, store: ClientStore) -> Played:
         reason = "the server's model holds NaN or Inf; the round keeps the old model"
         return Played(state, row, [*records, _record(number, reason)])
     if len(admitted.kept):
-        _remember(store, ids, trained.states, _with_sound_states(method, trained, admitted.kept))
+        population.keep(number, ids[admitted.kept])
     return Played(after, row, records)
 
 
@@ -160,24 +151,24 @@ def _no_uploads(start: Weights) -> Uploads:
     return Uploads(weights, none.double(), none, none, none, {}, None, torch.zeros(0, dtype=torch.int64))
 
 
-def _begin(task: Task, state: State) -> Played:
+def _begin(task: Task, state: State, population: Population) -> Played:
     """In the first round of a method: what it takes over from the one before, and what it prepares."""
     method, number = task.method(state.round), state.round
     if number > 1 and method is task.method(number - 1):
         return Played(state, {}, [])
     if number > 1:
         state = replace(state, server=carry_over(state.server, first_state(method, state.weights)))
-    return prepare(task, state)
+    return prepare(task, state, population)
 
 
-def prepare(task: Task, state: State) -> Played:
+def prepare(task: Task, state: State, population: Population) -> Played:
     """Do what a method does once, before its first round; the row holds what it cost."""
     method, began = task.method(state.round), time.perf_counter()
     if all(step.prepare is no_preparation for step in method.steps):
         return Played(state, {}, [])
     asked = Asked(
-        task.federation, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
-        releases=[one.what for one in method.releases if one.when == "once"],
+        population, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
+        releases=[one.what for one in method.releases if one.when == "once"], tell=task.tell,
     )  # fmt: skip
     look = Preparation(
         round=state.round,
@@ -213,25 +204,6 @@ def _labeled(task: Task) -> tuple[Tensor, Tensor]:
     if task.unlabeled is None or task.truth is None:
         return task.test.x, task.test.y
     return task.unlabeled, task.truth
-
-
-def _transmit(
-    task: Task, uploads: Uploads | Messages, start: Weights, ids: np.ndarray, number: int
-) -> Uploads | Messages:
-    """What reaches the server: label counts only where they are declared. Messages have come all the way."""
-    if isinstance(uploads, Messages):
-        return uploads
-    uploads = uploads._replace(weights=tree_map(_in_order, uploads.weights), extra=tree_map(_in_order, uploads.extra))
-    method, counts = task.method(number), None
-    if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(method):
-        counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
-    uploads = uploads._replace(label_counts=counts)
-    return on_the_way(method, uploads, start, seed_for(task.noise_seed, "transmit", number))
-
-
-def _in_order(leaf: Tensor) -> Tensor:
-    """Lay a stacked tensor out as a message would, because kernels round by strides; clients that share it still do."""
-    return leaf if leaf.stride(0) == 0 else leaf.contiguous()
 
 
 def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
@@ -308,20 +280,6 @@ def reported(task: Task, state: State) -> Weights:
     if not state.round:
         return state.weights
     return reported_by(task.method(state.round), state.server) or state.weights
-
-
-def _with_sound_states(method: Method, trained: Trained, kept: np.ndarray) -> np.ndarray:
-    """Of the accepted those whose training did not break: noise on the way hides that from the guard, by intention."""
-    if not method.per_client or not len(kept) or is_finite(trained.states):
-        return kept
-    return np.asarray([one for one in kept.tolist() if is_finite(rows(trained.states, one))], np.int64)
-
-
-def _remember(store: ClientStore, ids: np.ndarray, states: Tree, kept: np.ndarray) -> None:
-    if len(kept) == len(ids):
-        store.write(ids, states)
-    elif len(kept):
-        store.write(ids[kept], rows(states, torch.as_tensor(kept, device=store.device)))
 
 
 def look_at(task: Task, state: State, row: Row) -> State:

@@ -13,7 +13,7 @@ from scipy.special import expit
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation
-from fedstill.core.types import Answers, ClientData, Output
+from fedstill.core.types import Answers, ClientData, Output, Tools, Weights
 from fedstill.methods.fedaux.certainty import (
     AIM,
     FLOOR,
@@ -40,6 +40,7 @@ from fedstill.server.distill.step import distilled_rows, split_rows
 from fedstill.server.distill.targets import pool_targets
 
 F64 = torch.float64
+START = Weights({}, {})
 ONE, MINUS_ONE = torch.tensor([[1.0]], dtype=F64), torch.tensor([[-1.0]], dtype=F64)
 MEAN = Scoring(form="mean", lam=1 / (4 * math.log(3)))
 
@@ -59,20 +60,27 @@ class Identity:
         return Output(x, x)
 
 
-def preparation(unlabeled, clients, *, population=None, told=None, **how):
-    def ask(question, among=None, **_):
-        each = {k: question(ClientData(k, x, torch.zeros(len(x)))) for k, x in clients.items()}
+def preparation(unlabeled, clients, *, population=None, told=None, trainer=None, **how):
+    trainer = trainer or Identity()
+
+    def ask(question, among=None, *, sent, release):
+        tools = Tools(trainer, seed=5, noise_seed=0)
+        each = {k: question.answer(ClientData(k, x, torch.zeros(len(x))), sent, tools) for k, x in clients.items()}
         if told is not None:
             told.update(each)
         values = {name: torch.stack([answer[name] for answer in each.values()]) for name in next(iter(each.values()))}
         return Answers(torch.tensor(list(each)), values)
 
-    return Preparation(1, None, population or len(clients), unlabeled, 5, Identity(), ask, run_seed=11, **how)
+    return Preparation(1, None, population or len(clients), unlabeled, 5, trainer, ask, run_seed=11, **how)
+
+
+def factor_of(number):
+    return Weights({"factor": torch.tensor(number)}, {})
 
 
 def table_of(unlabeled, clients, scoring, share=0.8, **how):
     look = preparation(unlabeled, clients, **how)
-    return score_table(None, distilled_rows(look, share), look, scoring), look
+    return score_table(START, distilled_rows(look, share), look, scoring), look
 
 
 @given(count=st.integers(2, 400), share=st.sampled_from([0.5, 0.8, 0.29]), seed=st.integers(0, 99))
@@ -201,18 +209,6 @@ def test_a_client_that_said_nothing_counts_as_much_as_the_others_on_average(how)
     assert 1 / 5 < look.metrics["largest_share"] < 1
 
 
-@pytest.mark.parametrize("scorer", ["logistic", "kde"])
-def test_progress_goes_by_the_place_among_those_who_are_asked_whatever_their_ids(scorer):
-    heard, unlabeled = [], cloud(0, 25)
-    looks = {
-        name: preparation(unlabeled, {k: cloud(k, 9) for k in ids}, tell=lambda what, share: heard.append(share))
-        for name, ids in (("odd", (1, 3)), ("even", (0, 2)))
-    }
-    look = dataclasses.replace(looks["odd"], groups=looks, candidates={"odd": None, "even": None})
-    score_table(None, distilled_rows(look, 0.8), look, Scoring(scorer=scorer))
-    assert heard == [0.0, 0.5, 1.0] * 2
-
-
 def test_odds_are_those_of_the_probability():
     unlabeled, clients = cloud(0, 25), {0: cloud(1, 9, centre=1.0), 1: cloud(2, 9, centre=-1.0)}
     table, odds = (table_of(unlabeled, clients, Scoring(score=mode))[0] for mode in ("probability", "odds"))
@@ -252,28 +248,30 @@ def test_prototypes_are_scored_by_their_own_features_and_every_client_is_asked_o
             self.factor = factor
 
         def outputs(self, weights, x, stacked=False, **how):
-            assert weights == self.factor
+            assert weights.params["factor"] == self.factor
             return Output(x, x**self.factor)
 
     def look_of(factor, members):
         told: dict = {}
-        own = preparation(unlabeled, {k: clients[k] for k in members}, told=told)
+        own = preparation(unlabeled, {k: clients[k] for k in members}, told=told, trainer=Scaled(factor))
 
-        def ask(question, among=None, **_):
-            answers = own.ask(question)
+        def ask(question, among=None, **how):
+            answers = own.ask(question, **how)
             asked.extend(answers.ids.tolist())
             return answers
 
-        return dataclasses.replace(own, ask=ask, trainer=Scaled(factor))
+        return dataclasses.replace(own, ask=ask)
 
     looks = {"odd": look_of(3, (1, 3)), "plain": look_of(1, (0, 2))}
     shared: dict = {}
     looks = {
-        name: dataclasses.replace(look, groups=looks, candidates={"odd": 3, "plain": 1}, shared=shared)
+        name: dataclasses.replace(
+            look, groups=looks, candidates={"odd": factor_of(3), "plain": factor_of(1)}, shared=shared
+        )
         for name, look in looks.items()
     }
     chosen = split_rows(25, 0.8, 11)
-    tables = [score_table(None, chosen, look, Scoring()) for look in looks.values()]
+    tables = [score_table(START, chosen, look, Scoring()) for look in looks.values()]
     assert torch.equal(*tables)
     assert sorted(asked) == [0, 1, 2, 3]
     alone, _ = table_of(unlabeled, clients, Scoring())
@@ -287,14 +285,14 @@ def scores_in_two_spaces(scoring):
 
     class Repeated(Identity):
         def outputs(self, weights, x, stacked=False, **how):
-            return Output(x, x.repeat(1, weights))
+            return Output(x, x.repeat(1, int(weights.params["factor"])))
 
     looks = {
-        name: dataclasses.replace(preparation(unlabeled, {k: clients[k] for k in members}), trainer=Repeated())
+        name: preparation(unlabeled, {k: clients[k] for k in members}, trainer=Repeated())
         for name, members in (("low", (0, 2)), ("high", (1, 3)))
     }
-    whole = dataclasses.replace(looks["low"], groups=looks, candidates={"low": 1, "high": 20})
-    return score_table(None, split_rows(25, 0.8, 11), whole, scoring), unlabeled, clients
+    whole = dataclasses.replace(looks["low"], groups=looks, candidates={"low": factor_of(1), "high": factor_of(20)})
+    return score_table(START, split_rows(25, 0.8, 11), whole, scoring), unlabeled, clients
 
 
 def test_densities_of_prototypes_with_more_features_do_not_drown_the_others():

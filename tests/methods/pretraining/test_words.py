@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from answering import clients_of
 from whole_server import whole
 
 from fedstill.core.errors import FedstillError
@@ -241,9 +242,9 @@ def prepared(method: str, *, cache=None, number: int = 1):
     """(weights before, weights after, preparation) of a method's preparation."""
     model, data = network(), federation()
     engine = build_engine("batched", "cpu", model=model, federation=data)
+    asked = Asked(clients_of(data), np.arange(2), engine.device, 1)
     look = Preparation(
-        1, model, 2, data.unlabeled, number, engine, Asked(data, np.arange(2), engine.device, 1).ask, cache=cache,
-        tokenizer=OURS,
+        1, model, 2, data.unlabeled, number, engine, asked.ask, cache=cache, tokenizer=OURS,
     )  # fmt: skip
     server, start = whole(method_of(method)), model.init(number)
     after, _ = server.prepare(start, server.init(start), look)

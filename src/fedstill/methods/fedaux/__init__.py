@@ -19,6 +19,7 @@ from fedstill.methods.fedaux.certainty import (
     Scorer,
     Scoring,
     certainty_shares,
+    question_of,
 )
 from fedstill.privacy import accountant as gaussian
 from fedstill.server.aggregate import average
@@ -108,7 +109,7 @@ def fedaux(
     )
     step = after(warm_up, step) if warm_up else step
     refine = step if feedback else report_only(step)
-    way = () if student.idle else (Mechanism(releases=releases_of(scoring)),)
+    way = () if student.idle else (Mechanism(releases=releases_of(scoring), questions=(question_of(scoring),)),)
     return Method(cross_entropy(), average(), (refine,), way=way)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fedstill.core.seeds import private_normal, seed_for
-from fedstill.core.setup import Preparation
+from fedstill.core.setup import Preparation, Question, Tools
 from fedstill.core.types import ClientData, Need, Round, Seed, Tree, Weights
 from fedstill.server.distill.targets import TeacherShares
 from fedstill.server.distill.teachers import teacher_ids
@@ -126,36 +125,36 @@ def _scored(prototypes: list[tuple[Weights, Preparation]], distilled: Tensor, sc
 def _ask_scores(
     candidate: Weights, chosen: Tensor, preparation: Preparation, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Ask every client, and return (ids, scores); callbacks hear how many clients have answered.
+    """Ask every client, and return (ids, scores).
 
     With scorer "logistic" a client sends its w, and the server computes the scores. With the other scorers a client
     sends the logarithms of its scores.
     """
-    unlabeled, logistic, begun = preparation.unlabeled, scoring.scorer == "logistic", itertools.count()
+    unlabeled, logistic = preparation.unlabeled, scoring.scorer == "logistic"
     assert unlabeled is not None  # declared as a need
     every = preparation.trainer.outputs(candidate, unlabeled, features=True).features.flatten(1)
     chosen = chosen.to(every.device)
     public = Features(every[~chosen].double(), every[chosen])
-
-    def question(data: ClientData) -> Tree:
-        preparation.tell(SCORES, min(1.0, next(begun) / preparation.population))
-        seen = preparation.trainer.outputs(candidate, data.x, features=True, keep=False).features
-        private = seen.flatten(1).double()
-        if logistic:
-            return client_answer(
-                private, public.negatives, scoring, seed_for(preparation.noise_seed, "scores", data.id)
-            )
-        scorer: OtherScorer = scoring.scorer  # type: ignore[assignment]
-        seed = seed_for(preparation.seed, "scores", data.id)
-        return {"log_scores": log_scores(scorer, private, public.negatives, public.distilled, seed).float()}
-
-    sent: Tree = {"model": candidate, "negatives": public.negatives.to(public.distilled.dtype)}
-    ids, answers = preparation.ask(
-        question, sent=sent if logistic else {**sent, "distilled": public.distilled}, release=SCORES
-    )
-    preparation.tell(SCORES, 1.0)
+    sent: Tree = {"model": candidate._asdict(), "negatives": every[~chosen]}
+    sent |= {} if logistic else {"distilled": public.distilled}
+    ids, answers = preparation.ask(question_of(scoring), sent=sent, release=SCORES)
     preparation.metrics["scored_clients"] = float(len(ids))
     return ids, scores_of(answers, public, scoring) if logistic else answers["log_scores"]
+
+
+def question_of(scoring: Scoring) -> Question:
+    """The question to a client: the answer says how much a sample is like its own data, as `Scoring` asks for it."""
+
+    def answer(data: ClientData, sent: Tree, tools: Tools) -> Tree:
+        seen = tools.trainer.outputs(Weights(**sent["model"]), data.x, features=True, keep=False).features
+        private, negatives = seen.flatten(1).double(), sent["negatives"].double()
+        if scoring.scorer == "logistic":
+            return client_answer(private, negatives, scoring, seed_for(tools.noise_seed, "scores", data.id))
+        scorer: OtherScorer = scoring.scorer  # type: ignore[assignment]
+        seed = seed_for(tools.seed, "scores", data.id)
+        return {"log_scores": log_scores(scorer, private, negatives, sent["distilled"], seed).float()}
+
+    return Question(SCORES, answer)
 
 
 def client_answer(private: Tensor, negatives: Tensor, scoring: Scoring, seed: Seed) -> Tree:
