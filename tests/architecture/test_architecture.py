@@ -19,6 +19,7 @@ MAY_IMPORT = {
     **{room: {"core", "compose"} for room in ("local", "server", "privacy", "models", "engine")},
     "methods": {"core", "compose", "local", "server", "privacy", "models", "partition", "storage"},
     "loop": {"core", "compose", "privacy", "engine", "storage"},
+    "population": {"core", "compose", "loop", "storage"},
     "report": {"core", "loop", "engine", "privacy", "storage", "partition"},
 }
 PRIVATE_STREAMS = {"default_rng", "Generator", "PCG64", "RandomState", "SeedSequence"}  # of numpy.random, with a seed

@@ -22,7 +22,6 @@ from fedstill.core.tree import byte_size, select, tree_map
 from fedstill.core.types import (
     Answers,
     Ask,
-    Federation,
     Groups,
     Method,
     Model,
@@ -189,16 +188,16 @@ def bytes_received(start: Weights, received: Tree, ids: Collection[int], model: 
     )
 
 
-def check_groups(groups: Groups, federation: Federation) -> None:
-    """Every client has a prototype, and every prototype a client that holds data."""
-    if len(groups.member) != federation.population:
+def check_groups(groups: Groups, population: int, holders: Collection[int]) -> None:
+    """Refuse a client without a prototype, and a prototype without a client among `holders`, who hold data."""
+    if len(groups.member) != population:
         raise FedstillError(
             f"the model says which prototype each of {len(groups.member)} clients runs, and there are "
-            f"{federation.population}: name one for each client"
+            f"{population}: name one for each client"
         )
-    sizes = federation.offsets.diff().tolist()
+    run = {groups.member[client] for client in holders}
     for prototype in groups.models:
-        if not any(size and own == prototype for size, own in zip(sizes, groups.member, strict=True)):
+        if prototype not in run:
             raise FedstillError(f"no client that holds data runs the prototype '{prototype}': give it one, or leave it")
 
 

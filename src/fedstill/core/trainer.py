@@ -36,6 +36,7 @@ class Messages(NamedTuple):
 
     by_client: Mapping[int, bytes | Mapping[str, Any] | Exception]  # an exception: the client's call ended with it
     template: Uploads  # the form of one upload, without data
+    arrived: int | None = None  # bytes on the way, where messages were opened on arrival; None: those of the messages
 
 
 class Trained(NamedTuple):

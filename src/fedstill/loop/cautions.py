@@ -155,7 +155,7 @@ class Cautions:
                 "inputs, and the accuracy will say nothing about new data: name the column in data.drop, or take it "
                 "out of data.inputs"
             )
-        if bool((train.y == train.y[:1]).all()):
+        if len(train.y) and bool((train.y == train.y[:1]).all()):
             caution(
                 f"all {len(train.y):,} training rows have the class '{train.classes[int(train.y[0])]}', so nothing is "
                 "learnt and every answer seems right: look at the column of the labels (data.label)"

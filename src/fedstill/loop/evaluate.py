@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -97,8 +98,10 @@ def expected_by_client(answers: Answers) -> Tensor:
     """(clients,) the expected accuracy on each client's own label distribution, sum_c p_k(c) acc_c.
 
     p_k comes from the client's training labels. The number is exact when samples of a class are alike everywhere
-    (label skew), and it says nothing about feature skew.
+    (label skew), and it says nothing about feature skew. One NaN where the server has no client's labels.
     """
+    if not len(answers.test.shares):
+        return answers.test.shares.new_full((1,), math.nan)
     return answers.test.shares @ answers.class_accuracy.nan_to_num().float()
 
 

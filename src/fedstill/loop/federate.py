@@ -149,7 +149,7 @@ def federate(
     began = time.perf_counter()
     phases = _suited(built)
     engines = built.engines(model=built.model, federation=built.federation)
-    task = _make_task(built, phases, engines, tell=_teller(callbacks))
+    task = make_task(built, phases, engines, tell=_teller(callbacks))
     wanted, count = cohort_size(built.schedule.cohort, built.federation.population), len(task.clients)
     if wanted > count:
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
@@ -161,7 +161,7 @@ def federate(
 
 def check_built(built: Built) -> None:
     """Refuse, without an engine, everything that `federate` would refuse before round 1."""
-    task = _make_task(built, _suited(built), Engines(cast(CohortEngine, _Nowhere()), cast(Trainer, _Nowhere())))
+    task = make_task(built, _suited(built), Engines(cast(CohortEngine, _Nowhere()), cast(Trainer, _Nowhere())))
     _promised(task, built.label, built.model.init(0), built.schedule.rounds)
 
 
@@ -205,7 +205,7 @@ def _suited(built: Built) -> tuple[Phase, ...]:
     check_phases(phases, model=model, federation=federation, training=training, label=label)
     check_fits(model, len(federation.train.classes), tuple(federation.train.x.shape[1:]))
     if model.groups is not None:
-        check_groups(model.groups, federation)
+        check_groups(model.groups, federation.population, holders_of(built).tolist())
     return suited(phases, model, training)
 
 
@@ -280,15 +280,21 @@ def _targets(task: Task, state: State) -> Targets | None:
     return targets(task.method(max(state.round, 1)), state.server)
 
 
-def _make_task(
+def holders_of(built: Built) -> np.ndarray:
+    """Return the ids of the clients that hold data, here or elsewhere."""
+    if built.holders is not None:
+        return built.holders
+    return np.flatnonzero(built.federation.offsets.diff().cpu().numpy() > 0)
+
+
+def make_task(
     built: Built,
     phases: tuple[Phase, ...],
     engines: Engines,
     tell: Callable[[str, float], None] = lambda what, share: None,
 ) -> Task:
     federation, schedule, device = built.federation, built.schedule, engines.cohort.device
-    held = built.holders
-    clients = np.flatnonzero(federation.offsets.diff().cpu().numpy() > 0) if held is None else held
+    clients = holders_of(built)
     if len(clients) == 0:
         raise FedstillError("no client holds any data: check the partition")
     counts = label_counts(federation)

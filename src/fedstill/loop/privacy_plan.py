@@ -241,22 +241,40 @@ class Promise:
 
 def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promise]:
     """The task with what may be sent for the label counts, and how many of its rounds the budget allows."""
+    task, privacy = with_sent_counts(task), task.privacy
+    largest = len(task.clients) if task.sampling == "poisson" else task.cohort
+    check_seal(task.phases, task.model, weights, task.guard.needed(largest))
+    if privacy == Privacy() and not any(phase.method.releases for phase in task.phases):
+        return task, Promise(rounds, rounds, privacy, None)
+    probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
+    how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
+    after = stretches_of(task.phases, weights, privacy, sent=_sent_of(weights, task), **how)
+    return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+
+
+def with_sent_counts(task: Task) -> Task:
+    """Return the task with the label counts that clients may send: exact ones, or with noise."""
     privacy = task.privacy
     if task.counts is not None and privacy.label_counts == "none":
         raise FedstillError(
             f"privacy.label_counts = 'none': this method needs each client's label counts: {_instead_of_counts(task)}"
         )
     if task.counts is not None and privacy.label_counts == "dp":
-        task = replace(task, counts=noisy_label_counts(task.counts, privacy, task.noise_seed))
-    largest = len(task.clients) if task.sampling == "poisson" else task.cohort
-    check_seal(task.phases, task.model, weights, task.guard.needed(largest))
-    if privacy == Privacy() and not any(phase.method.releases for phase in task.phases):
-        return task, Promise(rounds, rounds, privacy, None)
-    probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
-    sent = head_of(weights, head_names(task.model)) if task.training.part == "head" else weights
-    how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
-    after = stretches_of(task.phases, weights, privacy, sent=sent, **how)
-    return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+        return replace(task, counts=noisy_label_counts(task.counts, privacy, task.noise_seed))
+    return task
+
+
+def rounds_a_client_may_play(task: Task, weights: Weights, rounds: int) -> int | None:
+    """Return how many rounds one client may play under `privacy.epsilon`, whoever draws it; None: it has no budget."""
+    if task.privacy.epsilon is None:
+        return None
+    known = task.federation.public_facts
+    after = stretches_of(task.phases, weights, task.privacy, sent=_sent_of(weights, task), known=known)
+    return rounds_within(task.privacy, after, rounds)
+
+
+def _sent_of(weights: Weights, task: Task) -> Weights:
+    return head_of(weights, head_names(task.model)) if task.training.part == "head" else weights
 
 
 def _instead_of_counts(task: Task) -> str:

@@ -209,6 +209,8 @@ def _labeled(task: Task) -> tuple[Tensor, Tensor]:
 def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
     """Bytes that clients have to send: of the model only the part that they train, because the server has the rest."""
     if isinstance(uploads, Messages):
+        if uploads.arrived is not None:
+            return uploads.arrived
         return sum(len(message) for message in uploads.by_client.values() if isinstance(message, bytes))
     if task.training.part == "head":
         uploads = uploads._replace(weights=head_of(uploads.weights, head_names(task.model)))

@@ -1,0 +1,139 @@
+"""A parcel on the wire: facts in JSON and tensors in safetensors, behind a version, a size and a checksum.
+
+    8 bytes   b"fedstill"
+    2 bytes   version of this form
+    4 bytes   length of the facts
+   32 bytes   blake2b of everything after it
+    ...       facts (JSON), then the body (tensors, or a message of loop/message.py)
+
+The checksum finds bits that flipped on the way. It does not say who sent a parcel: the transport must.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedstill.core.errors import FedstillError
+from fedstill.core.types import Tree
+
+MAGIC = b"fedstill"
+FORM = 1
+FACTS_LIMIT = 1 << 20
+_HEAD = struct.Struct("<8sHI32s")
+_OUTLINE = "outline"
+
+
+class Parcel(NamedTuple):
+    """The content of a parcel whose checksum is right; nothing in it has been believed yet."""
+
+    facts: dict[str, Any]
+    body: bytes
+
+
+def seal(facts: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """Return a parcel with these facts and this body."""
+    words = json.dumps(facts).encode()
+    return _HEAD.pack(MAGIC, FORM, len(words), _digest(words, body)) + words + body
+
+
+def unseal(data: bytes, *, limit: int) -> Parcel:
+    """Open a parcel; one that is damaged, of another version or larger than `limit` bytes is refused in one line."""
+    if not isinstance(data, bytes):
+        raise FedstillError(f"a parcel is bytes, and this is a {type(data).__name__}")
+    if len(data) > limit:
+        raise FedstillError(f"parcel of {len(data):,} bytes: at most {limit:,} are accepted")
+    if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
+        raise FedstillError("these bytes are no parcel of fedstill")
+    _, form, length, digest = _HEAD.unpack(data[: _HEAD.size])
+    if form != FORM:
+        raise FedstillError(
+            f"parcel of form {form}, and this fedstill reads form {FORM}: install one version at all sites"
+        )
+    words, body = data[_HEAD.size : _HEAD.size + length], data[_HEAD.size + length :]
+    if length > FACTS_LIMIT or len(words) != length or _digest(words, body) != digest:
+        raise FedstillError("the parcel's checksum is wrong: it was damaged on the way")
+    try:
+        facts = json.loads(words)
+    except (ValueError, RecursionError):
+        raise FedstillError("the parcel's facts are no JSON") from None
+    if not isinstance(facts, dict):
+        raise FedstillError("the parcel's facts are no table")
+    return Parcel(facts, body)
+
+
+def digest_of(data: bytes) -> str:
+    """Return a name for these bytes that no other bytes have."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def pack_tree(tree: Tree) -> bytes:
+    """Return nested dicts of tensors as bytes. Empty dicts stay, and names may hold any letter."""
+    leaves: list[Tensor] = []
+
+    def outline(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {str(name): outline(child) for name, child in node.items()}
+        leaves.append(node)
+        return len(leaves) - 1
+
+    shape = json.dumps(outline(tree))
+    # clone: safetensors refuses tensors that share memory
+    tensors = {str(place): leaf.detach().cpu().contiguous().clone() for place, leaf in enumerate(leaves)}
+    data: bytes = safetensors.torch.save(tensors, metadata={_OUTLINE: shape})
+    return data
+
+
+def unpack_tree(data: bytes) -> Tree:
+    """Return the nested dicts of tensors that `pack_tree` made into bytes; anything else is refused in one line."""
+    try:
+        (length,) = struct.unpack("<Q", data[:8])
+        shape = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_OUTLINE])
+        tensors = safetensors.torch.load(data)
+        tree = _refilled(shape, tensors)
+    except (SafetensorError, struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise FedstillError(f"these bytes hold no tensors: {type(error).__name__}") from None
+    if not isinstance(tree, dict):
+        raise FedstillError("these bytes hold no table of tensors")
+    return tree
+
+
+def _refilled(shape: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(shape, dict):
+        return {name: _refilled(child, tensors) for name, child in shape.items()}
+    return tensors[str(int(shape))]
+
+
+def form_of(tree: Any, path: str = "") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and type of each tensor by its path."""
+    if not isinstance(tree, dict):
+        return {path: (tuple(tree.shape), tree.dtype)}
+    return {name: form for key, child in tree.items() for name, form in form_of(child, f"{path}/{key}").items()}
+
+
+def check_form(tree: Tree, expected: Tree, name: str) -> None:
+    """Refuse a tree whose names, shapes or types are not the expected ones; the line names the first difference."""
+    sent, own = form_of(tree), form_of(expected)
+    if wrong := sorted(sent.keys() ^ own.keys()):
+        raise FedstillError(f"{name} {'lacks' if wrong[0] in own else 'has an unknown name'} {wrong[0][:60]!r}")
+    for path, form in own.items():
+        if sent[path] != form:
+            raise FedstillError(f"{name}{path[:60]} is {_shown(sent[path])}, and {_shown(form)} was expected")
+
+
+def _shown(form: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{str(form[1]).removeprefix('torch.')} {form[0]}"
+
+
+def _digest(words: bytes, body: bytes) -> bytes:
+    hashed = hashlib.blake2b(words, digest_size=32)
+    hashed.update(body)
+    return hashed.digest()

@@ -1,0 +1,83 @@
+"""Every method gives the same bits in one process and over the wire.
+
+Over the wire a client has its own rows and its own memories, orders and answers are bytes, and the server has no rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mixed_runs
+import pytest
+from method_rows import COHORT, HARD_SAMPLES, ROUNDS, ROWS, TRAINING, Row, federation, network, row_of
+from quick import first_quick, quick_if
+from running import built
+from toy import same_bits
+
+from fedstill.loop import federate as loop
+from fedstill.loop.federate import Built
+from fedstill.loop.history import Result
+from fedstill.methods.lookup import build_method, write
+from fedstill.population import over_loopback
+
+REFINED = "student.steps=5, student.batch_size=8"
+RUNS: dict[str, dict[str, Any]] = {
+    "mixture": {"method": f"fedlmd+scaffold+mrtf({REFINED})"},
+    "phases": {"method": f"scaffold until 2 then fedaux({REFINED})"},
+    "fedaux": {"method": f"fedaux({REFINED})+fedprox(mu=0.1)"},
+    "fedftg": {"method": f"scaffold+{write('fedftg', HARD_SAMPLES)}"},
+    "head": {"method": "scaffold", "part": "head"},
+    "optimizers": {"method": "fedlmd", "keep_optimizer": True, "optimizer": "adam"},
+    "median": {"method": "fedprox(mu=0.1)+median"},
+    "poisson": {"method": "feddyn", "sampling": "poisson", "cohort": 0.5},
+}
+
+
+def a_run(method: Any, net: str = "mlp", **changes: Any) -> Built:
+    training = {name: changes.pop(name) for name in ("part", "keep_optimizer", "optimizer") if name in changes}
+    settings = {
+        "method": method, "model": network(net), "federation": federation(net),
+        "training": replace(TRAINING, **training),
+        "rounds": ROUNDS, "cohort": COHORT, "seed": 5, "engine": "looped", "device": "cpu",
+    }  # fmt: skip
+    return built(**{**settings, **changes})
+
+
+def both_ways(here: Built, folder: Path) -> tuple[Result, Result]:
+    """Play a run in one process, and over the wire; nothing is refused in either."""
+    plain, wired = loop.federate(here), loop.federate(over_loopback(here, folder))
+    assert plain.history.audit == wired.history.audit == []
+    assert all(row["accepted"] == row["cohort"] for row in wired.history.rows)
+    return plain, wired
+
+
+def has_secret_noise(row: Row) -> bool:
+    """Whether noise covers what clients send: clients draw it from their secrets, a simulation from its seed.
+
+    DP-FedAvg's noise in the server comes from a seed that follows from all rows of a simulation; a server has none.
+    """
+    return row.id == "update_noise" or any(release.multiplier is not None for release in row.build().releases)
+
+
+@pytest.mark.parametrize("row", quick_if(lambda row: row is row_of(row.name), ROWS), ids=lambda row: row.id)
+def test_a_method_has_the_same_bits_over_the_wire(row, tmp_path):
+    plain, wired = both_ways(a_run(row.build(), row.net), tmp_path)
+    assert same_bits(wired.weights, plain.weights) != has_secret_noise(row)
+
+
+@pytest.mark.parametrize("how", first_quick(RUNS, 4))
+def test_a_mixture_has_the_same_bits_over_the_wire(how, tmp_path):
+    changes = dict(RUNS[how])
+    plain, wired = both_ways(a_run(build_method(changes.pop("method")), **changes), tmp_path)
+    assert same_bits(wired.weights, plain.weights)
+
+
+@pytest.mark.parametrize("method", first_quick([f"fedaux({REFINED})", "scaffold", f"feddf({REFINED})"]))
+def test_clients_of_several_networks_have_the_same_bits_over_the_wire(method, tmp_path):
+    here = a_run(
+        build_method(method), model=mixed_runs.mixed(), federation=mixed_runs.federation(), cohort=6, rounds=2,
+    )  # fmt: skip
+    plain, wired = both_ways(here, tmp_path)
+    assert same_bits(wired.weights, plain.weights)
