@@ -128,6 +128,25 @@ def test_a_client_that_fails_is_left_out_and_recorded(fault, reason):
     assert reason in record["reason"]
 
 
+@pytest.mark.parametrize("hostile", range(4))
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"a": torch.ones(2)}, "another form than most"),
+        ({"a": torch.ones((), dtype=torch.float64)}, "another form than most"),
+        ({"b": torch.ones(())}, "another form than most"),
+        ({"a": torch.tensor(1e9)}, "the norm of 'a' 1e"),
+    ],
+)
+def test_whoever_answers_first_does_not_decide_what_an_answer_looks_like(hostile, answer, reason):
+    asking = Asked(clients_of(trial_federation()), np.arange(4), torch.device("cpu"), 1, outlier=20.0)
+    answers = asking.ask(lambda data: answer if data.id == hostile else {"a": torch.tensor(1.0 + data.id)})
+    assert answers.ids.tolist() == [client for client in range(4) if client != hostile]
+    (record,) = asking.records
+    assert record["client"] == hostile
+    assert reason in record["reason"]
+
+
 def test_what_is_sent_for_a_question_is_counted_for_every_client_that_is_asked():
     def prepare(candidate, state, preparation):
         preparation.ask(lambda data: {"a": torch.zeros(3)}, sent={"table": torch.zeros(10)})

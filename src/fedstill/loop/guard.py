@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -20,9 +20,11 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.limits import SECTION, CountOrNone, Example, NotNegative, Positive, check_limits
 from fedstill.core.trainer import Messages
 from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
-from fedstill.core.types import Params, Uploads, Weights
+from fedstill.core.types import Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
+from fedstill.loop.outliers import Scale, norms, outliers, per_client, scale_of, sizes_of
 
+VARIANCE = "running_var"  # how the name of a BatchNorm's variances ends
 AuditRecord = dict[str, Any]  # {"round": int, "client": int | None (the whole round), "reason": str}
 
 
@@ -36,6 +38,8 @@ class Guard:
     size_cap: largest number of samples believed, in all and of one class (None: any finite one); with noise on the
     label counts leave room for it.
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
+    outlier: factor from the middle of the last cohorts beyond which an upload is refused, if clients do not differ by
+    more by themselves (see loop/outliers.py); 0 refuses none.
     """
 
     __pydantic_config__ = SECTION
@@ -43,6 +47,7 @@ class Guard:
     size_cap: Positive | None = 1e9
     quorum: CountOrNone | NotNegative = 1
     extra_bound: Annotated[Positive | None, Example(100.0)] = None
+    outlier: NotNegative = 20.0
 
     def __post_init__(self) -> None:
         check_limits("guard", self)
@@ -65,29 +70,45 @@ class Admitted(NamedTuple):
     uploads: Uploads | None
     kept: np.ndarray  # positions in the cohort of those that were accepted
     records: list[AuditRecord]
+    scale: Scale = {}  # of the accepted uploads, for the outliers of later rounds
 
 
 def admit(
-    uploads: Uploads | Messages, start: Weights, guard: Guard, *, round: int, exact_counts: bool = False
+    uploads: Uploads | Messages,
+    start: Weights,
+    guard: Guard,
+    *,
+    round: int,
+    exact_counts: bool = False,
+    past: Sequence[Scale] | None = None,
 ) -> Admitted:
-    """Check a stacked cohort, or open its messages and check them. One host sync when all is well.
+    """Check a stacked cohort, or open its messages and check them.
 
     exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
+    past: the scales of earlier rounds; None: uploads have noise on them, and no size is compared with another.
     """
     if isinstance(uploads, Messages):
-        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts)
+        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts, past=past)
     cohort = len(uploads.ids)
-    faults = find_faults(uploads, start, guard, exact_counts=exact_counts)
-    if faults is None:
-        return _settle(uploads, np.arange(cohort), [], guard, cohort=cohort, round=round)
+    faults = find_faults(uploads, start, guard, exact_counts=exact_counts) or [None] * cohort
+    sizes: dict[str, np.ndarray] = {}
+    if past is not None and guard.outlier:
+        sound = np.asarray([fault is None for fault in faults], bool)
+        measured = sizes_of(uploads, start) if sound.any() else {}
+        sizes = {name: np.where(sound, values.double().cpu().numpy(), np.nan) for name, values in measured.items()}
+        for place, reason in outliers(sizes, past, guard.outlier).items():
+            faults[place] = faults[place] or reason
+    kept = np.asarray([place for place, fault in enumerate(faults) if fault is None], np.int64)
+    scale = scale_of({name: values[kept] for name, values in sizes.items()})
+    if len(kept) == cohort:
+        return _settle(uploads, kept, [], guard, cohort=cohort, round=round)._replace(scale=scale)
     ids = uploads.ids.tolist()
     records = [_record(round, ids[i], fault) for i, fault in enumerate(faults) if fault is not None]
-    kept = np.asarray([i for i, fault in enumerate(faults) if fault is None], np.int64)
     good = select(uploads, torch.from_numpy(kept)) if len(kept) else None
-    return _settle(good, kept, records, guard, cohort=cohort, round=round)
+    return _settle(good, kept, records, guard, cohort=cohort, round=round)._replace(scale=scale)
 
 
-def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: int, exact_counts: bool) -> Admitted:
+def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: int, **how: Any) -> Admitted:
     arrived: list[Uploads] = []
     positions: list[int] = []
     records: list[AuditRecord] = []
@@ -102,10 +123,11 @@ def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: 
     device = next(leaves(start)).device
     together = from_tree(stack([as_tree(upload) for upload in arrived]))
     stacked = from_tree(to_device(as_tree(together), device))._replace(ids=together.ids)
-    inner = admit(stacked, start, replace(guard, quorum=0), round=round, exact_counts=exact_counts)
+    inner = admit(stacked, start, replace(guard, quorum=0), round=round, **how)
     quarantined = [record for record in inner.records if record["client"] is not None]
     kept = np.asarray(positions, np.int64)[inner.kept]
-    return _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages.by_client), round=round)
+    settled = _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages.by_client), round=round)
+    return settled._replace(scale=inner.scale)
 
 
 def find_faults(
@@ -121,7 +143,7 @@ def find_faults(
     broken = torch.stack([mask for mask, _ in rules]).cpu().numpy()  # (rules, C)
     if not broken.any():
         return None
-    size, norm = uploads.size.tolist(), _norms(uploads.weights.params, start.params).tolist()
+    size, norm = uploads.size.tolist(), norms(uploads.weights.params, start.params).tolist()
     counted = size if uploads.label_counts is None else uploads.label_counts.double().sum(dim=1).tolist()
     return [
         rules[int(column.argmax())][1].format(size=size[i], norm=norm[i], counted=counted[i]) if column.any() else None
@@ -181,12 +203,13 @@ def _suspicious(uploads: Uploads, start: Weights, guard: Guard, exact_counts: bo
     total = torch.zeros_like(uploads.loss, dtype=torch.float32)
     for leaf in leaves(as_tree(uploads)):
         if leaf.is_floating_point():
-            total = total + _per_client(leaf, torch.sum)
+            total = total + per_client(leaf, torch.sum)
     flags = ~total.isfinite() | ~_size_is_fine(uploads.size, guard)
     for wrong, _ in _count_rules(uploads, guard, exact_counts):
         flags = flags | wrong
+    flags = flags | _holds_negative_variance(uploads)
     if guard.norm_bound is not None:
-        flags = flags | ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
+        flags = flags | ~(norms(uploads.weights.params, start.params) <= guard.norm_bound)
     if guard.extra_bound is not None and uploads.extra:
         flags = flags | _extra_is_large(uploads, guard)
     return flags
@@ -198,13 +221,14 @@ def _rules(uploads: Uploads, start: Weights, guard: Guard, exact_counts: bool) -
     rules = [
         (_holds_non_finite(uploads.weights.params, uploads), "params hold NaN or Inf"),
         (_holds_non_finite(uploads.weights.buffers, uploads), "buffers hold NaN or Inf"),
+        (_holds_negative_variance(uploads), "buffers hold a negative variance"),
         (_holds_non_finite(uploads.extra, uploads), "extra upload holds NaN or Inf"),
         (~_size_is_fine(uploads.size, guard), f"size {{size:g}} is not in (0, {guard.largest_size:g}]"),
         (_holds_non_finite(scalars, uploads), "steps, travel or loss is NaN or Inf"),
     ]
     rules += _count_rules(uploads, guard, exact_counts)
     if guard.norm_bound is not None:
-        far = ~(_norms(uploads.weights.params, start.params) <= guard.norm_bound)
+        far = ~(norms(uploads.weights.params, start.params) <= guard.norm_bound)
         rules.append((far, f"update norm {{norm:g}} exceeds the bound {guard.norm_bound:g}"))
     if guard.extra_bound is not None and uploads.extra:
         rules.append(
@@ -234,25 +258,18 @@ def _holds_non_finite(tree: Any, uploads: Uploads) -> Tensor:
     bad = torch.zeros(len(uploads.ids), dtype=torch.bool, device=uploads.size.device)
     for leaf in leaves(tree):
         if leaf.is_floating_point():
-            bad = bad | ~_per_client(leaf.isfinite(), torch.all)
+            bad = bad | ~per_client(leaf.isfinite(), torch.all)
     return bad
 
 
-def _norms(params: Params, start: Params) -> Tensor:
-    """(C,) ||params_i - start||_2 over all names."""
-    squares = [
-        _per_client((params[name] - start[name]).square(), torch.sum)
-        for name in start
-        if start[name].is_floating_point()
-    ]
-    return torch.stack(squares).sum(dim=0).sqrt()
+def _holds_negative_variance(uploads: Uploads) -> Tensor:
+    bad = torch.zeros(len(uploads.ids), dtype=torch.bool, device=uploads.size.device)
+    for name, leaf in uploads.weights.buffers.items():
+        if name.endswith(VARIANCE):
+            bad = bad | per_client(leaf < 0, torch.any)
+    return bad
 
 
 def _extra_is_large(uploads: Uploads, guard: Guard) -> Tensor:
-    squares = [_per_client(leaf.double().square(), torch.sum) for leaf in leaves(uploads.extra)]
+    squares = [per_client(leaf.double().square(), torch.sum) for leaf in leaves(uploads.extra)]
     return ~(torch.stack(squares).sum(dim=0).sqrt() <= (guard.extra_bound or 0.0))
-
-
-def _per_client(leaf: Tensor, reduce: Any) -> Tensor:
-    """Reduce all but the first dimension; by dimensions and not by a reshape, which would copy channels-last."""
-    return leaf if leaf.ndim == 1 else reduce(leaf, dim=tuple(range(1, leaf.ndim)))

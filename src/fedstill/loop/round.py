@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -42,9 +43,13 @@ from fedstill.core.types import (
 from fedstill.loop.evaluate import Evaluate, TestSet, forgetting, number_of
 from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite
 from fedstill.loop.history import History, Row, plain
+from fedstill.loop.outliers import LEAST, PAST_ROUNDS, Scale, norms
 from fedstill.loop.setup import Asked
 from fedstill.privacy.plan import Privacy
 
+SCALE = "accepted_scale"  # of a row: how large accepted uploads were, by loop/outliers.py
+MOVE = "server_move"  # of a row: how far the server's model moved
+SUSPECTS = 3  # clients that are named where the model is taken back
 OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and no release speaks of the answers
 
 
@@ -120,7 +125,7 @@ def play_round(task: Task, state: State, population: Population) -> Played:
     if len(ids):
         uploads = population.play(Order(number, start, received), ids)
         row["bytes_up"] = _bytes_up(task, uploads)
-        admitted = _admit(task, uploads, start, number)
+        admitted = _admit(task, uploads, start, state)
         missing = "no sound upload is left"
     else:
         missing = "nobody was drawn"
@@ -132,9 +137,10 @@ def play_round(task: Task, state: State, population: Population) -> Played:
         return Played(state, row, records)
     after, metrics = _serve(task, state, accepted)
     row |= {"accepted": len(admitted.kept), **metrics}
-    if after is None:
-        reason = "the server's model holds NaN or Inf; the round keeps the old model"
-        return Played(state, row, [*records, _record(number, reason)])
+    if admitted.scale:
+        row[SCALE] = plain(admitted.scale)
+    if isinstance(after, str):
+        return Played(state, row, [*records, _record(number, f"{after}; the round keeps the old model")])
     if len(admitted.kept):
         population.keep(number, ids[admitted.kept])
     return Played(after, row, records)
@@ -168,7 +174,8 @@ def prepare(task: Task, state: State, population: Population) -> Played:
         return Played(state, {}, [])
     asked = Asked(
         population, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
-        releases=[one.what for one in method.releases if one.when == "once"], tell=task.tell,
+        releases=[one.what for one in method.releases if one.when == "once"], outlier=task.guard.outlier,
+        tell=task.tell,
     )  # fmt: skip
     look = Preparation(
         round=state.round,
@@ -217,14 +224,29 @@ def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
     return bytes_sent(uploads, task.model)
 
 
-def _admit(task: Task, uploads: Uploads | Messages, start: Weights, number: int) -> Admitted:
+def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State) -> Admitted:
+    method = task.method(state.round)
     # what a method changes on the way may be the size
-    exact = task.privacy.label_counts == "exact" and not task.method(number).per_client
-    return admit(uploads, start, task.guard, round=number, exact_counts=exact)
+    exact = task.privacy.label_counts == "exact" and not method.per_client
+    noisy = any(release.multiplier is not None for release in method.releases)
+    past = None if noisy else _past_scales(task, state)
+    return admit(uploads, start, task.guard, round=state.round, exact_counts=exact, past=past)
 
 
-def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | None, Row]:
-    """The state after the server's steps, None where they leave NaN or Inf, and what they noted."""
+def _past_scales(task: Task, state: State) -> list[Scale]:
+    """Return how large the uploads of this method's last rounds were."""
+    rows = _rows_of_method(task, state)
+    return list(itertools.islice((row[SCALE] for row in rows if SCALE in row), PAST_ROUNDS))
+
+
+def _rows_of_method(task: Task, state: State) -> Iterator[Row]:
+    """Yield the rows of this method's rounds until now, the last one first."""
+    method = task.method(state.round)
+    return itertools.takewhile(lambda row: task.method(row["round"]) is method, reversed(state.history.rows))
+
+
+def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | str, Row]:
+    """Return the state after the server's steps, or why the old one stays, and the numbers that the steps noted."""
     method = task.method(state.round)
     seen = uploads
     if method.trusted is not None:
@@ -243,12 +265,17 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | None, Ro
     candidate, server = run_steps(method, state.weights, state.server, look)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double().to(uploads.loss.device) for leaf in leaves(kept) if leaf.is_floating_point()]
-    total, loss = torch.stack([torch.stack(sums).sum(), uploads.loss.double().mean()]).tolist()
+    moves = [(leaf - state.weights.params[name]).double().square().sum() for name, leaf in candidate.params.items()]
+    moved = torch.stack(moves).sum().sqrt().to(uploads.loss.device)
+    total, move, loss = torch.stack([torch.stack(sums).sum(), moved, uploads.loss.double().mean()]).tolist()
     row: Row = plain({"train_loss": loss, **{f"server/{name}": value for name, value in look.metrics.items()}})
     if look.teachers:
         row["teacher_weights"] = plain({client: round(share, 6) for client, share in look.teachers.items()})
     if not math.isfinite(total) and not is_finite(kept):  # a sum may overflow where no term is Inf
-        return None, row
+        return "the server's model holds NaN or Inf", row
+    if exploded := _exploded(task, state, uploads, move):
+        return exploded, row
+    row[MOVE] = move
     belief = targets(method, server)
     formed = _formed(belief, targets(method, state.server))
     after = replace(
@@ -256,6 +283,19 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | None, Ro
         targets_round=state.round if formed else state.targets_round,
     )  # fmt: skip
     return after, row | plain(look_at_targets(belief, task.truth))
+
+
+def _exploded(task: Task, state: State, uploads: Uploads, move: float) -> str:
+    """Return why a model is taken back that moved much farther than in any round before; empty: it is kept."""
+    past = [row[MOVE] for row in _rows_of_method(task, state) if row.get(MOVE)]
+    if not task.guard.outlier or len(past) < LEAST or move <= task.guard.outlier * max(past):
+        return ""
+    moves = norms(uploads.weights.params, state.weights.params)
+    first = uploads.ids[moves.argsort(descending=True).cpu()][:SUSPECTS].tolist()
+    return (
+        f"the server's model moved by {move:.3g}, and by at most {max(past):.3g} before: the largest uploads of the "
+        f"round are of the clients {', '.join(map(str, first))}"
+    )
 
 
 def _formed(targets: Targets | None, before: Targets | None) -> bool:

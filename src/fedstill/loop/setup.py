@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,20 @@ from fedstill.core.setup import AnyQuestion, Question
 from fedstill.core.tree import byte_size, flatten, stack, to_device
 from fedstill.core.types import Answers, Tree
 from fedstill.loop.guard import AuditRecord, is_finite
+from fedstill.loop.outliers import outliers, slot_norms
+
+UNUSUAL = "its answer has another form than most answers"
 
 
 class Asked:
     """Asks the clients that hold data, and counts what leaves them and what they are sent for it.
 
-    A client that fails, or whose answer has another form than the first good one or holds NaN or Inf, is left out and
-    recorded; nothing that one client does ends the run.
+    A client that fails is left out and recorded. So is one whose answer holds NaN or Inf, has another form than most
+    answers, or is far larger than most. Nothing that one client does ends the run.
 
     releases: what the method tells the privacy accountant that clients answer, each client once.
     strict: a question that belongs to none of them is refused before anybody is asked.
+    outlier: as in Guard.
     tell: hears the name of a question and the share of the clients that have answered.
     """
 
@@ -36,10 +40,11 @@ class Asked:
         *,
         releases: Collection[str] = (),
         strict: bool = False,
+        outlier: float = 0.0,
         tell: Callable[[str, float], None] = lambda what, share: None,
     ) -> None:
         self.population, self.clients, self.device, self.round = population, clients, device, round
-        self.tell = tell
+        self.outlier, self.tell = outlier, tell
         self.strict, self.open = strict, {name: set(clients.tolist()) for name in releases}
         self.records: list[AuditRecord] = []
         self.bytes_up = self.bytes_down = 0
@@ -50,23 +55,40 @@ class Asked:
     ) -> Answers:
         """The answers of all clients (`among` some ids), stacked in the order of their ids."""
         good: dict[int, Tree] = {}
+        faults: dict[int, str] = {}
         asked = [one for one in self.clients.tolist() if among is None or one in among]
         self._account(release, set(asked))
         self.bytes_down += len(asked) * (0 if sent is None else byte_size(sent))
         answers = self.population.ask(question, asked, round=self.round, sent=sent)
         for count, (client, answer) in enumerate(answers, 1):
-            if fault := self._fault(answer, next(iter(good.values()), None)):
-                self.records.append({"round": self.round, "client": client, "reason": f"preparation: {fault}"})
+            if isinstance(answer, str):
+                faults[client] = answer
+            elif not is_finite(answer):
+                faults[client] = "its answer holds NaN or Inf"
             else:
-                good[client] = cast(Tree, answer)
+                good[client] = answer
             if isinstance(question, Question):
                 self.tell(question.name, count / len(asked))
+        usual = _usual_form(good)
+        faults |= {client: UNUSUAL for client, answer in good.items() if _form(answer) != usual}
+        good = {client: answer for client, answer in sorted(good.items()) if client not in faults}
+        faults |= self._outliers(good)
+        good = {client: answer for client, answer in good.items() if client not in faults}
+        for client, fault in sorted(faults.items()):
+            self.records.append({"round": self.round, "client": client, "reason": f"preparation: {fault}"})
         if not good:
             raise FedstillError(f"round {self.round}: no client gave an answer that can be used: see audit.jsonl")
-        good = dict(sorted(good.items()))
         values = to_device(stack(list(good.values())), self.device)
         self.bytes_up += byte_size(values)
         return Answers(torch.tensor(list(good), dtype=torch.int64), values)
+
+    def _outliers(self, answers: Mapping[int, Tree]) -> dict[int, str]:
+        """Return the clients whose answers are far larger than most, with the reason."""
+        if not self.outlier or not answers:
+            return {}
+        norms = {name: values.double().cpu().numpy() for name, values in slot_norms(stack([*answers.values()])).items()}
+        clients = list(answers)
+        return {clients[place]: reason for place, reason in outliers(norms, [], self.outlier).items()}
 
     def _account(self, release: str, asked: set[int]) -> None:
         """A release covers one answer of each client: another one, or one without a release, has no noise."""
@@ -79,14 +101,12 @@ class Asked:
             what = f"a second answer of '{release}'" if release in self.open else "an answer that no release speaks of"
             raise FedstillError(f"privacy.epsilon cannot be kept: the method wants {what}: take privacy.epsilon away")
 
-    def _fault(self, answer: Tree | str, like: Tree | None) -> str:
-        """Return what is wrong with an answer; empty: nothing."""
-        if isinstance(answer, str):
-            return answer
-        if not is_finite(answer):
-            return "its answer holds NaN or Inf"
-        return "" if like is None or _form(answer) == _form(like) else "its answer has another form than the others"
+
+def _usual_form(answers: Mapping[int, Tree]) -> frozenset[object]:
+    """Return the form that most answers have; of equally many, the form of the lowest id."""
+    forms = [_form(answer) for _, answer in sorted(answers.items())]
+    return max(forms, key=forms.count, default=frozenset())
 
 
-def _form(tree: Tree) -> dict[str, object]:
-    return {name: (leaf.shape, leaf.dtype) for name, leaf in flatten(tree).items()}
+def _form(tree: Tree) -> frozenset[object]:
+    return frozenset((name, leaf.shape, leaf.dtype) for name, leaf in flatten(tree).items())

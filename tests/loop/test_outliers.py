@@ -1,0 +1,117 @@
+"""What is far from honest uploads: by hand, and in runs whose clients differ honestly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from run_helpers import toy_uploads
+
+from fedstill.core.types import Weights
+from fedstill.loop.guard import Guard, admit
+from fedstill.loop.outliers import outliers, scale_of, sizes_of
+
+HONEST = np.array([1.0, 2.0, 4.0, 8.0, 16.0])  # middle 4; distances in logarithms: 2, 1, 0, 1, 2 times log 2
+
+
+def test_middle_and_spread_are_medians_of_logarithms():
+    ((middle, spread),) = scale_of({"move": HONEST}).values()
+    assert middle == pytest.approx(math.log(4))
+    assert spread == pytest.approx(1.4826 * math.log(2))
+
+
+def test_what_is_zero_or_broken_says_nothing_about_others():
+    assert scale_of({"move": np.array([0.0, math.nan, 3.0, math.inf])}) == {"move": [math.log(3), 0.0]}
+    assert scale_of({"move": np.zeros(4)}) == {}
+
+
+@pytest.mark.parametrize(("value", "refused"), [(79.0, False), (81.0, True), (1e30, True), (math.inf, True)])
+def test_in_the_first_round_the_cohort_itself_says_what_is_far(value, refused):
+    """Six equal moves and one other: the spread is 0, and the factor 20 decides."""
+    far = outliers({"move": np.array([4.0] * 6 + [value])}, [], 20.0)
+    assert list(far) == ([6] if refused else [])
+
+
+@pytest.mark.parametrize(("value", "refused"), [(4.0 * 2**14, False), (4.0 * 2**15, True)])
+def test_where_clients_differ_by_themselves_the_reach_is_ten_spreads(value, refused):
+    """10 spreads of HONEST are a factor of 2^14.8; a sixth upload between the middle two would move the middle."""
+    past = [scale_of({"move": HONEST})] * 9
+    assert bool(outliers({"move": np.array([4.0, 4.0, 4.0, value])}, past, 20.0)) == refused
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_cohort_of_two_is_judged_after_three_others(count):
+    past = [scale_of({"move": np.array([1.0, 1.1])})] * count
+    assert bool(outliers({"move": np.array([1.0, 1e6])}, past, 20.0)) == (count == 3)
+
+
+@pytest.mark.parametrize("name", ["travel", "steps"])
+def test_servers_divide_by_some_sizes_so_a_tiny_one_is_far_too(name):
+    assert list(outliers({name: np.array([5.0, 5.0, 5.0, 1e-6])}, [], 20.0)) == [3]
+    assert list(outliers({name: np.array([5.0, 5.0, 0.0, 5.0])}, [], 20.0)) == [2]
+    assert not outliers({"move": np.array([5.0, 5.0, 5.0, 1e-6])}, [], 20.0)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=12), st.floats(1e-3, 1e3), st.sampled_from([20.0, 100.0]))
+def test_the_unit_of_a_size_does_not_matter(values, unit, factor):
+    sizes = np.asarray(values)
+    assert outliers({"move": sizes}, [], factor).keys() == outliers({"move": unit * sizes}, [], factor).keys()
+
+
+@given(st.integers(5, 20), st.data())
+def test_a_minority_cannot_have_an_honest_upload_refused(honest, data):
+    """Honest sizes within a factor of 10, and fewer hostile ones of any size: no honest one is refused."""
+    values = data.draw(st.lists(st.floats(1.0, 10.0), min_size=honest, max_size=honest))
+    hostile = data.draw(st.lists(st.floats(1e-20, 1e30), max_size=(honest - 1) // 2))
+    far = outliers({"travel": np.asarray(values + hostile)}, [], 20.0)
+    assert all(place >= honest for place in far)
+
+
+def test_every_part_of_an_upload_has_a_size():
+    uploads, start = toy_uploads()
+    sizes = sizes_of(uploads, start)
+    assert set(sizes) == {"move", "buffers", "the norm of 'control'", "size", "steps", "travel"}
+    expected = sum(
+        (uploads.weights.params[name] - leaf).square().sum((*range(1, leaf.ndim + 1),))
+        for name, leaf in start.params.items()
+    )
+    torch.testing.assert_close(sizes["move"], expected.sqrt())
+
+
+@pytest.mark.parametrize("part", ["params", "buffers", "extra", "size", "travel", "steps"])
+@pytest.mark.parametrize("value", [1e6, 1e20])
+def test_one_huge_upload_is_refused_in_the_first_round_with_its_size(part, value):
+    uploads, start = toy_uploads(extra={"control": {"weight": torch.ones(4, 2)}})
+    start = Weights(start.params, {**start.buffers, "scale": start.buffers["scale"] + 0.5})
+
+    def huge(leaf):
+        leaf = leaf.clone()
+        leaf[1] = value * 10
+        return leaf
+
+    if part in ("params", "buffers"):
+        whole = getattr(uploads.weights, part)
+        changed = {name: huge(leaf) if leaf.is_floating_point() else leaf for name, leaf in whole.items()}
+        uploads = uploads._replace(weights=uploads.weights._replace(**{part: changed}))
+    elif part == "extra":
+        changed = {name: huge(leaf) for name, leaf in uploads.extra["control"].items()}
+        uploads = uploads._replace(extra={**uploads.extra, "control": changed})
+    else:
+        uploads = uploads._replace(**{part: huge(getattr(uploads, part))})
+    admitted = admit(uploads, start, Guard(size_cap=None), round=1, past=[])
+    assert [record["client"] for record in admitted.records] == [11]
+    assert admitted.kept.tolist() == [0, 2, 3]
+    assert not admit(uploads, start, Guard(size_cap=None, outlier=0), round=1, past=[]).records
+
+
+def test_refused_uploads_do_not_say_what_is_honest():
+    uploads, start = toy_uploads()
+    size = uploads.size.clone()
+    size[0] = 1e8
+    admitted = admit(uploads._replace(size=size), start, Guard(), round=1, past=[])
+    kept = uploads.size[1:].double().numpy()
+    assert admitted.scale["size"] == scale_of({"size": kept})["size"]
