@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedstill import __version__
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Tree
 
@@ -75,6 +76,11 @@ def unseal(data: bytes, *, limit: int) -> Parcel:
 def shown(words: Any, length: int = 40) -> str:
     """Return somebody else's words for a message or a log: cut, in one line, without signs that steer a terminal."""
     return "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(words).split())[:length])
+
+
+def facts_of(run: Mapping[str, str]) -> dict[str, str]:
+    """Return what server and client must say alike of a run: fedstill's version, and what their callers say."""
+    return {"fedstill": __version__, **run}
 
 
 def digest_of(data: bytes) -> str:
