@@ -15,6 +15,16 @@ ClientRows = tuple[np.ndarray, Tree]  # (ids, what they remember, stacked in tha
 Answer = Tree | str  # or the reason why there is none
 
 
+class Stay(NamedTuple):
+    """The rounds in which a client is a member of the run."""
+
+    first: int = 1
+    last: int | None = None  # None: to the end
+
+    def holds(self, round: int) -> bool:
+        return self.first <= round and (self.last is None or round <= self.last)
+
+
 class Order(NamedTuple):
     """What the server sends to every client of a cohort."""
 

@@ -37,6 +37,8 @@ class Messages(NamedTuple):
     by_client: Mapping[int, bytes | Mapping[str, Any] | Exception]  # an exception: the client's call ended with it
     template: Uploads  # the form of one upload, without data
     arrived: int | None = None  # bytes on the way, where messages were opened on arrival; None: those of the messages
+    wanted: int | None = None  # uploads that the round can use, where more clients were asked; None: all of them
+    notes: tuple[tuple[int, str], ...] = ()  # (client, event) for the audit; no upload is refused for one
 
 
 class Trained(NamedTuple):

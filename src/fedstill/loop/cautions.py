@@ -250,7 +250,7 @@ def all_refused(history: History) -> bool:
 
 def _reason(records: Iterable[AuditRecord]) -> str:
     """The most frequent reason among the clients' records, else among the server's, with its cure."""
-    records = list(records)
+    records = [record for record in records if not record.get("note")]
     reasons = Counter(record["reason"] for record in records if record["client"] is not None)
     reasons = reasons or Counter(record["reason"] for record in records)
     reason = reasons.most_common(1)[0][0] if reasons else "no reason is recorded"

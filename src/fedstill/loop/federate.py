@@ -23,7 +23,7 @@ from fedstill.compose.head_only import heads_only
 from fedstill.compose.phases import phases_of, share_states
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits, check_phases, needs_of
-from fedstill.core.population import Population
+from fedstill.core.population import Population, Stay
 from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
 from fedstill.core.tree import to_device, tree_map
@@ -92,6 +92,10 @@ class Built:
     start: the model of round 0; None lets the seed decide it.
     population: makes the population where clients live elsewhere; None: they live here, in the federation.
     holders: the ids of clients that hold data elsewhere; None: the clients that have rows in the federation.
+    stays: the rounds in which a client is a member, of those that are no members all the time. A resumed run may have
+        others, which hold for the rounds that it plays.
+    spare: how many clients elsewhere are drawn beyond the cohort. The first to answer fill the cohort, so that a run
+        depends on the clock: a resumed one may take others in the rounds that it plays again.
     """
 
     method: Method | Sequence[Phase]
@@ -110,6 +114,8 @@ class Built:
     start: Weights | None = None
     population: MakePopulation | None = None
     holders: np.ndarray | None = None
+    stays: Mapping[int, Stay] = field(default_factory=dict)
+    spare: int = 0
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -154,6 +160,8 @@ def federate(
     if wanted > count:
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
     plan = _make_plan(task, built, None if run_dir is None else Path(run_dir))
+    if built.spare and built.population is None:
+        raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
     state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
     make = partial(Here, budget=state_budget) if built.population is None else built.population
     return _run(task, plan, state, callbacks, make, resume=resume, began=began)
@@ -297,6 +305,10 @@ def make_task(
     clients = holders_of(built)
     if len(clients) == 0:
         raise FedstillError("no client holds any data: check the partition")
+    if unknown := sorted(set(built.stays) - set(clients.tolist())):
+        raise FedstillError(f"client {unknown[0]} has rounds to take part in and holds no data: check the roster")
+    if built.spare and schedule.sampling == "poisson":
+        raise FedstillError("spare clients and sampling = 'poisson': who answers first is no coin: set spare = 0")
     counts = label_counts(federation)
     needs = frozenset().union(*(needs_of(phase.method) for phase in phases))
     unlabeled = federation.unlabeled if Need.UNLABELED in needs else None
@@ -322,6 +334,8 @@ def make_task(
         cache=built.cache,
         sampling=schedule.sampling,
         privacy=built.privacy,
+        spare=built.spare,
+        stays=built.stays,
     )
 
 

@@ -25,7 +25,8 @@ from fedstill.loop.message import decode, from_mapping
 from fedstill.loop.outliers import Scale, norms, outliers, per_client, scale_of, sizes_of
 
 VARIANCE = "running_var"  # how the name of a BatchNorm's variances ends
-AuditRecord = dict[str, Any]  # {"round": int, "client": int | None (the whole round), "reason": str}
+# {"round": int, "client": int | None (the whole round), "reason": str}; with "note": True nothing was refused
+AuditRecord = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def admit(
 def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: int, **how: Any) -> Admitted:
     arrived: list[Uploads] = []
     positions: list[int] = []
-    records: list[AuditRecord] = []
+    records = [noted(round, client, event) for client, event in messages.notes]
+    cohort = len(messages.by_client) if messages.wanted is None else messages.wanted
     for position, (client, message) in enumerate(messages.by_client.items()):
         try:
             arrived.append(_receive(message, messages.template, client=client, round=round))
@@ -119,14 +121,14 @@ def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: 
         except FedstillError as error:
             records.append(_record(round, client, str(error)))
     if not arrived:
-        return _settle(None, np.empty(0, np.int64), records, guard, cohort=len(messages.by_client), round=round)
+        return _settle(None, np.empty(0, np.int64), records, guard, cohort=cohort, round=round)
     device = next(leaves(start)).device
     together = from_tree(stack([as_tree(upload) for upload in arrived]))
     stacked = from_tree(to_device(as_tree(together), device))._replace(ids=together.ids)
     inner = admit(stacked, start, replace(guard, quorum=0), round=round, **how)
     quarantined = [record for record in inner.records if record["client"] is not None]
     kept = np.asarray(positions, np.int64)[inner.kept]
-    settled = _settle(inner.uploads, kept, records + quarantined, guard, cohort=len(messages.by_client), round=round)
+    settled = _settle(inner.uploads, kept, records + quarantined, guard, cohort=cohort, round=round)
     return settled._replace(scale=inner.scale)
 
 
@@ -149,6 +151,11 @@ def find_faults(
         rules[int(column.argmax())][1].format(size=size[i], norm=norm[i], counted=counted[i]) if column.any() else None
         for i, column in enumerate(broken.T)
     ]
+
+
+def noted(round: int, client: int, event: str) -> AuditRecord:
+    """Return a record about a client of which nothing was refused."""
+    return {**_record(round, client, event), "note": True}
 
 
 def is_finite(tree: Any) -> bool:

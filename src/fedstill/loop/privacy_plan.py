@@ -20,7 +20,7 @@ from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.compose.head_only import head_names, head_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import draw_cohort, private_normal, seed_for
+from fedstill.core.seeds import private_normal, seed_for
 from fedstill.core.types import Local, Method, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
 from fedstill.loop.history import History
 from fedstill.loop.round import OPEN_QUESTIONS, Task
@@ -344,7 +344,7 @@ def _visits(task: Task) -> Callable[[int, int], int]:
     def visits(first: int, last: int) -> int:
         count = np.zeros(task.federation.population, np.int64)
         for number in range(first, last + 1):
-            count[draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)] += 1
+            count[task.drawn(number)] += 1
         return int(count.max())
 
     return visits

@@ -20,7 +20,7 @@ from fedstill.compose.head_only import head_names, head_of
 from fedstill.compose.phases import carry_over, method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.population import Order, Population
+from fedstill.core.population import Order, Population, Stay
 from fedstill.core.seeds import Sampling, draw_cohort, seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, Messages, Trainer
@@ -41,7 +41,7 @@ from fedstill.core.types import (
     Weights,
 )
 from fedstill.loop.evaluate import Evaluate, TestSet, forgetting, number_of
-from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite
+from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite, noted
 from fedstill.loop.history import History, Row, plain
 from fedstill.loop.outliers import LEAST, PAST_ROUNDS, Scale, norms
 from fedstill.loop.setup import Asked
@@ -78,6 +78,8 @@ class Task:
     sampling: Sampling = "fixed"
     privacy: Privacy = field(default_factory=Privacy)
     noise_seed: Seed = 0  # of noise that protects: see promises.noise_seed
+    spare: int = 0  # clients that are drawn beyond the cohort, of which the first to answer count
+    stays: Mapping[int, Stay] = field(default_factory=dict)  # of clients that are no members in some rounds
 
     @property
     def text(self) -> str:
@@ -87,6 +89,18 @@ class Task:
 
     def method(self, round: int) -> Method:
         return method_at(self.phases, round)
+
+    def members(self, round: int) -> np.ndarray:
+        """Return the ids of the clients that hold data and are members in a round."""
+        return self.clients[[self.stays.get(client, Stay()).holds(round) for client in self.clients.tolist()]]
+
+    def drawn(self, round: int) -> np.ndarray:
+        """Return the ids of the clients that a round asks, drawn among its members."""
+        members = self.members(round)
+        if self.sampling == "poisson":  # a client's probability stays the same, whoever else is a member
+            ids = draw_cohort(self.clients, self.cohort, seed=self.seed, round=round, sampling="poisson")
+            return ids[np.isin(ids, members)]
+        return draw_cohort(members, min(self.cohort + self.spare, len(members)), seed=self.seed, round=round)
 
 
 @dataclass(frozen=True)
@@ -114,13 +128,13 @@ def play_round(task: Task, state: State, population: Population) -> Played:
     """Play the next round; where it fails, the state that comes back has the old model, and the records say why."""
     state = replace(state, round=state.round + 1, models={})
     number, method = state.round, task.method(state.round)
-    state, noted, records = _begin(task, state, population)
-    start = state.weights
-    ids = draw_cohort(task.clients, task.cohort, seed=task.seed, round=number, sampling=task.sampling)
+    state, prepared, records = _begin(task, state, population)
+    start, ids = state.weights, task.drawn(number)
+    records = [*_comings_and_goings(task, number), *records]
     received = broadcast_of(method, state.server)
     row: Row = {
         "round": number, "cohort": len(ids), "accepted": 0, "train_loss": None,
-        "bytes_up": 0, "bytes_down": bytes_received(start, received, ids.tolist(), task.model), **noted,
+        "bytes_up": 0, "bytes_down": bytes_received(start, received, ids.tolist(), task.model), **prepared,
     }  # fmt: skip
     if len(ids):
         uploads = population.play(Order(number, start, received), ids)
@@ -151,6 +165,16 @@ def _record(number: int, reason: str) -> AuditRecord:
     return {"round": number, "client": None, "reason": reason}
 
 
+def _comings_and_goings(task: Task, number: int) -> list[AuditRecord]:
+    """Return a record for each client that joins in this round, or left after the one before."""
+    joined = [client for client, stay in task.stays.items() if stay.first == number > 1]
+    left = [client for client, stay in task.stays.items() if stay.last == number - 1]
+    return [
+        *(noted(number, client, "it joined: it may be drawn from this round on") for client in sorted(joined)),
+        *(noted(number, client, "it left: it is not drawn any more") for client in sorted(left)),
+    ]
+
+
 def _no_uploads(start: Weights) -> Uploads:
     weights = tree_map(lambda leaf: leaf.new_empty((0, *leaf.shape)), start)
     none = torch.zeros(0, device=next(leaves(start)).device)
@@ -173,9 +197,9 @@ def prepare(task: Task, state: State, population: Population) -> Played:
     if all(step.prepare is no_preparation for step in method.steps):
         return Played(state, {}, [])
     asked = Asked(
-        population, task.clients, task.engine.device, state.round, strict=task.privacy.epsilon is not None,
-        releases=[one.what for one in method.releases if one.when == "once"], outlier=task.guard.outlier,
-        tell=task.tell,
+        population, task.members(state.round), task.engine.device, state.round,
+        strict=task.privacy.epsilon is not None, outlier=task.guard.outlier,
+        releases=[one.what for one in method.releases if one.when == "once"], tell=task.tell,
     )  # fmt: skip
     look = Preparation(
         round=state.round,

@@ -2,6 +2,7 @@
 
 No order is believed before it was checked: version, run, round, form of the model, finite numbers, size. No code
 arrives, because the method is the client's own copy, built from the text of the experiment that its operator holds.
+docs/wire.md says what travels, and what happens to clients that are late, lost or new.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,22 +28,43 @@ from fedstill.core.types import Dataset, Federation, Tree, Uploads, Weights
 from fedstill.loop.federate import Built, first_weights, make_task, share_states_of, suited
 from fedstill.loop.guard import is_finite
 from fedstill.loop.message import encode
-from fedstill.loop.privacy_plan import rounds_a_client_may_play, with_sent_counts
+from fedstill.loop.privacy_plan import fingerprint, rounds_a_client_may_play, with_sent_counts
 from fedstill.loop.site import Site
 from fedstill.population.memory import Memory
 from fedstill.population.parts import travelling
-from fedstill.population.wire import check_form, digest_of, form_of, pack_tree, seal, unpack_tree, unseal
+from fedstill.population.wire import (
+    check_form,
+    digest_of,
+    facts_of,
+    form_of,
+    pack_tree,
+    seal,
+    shown,
+    unpack_tree,
+    unseal,
+)
+from fedstill.storage.files import TEMPORARY, lock, write_whole
 
 LARGEST_ORDER = 1 << 30  # bytes
-AUDIT_FILE, SPENT_FILE, SECRET_FILE = "audit.jsonl", "spent.jsonl", "secret"
+AUDIT_FILE, SPENT_FILE, SECRET_FILE, ROWS_FILE = "audit.jsonl", "spent.jsonl", "secret", "rows"
+SPENT_LOCK = "spent.lock"
 SECRET_BYTES = 32
+
+
+class Made(NamedTuple):
+    """What a client made of an order: the kind and the body of its answer, and what its audit says of it."""
+
+    kind: str
+    body: bytes
+    about: dict[str, Any]
+    said: dict[str, Any] = {}  # beside the body, to the server
 
 
 class Desk:
     """Answers the orders of one run for one client. Its folder holds memories, the secret, and the notes.
 
     built: the run as this client's own copy of the experiment says it, with the client's data alone (see `held_by`).
-    run: facts that the server must have, too: the run's name, the version of fedstill, a digest of the experiment.
+    run: facts that the server must have, too: the run's name, a digest of the experiment. fedstill's version is added.
     largest: bytes of the largest order that is read.
     begin_anew: whether a client that lost its memory goes on with a first one; else it says so and is left out.
     """
@@ -57,7 +79,7 @@ class Desk:
         largest: int = LARGEST_ORDER,
         begin_anew: bool = False,
     ) -> None:
-        self.client, self.folder, self.run = client, folder, dict(run)
+        self.client, self.folder, self.run = client, folder, facts_of(run)
         self.largest, self.begin_anew, self.rounds = largest, begin_anew, built.schedule.rounds
         folder.mkdir(parents=True, exist_ok=True)
         self._secret = read_secret(folder / SECRET_FILE)
@@ -67,9 +89,12 @@ class Desk:
         first, phases = share_states_of(task.phases, self._first, built.model)
         task = replace(task, phases=phases, noise_seed=self._seed(json.dumps(self.run, sort_keys=True).encode()))
         self.task = with_sent_counts(task)
-        self.site, self.memory = Site(self.task), Memory(folder, to_device(first, "cpu"))
+        self._check_rows()
+        self.site = Site(self.task)
+        self.memory = Memory(folder, to_device(first, "cpu"), {**self.run, "client": client})
         self.allowed = rounds_a_client_may_play(self.task, self._first, self.rounds)
-        self._spent = {line["order"]: line for line in _lines(folder / SPENT_FILE)}
+        with lock(folder / SPENT_LOCK, wait=True):
+            _lines(folder / SPENT_FILE)  # a damaged file is refused before the first order
 
     def answer(self, common: bytes, own: bytes) -> bytes:
         """Return the answer to an order: an upload, an answer to a question, or the reason why there is none.
@@ -77,136 +102,181 @@ class Desk:
         common: the part of the order that all clients get. own: this client's part.
         """
         began, noted = time.time(), digest_of(common)
-        facts: dict[str, Any] = {"order": noted, "client": self.client}
         try:
-            kind, about, body = self._answer(common, own, noted)
+            made = self._answer(common, own, noted)
         except FedstillError as error:
-            kind, about, body = "refused", {"reason": str(error)}, b""
-        except Exception as error:  # of the client's own training: the server hears of it, and leaves the client out
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            kind, about, body = "refused", {"reason": reason}, b""
-        data = seal({**facts, "kind": kind, **(about if kind == "refused" else {})}, body)
-        note = {"time": round(began, 3), "order": noted, "sent": kind, **about}
+            reason = shown(error, 300)
+            made = Made("refused", b"", {"reason": reason}, {"reason": reason})
+        except Exception as error:  # of the client's own work; its text may hold data, and stays with the client
+            kind, words = type(error).__name__, shown(error, 200)
+            reason = f"{kind} in the client's own work: its audit has the text"
+            made = Made("refused", b"", {"reason": f"{kind}: {words}"}, {"reason": reason})
+        facts = {"order": noted, "client": self.client}
+        data = seal({**facts, "kind": made.kind, **made.said}, made.body)
+        note = {"time": round(began, 3), "order": noted, "sent": made.kind, **made.about}
         note |= {"bytes_in": len(common) + len(own), "bytes_out": len(data), "seconds": round(time.time() - began, 3)}
-        _add_line(self.folder / AUDIT_FILE, note)
+        try:
+            _add_line(self.folder / AUDIT_FILE, note)
+        except OSError:  # what is not noted does not leave
+            data = seal({**facts, "kind": "refused", "reason": "this client cannot write its audit"})
         return data
 
-    def _answer(self, common: bytes, own: bytes, noted: str) -> tuple[str, dict[str, Any], bytes]:
-        """Return the kind of the answer, a note about it, and its body."""
+    def _answer(self, common: bytes, own: bytes, noted: str) -> Made:
         facts, body = unseal(common, limit=self.largest)
         mine = unseal(own, limit=self.largest).facts
         self._check_facts(facts, mine, noted)
-        number, tree = facts["round"], unpack_tree(body)
+        tree = unpack_tree(body)
         if not is_finite(tree):
             raise FedstillError("the order holds NaN or Inf")
-        seed = self._seed(common)
         if facts["kind"] == "ask":
-            about = {"round": number, "question": str(facts.get("question"))[:80]}
-            return "answer", about, self._ask(facts, tree, noted, seed)
-        about = {"round": number, "from_memory_of": mine["memory_of"]}
-        return "upload", about, self._play(number, tree, mine, noted, seed)
+            return self._ask(facts, tree, common, noted)
+        return self._play(facts["round"], tree, mine, common, noted)
 
     def _check_facts(self, facts: Mapping[str, Any], mine: Mapping[str, Any], noted: str) -> None:
         for name, own in self.run.items():
             if facts.get(name) != own:
-                theirs = str(facts.get(name))[:80]
+                theirs = shown(facts.get(name), 80)
                 raise FedstillError(
                     f"the server's {name} is '{theirs}', and this client's is '{own}': use the same at both"
                 )
         if facts.get("kind") not in ("play", "ask"):
-            raise FedstillError(f"unknown kind of order: '{str(facts.get('kind'))[:40]}'")
+            raise FedstillError(f"unknown kind of order: '{shown(facts.get('kind'))}'")
         if type(facts.get("round")) is not int or not 1 <= facts["round"] <= self.rounds:
-            raise FedstillError(f"an order of round {str(facts.get('round'))[:40]}: this run has {self.rounds} rounds")
+            raise FedstillError(f"an order of round {shown(facts.get('round'))}: this run has {self.rounds} rounds")
         if mine.get("order") != noted or mine.get("client") != self.client:
             raise FedstillError("the order is another client's, or its two parts do not belong together")
-        for name in ("memory_of", "oldest"):
-            if type(mine.get(name)) is not int or not 0 <= mine[name] <= self.rounds:
-                raise FedstillError(f"the order has no round '{name}'")
+        past = [0, mine.get("oldest"), mine.get("memory_of"), facts["round"] - 1]
+        if any(type(number) is not int for number in past) or past != sorted(past):
+            raise FedstillError(f"an order of round {facts['round']} cannot name the memories of rounds {past[1:3]}")
 
-    def _play(self, number: int, tree: Tree, mine: Mapping[str, Any], noted: str, seed: int) -> bytes:
-        check_form(tree, {"start": self._first._asdict(), "received": tree.get("received", {})}, "the order")
+    def _play(self, number: int, tree: Tree, mine: Mapping[str, Any], common: bytes, noted: str) -> Made:
+        if tree.keys() != {"start", "received"} or not isinstance(tree["received"], dict):
+            raise FedstillError("the order holds something else than a model and slots")
+        check_form({"start": tree["start"]}, {"start": self._first._asdict()}, "the order")
         self._check_received(number, tree["received"])
-        memory = self._memory(mine["memory_of"])
+        memory, said = self._memory(mine["memory_of"])
+        kept = pack_tree(memory)
         method, device = self.task.method(number), self.task.engine.device
         if any(release.multiplier is not None and release.when == "round" for release in method.releases):
-            self._spend(noted, number)
+            self._spend(noted, number, memory=digest_of(kept))
         tree = to_device(tree, device)
         order = Order(number, Weights(**tree["start"]), tree["received"])
         states = to_device(stack([memory]), device)
-        uploads, after = self.site.play(order, np.asarray([self.client]), states, seed)
+        uploads, after = self.site.play(order, np.asarray([self.client]), states, self._seed(common, kept))
         assert isinstance(uploads, Uploads)  # its engine trains in this process
         # noise on the way hides from the server, by intention, whose training broke
-        kept = states if method.per_client and not is_finite(after) else after
-        self.memory.write(number, to_device(rows(kept, 0), "cpu"))
+        after = states if method.per_client and not is_finite(after) else after
+        self.memory.write(number, to_device(rows(after, 0), "cpu"))
         self.memory.forget(mine["oldest"])
         upload = travelling(select(uploads, 0), self.client, self.task.model, self.task.training)
-        return encode(upload, round=number)
+        about = {"round": number, "from_memory_of": mine["memory_of"], **said}
+        return Made("upload", encode(upload, round=number), about, said)
 
     def _check_received(self, number: int, received: Tree) -> None:
         """Compare slots with the first ones of this client's own copy of the method, where these have a form."""
         method = self.task.method(number)
         for slot, first in broadcast_of(method, first_state(method, self._first)).items():
-            if slot in received and form_of(first):
-                check_form({slot: received[slot]}, {slot: first}, "the order's slot ")
+            if form_of(first):
+                own = {slot: received[slot]} if slot in received else {}
+                check_form(own, {slot: first}, "the order's slot ")
 
-    def _memory(self, round: int) -> Tree:
+    def _memory(self, round: int) -> tuple[Tree, dict[str, Any]]:
+        """Return the memory of a round, and what there is to say about it."""
         try:
-            return self.memory.read(round)
-        except FedstillError:
+            return self.memory.read(round), {}
+        except FedstillError as error:
             if not self.begin_anew:
                 raise
-            return self.memory.first
+            return self.memory.first, {"begun_anew": str(error)}
 
-    def _ask(self, facts: Mapping[str, Any], sent: Tree, noted: str, seed: int) -> bytes:
+    def _ask(self, facts: Mapping[str, Any], sent: Tree, common: bytes, noted: str) -> Made:
         number, name = facts["round"], facts.get("question")
         method = self.task.method(number)
         question = next((question for question in method.questions if question.name == name), None)
         if question is None:
-            raise FedstillError(f"this client's own copy of the method has no question '{str(name)[:40]}'")
+            raise FedstillError(f"this client's own copy of the method has no question '{shown(name)}'")
         if any(release.what == name and release.multiplier is not None for release in method.releases):
             self._spend(noted, number, question=question.name)
         elif self.allowed is not None:
             raise FedstillError(f"the answer to '{question.name}' has no noise, and this client has a budget")
         sent = to_device(sent, self.task.engine.device)
-        answer = self.site.answer(question, self.client, sent, round=number, noise_seed=seed)
+        answer = self.site.answer(question, self.client, sent, round=number, noise_seed=self._seed(common))
         if isinstance(answer, str):
-            raise FedstillError(answer)
-        return pack_tree(to_device(answer, "cpu"))
+            raise RuntimeError(answer)
+        return Made("answer", pack_tree(to_device(answer, "cpu")), {"round": number, "question": question.name})
 
-    def _spend(self, noted: str, number: int, question: str = "") -> None:
-        """Note an order before it gets noise. The same order is free, because its answer has the same bits."""
-        if self.allowed is None or noted in self._spent:
-            return
-        same = [line for line in self._spent.values() if line["question"] == question]
-        if question and same:
-            raise FedstillError(f"this client's budget allows one answer to '{question}', and it has given it")
-        played = len(same) if len(self.task.phases) == 1 else max(number - 1, len(same))
-        if not question and played >= self.allowed:
-            raise FedstillError(
-                f"this client's budget is spent: privacy.epsilon = {self.task.privacy.epsilon:g} allows {self.allowed} "
-                "rounds, and it has answered so many"
-            )
-        line = {"order": noted, "round": number, "question": question}
-        _add_line(self.folder / SPENT_FILE, line, durable=True)
-        self._spent[noted] = line
+    def _spend(self, noted: str, number: int, *, memory: str = "", question: str = "") -> None:
+        """Note an order before it gets noise. The same order is free, because its answer has the same bits.
 
-    def _seed(self, order: bytes) -> int:
-        """Return 64 bits that follow from the client's secret and the bytes of an order.
-
-        So the same order gets the same noise, and asking again tells nothing new. Any other order gets other noise,
-        because noise of one round alone would cancel between two orders of that round.
+        The file is read anew each time, under a lock, because a second desk may stand over the same folder.
         """
-        return int.from_bytes(hashlib.blake2b(order, key=self._secret, digest_size=8).digest(), "little")
+        if self.allowed is None:
+            return
+        path = self.folder / SPENT_FILE
+        with lock(self.folder / SPENT_LOCK, wait=True):
+            line = {"order": noted, "round": number, "memory": memory, "question": question}
+            spent = _lines(path)
+            if line in spent:
+                return
+            same = [line for line in spent if line["question"] == question]
+            if question and same:
+                raise FedstillError(f"this client's budget allows one answer to '{question}', and it has given it")
+            played = len(same) if len(self.task.phases) == 1 else max(number - 1, len(same))
+            if not question and played >= self.allowed:
+                raise FedstillError(
+                    f"this client's budget is spent: privacy.epsilon = {self.task.privacy.epsilon:g} allows "
+                    f"{self.allowed} rounds, and it has answered so many"
+                )
+            _add_line(path, line, durable=True)
+
+    def _check_rows(self) -> None:
+        """Refuse other rows than this client had before, where noise protects them.
+
+        The noise of an order is drawn once, so that it would cancel between two sets of rows, and noisy label counts
+        leave once a run.
+        """
+        now, path = fingerprint(self.task, self.run, ""), self.folder / ROWS_FILE
+        if not now:
+            return
+        if not path.exists():
+            write_whole(path, now)
+        if path.read_text(encoding="utf-8") != now:
+            raise FedstillError(
+                f"this client's rows or settings are not those of {path}, and its noise protects these: restore them, "
+                "or begin a run of another name in another folder"
+            )
+
+    def _seed(self, *parts: bytes) -> int:
+        """Return 64 bits that follow from the client's secret, the bytes of an order, and the memory it goes on from.
+
+        So the same order gets the same noise, and asking again tells nothing new. Any other order, or the same one with
+        another memory, gets other noise, because equal noise would cancel between two uploads that differ.
+        """
+        hashed = hashlib.blake2b(key=self._secret, digest_size=8)
+        for part in parts:
+            hashed.update(len(part).to_bytes(8, "little"))
+            hashed.update(part)
+        return int.from_bytes(hashed.digest(), "little")
 
 
 def read_secret(path: Path) -> bytes:
     """Return a client's secret, which only its user can read; make it of the system's entropy if there is none."""
     if not path.exists():
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+        temporary.unlink(missing_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(os.urandom(SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)  # whole or absent; a second process keeps the first one's
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise FedstillError(f"{path} can be read by other users: chmod 600 {path}")
     secret = path.read_bytes()
     if len(secret) != SECRET_BYTES:
         raise FedstillError(
@@ -233,12 +303,17 @@ def only_client(data: Dataset, client: int, federation: Federation) -> Federatio
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file; half a line at its end is taken away, because the answer it is about never left."""
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        whole, end, torn = path.read_text(encoding="utf-8").rpartition("\n")
+        lines = [json.loads(line) for line in whole.splitlines()]
     except ValueError:
         raise FedstillError(f"{path} is damaged: without it nobody knows how much of the budget is spent") from None
+    if torn:
+        write_whole(path, whole + end)
+    return lines
 
 
 def _add_line(path: Path, line: Mapping[str, Any], *, durable: bool = False) -> None:

@@ -7,7 +7,9 @@ second message: the server goes on from the last round whose upload it took.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Tree
@@ -19,34 +21,37 @@ _OVERHEAD = 1 << 20  # bytes of a file beside its tensors
 
 
 class Memory:
-    """Reads and writes memories by round. first: the memory before the first round; an empty one needs no files."""
+    """Reads and writes memories by round.
 
-    def __init__(self, folder: Path, first: Tree) -> None:
-        self.folder, self.first = folder, first
+    first: the memory before the first round; an empty one needs no files.
+    owner: the client and the run; memories of others are refused.
+    """
+
+    def __init__(self, folder: Path, first: Tree, owner: Mapping[str, Any]) -> None:
+        self.folder, self.first, self.owner = folder, first, dict(owner)
         self._size = len(pack_tree(first))
 
     def read(self, round: int) -> Tree:
         """Return the memory after a round, 0 for a client that has not trained yet."""
         if not round or not self.first:
             return self.first
-        path = self._path(round)
         try:
-            facts, body = unseal(path.read_bytes(), limit=self._size + _OVERHEAD)
+            facts, body = unseal(self._path(round).read_bytes(), limit=self._size + _OVERHEAD)
             memory = unpack_tree(body)
             check_form(memory, self.first, "the memory")
         except FileNotFoundError:
-            raise FedstillError(
-                f"this client has no memory of round {round}: it was lost, or is another client's"
-            ) from None
-        except (OSError, FedstillError) as error:
+            raise FedstillError(f"this client has no memory of round {round}: it was lost") from None
+        except OSError as error:  # its text would tell the server the folder's name
+            raise FedstillError(f"the memory of round {round} cannot be read: {error.strerror}") from None
+        except FedstillError as error:
             raise FedstillError(f"the memory of round {round} cannot be read: {error}") from None
-        if facts.get("round") != round:
-            raise FedstillError(f"{path.name} holds the memory of round {facts.get('round')}")
+        if facts != {**self.owner, "round": round}:
+            raise FedstillError(f"the memory of round {round} is another client's, another run's or another round's")
         return memory
 
     def write(self, round: int, memory: Tree) -> None:
         if self.first:
-            write_whole(self._path(round), seal({"round": round}, pack_tree(memory)))
+            write_whole(self._path(round), seal({**self.owner, "round": round}, pack_tree(memory)))
 
     def forget(self, before: int) -> None:
         """Remove the memories of rounds before `before`, which no server will ask for again."""

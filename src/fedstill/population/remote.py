@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,15 +17,25 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.population import Answer, ClientRows, Order
 from fedstill.core.setup import AnyQuestion, Question
 from fedstill.core.trainer import Messages
-from fedstill.core.tree import stack, to_device
+from fedstill.core.tree import as_tree, byte_size, stack, to_device
 from fedstill.core.types import Federation, Tree, Uploads
 from fedstill.loop.checkpoint import KEEP
 from fedstill.loop.federate import MakeEngines
-from fedstill.loop.message import decode, template_of
+from fedstill.loop.message import HEADER_LIMIT, decode, template_of
 from fedstill.loop.round import Task
 from fedstill.loop.site import Site
 from fedstill.population.parts import completed, travelling
-from fedstill.population.wire import digest_of, pack_tree, seal, unpack_tree, unseal
+from fedstill.population.wire import (
+    FACTS_LIMIT,
+    Parcel,
+    digest_of,
+    facts_of,
+    pack_tree,
+    seal,
+    shown,
+    unpack_tree,
+    unseal,
+)
 
 BLANK_ROWS = 2  # of the client that is played to learn the form of an upload; BatchNorm needs two
 LARGEST_ANSWER = 1 << 30  # bytes
@@ -37,6 +48,7 @@ class Transport(Protocol):
         """Deliver `common` and its own part to each client; yield the answer of each as it comes, or why there is none.
 
         It ends when the transport's deadline has passed. Clients that have not answered by then need not be yielded.
+        Its caller may stop earlier. It raises nothing for a client's sake: an exception is yielded, and ends nothing.
         """
         ...
 
@@ -59,11 +71,12 @@ class Remote:
         run: Mapping[str, str],
         folder: Path | None = None,
     ) -> None:
-        self.task, self.transport, self.run, self.folder = task, transport, dict(run), folder
+        self.task, self.transport, self.run, self.folder = task, transport, facts_of(run), folder
         self.memory_of = torch.zeros(task.federation.population, dtype=torch.int64)
         self._saved: deque[Tensor] = deque(maxlen=KEEP)  # what the checkpoints hold that a resume may take up
         self._first, self._engines = first, engines
         self._forms: dict[int, Uploads] = {}
+        self._notes: dict[tuple[int, str], None] = {}  # events since the last round, each once
 
     def __enter__(self) -> Remote:
         return self
@@ -73,19 +86,27 @@ class Remote:
 
     def play(self, order: Order, ids: np.ndarray) -> Messages:
         common = self._order("play", order.round, {"start": order.start._asdict(), "received": order.received})
-        whole, model, training = self._form(order), self.task.model, self.task.training
+        whole, task = self._form(order), self.task
         opened: dict[int, Tree | Exception] = {}
-        start, arrived = to_device(order.start, "cpu"), 0
-        for client, answer in self._exchange(common, ids.tolist()):
-            try:
-                arrived += len(answer) if isinstance(answer, bytes) else 0
-                body = self._open(answer, "upload", common, client)
-                form = travelling(whole, client, model, training)
-                opened[client] = completed(decode(body, form, client=client, round=order.round), start, whole)
-            except FedstillError as error:
-                opened[client] = error
-        silent = FedstillError("no answer before the deadline")
-        return Messages({client: opened.get(client, silent) for client in ids.tolist()}, whole, arrived)
+        start, arrived, taken = to_device(order.start, "cpu"), 0, 0
+        enough = min(task.cohort, len(ids)) if task.spare else None
+        limit = byte_size(as_tree(whole)) + HEADER_LIMIT + FACTS_LIMIT
+        with closing(self._exchange(common, ids.tolist(), limit)) as answers:
+            for client, size, answer in answers:
+                arrived += size
+                try:
+                    body = self._open(answer, "upload", client)
+                    form = travelling(whole, client, task.model, task.training)
+                    opened[client] = completed(decode(body, form, client=client, round=order.round), start, whole)
+                    taken += 1
+                except FedstillError as error:
+                    opened[client] = error
+                if taken == enough:
+                    break
+        silent = "not needed: enough clients answered before" if taken == enough else "no answer before the deadline"
+        by_client = {client: opened.get(client, FedstillError(silent)) for client in ids.tolist()}
+        notes, self._notes = tuple(self._notes), {}
+        return Messages(by_client, whole, arrived, enough, notes)
 
     def keep(self, round: int, ids: np.ndarray) -> None:
         self.memory_of[torch.from_numpy(ids)] = round
@@ -100,10 +121,10 @@ class Remote:
             )
         common = self._order("ask", round, sent or {}, question=question.name)
         waiting = set(ids)
-        for client, answer in self._exchange(common, waiting):
+        for client, _, answer in self._exchange(common, ids, LARGEST_ANSWER):
             waiting.discard(client)
             try:
-                yield client, unpack_tree(self._open(answer, "answer", common, client))
+                yield client, unpack_tree(self._open(answer, "answer", client))
             except FedstillError as error:
                 yield client, str(error)
         for client in sorted(waiting):
@@ -114,37 +135,52 @@ class Remote:
         yield np.arange(len(self.memory_of)), {"memory_of": self._saved[-1]}
 
     def restore(self, parts: Iterable[ClientRows]) -> None:
+        self._saved.clear()
         for ids, rows in parts:
             self.memory_of[torch.from_numpy(ids)] = rows["memory_of"]
 
     def _order(self, kind: str, round: int, tree: Tree, **facts: str) -> bytes:
         return seal({**self.run, "kind": kind, "round": round, **facts}, pack_tree(tree))
 
-    def _exchange(self, common: bytes, ids: Collection[int]) -> Iterator[tuple[int, bytes | Exception]]:
-        """Yield the first answer of each client that was asked; second ones and strangers' are dropped."""
+    def _exchange(
+        self, common: bytes, ids: Collection[int], limit: int
+    ) -> Generator[tuple[int, int, Parcel | Exception], None, None]:
+        """Yield (client, bytes, parcel) for the first answer of each client to this order; other answers are noted."""
         noted, waiting = digest_of(common), set(ids)
         # memories of earlier rounds may go once no checkpoint names them any more
         oldest = self._saved[0] if len(self._saved) == KEEP else torch.zeros_like(self.memory_of)
         rounds = {client: {"memory_of": int(self.memory_of[client]), "oldest": int(oldest[client])} for client in ids}
         each = {client: seal({"order": noted, "client": client, **facts}) for client, facts in rounds.items()}
         for client, answer in self.transport.exchange(common, each):
-            if client in waiting:
+            size = len(answer) if isinstance(answer, bytes) else 0
+            opened = _opened(answer, limit)
+            if client not in rounds:
+                self._note(client, "it answered an order that it did not get: not used")
+            elif client not in waiting:
+                self._note(client, "it answered twice: the first answer counts")
+            elif isinstance(opened, Parcel) and opened.facts.get("order") != noted:
+                self._note(client, "it answered another order, late or damaged on the way: not used")
+            else:
                 waiting.discard(client)
-                yield client, answer
+                yield client, size, opened
 
-    def _open(self, answer: bytes | Exception, kind: str, common: bytes, client: int) -> bytes:
+    def _note(self, client: int, event: str) -> None:
+        self._notes[client, event] = None
+
+    def _open(self, answer: Parcel | Exception, kind: str, client: int) -> bytes:
         if isinstance(answer, FedstillError):
             raise answer
         if isinstance(answer, Exception):
-            raise FedstillError(f"no answer: {type(answer).__name__}: {' '.join(str(answer).split())[:200]}")
-        facts, body = unseal(answer, limit=LARGEST_ANSWER)
+            raise FedstillError(f"no answer: {type(answer).__name__}: {shown(answer, 200)}")
+        facts = answer.facts
         if facts.get("kind") == "refused":
-            raise FedstillError(f"the client refused: {' '.join(str(facts.get('reason')).split())[:300]}")
-        expected = {"kind": kind, "order": digest_of(common), "client": client}
-        for name, value in expected.items():
+            raise FedstillError(f"the client refused: {shown(facts.get('reason'), 300)}")
+        for name, value in {"kind": kind, "client": client}.items():
             if facts.get(name) != value:
-                raise FedstillError(f"the answer's {name} is '{str(facts.get(name))[:40]}', and '{value}' was expected")
-        return body
+                raise FedstillError(f"the answer's {name} is '{shown(facts.get(name))}', and '{value}' was expected")
+        if "begun_anew" in facts:
+            self._note(client, f"it began anew, as its operator allows: {shown(facts['begun_anew'], 200)}")
+        return answer.body
 
     def _form(self, order: Order) -> Uploads:
         """Return the form of an upload in this round's method: a client with blank rows is played once."""
@@ -169,6 +205,13 @@ class Remote:
         uploads = site.play(order, ids, stack([self._first] * len(ids)), noise_seed=0).uploads
         assert isinstance(uploads, Uploads)
         return uploads
+
+
+def _opened(answer: bytes | Exception, limit: int) -> Parcel | Exception:
+    try:
+        return answer if isinstance(answer, Exception) else unseal(answer, limit=limit)
+    except FedstillError as error:
+        return error
 
 
 def blank_rows(federation: Federation) -> Federation:

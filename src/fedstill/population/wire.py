@@ -22,12 +22,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedstill import __version__
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Tree
 
 MAGIC = b"fedstill"
 FORM = 1
 FACTS_LIMIT = 1 << 20
+DEPTH_LIMIT = 32  # of nested dicts
+NAMES_LIMIT = 1 << 22  # bytes of JSON that name the tensors; 10,000 tensors take about 2 MB
 _HEAD = struct.Struct("<8sHI32s")
 _OUTLINE = "outline"
 
@@ -65,9 +68,19 @@ def unseal(data: bytes, *, limit: int) -> Parcel:
         facts = json.loads(words)
     except (ValueError, RecursionError):
         raise FedstillError("the parcel's facts are no JSON") from None
-    if not isinstance(facts, dict):
-        raise FedstillError("the parcel's facts are no table")
+    if not isinstance(facts, dict) or any(isinstance(fact, dict | list) for fact in facts.values()):
+        raise FedstillError("the parcel's facts are no table of words and numbers")
     return Parcel(facts, body)
+
+
+def shown(words: Any, length: int = 40) -> str:
+    """Return somebody else's words for a message or a log: cut, in one line, without signs that steer a terminal."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(words).split())[:length])
+
+
+def facts_of(run: Mapping[str, str]) -> dict[str, str]:
+    """Return what server and client must say alike of a run: fedstill's version, and what their callers say."""
+    return {"fedstill": __version__, **run}
 
 
 def digest_of(data: bytes) -> str:
@@ -96,20 +109,25 @@ def unpack_tree(data: bytes) -> Tree:
     """Return the nested dicts of tensors that `pack_tree` made into bytes; anything else is refused in one line."""
     try:
         (length,) = struct.unpack("<Q", data[:8])
+        if length > NAMES_LIMIT:  # read as JSON they would take many times their size
+            raise FedstillError(f"the names of the tensors take {length:,} bytes: at most {NAMES_LIMIT:,} are accepted")
         shape = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_OUTLINE])
         tensors = safetensors.torch.load(data)
         tree = _refilled(shape, tensors)
     except (SafetensorError, struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FedstillError(f"these bytes hold no tensors: {type(error).__name__}") from None
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict) or tensors:
         raise FedstillError("these bytes hold no table of tensors")
     return tree
 
 
-def _refilled(shape: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(shape, dict):
-        return {name: _refilled(child, tensors) for name, child in shape.items()}
-    return tensors[str(int(shape))]
+def _refilled(shape: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    """Put each tensor into its place; a tensor that has one is removed, so that none stands in two places."""
+    if not isinstance(shape, dict):
+        return tensors.pop(json.dumps(shape))
+    if depth == DEPTH_LIMIT:
+        raise ValueError
+    return {name: _refilled(child, tensors, depth + 1) for name, child in shape.items()}
 
 
 def form_of(tree: Any, path: str = "") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

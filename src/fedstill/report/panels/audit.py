@@ -14,19 +14,19 @@ RESUMED = re.compile(r"INFO resuming after round (\d+)$", re.MULTILINE)
 
 
 def panel(runs: Runs) -> Panel:
-    refused: Counter[tuple[str, str]] = Counter()
+    listed: Counter[tuple[str, str]] = Counter()
     clients: dict[tuple[str, str], set[object]] = {}
-    resumed, uploads, rounds = 0, 0, 0
+    records, resumed, uploads, rounds = 0, 0, 0, 0
     for method, each in runs.by_method.items():
         for run in each:
             for record in run.audit:
                 key = method, str(record.get("reason", "no reason"))
-                refused[key] += 1
+                listed[key] += 1
+                records += not record.get("note")
                 clients.setdefault(key, set()).add(str(record.get("client")))
             resumed += len(RESUMED.findall(run.log))
             uploads += round(sum(number(row.get("cohort")) or 0 for row in run.rows))
             rounds += len(run.rows)
-    records = sum(refused.values())
     sentences = [
         f"The server received {uploads:,} uploads in {rounds:,} rounds of {counted(len(runs.all), 'run')}. "
         + (f"It refused {records:,} of them or whole rounds ({AUDIT_FILE})." if records else "It refused none."),
@@ -41,9 +41,9 @@ def panel(runs: Runs) -> Panel:
         sentences.append("All files of all runs could be read.")
     rows = [
         (method, reason, f"{count:,}", f"{len(clients[method, reason]):,}")
-        for (method, reason), count in refused.most_common(MOST)
+        for (method, reason), count in listed.most_common(MOST)
     ]
     head = ("method", "reason", "times", "clients")
     return Panel(
-        "The audit", sentences, table=Table(head, rows, "Refused uploads by reason.", left=2) if rows else None
+        "The audit", sentences, table=Table(head, rows, "Records of the audit by reason.", left=2) if rows else None
     )
