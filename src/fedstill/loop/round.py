@@ -92,7 +92,8 @@ class Task:
 
     def members(self, round: int) -> np.ndarray:
         """Return the ids of the clients that hold data and are members in a round."""
-        return self.clients[[self.stays.get(client, Stay()).holds(round) for client in self.clients.tolist()]]
+        away = [client for client, stay in self.stays.items() if not stay.holds(round)]
+        return self.clients[~np.isin(self.clients, away)] if away else self.clients
 
     def drawn(self, round: int) -> np.ndarray:
         """Return the ids of the clients that a round asks, drawn among its members."""
