@@ -85,7 +85,6 @@ def test_the_page_follows_a_comparison_that_is_killed_and_resumed(page, tmp_path
         early = page.value("document.querySelector('progress').value")
         page.wait(f"document.querySelector('progress').value > {early}")
         page.wait(f"document.querySelector('#under_way') && {LINES.format('under_way')} >= 2")  # one at work, one ended
-        page.wait(f"{LINES.format('curves')} >= 2", 60)
         first.send_signal(signal.SIGKILL)
         first.communicate()
         page.wait(f"{SAYS}.includes('Nothing is at work. Finished: ')")
