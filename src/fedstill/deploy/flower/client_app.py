@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedstill.deploy.flower.transport import ANSWER, COMMON, OWN, bytes_of, record_of
 from fedstill.deploy.socket import hand_over
+
+from fedstill.deploy.flower.transport import ANSWER, COMMON, OWN, bytes_of, record_of
 
 SOCKET = "socket"  # the key of --node-config that names the socket of the site's daemon
 TRY_AGAIN = 1.0  # seconds

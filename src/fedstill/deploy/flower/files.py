@@ -1,42 +1,42 @@
 """The files of a deployment over Flower, beside those of the deployment itself. Files that are there are kept.
 
-    server/flower/
-        flower.toml           where the proxy and the SuperLink listen
-        authority/            ca.crt and ca.key: sites know the server by them. With your own ca.crt, bring server.crt, too
-        server.crt, server.key
-        app/                  the app of this run, the same as each site's
-        home/config.toml      where Flower's commands find the SuperLink (FLWR_HOME)
-        superlink.sh, proxy.sh, run.sh      and a unit of systemd for each
-    sites/NAME/flower/
-        ca.crt, node, node.pub              node: the site's private key; only node.pub where the site made its own
-        app/                                the only app that its SuperNode runs
-        supernode.sh, site.sh               and a unit of systemd for each
+server/flower/
+    flower.toml           where the proxy and the SuperLink listen
+    authority/            ca.crt and ca.key: sites know the server by them. With your own ca.crt, bring server.crt, too
+    server.crt, server.key
+    app/                  the app of this run, the same as each site's
+    home/config.toml      where Flower's commands find the SuperLink (FLWR_HOME)
+    superlink.sh, proxy.sh, run.sh      and a unit of systemd for each
+sites/NAME/flower/
+    ca.crt, node, node.pub              node: the site's private key; only node.pub where the site made its own
+    app/                                the only app that its SuperNode runs
+    supernode.sh, site.sh               and a unit of systemd for each
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from fedstill.deploy.folder import Deployment, with_public_keys
 
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.keys import make_authority, make_certificate, make_node_key
 from fedstill.storage.files import write_whole
 from fedstill.storage.toml import read_toml
 
-if TYPE_CHECKING:
-    from fedstill.deploy.folder import Deployment
-
 FLOWER = "flower"  # the folder of these files, of the server and of each site
 SETTINGS_FILE = "flower.toml"
 AUTHORITY, APP, HOME, STATE_FILE = "authority", "app", "home", "state.db"
 CONNECTION = "deployment"  # the name of the SuperLink in Flower's own configuration
 VERSIONS = "flwr>=1.41,<1.43"
+MISSING = "Install it: pip install 'fedstill[flower]' -c constraints-flower.txt"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+DEPLOYMENT = "FEDSTILL_DEPLOYMENT"  # environment of the SuperLink: the deployment's folder
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 PROJECT = f"""\
@@ -111,9 +111,10 @@ def checked_address(address: object, where: str) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
-def write(deployment: Deployment, *, superlink: str = "127.0.0.1:18443") -> Mapping[str, str]:
-    """Write what is missing of Flower's files, and return the public key of each site by its name."""
-    need_flower()
+def write(deployment: Deployment, *, superlink: str = "127.0.0.1:18443") -> list[str]:
+    """Write what is missing of Flower's files, and public keys into the roster; return what is to be done next."""
+    if find_spec("flwr") is None:
+        return [f"missing: keys, certificates and Flower's app. {MISSING}, and call `fedstill deploy run`"]
     host, port = checked_address(deployment.address, "address")
     server = server_folder(deployment.folder)
     local, _ = checked_address(superlink, "superlink")
@@ -121,35 +122,37 @@ def write(deployment: Deployment, *, superlink: str = "127.0.0.1:18443") -> Mapp
     _write_once(server / SETTINGS_FILE, _settings(listen, superlink))
     make_authority(server / AUTHORITY)
     make_certificate(server, server / AUTHORITY, list(dict.fromkeys([host, "localhost", "127.0.0.1", local])))
-    authority = (server / AUTHORITY / "ca.crt").read_bytes()
+    authority = (server / AUTHORITY / "ca.crt").read_text(encoding="utf-8")
     _write_app(server / APP)
     _write_once(server / HOME / "config.toml", _connection(server, superlink))
     _write_server_scripts(deployment, server)
     keys: dict[str, str] = {}
     for place, member in enumerate(deployment.members):
         folder = site_folder(deployment.folder, member.name)
-        _write_once(folder / "ca.crt", authority.decode())
         if member.public_key:
             _write_once(folder / "node.pub", member.public_key + "\n")  # the site made its own pair
         keys[member.name] = make_node_key(folder / "node")
+        _write_once(folder / "ca.crt", authority)
         _write_app(folder / APP)
-        _write_site_scripts(deployment, folder, member.name, port=19094 + place)
-    return keys
+        _write_supernode_script(deployment, folder, member.name, port=19094 + place)
+    new = sorted(member.name for member in deployment.members if member.public_key != keys[member.name])
+    if not new:
+        return []
+    with_public_keys(deployment, keys)
+    return [f"keys were made for {', '.join(new)}: send each site its folder on a way that keeps it secret"]
 
 
 def need_flower() -> None:
     """Refuse to go on without Flower."""
-    from importlib.util import find_spec
-
     if find_spec("flwr") is None:
-        raise FedstillError("Flower is not installed: pip install 'fedstill[flower]', with constraints-flower.txt")
+        raise FedstillError(f"Flower is not installed. {MISSING}")
 
 
 def _settings(listen: str, superlink: str) -> str:
     return f"""\
 # Where sites reach this machine. Open this port in the firewall, and no other.
 listen = "{listen}"
-# Where the SuperLink listens. It must be reached from this machine alone: who reaches it can start programs at all sites.
+# Where the SuperLink listens. Only this machine may reach it, because who does can send orders to all sites.
 superlink = "{superlink}"
 """
 
@@ -187,88 +190,76 @@ def superlink_command(folder: Path) -> list[str]:
 
 def _write_server_scripts(deployment: Deployment, server: Path) -> None:
     folder = deployment.folder.resolve()
-    variables = {"FLWR_HOME": str(server.resolve() / HOME), "FEDSTILL_DEPLOYMENT": str(folder), **QUIET}
-    parts = {
-        "superlink": ("the SuperLink: keeps messages between server and sites", superlink_command(folder)),
-        "proxy": ("the proxy: lets sites reach the SuperLink's fleet API, and nothing else", [
-            "python", "-m", "fedstill.deploy.flower.proxy", str(folder),
-        ]),
-        "run": ("the run: starts what does not run yet, watches it, and goes on after a failure", [
-            "python", "-m", "fedstill", "deploy", "run", str(folder),
-        ]),
-    }  # fmt: skip
-    for name, (about, command) in parts.items():
-        _write_script(server / f"{name}.sh", about, command, variables, again=name != "run")
-        _write_unit(server / f"fedstill-{name}.service", f"fedstill: {about}", server / f"{name}.sh")
+    variables = {"FLWR_HOME": str(server.resolve() / HOME), DEPLOYMENT: str(folder), **QUIET}
+    superlink = "the SuperLink: keeps messages between server and sites"
+    proxy = "the proxy: lets sites reach the SuperLink's fleet API, and nothing else"
+    _write_part(server / "superlink.sh", superlink, superlink_command(deployment.folder), variables)
+    _write_part(server / "proxy.sh", proxy, ["python", "-m", "fedstill.deploy.flower.proxy", str(folder)], variables)
 
 
-def _write_site_scripts(deployment: Deployment, folder: Path, name: str, *, port: int) -> None:
-    """The site's scripts find their files beside themselves, because the folder travels."""
-    socket = '$HERE/../socket/desk.sock'
-    supernode = [
+def _write_supernode_script(deployment: Deployment, folder: Path, name: str, *, port: int) -> None:
+    """The script finds its files beside itself, because the site's folder travels."""
+    command = [
         "python", "-m", "fedstill.deploy.flower.supernode", "$HERE/app",
         "--superlink", deployment.address, "--root-certificates", "$HERE/ca.crt",
-        "--auth-supernode-private-key", "$HERE/node", "--node-config", f'socket="{socket}"',
-        "--host", "127.0.0.1", "--port", str(port),
+        "--auth-supernode-private-key", "$HERE/node", "--node-config", 'socket="$HERE/../socket/desk.sock"',
+        "--host", "127.0.0.1", "--port", f"${{PORT:-{port}}}",
     ]  # fmt: skip
-    about = f"the SuperNode of site {name}: fetches orders, and hands them to the site's daemon"
-    _write_script(folder / "supernode.sh", about, supernode, {"FLWR_HOME": "$HERE/home", **QUIET}, again=True)
-    daemon = ["python", "-m", "fedstill", "site", "$HERE/.."]
-    about = f"the daemon of site {name}: holds the data, and answers orders at a socket"
-    _write_script(folder / "site.sh", about, daemon, {}, again=True)
-    for part in ("supernode", "site"):
-        _write_unit(folder / f"fedstill-{part}.service", f"fedstill: {part} of {name}", Path(f"/srv/fedstill/{name}/flower/{part}.sh"))
+    about = f"the SuperNode of site {name}: fetches orders, and hands them to `fedstill site`"
+    _write_part(folder / "supernode.sh", about, command, {"FLWR_HOME": "$HERE/home", **QUIET})
 
 
-def _write_script(path: Path, about: str, command: list[str], variables: Mapping[str, str], *, again: bool) -> None:
-    """A script for people without systemd: it starts its part again when that ends."""
+def _write_part(path: Path, about: str, command: list[str], variables: Mapping[str, str]) -> None:
+    """Write a script that starts a part again whenever it ends, and a unit of systemd that does the same."""
     quoted = " ".join(_quoted(word) for word in command)
-    lines = [
-        "#!/bin/sh",
-        f"# Starts {about}.",
-        "# The environment that fedstill is installed in must be active, or PYTHON_BIN must name its folder bin.",
-        "set -u",
-        'HERE=$(cd "$(dirname "$0")" && pwd)',
-        'PATH="${PYTHON_BIN:+$PYTHON_BIN:}$PATH"',
-        "export PATH " + " ".join(f"{name}={_quoted(value)}" for name, value in variables.items()),
-    ]
-    if again:
-        lines += ['[ -z "${ONCE:-}" ] || exec ' + quoted, "while true; do", f"  {quoted}", "  sleep 5", "done"]
-    else:
-        lines += [f"exec {quoted}"]
-    if not path.exists():
-        write_whole(path, "\n".join(lines) + "\n")
-        path.chmod(0o755)
-
-
-def _quoted(word: str) -> str:
-    """Quote a word for the shell; $HERE stays a variable."""
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"' if "$HERE" in word else shlex.quote(word)
-
-
-def _write_unit(path: Path, about: str, script: Path) -> None:
-    _write_once(path, f"""\
-# Copy to /etc/systemd/system, and write the user and the folders of this machine.
+    settings = " ".join(f"{name}={_quoted(value)}" for name, value in variables.items())
+    if path.exists():
+        return
+    write_whole(path, f"""\
+#!/bin/sh
+# Starts {about}.
+# The environment that fedstill is installed in must be active, or PYTHON_BIN must name its folder bin.
+# With ONCE=1 the part is not started again when it ends, because systemd does that.
+set -u
+HERE=$(cd "$(dirname "$0")" && pwd)
+export PATH="${{PYTHON_BIN:+$PYTHON_BIN:}}$PATH" {settings}
+[ -z "${{ONCE:-}}" ] || exec {quoted}
+while true; do
+  {quoted}
+  sleep 5
+done
+""")  # fmt: skip
+    path.chmod(0o755)
+    _write_once(path.with_name(f"fedstill-{path.stem}.service"), f"""\
+# /etc/systemd/system/fedstill-{path.stem}.service: write the user and the folders of your machine
 [Unit]
-Description={about}
+Description=fedstill: {about}
 After=network-online.target
 Wants=network-online.target
 
 [Service]
+# a user that may use the socket of `fedstill site` (see socket_group in site.toml), and may not read the rows
 User=fedstill
-Environment=ONCE=1 PYTHON_BIN={Path(sys.prefix) / "bin"}
-ExecStart={script}
+Environment=ONCE=1 PYTHON_BIN=/srv/fedstill/venv/bin
+ExecStart={path.resolve()}
 Restart=always
 RestartSec=5
 NoNewPrivileges=yes
 PrivateTmp=yes
 ProtectSystem=strict
-ProtectHome=read-only
-ReadWritePaths={script.parent.parent}
+ProtectHome=yes
+ReadWritePaths={path.parent.resolve()}
 
 [Install]
 WantedBy=multi-user.target
-""")
+""")  # fmt: skip
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for the shell; $HERE and ${PORT:-...} stay variables."""
+    if "$HERE" not in word and not word.startswith("${PORT"):
+        return shlex.quote(word)
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _write_once(path: Path, text: str) -> None:

@@ -26,7 +26,9 @@ def pem_of(key: str) -> bytes:
     try:
         public = load(key.strip().encode())
     except ValueError as error:
-        raise FedstillError(f"'{key[:40]}...' is no public key ({error}): make one with ssh-keygen -t ecdsa -b 384") from None
+        raise FedstillError(
+            f"'{key[:40]}...' is no public key ({error}): make one with ssh-keygen -t ecdsa -b 384"
+        ) from None
     if not isinstance(public, ec.EllipticCurvePublicKey):
         raise FedstillError(f"'{key[:40]}...' is no ECDSA key: Flower's nodes need one: ssh-keygen -t ecdsa -b 384")
     return public.public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo).strip()
@@ -58,7 +60,9 @@ def make_authority(folder: Path) -> None:
         return
     key = ec.generate_private_key(ec.SECP384R1())
     limits = x509.BasicConstraints(ca=True, path_length=0)
-    made = _signed(_named("fedstill deployment"), _named("fedstill deployment"), key.public_key(), key, [limits], DAYS * 10)
+    made = _signed(
+        _named("fedstill deployment"), _named("fedstill deployment"), key.public_key(), key, [limits], DAYS * 10
+    )
     write_secret(folder / "ca.key", _private(key))
     write_whole(folder / "ca.crt", made.public_bytes(form.Encoding.PEM))
 
@@ -80,7 +84,9 @@ def make_certificate(folder: Path, authority: Path, hosts: list[str], *, days: i
     signer: Any = form.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes()).subject
     names = x509.SubjectAlternativeName([_host(host) for host in hosts])
-    made = _signed(_named(hosts[0]), issuer, key.public_key(), signer, [names, x509.BasicConstraints(False, None)], days)
+    made = _signed(
+        _named(hosts[0]), issuer, key.public_key(), signer, [names, x509.BasicConstraints(False, None)], days
+    )
     write_secret(folder / "server.key", _private(key))
     write_whole(folder / "server.crt", made.public_bytes(form.Encoding.PEM))
 
@@ -92,14 +98,14 @@ def check_certificate(path: Path) -> None:
     try:
         made = x509.load_pem_x509_certificate(path.read_bytes())
     except FileNotFoundError:
-        raise FedstillError(f"there is no {path}: write it anew with `fedstill deploy init`") from None
+        raise FedstillError(f"there is no {path}: put it back") from None
     except ValueError as error:
         raise FedstillError(f"{path} is no certificate ({error})") from None
     first, last, now = made.not_valid_before_utc, made.not_valid_after_utc, datetime.now(UTC)
     if not first <= now <= last:
         raise FedstillError(
-            f"{path} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and not today: remove it and its key, and write "
-            "them anew with `fedstill deploy init`"
+            f"{path} is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and not today: remove it and its key, "
+            "and `fedstill deploy run` writes them anew"
         )
 
 

@@ -44,7 +44,9 @@ def proxy_app(superlink: str, authority: Path) -> Any:
             if len(body) > LARGEST_BODY:
                 return PlainTextResponse("too large", 413)
         try:
-            answer = await client.post(f"https://{superlink}{path}", content=bytes(body), headers=_kept(request.headers))
+            answer = await client.post(
+                f"https://{superlink}{path}", content=bytes(body), headers=_kept(request.headers)
+            )
         except HTTPError as error:
             return PlainTextResponse(f"the SuperLink does not answer: {type(error).__name__}", 502)
         return Response(answer.content, answer.status_code, _kept(answer.headers))

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedstill.deploy.folder import Deployment, read_deployment
+
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.files import (
     APP,
     CONNECTION,
+    DEPLOYMENT,
     HOME,
     QUIET,
     checked_address,
@@ -25,10 +28,10 @@ from fedstill.deploy.flower.files import (
     read_addresses,
     server_folder,
     superlink_command,
+    write,
 )
 from fedstill.deploy.flower.keys import check_certificate
-from fedstill.deploy.flower.server_app import ALIVE_FILE, DEPLOYMENT, OUTCOME_FILE
-from fedstill.deploy.folder import Deployment, read_deployment
+from fedstill.deploy.flower.server_app import ALIVE_FILE, OUTCOME_FILE
 from fedstill.storage.files import is_held, write_whole
 
 Tell = Callable[[str], None]
@@ -41,17 +44,19 @@ ALREADY = "already in use"  # Flower's words for a key that is registered
 def run_deployment(folder: Path, tell: Tell) -> Path:
     """Play a deployment to its end, and return the folder of its run. Called again, it goes on."""
     need_flower()
+    for line in write(read_deployment(folder)):
+        tell(line)
     deployment, server = read_deployment(folder), server_folder(folder)
     addresses = read_addresses(folder)
     for path in (server / "server.crt", server / "authority" / "ca.crt"):
         check_certificate(path)
-    if nameless := [member.name for member in deployment.members if not member.public_key]:
-        raise FedstillError(f"site '{nameless[0]}' has no public key in roster.json: write it with `fedstill deploy init`")
     if _outcome(server).get("finished"):
         tell(f"this run is finished: see {deployment.run_dir}")
         return deployment.run_dir
     superlink = Part("superlink", superlink_command(folder), addresses.superlink, server)
-    proxy = Part("proxy", [sys.executable, "-m", "fedstill.deploy.flower.proxy", str(folder.resolve())], addresses.listen, server)
+    proxy = Part(
+        "proxy", [sys.executable, "-m", "fedstill.deploy.flower.proxy", str(folder.resolve())], addresses.listen, server
+    )
     with superlink.kept_up(folder, tell), ExitStack() as opened:
         _register(deployment, folder)  # before the door opens, because Flower ends a node that it does not know
         opened.enter_context(proxy.kept_up(folder, tell))
@@ -75,7 +80,9 @@ def run_deployment(folder: Path, tell: Tell) -> Path:
                 raise FedstillError(outcome["reason"])
             deaths = 1 if watch.round > began else deaths + 1
             if deaths > MOST_DEATHS:
-                raise FedstillError(f"the ServerApp died {deaths} times in round {watch.round + 1}: see {server}/superlink.log")
+                raise FedstillError(
+                    f"the ServerApp died {deaths} times in round {watch.round + 1}: see {server}/superlink.log"
+                )
             tell(f"the ServerApp ended in round {watch.round + 1} ({outcome.get('reason', 'killed')}): going on")
             superlink.look(folder, tell)
             if run:
@@ -180,7 +187,9 @@ def _start(folder: Path, tell: Tell) -> str:
     ends = time.monotonic() + START_PATIENCE
     while not is_held(server / ALIVE_FILE) and not (server / OUTCOME_FILE).exists():
         if time.monotonic() > ends:
-            raise FedstillError(f"the ServerApp did not begin within {START_PATIENCE:.0f} s: see {server}/superlink.log")
+            raise FedstillError(
+                f"the ServerApp did not begin within {START_PATIENCE:.0f} s: see {server}/superlink.log"
+            )
         time.sleep(LOOK)
     return run
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import FedstillError
-from fedstill.deploy.flower.files import server_folder
+from fedstill.deploy.flower.files import DEPLOYMENT, server_folder
 from fedstill.storage.files import lock, write_whole
 
-DEPLOYMENT = "FEDSTILL_DEPLOYMENT"  # environment of the SuperLink: the deployment's folder
 ALIVE_FILE = ".server-app"  # in server/flower; held as a lock while a ServerApp plays
 OUTCOME_FILE = "outcome.json"  # beside it: how the last ServerApp ended, if it was not killed
 
@@ -33,10 +32,11 @@ def server_app() -> Any:
 
 def play(folder: Path, grid: Any) -> None:
     """Play the rounds that are left, and write down how it ended."""
-    from fedstill.deploy.flower.keys import pem_of
-    from fedstill.deploy.flower.transport import Gone, OverFlower
     from fedstill.deploy.folder import read_deployment
     from fedstill.deploy.server import federate_over
+
+    from fedstill.deploy.flower.keys import pem_of
+    from fedstill.deploy.flower.transport import Gone, OverFlower
 
     notes = server_folder(folder)
     with lock(notes / ALIVE_FILE, wait=False):

@@ -12,7 +12,11 @@ POLL = 0.2  # seconds between two looks for answers
 LOOK_AT_NODES = 2.0  # seconds between two looks for nodes that were started again
 FORM = "fedstill.parcel"  # of an array that holds bytes
 COMMON, OWN, ANSWER = "common", "own", "answer"  # records of a message
-LOST = {4: "its answer was lost on the way", 5: "its SuperNode went away", 8: "its ClientApp was killed"}  # Flower's codes
+LOST = {
+    4: "its answer was lost on the way",
+    5: "its SuperNode went away",
+    8: "its ClientApp was killed",
+}  # Flower's codes
 
 
 class Node(NamedTuple):
@@ -86,15 +90,15 @@ class OverFlower:
                     yield letter.client, answer
             if waiting and time.monotonic() - looked > LOOK_AT_NODES:
                 nodes, looked = self.connected(), time.monotonic()
-                again = {client: nodes[client] for client in waiting & nodes.keys() if not _under_way(letters, nodes, client)}
+                again = {
+                    client: nodes[client] for client in waiting & nodes.keys() if not _under_way(letters, nodes, client)
+                }
                 letters |= self._send(again, shared, each, ends)
             time.sleep(POLL)
         for client in waiting & lost.keys():
             yield client, FedstillError(f"no answer before the deadline: {lost[client]}")
 
-    def _send(
-        self, to: Mapping[int, Node], shared: Any, each: Mapping[int, bytes], ends: float
-    ) -> dict[str, Letter]:
+    def _send(self, to: Mapping[int, Node], shared: Any, each: Mapping[int, bytes], ends: float) -> dict[str, Letter]:
         """Send the order to these clients' nodes; return what is under way, by its name."""
         from flwr.app import Message, RecordDict
 
