@@ -271,7 +271,7 @@ def _run(
 
 def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> str:
     """Write the temperatures of each model into calibration.json, one for each set of labeled rows; return a digest."""
-    sets = {"the test set": (task.test.x, task.test.y)}
+    sets = {"the test set": (task.test.x, task.test.y)} if len(task.test.y) else {}
     if task.federation.validation is not None:
         sets = {"the validation set": task.federation.validation, **sets}
     table: dict[str, list[dict[str, Any]]] = {}
@@ -422,8 +422,10 @@ def _loop(
 
 
 def _first_answers(task: Task, weights: Weights) -> list[Tensor]:
-    """The answers of each network to some test rows."""
+    """The answers of each network to some test rows; none where the server has no test rows."""
     rows = task.test.x[:ROWS_ANSWERED]
+    if not len(rows):
+        return []
     networks = [only(weights, network) for network in task.model.networks]
     return [task.trainer.outputs(network, rows, features=False, keep=False).logits for network in networks]
 
