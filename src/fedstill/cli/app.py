@@ -462,6 +462,16 @@ def deploy_rehearse(
     rehearse_command(folder, data or [], rounds=rounds, quiet=quiet)
 
 
+@deploy.command("run")
+def deploy_run(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that deploy init wrote.")],
+) -> None:
+    """Run the deployment over Flower, or go on with it: starts what is not up, watches it, resumes it."""
+    from fedstill.cli.deploy import run_command
+
+    run_command(folder)
+
+
 @app.command()
 def site(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The site's folder, as the operator sent it.")],

@@ -1,7 +1,8 @@
-"""The commands of runs between organisations: deploy init, deploy rehearse, site."""
+"""The commands of runs between organisations: deploy init, deploy rehearse, deploy run, site."""
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
@@ -10,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import typer
 
-from fedstill.cli.app import DeployInitOptions, tell
+from fedstill.cli.app import DeployInitOptions, stoppable, tell
 from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.folder import read_deployment, read_site
@@ -44,6 +45,16 @@ def site_command(folder: Path, *, yes: bool, check: bool) -> None:
         signal.signal(number, lambda *_: stop.set())
     serve_site(opened, tell=tell, stop=stop)
     tell("stopped; start it again with the same command")
+
+
+def run_command(folder: Path) -> None:
+    from fedstill.deploy.flower.run import run_deployment
+
+    with stoppable(
+        lambda: f"the sites keep what they have; go on with: fedstill deploy run {shlex.quote(str(folder))}"
+    ):
+        done = run_deployment(folder, tell)
+    typer.echo(f"results: {done}; `fedstill report {shlex.quote(str(done))}` makes a page of them")
 
 
 def _ask() -> bool:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from fedstill.core.errors import FedstillError
-from fedstill.population.desk import LARGEST_ORDER
-from fedstill.population.remote import LARGEST_ANSWER
 
+# as in population/desk.py and population/remote.py, which this module does not import because they load torch
+LARGEST_ORDER = LARGEST_ANSWER = 1 << 30
 LENGTH = struct.Struct(">Q")
 OWN_LIMIT = 1 << 20  # bytes of a client's own part of an order
 PATIENCE = 30.0  # seconds without a byte after which a connection is closed, so that a dead peer holds nothing
@@ -28,6 +28,10 @@ CONNECTIONS = 16  # at a time; more wait
 PIECE = 1 << 20
 LONGEST_PATH = 100  # bytes: systems refuse longer names of sockets (108 on Linux, 104 on macOS)
 INSTANT = 0.2  # seconds between looks at whether to stop
+
+
+class NotThere(FedstillError):
+    """Raised where no service answers at a socket, or where it ended; it may be started again."""
 
 
 class Answers(Protocol):
@@ -96,13 +100,13 @@ def hand_over(path: Path, common: bytes, own: bytes, *, timeout: float) -> bytes
             _write(peer, own)
             return _read(peer, LARGEST_ANSWER, end)
     except (FileNotFoundError, ConnectionRefusedError):
-        raise FedstillError("the site's service is not there: start `fedstill site`") from None
+        raise NotThere("the site's service is not there: start `fedstill site`") from None
     except PermissionError:
         raise FedstillError("the site's socket may not be opened by this user: see socket_group in site.toml") from None
     except TimeoutError:
         raise FedstillError(f"the site's service gave no answer within {timeout:g} seconds") from None
     except OSError as error:
-        raise FedstillError(f"the site's service ended before it answered ({error.strerror or error})") from None
+        raise NotThere(f"the site's service ended before it answered ({error.strerror or error})") from None
 
 
 class Sockets:

@@ -367,6 +367,7 @@ EXTRAS = {
     "report": ("vl-convert-python",),
     "watch": ("starlette", "uvicorn"),
     "search": ("optuna",),
+    "flower": ("flwr",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

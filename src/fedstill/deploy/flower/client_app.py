@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedstill.deploy.socket import hand_over
-
 from fedstill.deploy.flower.transport import ANSWER, COMMON, OWN, bytes_of, record_of
+from fedstill.deploy.socket import NotThere, hand_over
 
 SOCKET = "socket"  # the key of --node-config that names the socket of the site's daemon
 TRY_AGAIN = 1.0  # seconds
@@ -39,7 +38,7 @@ def patient(path: Path, common: bytes, own: bytes, *, ends: float) -> bytes:
     while True:
         try:
             return hand_over(path, common, own, timeout=max(ends - time.time(), TRY_AGAIN))
-        except OSError:
+        except NotThere:
             if time.time() + TRY_AGAIN > ends:
                 raise
             time.sleep(TRY_AGAIN)

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from fedstill.deploy.folder import Deployment, with_public_keys
-
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.keys import make_authority, make_certificate, make_node_key
+from fedstill.deploy.folder import Deployment, with_public_keys
 from fedstill.storage.files import write_whole
 from fedstill.storage.toml import read_toml
 

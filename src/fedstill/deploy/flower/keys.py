@@ -31,7 +31,7 @@ def pem_of(key: str) -> bytes:
         ) from None
     if not isinstance(public, ec.EllipticCurvePublicKey):
         raise FedstillError(f"'{key[:40]}...' is no ECDSA key: Flower's nodes need one: ssh-keygen -t ecdsa -b 384")
-    return public.public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo).strip()
+    return bytes(public.public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo).strip())
 
 
 def make_node_key(path: Path) -> str:

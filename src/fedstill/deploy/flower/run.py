@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedstill.deploy.folder import Deployment, read_deployment
-
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.files import (
     APP,
@@ -32,6 +30,7 @@ from fedstill.deploy.flower.files import (
 )
 from fedstill.deploy.flower.keys import check_certificate
 from fedstill.deploy.flower.server_app import ALIVE_FILE, OUTCOME_FILE
+from fedstill.deploy.folder import Deployment, read_deployment
 from fedstill.storage.files import is_held, write_whole
 
 Tell = Callable[[str], None]

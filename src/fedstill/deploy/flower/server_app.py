@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fedstill.storage.files import lock, write_whole
 
 ALIVE_FILE = ".server-app"  # in server/flower; held as a lock while a ServerApp plays
 OUTCOME_FILE = "outcome.json"  # beside it: how the last ServerApp ended, if it was not killed
+ERROR_FILE = "server-app-error.txt"  # where in the code it ended
 
 
 def server_app() -> Any:
@@ -32,11 +34,10 @@ def server_app() -> Any:
 
 def play(folder: Path, grid: Any) -> None:
     """Play the rounds that are left, and write down how it ended."""
-    from fedstill.deploy.folder import read_deployment
-    from fedstill.deploy.server import federate_over
-
     from fedstill.deploy.flower.keys import pem_of
     from fedstill.deploy.flower.transport import Gone, OverFlower
+    from fedstill.deploy.folder import read_deployment
+    from fedstill.deploy.server import federate_over
 
     notes = server_folder(folder)
     with lock(notes / ALIVE_FILE, wait=False):
@@ -49,6 +50,7 @@ def play(folder: Path, grid: Any) -> None:
         except Exception as error:
             reason = str(error) if isinstance(error, FedstillError) else f"{type(error).__name__}: {error}"
             outcome = {"finished": False, "again": isinstance(error, Gone), "reason": reason}
+            write_whole(notes / ERROR_FILE, traceback.format_exc())
             write_whole(notes / OUTCOME_FILE, json.dumps(outcome))
             raise
         write_whole(notes / OUTCOME_FILE, json.dumps({"finished": True}))

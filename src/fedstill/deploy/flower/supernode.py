@@ -72,7 +72,7 @@ def main() -> None:
     from flwr.supernode import start_client_internal as inside
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
-    def refuse(reason: str) -> Exception:
+    def refuse(reason: str) -> Any:
         print(f"fedstill: refused to run: {reason}", file=sys.stderr, flush=True)
         return inside.RunNotRunningException()  # Flower leaves the message alone, and the SuperNode goes on
 
