@@ -18,9 +18,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.keys import make_authority, make_certificate, make_node_key
@@ -73,8 +73,7 @@ app = client_app()
 '''
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(NamedTuple):
     """host:port of the proxy, as it listens, and of the SuperLink behind it."""
 
     listen: str

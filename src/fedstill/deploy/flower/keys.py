@@ -15,6 +15,10 @@ from fedstill.core.errors import FedstillError
 from fedstill.storage.files import write_whole
 
 DAYS = 365
+_USES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
 
 
 def pem_of(key: str) -> bytes:
@@ -59,10 +63,9 @@ def make_authority(folder: Path) -> None:
     if (folder / "ca.crt").exists():
         return
     key = ec.generate_private_key(ec.SECP384R1())
-    limits = x509.BasicConstraints(ca=True, path_length=0)
-    made = _signed(
-        _named("fedstill deployment"), _named("fedstill deployment"), key.public_key(), key, [limits], DAYS * 10
-    )
+    name, no = _named("fedstill deployment"), dict.fromkeys(_USES, False)
+    extensions = [x509.BasicConstraints(True, 0), x509.KeyUsage(**no | {"key_cert_sign": True, "crl_sign": True})]
+    made = _signed(name, key.public_key(), (name, key), extensions, days=10 * DAYS)
     write_secret(folder / "ca.key", _private(key))
     write_whole(folder / "ca.crt", made.public_bytes(form.Encoding.PEM))
 
@@ -133,10 +136,16 @@ def _host(name: str) -> Any:
         return x509.DNSName(name)
 
 
-def _signed(subject: Any, issuer: Any, public: Any, signer: Any, extensions: list[Any], days: int) -> Any:
+def _signed(subject: Any, public: Any, by: tuple[Any, Any], extensions: list[Any], *, days: int) -> Any:
+    """Return a certificate. by: name and private key of who signs it."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
 
+    issuer, signer = by
+    identifiers = [
+        x509.SubjectKeyIdentifier.from_public_key(public),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+    ]
     began = datetime.now(UTC) - timedelta(days=1)  # clocks differ
     builder = (
         x509.CertificateBuilder()
@@ -147,8 +156,9 @@ def _signed(subject: Any, issuer: Any, public: Any, signer: Any, extensions: lis
         .not_valid_before(min(began, began + timedelta(days=days)))
         .not_valid_after(began + timedelta(days=days + 1))
     )
-    for extension in extensions:
-        builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+    for extension in [*extensions, *identifiers]:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
     return builder.sign(signer, hashes.SHA384())
 
 
