@@ -87,9 +87,9 @@ def make_certificate(folder: Path, authority: Path, hosts: list[str], *, days: i
     signer: Any = form.load_pem_private_key((authority / "ca.key").read_bytes(), None)
     issuer = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes()).subject
     names = x509.SubjectAlternativeName([_host(host) for host in hosts])
-    made = _signed(
-        _named(hosts[0]), issuer, key.public_key(), signer, [names, x509.BasicConstraints(False, None)], days
-    )
+    use = x509.KeyUsage(**dict.fromkeys(_USES, False) | {"digital_signature": True})
+    extensions = [names, x509.BasicConstraints(False, None), use]
+    made = _signed(_named(hosts[0]), key.public_key(), (issuer, signer), extensions, days=days)
     write_secret(folder / "server.key", _private(key))
     write_whole(folder / "server.crt", made.public_bytes(form.Encoding.PEM))
 
