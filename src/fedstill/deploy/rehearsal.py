@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
 
 def rehearse(
     folder: Path,
-    scratch: Path,
+    copy: Path,
     data: Mapping[str, str],
     *,
     rounds: int | None = None,
@@ -73,11 +73,10 @@ def rehearse(
 ) -> Verdict:
     """Play the run of a deployment's folder with a process for each site, and compare it with a simulation.
 
-    scratch: an empty folder; the deployment's own folder is left as it is.
+    copy: a new folder, in which all of it happens; the deployment's own folder is left as it is.
     data: rows by the names of sites. A site without any takes those of its site.toml, or some are made up.
     """
     began = time.perf_counter()
-    copy = scratch / "rehearsal"
     deployment = read_deployment(folder)
     if unknown := sorted(set(data) - {member.name for member in deployment.members}):
         raise FedstillError(

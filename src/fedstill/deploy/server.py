@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from fedstill.report import draw_all
 from fedstill.report.parties import PICTURE_FILE, Party, party_picture, write_parties
 
 BY_SITES = "client_rows"  # the value of `evaluate` with which sites measure the model on rows that they hold back
+SIZE_LIMIT = 1e12  # rows that are believed of a site
 _log = logging.getLogger("fedstill.run")
 
 
@@ -144,6 +145,10 @@ class Sites:
         right, loss = (sum(numbers[place] for numbers in measured.values()) for place in (0, 1))
         return {"accuracy": right / count, "loss": loss / count, "measured_by": len(measured), "measured_on": count}
 
+    def rows(self, client: int) -> int:
+        """Return how many rows a site said it trains on; 0 where it did not say."""
+        return 0 if self._remote is None else self._remote.sizes.get(client, 0)
+
     def measure(self, weights: Weights) -> dict[int, tuple[int, float, int]]:
         """Return (right answers, sum of losses, rows) of each site that answers, by client id."""
         assert self._remote is not None
@@ -160,13 +165,22 @@ class Sites:
 
 
 class _Counted(Remote):
-    """A population that knows the last round it played."""
+    """A population that knows the last round it played, and how many rows clients said they trained on."""
 
     round = 0
 
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.sizes: dict[int, int] = {}
+
     def play(self, order: Order, ids: np.ndarray) -> Messages:
         self.round = order.round
-        return super().play(order, ids)
+        sent = super().play(order, ids)
+        if not self.task.method(order.round).per_client:  # what changes an upload on its way may change this number
+            for client, upload in sent.by_client.items():
+                if isinstance(upload, Mapping) and 0 < (size := float(upload["size"])) < SIZE_LIMIT:
+                    self.sizes[client] = int(size)
+        return sent
 
 
 def _only_sites_answer(*_: Any) -> dict[str, Any]:
@@ -201,7 +215,7 @@ def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Re
         if member.client in measured:
             right, _, count = measured[member.client]
             accuracy[member.client] = right / count
-            parties.append(Party(member.name, 0, count, right / count))
+            parties.append(Party(member.name, sites.rows(member.client), count, right / count))
     parties.sort(key=lambda party: (party.federated, party.name))
     write_parties(parties, folder)
     title = f"{result.method}: {built.federation.partition}"

@@ -184,7 +184,9 @@ def _write_parties(asked: Asked, agreed: Experiment, experiment: Experiment, run
         write_whole(folder / EXPERIMENT_FILE, text)
         unlabeled = unlabeled_place(experiment) or ""
         places = {"test": experiment.data.test or "", "unlabeled": unlabeled}
-        places = {key: str(Path(place).resolve()) if is_local(place) else place for key, place in places.items()}
+        places = {
+            key: str(Path(place).resolve()) if place and is_local(place) else place for key, place in places.items()
+        }
         words = {"address": asked.address, **places}
         write_whole(
             server / SERVER_FILE, _filled(_SERVER, **{key: toml_io.toml_value(word) for key, word in words.items()})
