@@ -67,5 +67,5 @@ def rehearse_command(folder: Path, data: list[str], *, rounds: int | None, out: 
         watchers = () if quiet else (progress,)
         verdict = rehearse(folder, copy, places, rounds=rounds, callbacks=watchers, tell=tell)
     typer.echo(verdict.text())
-    if verdict.different:
+    if not verdict.as_meant:
         raise typer.Exit(1)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.trainer import threads
@@ -48,12 +49,22 @@ class Verdict(NamedTuple):
     largest: float  # difference of two numbers
     invented: tuple[str, ...]  # sites whose rows were made up
     seconds: float
+    noisy: bool = False  # sites put noise on what they send, each from a secret of its own
+
+    @property
+    def as_meant(self) -> bool:
+        return self.noisy or not self.different
 
     def text(self) -> str:
         rounds = len(self.result.history.rows)
         head = f"{rounds} round{'s' if rounds != 1 else ''} in {self.seconds:.1f} s"
         if self.invented:
             head += f"; rows were made up for {', '.join(self.invented)}, so the accuracy says nothing"
+        if self.noisy and self.different:
+            return (
+                f"{head}\nPLAYED: each site draws its noise from a secret of its own, so the model is not the "
+                "simulation's, as it must be"
+            )
         if not self.different:
             return f"{head}\nEQUAL: all {self.tensors} tensors of the model are the simulation's, bit for bit"
         return (
@@ -93,7 +104,17 @@ def rehearse(
         transport = Sockets({site.client: site.socket for site in sites}, deadline=max(deployment.deadline, PATIENCE))
         result = federate_over(deployment, transport, callbacks=callbacks)
     different, tensors, largest = _compared(result.weights, expected.weights)
-    return Verdict(result, different, tensors, largest, invented, time.perf_counter() - began)
+    return Verdict(
+        result, different, tensors, largest, invented, time.perf_counter() - began, _draws_noise(deployment)
+    )
+
+
+def _draws_noise(deployment: Deployment) -> bool:
+    """Return whether sites protect something by noise."""
+    built = built_for(deployment, server_experiment(deployment))
+    releases = [release for phase in phases_of(built.method) for release in phase.method.releases]
+    noisy = any(release.multiplier is not None for release in releases)
+    return noisy or built.privacy.label_counts == "dp"
 
 
 def _copy(deployment: Deployment, copy: Path, rounds: int | None) -> None:

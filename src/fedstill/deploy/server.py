@@ -84,6 +84,11 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
         raise FedstillError(
             f"evaluate = '{BY_SITES}': no site holds back rows to measure on; set data.client_test_share, e.g. 0.2"
         )
+    if by_sites and experiment.privacy.epsilon is not None:
+        raise FedstillError(
+            f"evaluate = '{BY_SITES}': what a model gets right at a site has no noise, and privacy.epsilon is a budget; "
+            "name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
+        )
     built = build(experiment, federation)
     if by_sites and built.model.groups is not None:
         raise FedstillError(
@@ -204,7 +209,8 @@ def _measured(answer: Any) -> tuple[int, float, int]:
 
 def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Result, folder: Path) -> Result:
     """Ask each site how good the last model is on its rows, and write the table of parties as a simulation does."""
-    if not deployment.experiment.data.client_test_share or built.model.groups is not None:
+    experiment = deployment.experiment
+    if not experiment.data.client_test_share or built.model.groups is not None or experiment.privacy.epsilon:
         return result
     measured = sites.measure(result.weights)
     if not measured:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedstill.core.data import GIVEN
+from fedstill.core.data import AT_SITES
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
 from fedstill.deploy.folder import (
@@ -121,7 +121,7 @@ def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experime
     """Return the experiment as all parties get it, and what was decided on the way."""
     data, said = experiment.data, list[str]()
     table = data.model_dump() | {
-        "source": GIVEN, "test": None, "keys": (), "drop": (), "size": None, "test_limit": data.test_limit,
+        "source": AT_SITES, "test": None, "keys": (), "drop": (), "size": None, "test_limit": data.test_limit,
         "classes": form.classes, "label": form.label or data.label, "scale": "train" if form.mean else "none",
         "unlabeled": "test" if data.unlabeled == "test" else "none",
     }  # fmt: skip
@@ -147,6 +147,11 @@ def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experime
     cohort = experiment.cohort if experiment.cohort < 1 else min(experiment.cohort, sites)
     if cohort != experiment.cohort:
         said.append(f"cohort: {cohort} sites take part in a round, because there are no more")
+    if data.test is None and experiment.privacy.epsilon is not None:
+        raise FedstillError(
+            "privacy.epsilon: the server has no rows to test on, and under a budget sites do not say how many rows the "
+            "model gets right, because that has no noise: set data.test to rows of the server's own"
+        )
     if data.test is None and experiment.evaluate == "global_test":
         share = data.client_test_share or TEST_SHARE
         table["client_test_share"] = share
