@@ -98,15 +98,13 @@ def rehearse(
     sites, invented = _sites(deployment, folder, data)
     rows = {site.client: read_rows(site.experiment, site.data).data for site in sites}
     tell("the simulation plays first")
-    expected = _simulated(deployment, rows)
+    expected = simulated(deployment, rows)
     tell(f"{len(sites)} sites start, a process each")
     with _processes(sites):
         transport = Sockets({site.client: site.socket for site in sites}, deadline=max(deployment.deadline, PATIENCE))
         result = federate_over(deployment, transport, callbacks=callbacks)
-    different, tensors, largest = _compared(result.weights, expected.weights)
-    return Verdict(
-        result, different, tensors, largest, invented, time.perf_counter() - began, _draws_noise(deployment)
-    )
+    different, tensors, largest = compared(result.weights, expected.weights)
+    return Verdict(result, different, tensors, largest, invented, time.perf_counter() - began, _draws_noise(deployment))
 
 
 def _draws_noise(deployment: Deployment) -> bool:
@@ -199,7 +197,7 @@ def _cell(text: str) -> str:
     return '"' + text.replace('"', '""') + '"' if any(sign in text for sign in ',"\n;') else text
 
 
-def _simulated(deployment: Deployment, rows: Mapping[int, Dataset]) -> Result:
+def simulated(deployment: Deployment, rows: Mapping[int, Dataset]) -> Result:
     """Run the same experiment in this process: all rows in one federation, each site a client."""
     experiment = server_experiment(deployment)
     built = built_for(deployment, experiment)
@@ -255,7 +253,7 @@ def _processes(sites: Sequence[SiteFolder]) -> Iterator[None]:
                 process.wait()
 
 
-def _compared(ours: Weights, expected: Weights) -> tuple[tuple[str, ...], int, float]:
+def compared(ours: Weights, expected: Weights) -> tuple[tuple[str, ...], int, float]:
     """Return the names of tensors that differ in a bit, the number of tensors, and the largest difference."""
     first, second = flatten(ours._asdict()), flatten(expected._asdict())
     different = [name for name in first if not torch.equal(first[name].cpu(), second[name].cpu())]

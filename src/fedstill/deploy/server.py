@@ -121,8 +121,8 @@ def server_federation(deployment: Deployment, experiment: Experiment) -> Federat
         unlabeled_truth=None if unlabeled is None else unlabeled.truth,
         unlabeled_ids=None if unlabeled is None else unlabeled.ids,
         unlabeled_skipped=() if unlabeled is None else unlabeled.skipped,
-        names=deployment.names,
-        partition=f"{len(deployment.members)} sites",
+        # no names: a site that takes an empty seat later changes nothing of what the run began with
+        partition="organisations",
     )
 
 
@@ -143,12 +143,12 @@ class Sites:
 
     def evaluate(self, weights: Weights, test: TestSet, trainer: Trainer) -> dict[str, Any]:
         """Measure a model on all rows that the sites hold back, together: accuracy and mean loss."""
-        measured = self.measure(weights)
-        count = sum(rows for _, _, rows in measured.values())
+        found = self.measure(weights)
+        count = sum(rows for _, _, rows in found.values())
         if not count:
             raise NotMeasured("no site measured the model")
-        right, loss = (sum(numbers[place] for numbers in measured.values()) for place in (0, 1))
-        return {"accuracy": right / count, "loss": loss / count, "measured_by": len(measured), "measured_on": count}
+        right, loss = (sum(numbers[place] for numbers in found.values()) for place in (0, 1))
+        return {"accuracy": right / count, "loss": loss / count, "measured_by": len(found), "measured_on": count}
 
     def rows(self, client: int) -> int:
         """Return how many rows a site said it trains on; 0 where it did not say."""
@@ -163,7 +163,7 @@ class Sites:
         question = Question(EVALUATION, _only_sites_answer)
         for client, answer in self._remote.ask(question, members, round=number, sent=weights._asdict()):
             try:
-                found[client] = _measured(answer)
+                found[client] = measured(answer)
             except FedstillError as error:
                 _log.warning("round %d: %s measured nothing: %s", number, self.deployment.names[client], error)
         return dict(sorted(found.items()))  # so that sums do not depend on who was first
@@ -192,7 +192,7 @@ def _only_sites_answer(*_: Any) -> dict[str, Any]:
     raise FedstillError("this question is answered where the rows are")
 
 
-def _measured(answer: Any) -> tuple[int, float, int]:
+def measured(answer: Any) -> tuple[int, float, int]:
     """Return the numbers of an answer; one that cannot be true is refused."""
     if isinstance(answer, str):
         raise FedstillError(answer)
@@ -212,14 +212,14 @@ def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Re
     experiment = deployment.experiment
     if not experiment.data.client_test_share or built.model.groups is not None or experiment.privacy.epsilon:
         return result
-    measured = sites.measure(result.weights)
-    if not measured:
+    found = sites.measure(result.weights)
+    if not found:
         return result
     accuracy: list[float | None] = [None] * deployment.seats
     parties = []
     for member in deployment.members:
-        if member.client in measured:
-            right, _, count = measured[member.client]
+        if member.client in found:
+            right, _, count = found[member.client]
             accuracy[member.client] = right / count
             parties.append(Party(member.name, sites.rows(member.client), count, right / count))
     parties.sort(key=lambda party: (party.federated, party.name))

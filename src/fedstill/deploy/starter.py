@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from fedstill.deploy.server import BY_SITES, built_for, server_experiment
 from fedstill.experiment.build import agreed_data, build_federation
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import is_local, own_files, read_contract, texts_of, unlabeled_place
+from fedstill.loop.federate import check_built
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
 
@@ -61,8 +63,12 @@ def write_deployment(experiment: Experiment, asked: Asked) -> list[str]:
     if form.tokenizer is not None:
         for folder in (asked.folder, *(asked.folder / SITES_FOLDER / name for name in asked.names)):
             write_whole(folder / TOKENIZER_FILE, form.tokenizer.file)
-    deployment = read_deployment(asked.folder)
-    built_for(deployment, server_experiment(deployment))  # what a run would refuse is refused now
+    try:
+        deployment = read_deployment(asked.folder)
+        check_built(built_for(deployment, server_experiment(deployment)))  # what a run would refuse is refused now
+    except FedstillError:
+        shutil.rmtree(asked.folder)
+        raise
     return [*said, *more, *_write_transport(deployment), f"Next: read {asked.folder}/README.md"]
 
 
