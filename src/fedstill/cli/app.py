@@ -454,12 +454,15 @@ def deploy_rehearse(
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Fewer rounds than the experiment has.")
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep what was played in this new folder (default: nothing).")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Play the whole run on this machine, a process for each site, and compare it with a simulation bit for bit."""
     from fedstill.cli.deploy import rehearse_command
 
-    rehearse_command(folder, data or [], rounds=rounds, quiet=quiet)
+    rehearse_command(folder, data or [], rounds=rounds, out=out, quiet=quiet)
 
 
 @deploy.command("run")

@@ -61,7 +61,7 @@ def _ask() -> bool:
     return str(typer.prompt("Type yes if this may leave", default="no")).strip().lower() == "yes"
 
 
-def rehearse_command(folder: Path, data: list[str], *, rounds: int | None, quiet: bool) -> None:
+def rehearse_command(folder: Path, data: list[str], *, rounds: int | None, out: Path | None, quiet: bool) -> None:
     places = {}
     for entry in data:
         name, equals, place = entry.partition("=")
@@ -70,11 +70,13 @@ def rehearse_command(folder: Path, data: list[str], *, rounds: int | None, quiet
         places[name] = place
     deployment = read_deployment(folder)
     total = deployment.experiment.rounds if rounds is None else min(rounds, deployment.experiment.rounds)
+    if out is not None and out.exists():
+        raise FedstillError(f"--out: '{out}' is there already: give a new folder")
     with TemporaryDirectory(prefix="fedstill-") as scratch, Progress("", runs=1, rounds=total) as progress:
         progress.label = deployment.experiment.method.name
-        verdict = rehearse(
-            folder, Path(scratch), places, rounds=rounds, callbacks=() if quiet else (progress,), tell=tell
-        )
+        copy = Path(scratch) / "rehearsal" if out is None else out
+        watchers = () if quiet else (progress,)
+        verdict = rehearse(folder, copy, places, rounds=rounds, callbacks=watchers, tell=tell)
     typer.echo(verdict.text())
-    if verdict.different:
+    if not verdict.as_meant:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import re
 import textwrap
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -43,11 +44,10 @@ def what_leaves(site: SiteFolder, desk: Desk) -> str:
         f"Method: {name}; at most {rounds} rounds; network: {experiment.model.name}",
         "",
         "LEAVES this site, in each round in which it takes part:",
-        *_listed(facts["leaves_a_client"]),
-        f"  - (the model: {human_bytes(byte_size(weights))} a round)",
+        *_listed([f"the trained model ({human_bytes(byte_size(weights))})", *_slots(facts["leaves_a_client"][1:])]),
     ]
     if once := facts["leaves_a_client_once"]:
-        lines += ["LEAVES this site once, before the first round:", *_listed(once)]
+        lines += ["LEAVES this site once, before the first round:", *_listed(_slots(once))]
     if desk.evaluates and tested is not None:
         lines += [
             "LEAVES this site when the server asks how good a model is:",
@@ -60,12 +60,12 @@ def what_leaves(site: SiteFolder, desk: Desk) -> str:
             "where it cannot answer, the reason in one line, without rows and without names of folders",
         ]),
         "STAYS at this site:",
-        *_listed([f"all rows with labels: {held} to train on{_beside(tested)}", *facts["stays_on_a_client"][1:]]),
+        *_listed([f"all rows: {held} to train on{_beside(tested)}", *_slots(facts["stays_on_a_client"][1:])]),
         "COMES to this site:",
-        *_listed([*facts["sent_to_a_client"], "no code: the method is this site's own installed fedstill"]),
+        *_listed([*_slots(facts["sent_to_a_client"]), "no code: the method is this site's own installed fedstill"]),
         "PROTECTED is:",
         *_listed(protection(desk)),
-        "A model that was trained on rows may tell something about them, even without noise being visible in it.",
+        "A model tells something of the rows that it was trained on; noise bounds how much, where there is noise.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -79,7 +79,10 @@ def protection(desk: Desk) -> list[str]:
     stretches = after(played)
     if desk.evaluates and task.federation.client_test is not None and desk.allowed is None:
         stretches = [replace(one, leaves={**one.leaves, "measured": "how good models are here"}) for one in stretches]
-    lines = [f"after {played} rounds: {line}" for line in statement(stretches, task.privacy.delta).text().split("\n")]
+    made = statement(stretches, task.privacy.delta)
+    lines = [f"after {played} rounds: {line}" for line in made.text().split("\n") if line != "no claim"]
+    if not made.claims:
+        lines.insert(0, "nothing by noise: who gets what leaves can compute from it whatever it tells of the rows")
     if allowed is not None:
         lines.append(
             f"this site's own budget: epsilon = {task.privacy.epsilon:g}, which allows {allowed} rounds; then it "
@@ -92,6 +95,11 @@ def _listed(items: list[str]) -> list[str]:
     return [
         line for item in items for line in textwrap.wrap(item, WIDTH, initial_indent="  - ", subsequent_indent="    ")
     ]
+
+
+def _slots(items: list[str]) -> list[str]:
+    """Say of a slot's name that it is a name: 'control: as large as the model'."""
+    return [re.sub(r"^(\w+): ", r"what the method calls \1: ", item) for item in items]
 
 
 def _beside(tested: Any) -> str:

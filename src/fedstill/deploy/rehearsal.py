@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import numpy_generator, seed_for
 from fedstill.core.trainer import threads
@@ -48,12 +49,22 @@ class Verdict(NamedTuple):
     largest: float  # difference of two numbers
     invented: tuple[str, ...]  # sites whose rows were made up
     seconds: float
+    noisy: bool = False  # sites put noise on what they send, each from a secret of its own
+
+    @property
+    def as_meant(self) -> bool:
+        return self.noisy or not self.different
 
     def text(self) -> str:
         rounds = len(self.result.history.rows)
         head = f"{rounds} round{'s' if rounds != 1 else ''} in {self.seconds:.1f} s"
         if self.invented:
             head += f"; rows were made up for {', '.join(self.invented)}, so the accuracy says nothing"
+        if self.noisy and self.different:
+            return (
+                f"{head}\nPLAYED: each site draws its noise from a secret of its own, so the model is not the "
+                "simulation's, as it must be"
+            )
         if not self.different:
             return f"{head}\nEQUAL: all {self.tensors} tensors of the model are the simulation's, bit for bit"
         return (
@@ -64,7 +75,7 @@ class Verdict(NamedTuple):
 
 def rehearse(
     folder: Path,
-    scratch: Path,
+    copy: Path,
     data: Mapping[str, str],
     *,
     rounds: int | None = None,
@@ -73,11 +84,10 @@ def rehearse(
 ) -> Verdict:
     """Play the run of a deployment's folder with a process for each site, and compare it with a simulation.
 
-    scratch: an empty folder; the deployment's own folder is left as it is.
+    copy: a new folder, in which all of it happens; the deployment's own folder is left as it is.
     data: rows by the names of sites. A site without any takes those of its site.toml, or some are made up.
     """
     began = time.perf_counter()
-    copy = scratch / "rehearsal"
     deployment = read_deployment(folder)
     if unknown := sorted(set(data) - {member.name for member in deployment.members}):
         raise FedstillError(
@@ -88,13 +98,21 @@ def rehearse(
     sites, invented = _sites(deployment, folder, data)
     rows = {site.client: read_rows(site.experiment, site.data).data for site in sites}
     tell("the simulation plays first")
-    expected = _simulated(deployment, rows)
+    expected = simulated(deployment, rows)
     tell(f"{len(sites)} sites start, a process each")
     with _processes(sites):
         transport = Sockets({site.client: site.socket for site in sites}, deadline=max(deployment.deadline, PATIENCE))
         result = federate_over(deployment, transport, callbacks=callbacks)
-    different, tensors, largest = _compared(result.weights, expected.weights)
-    return Verdict(result, different, tensors, largest, invented, time.perf_counter() - began)
+    different, tensors, largest = compared(result.weights, expected.weights)
+    return Verdict(result, different, tensors, largest, invented, time.perf_counter() - began, _draws_noise(deployment))
+
+
+def _draws_noise(deployment: Deployment) -> bool:
+    """Return whether sites protect something by noise."""
+    built = built_for(deployment, server_experiment(deployment))
+    releases = [release for phase in phases_of(built.method) for release in phase.method.releases]
+    noisy = any(release.multiplier is not None for release in releases)
+    return noisy or built.privacy.label_counts == "dp"
 
 
 def _copy(deployment: Deployment, copy: Path, rounds: int | None) -> None:
@@ -179,7 +197,7 @@ def _cell(text: str) -> str:
     return '"' + text.replace('"', '""') + '"' if any(sign in text for sign in ',"\n;') else text
 
 
-def _simulated(deployment: Deployment, rows: Mapping[int, Dataset]) -> Result:
+def simulated(deployment: Deployment, rows: Mapping[int, Dataset]) -> Result:
     """Run the same experiment in this process: all rows in one federation, each site a client."""
     experiment = server_experiment(deployment)
     built = built_for(deployment, experiment)
@@ -235,7 +253,7 @@ def _processes(sites: Sequence[SiteFolder]) -> Iterator[None]:
                 process.wait()
 
 
-def _compared(ours: Weights, expected: Weights) -> tuple[tuple[str, ...], int, float]:
+def compared(ours: Weights, expected: Weights) -> tuple[tuple[str, ...], int, float]:
     """Return the names of tensors that differ in a bit, the number of tensors, and the largest difference."""
     first, second = flatten(ours._asdict()), flatten(expected._asdict())
     different = [name for name in first if not torch.equal(first[name].cpu(), second[name].cpu())]

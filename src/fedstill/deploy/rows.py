@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
 from fedstill.data import load
 from fedstill.data.files import files_of, read_files
@@ -88,9 +89,9 @@ def _differences(experiment: Experiment, place: str) -> list[str]:
     present = list(dict.fromkeys(name for frame in frames.values() for name in frame.columns))
     wanted = [*data.columns, *([data.label] if data.label else [])]
     for name in (name for name in wanted if name not in present):
-        near = suggest(name, [other for other in present if other not in wanted]) if set(present) - set(wanted) else ""
+        near = get_close_matches(name, [other for other in present if other not in wanted], n=1)
         what = "label column" if name == data.label else "column"
-        lines.append(f"data: {what} '{name}' is missing in {root.name}{f': {near}' if near else ''}")
+        lines.append(f"data: {what} '{name}' is missing in {root.name}{f'; is it {near[0]!r}?' if near else ''}")
     for name, form in data.columns.items():
         if not isinstance(form, tuple):
             continue

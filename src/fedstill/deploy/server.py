@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from fedstill.report import draw_all
 from fedstill.report.parties import PICTURE_FILE, Party, party_picture, write_parties
 
 BY_SITES = "client_rows"  # the value of `evaluate` with which sites measure the model on rows that they hold back
+SIZE_LIMIT = 1e12  # rows that are believed of a site
 _log = logging.getLogger("fedstill.run")
 
 
@@ -83,6 +84,11 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
         raise FedstillError(
             f"evaluate = '{BY_SITES}': no site holds back rows to measure on; set data.client_test_share, e.g. 0.2"
         )
+    if by_sites and experiment.privacy.epsilon is not None:
+        raise FedstillError(
+            f"evaluate = '{BY_SITES}': what a model gets right at a site has no noise, and privacy.epsilon is a budget; "
+            "name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
+        )
     built = build(experiment, federation)
     if by_sites and built.model.groups is not None:
         raise FedstillError(
@@ -115,8 +121,8 @@ def server_federation(deployment: Deployment, experiment: Experiment) -> Federat
         unlabeled_truth=None if unlabeled is None else unlabeled.truth,
         unlabeled_ids=None if unlabeled is None else unlabeled.ids,
         unlabeled_skipped=() if unlabeled is None else unlabeled.skipped,
-        names=deployment.names,
-        partition=f"{len(deployment.members)} sites",
+        # no names: a site that takes an empty seat later changes nothing of what the run began with
+        partition="organisations",
     )
 
 
@@ -137,12 +143,16 @@ class Sites:
 
     def evaluate(self, weights: Weights, test: TestSet, trainer: Trainer) -> dict[str, Any]:
         """Measure a model on all rows that the sites hold back, together: accuracy and mean loss."""
-        measured = self.measure(weights)
-        count = sum(rows for _, _, rows in measured.values())
+        found = self.measure(weights)
+        count = sum(rows for _, _, rows in found.values())
         if not count:
             raise NotMeasured("no site measured the model")
-        right, loss = (sum(numbers[place] for numbers in measured.values()) for place in (0, 1))
-        return {"accuracy": right / count, "loss": loss / count, "measured_by": len(measured), "measured_on": count}
+        right, loss = (sum(numbers[place] for numbers in found.values()) for place in (0, 1))
+        return {"accuracy": right / count, "loss": loss / count, "measured_by": len(found), "measured_on": count}
+
+    def rows(self, client: int) -> int:
+        """Return how many rows a site said it trains on; 0 where it did not say."""
+        return 0 if self._remote is None else self._remote.sizes.get(client, 0)
 
     def measure(self, weights: Weights) -> dict[int, tuple[int, float, int]]:
         """Return (right answers, sum of losses, rows) of each site that answers, by client id."""
@@ -153,27 +163,36 @@ class Sites:
         question = Question(EVALUATION, _only_sites_answer)
         for client, answer in self._remote.ask(question, members, round=number, sent=weights._asdict()):
             try:
-                found[client] = _measured(answer)
+                found[client] = measured(answer)
             except FedstillError as error:
                 _log.warning("round %d: %s measured nothing: %s", number, self.deployment.names[client], error)
         return dict(sorted(found.items()))  # so that sums do not depend on who was first
 
 
 class _Counted(Remote):
-    """A population that knows the last round it played."""
+    """A population that knows the last round it played, and how many rows clients said they trained on."""
 
     round = 0
 
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.sizes: dict[int, int] = {}
+
     def play(self, order: Order, ids: np.ndarray) -> Messages:
         self.round = order.round
-        return super().play(order, ids)
+        sent = super().play(order, ids)
+        if not self.task.method(order.round).per_client:  # what changes an upload on its way may change this number
+            for client, upload in sent.by_client.items():
+                if isinstance(upload, Mapping) and 0 < (size := float(upload["size"])) < SIZE_LIMIT:
+                    self.sizes[client] = int(size)
+        return sent
 
 
 def _only_sites_answer(*_: Any) -> dict[str, Any]:
     raise FedstillError("this question is answered where the rows are")
 
 
-def _measured(answer: Any) -> tuple[int, float, int]:
+def measured(answer: Any) -> tuple[int, float, int]:
     """Return the numbers of an answer; one that cannot be true is refused."""
     if isinstance(answer, str):
         raise FedstillError(answer)
@@ -190,18 +209,19 @@ def _measured(answer: Any) -> tuple[int, float, int]:
 
 def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Result, folder: Path) -> Result:
     """Ask each site how good the last model is on its rows, and write the table of parties as a simulation does."""
-    if not deployment.experiment.data.client_test_share or built.model.groups is not None:
+    experiment = deployment.experiment
+    if not experiment.data.client_test_share or built.model.groups is not None or experiment.privacy.epsilon:
         return result
-    measured = sites.measure(result.weights)
-    if not measured:
+    found = sites.measure(result.weights)
+    if not found:
         return result
     accuracy: list[float | None] = [None] * deployment.seats
     parties = []
     for member in deployment.members:
-        if member.client in measured:
-            right, _, count = measured[member.client]
+        if member.client in found:
+            right, _, count = found[member.client]
             accuracy[member.client] = right / count
-            parties.append(Party(member.name, 0, count, right / count))
+            parties.append(Party(member.name, sites.rows(member.client), count, right / count))
     parties.sort(key=lambda party: (party.federated, party.name))
     write_parties(parties, folder)
     title = f"{result.method}: {built.federation.partition}"

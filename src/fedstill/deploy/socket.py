@@ -215,7 +215,8 @@ def _address(path: Path) -> Iterator[str]:
 
 def _write(peer: socket.socket, data: bytes) -> None:
     peer.sendall(LENGTH.pack(len(data)))
-    peer.sendall(data)
+    if data:  # a peer that has all it waits for may be gone, and then even nothing cannot be sent
+        peer.sendall(data)
 
 
 def _read(peer: socket.socket, limit: int, end: float | None = None) -> bytes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedstill.core.data import GIVEN
+from fedstill.core.data import AT_SITES
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
 from fedstill.deploy.folder import (
@@ -27,6 +28,7 @@ from fedstill.deploy.server import BY_SITES, built_for, server_experiment
 from fedstill.experiment.build import agreed_data, build_federation
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import is_local, own_files, read_contract, texts_of, unlabeled_place
+from fedstill.loop.federate import check_built
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
 
@@ -61,8 +63,12 @@ def write_deployment(experiment: Experiment, asked: Asked) -> list[str]:
     if form.tokenizer is not None:
         for folder in (asked.folder, *(asked.folder / SITES_FOLDER / name for name in asked.names)):
             write_whole(folder / TOKENIZER_FILE, form.tokenizer.file)
-    deployment = read_deployment(asked.folder)
-    built_for(deployment, server_experiment(deployment))  # what a run would refuse is refused now
+    try:
+        deployment = read_deployment(asked.folder)
+        check_built(built_for(deployment, server_experiment(deployment)))  # what a run would refuse is refused now
+    except FedstillError:
+        shutil.rmtree(asked.folder)
+        raise
     return [*said, *more, *_write_transport(deployment), f"Next: read {asked.folder}/README.md"]
 
 
@@ -121,7 +127,7 @@ def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experime
     """Return the experiment as all parties get it, and what was decided on the way."""
     data, said = experiment.data, list[str]()
     table = data.model_dump() | {
-        "source": GIVEN, "test": None, "keys": (), "drop": (), "size": None, "test_limit": data.test_limit,
+        "source": AT_SITES, "test": None, "keys": (), "drop": (), "size": None, "test_limit": data.test_limit,
         "classes": form.classes, "label": form.label or data.label, "scale": "train" if form.mean else "none",
         "unlabeled": "test" if data.unlabeled == "test" else "none",
     }  # fmt: skip
@@ -147,6 +153,11 @@ def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experime
     cohort = experiment.cohort if experiment.cohort < 1 else min(experiment.cohort, sites)
     if cohort != experiment.cohort:
         said.append(f"cohort: {cohort} sites take part in a round, because there are no more")
+    if data.test is None and experiment.privacy.epsilon is not None:
+        raise FedstillError(
+            "privacy.epsilon: the server has no rows to test on, and under a budget sites do not say how many rows the "
+            "model gets right, because that has no noise: set data.test to rows of the server's own"
+        )
     if data.test is None and experiment.evaluate == "global_test":
         share = data.client_test_share or TEST_SHARE
         table["client_test_share"] = share
@@ -184,7 +195,9 @@ def _write_parties(asked: Asked, agreed: Experiment, experiment: Experiment, run
         write_whole(folder / EXPERIMENT_FILE, text)
         unlabeled = unlabeled_place(experiment) or ""
         places = {"test": experiment.data.test or "", "unlabeled": unlabeled}
-        places = {key: str(Path(place).resolve()) if is_local(place) else place for key, place in places.items()}
+        places = {
+            key: str(Path(place).resolve()) if place and is_local(place) else place for key, place in places.items()
+        }
         words = {"address": asked.address, **places}
         write_whole(
             server / SERVER_FILE, _filled(_SERVER, **{key: toml_io.toml_value(word) for key, word in words.items()})

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedstill.core.author_mistakes import call, name_of
-from fedstill.core.data import GIVEN, InputColumn
+from fedstill.core.data import AT_SITES, GIVEN, InputColumn
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import seed_for
 from fedstill.core.types import Dataset, Federation
@@ -61,6 +61,11 @@ def load_source(experiment: Experiment, given: Any = None) -> Source:
         raise FedstillError(
             "the data of this run were handed over in Python, and no file holds them: call fedstill.run or "
             "fedstill.compare with the same data and resume=True"
+        )
+    if experiment.data.source == AT_SITES and given is None:
+        raise FedstillError(
+            "the rows of this run are at its sites: go on with it by `fedstill deploy run FOLDER`, where FOLDER is the "
+            "deployment's"
         )
     data, options = experiment.data, reading_options(experiment)
     if given is None:

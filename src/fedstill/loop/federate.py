@@ -271,13 +271,15 @@ def _run(
 
 def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> str:
     """Write the temperatures of each model into calibration.json, one for each set of labeled rows; return a digest."""
-    sets = {"the test set": (task.test.x, task.test.y)} if len(task.test.y) else {}
+    sets = {"the test set": (task.test.x, task.test.y)}
     if task.federation.validation is not None:
         sets = {"the validation set": task.federation.validation, **sets}
     table: dict[str, list[dict[str, Any]]] = {}
     for name, weights in models.items():
         for where, (x, y) in sets.items():
-            scores = task.trainer.outputs(weights, x.to(task.engine.device), features=False).logits.double().cpu()
+            scores = torch.zeros(0, len(task.federation.train.classes))  # of a server without labeled rows
+            if len(y):
+                scores = task.trainer.outputs(weights, x.to(task.engine.device), features=False).logits.double().cpu()
             table.setdefault(name, []).append(dataclasses.asdict(calibrate(scores, y.cpu(), where)))
     content = (json.dumps(table, indent=1) + "\n").encode()
     write_whole(folder / CALIBRATION_FILE, content)
