@@ -19,7 +19,7 @@ import numpy as np
 from fedstill.core.types import Weights
 from fedstill.deploy.flower.files import write
 from fedstill.deploy.folder import read_deployment, read_site
-from fedstill.deploy.rehearsal import _compared, _simulated
+from fedstill.deploy.rehearsal import compared, simulated
 from fedstill.deploy.rows import read_rows
 from fedstill.loop.checkpoint import load_weights
 
@@ -203,7 +203,7 @@ def differences(folder: Path) -> tuple[str, ...]:
     sites = [read_site(folder / "sites" / member.name) for member in deployment.members]
     rows = {site.client: read_rows(site.experiment, site.data).data for site in sites}
     ours: Weights = load_weights(deployment.run_dir / "last")
-    return _compared(ours, _simulated(deployment, rows).weights)[0]
+    return compared(ours, simulated(deployment, rows).weights)[0]
 
 
 def table_of(folder: Path) -> list[dict[str, object]]:

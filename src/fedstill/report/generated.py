@@ -57,7 +57,7 @@ def show_generated(result: Result, federation: Federation, folder: Path, *, seed
         if samples is None:
             return result
         if not len(federation.indices):
-            _log.info("the clients' rows are not here, so that nobody can compare generated samples: no %s", COPIES_FILE)
+            _log.info("the clients' rows are not here, and nobody can compare generated samples: no %s", COPIES_FILE)
             return result
         copies = look_for_copies(samples, federation, seed=seed)
         facts = copies.as_dict(train)
