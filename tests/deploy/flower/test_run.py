@@ -137,13 +137,11 @@ def test_from_outside_nobody_registers_a_node_or_starts_a_run(standing, tmp_path
 
 
 def test_a_node_with_an_unregistered_key_is_refused(standing, tmp_path):
-    own = tmp_path / "sites" / "thief"
-    shutil.copytree(standing.folder / "sites" / "north", own)
-    (own / "flower" / "node").unlink()
-    (own / "flower" / "node.pub").unlink()
-    make_node_key(own / "flower" / "node")
+    own = tmp_path / "flower"
+    shutil.copytree(standing.folder / "sites" / "north" / "flower", own, ignore=shutil.ignore_patterns("node*", "home"))
+    make_node_key(own / "node")
     how = {**os.environ, "ONCE": "1", "PORT": str(free_ports(1)[0]), "PYTHON_BIN": str(Path(sys.executable).parent)}
-    done = subprocess.run(["sh", own / "flower" / "supernode.sh"], env=how, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["sh", own / "supernode.sh"], env=how, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert "Failed to initialize the connection" in done.stdout + done.stderr
     goes_on(standing)

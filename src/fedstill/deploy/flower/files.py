@@ -36,6 +36,7 @@ VERSIONS = "flwr>=1.41,<1.43"
 MISSING = "Install it: pip install 'fedstill[flower]' -c constraints-flower.txt"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 DEPLOYMENT = "FEDSTILL_DEPLOYMENT"  # environment of the SuperLink: the deployment's folder
+PATIENCE = "120"  # seconds without the server after which a SuperNode says why, and ends; its script starts it again
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 PROJECT = f"""\
@@ -202,6 +203,7 @@ def _write_supernode_script(deployment: Deployment, folder: Path, name: str, *, 
         "--superlink", deployment.address, "--root-certificates", "$HERE/ca.crt",
         "--auth-supernode-private-key", "$HERE/node", "--node-config", 'socket="$HERE/../socket/desk.sock"',
         "--host", "127.0.0.1", "--port", f"${{PORT:-{port}}}",
+        "--max-wait-time", PATIENCE,
     ]  # fmt: skip
     about = f"the SuperNode of site {name}: fetches orders, and hands them to `fedstill site`"
     _write_part(folder / "supernode.sh", about, command, {"FLWR_HOME": "$HERE/home", **QUIET})

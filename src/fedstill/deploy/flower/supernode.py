@@ -7,8 +7,10 @@ it: the app is in the kit that its operator installed. So this SuperNode compare
 from __future__ import annotations
 
 import io
+import os
 import sys
 import tomllib
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,7 +85,13 @@ def main() -> None:
         raise SystemExit("fedstill: this version of flwr cannot check apps: install flwr>=1.41,<1.43")
     inside.http_request_response = checked(inside.http_request_response, installed, refuse)  # type: ignore[attr-defined, unused-ignore]
     sys.argv[0] = "flower-supernode"
-    flower_supernode()
+    # Flower starts flower-superexec by its name
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    try:
+        flower_supernode()
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # a thread of Flower's would keep the process, and nobody would start it again
 
 
 if __name__ == "__main__":
