@@ -63,6 +63,10 @@ def test_nothing_but_the_command_line_imports_the_benchmarks_of_papers():
     assert {unit_of(path) for path in files() if "bench" in package_imports(path)} <= {"cli"}
 
 
+def test_nothing_but_the_command_line_imports_the_deployments():
+    assert {unit_of(path) for path in files() if "deploy" in package_imports(path)} <= {"cli"}
+
+
 def test_no_module_imports_itself_through_others():
     modules = {_module_name(path): path for path in files()}
     edges = {

@@ -127,6 +127,13 @@ def test_what_is_no_sample_of_the_data_is_left_out(tmp_path, made, stored):
     assert list(tmp_path.glob("generated*")) == []
 
 
+def test_where_no_client_has_its_rows_nothing_is_compared(tmp_path):
+    nobody = dataclasses.replace(dataset(), x=torch.zeros(0, 1, 6, 6), y=torch.zeros(0, dtype=torch.int64))
+    alone = federation(nobody, held=torch.zeros(0, dtype=torch.int64))
+    assert module.show_generated(result(samples()), alone, tmp_path, seed=0).generated is None
+    assert not (tmp_path / module.COPIES_FILE).exists()
+
+
 def test_rows_are_classes_and_columns_the_samples_that_were_asked_for(drawn):
     made = as_stored(samples(23), dataset())  # 12 of class 0, 11 of class 1, none of class 2
     figure = drawn(generated_picture, made, dataset())

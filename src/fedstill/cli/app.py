@@ -409,6 +409,84 @@ def watch(
     watch_command(folders, port)
 
 
+deploy = typer.Typer(
+    cls=OneLineErrors, help="Runs between organisations: rows stay where they are.", pretty_exceptions_enable=False
+)
+app.add_typer(deploy, name="deploy")
+
+
+@dataclass(frozen=True)
+class DeployInitOptions:
+    """The words of `fedstill deploy init`."""
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Experiment file (TOML), tried in a simulation before.")]
+    sites: Annotated[str, typer.Option("--sites", metavar="A,B,...", help="A name for each site.")]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder.")] = Path("deployment")
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where sites reach the server.")] = "localhost:9092"
+    seats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Places for sites, also later ones (default: as many as named).")
+    ] = 0
+    contract: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Take classes, columns and scale from this run, not from the data."),
+    ] = None
+    settings: Set = None
+
+
+@deploy.command("init")
+@takes(DeployInitOptions)
+def deploy_init(**words: Any) -> None:
+    """Write a folder that an operator can read: what is agreed, who takes part, and a start script for each party."""
+    from fedstill.cli.deploy import init_command
+
+    init_command(DeployInitOptions(**words))
+
+
+@deploy.command("rehearse")
+def deploy_rehearse(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that deploy init wrote.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", metavar="NAME=PATH", help="Rows of a site; of others some are made up. May be repeated."
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Fewer rounds than the experiment has.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep what was played in this new folder (default: nothing).")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Play the whole run on this machine, a process for each site, and compare it with a simulation bit for bit."""
+    from fedstill.cli.deploy import rehearse_command
+
+    rehearse_command(folder, data or [], rounds=rounds, out=out, quiet=quiet)
+
+
+@deploy.command("run")
+def deploy_run(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder that deploy init wrote.")],
+) -> None:
+    """Run the deployment over Flower, or go on with it: starts what is not up, watches it, resumes it."""
+    from fedstill.cli.deploy import run_command
+
+    run_command(folder)
+
+
+@app.command()
+def site(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The site's folder, as the operator sent it.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Consent without a question; for scripts.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the rows, show what would leave, and stop.")] = False,
+) -> None:
+    """Check this site's rows, show what would leave, ask for consent, and answer the server's orders."""
+    from fedstill.cli.deploy import site_command
+
+    site_command(folder, yes=yes, check=check)
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """The words of `fedstill bench`."""

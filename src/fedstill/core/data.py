@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 GIVEN = "(given from Python)"  # stands in a run's files for data or a network that somebody handed over in Python
+AT_SITES = "(at the sites)"  # stands there for data that stay with the parties of a deployment
 PAD = 0  # the id that fills a text up to the common length; never read, never to be told
 
 

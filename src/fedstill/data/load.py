@@ -149,6 +149,10 @@ class Options(TypedDict, total=False):
     drop: Sequence[str]
     missing: str
     unknown: str
+    like: tuple[InputColumn, ...]
+    like_classes: Sequence[str]
+    fit: tuple[int, int] | None
+    held_out: float
 
 
 def load(
@@ -165,7 +169,9 @@ def load(
     inputs. size: resize images to size x size. window: read text in windows of so many characters, whose label is the
     next character. text: read one column of text whole; `tokenise` then makes ids of it.
     drop: columns to leave out. missing, unknown: rules for cells without a value and for new words (see Reading).
-    seed: draws the held-out fifth, where there is no test split. reading: these options as one value.
+    like, like_classes, fit: columns, classes, and height and width of images that parties agreed on (see Reading).
+    seed: draws the held-out fifth, where there is no test split; held_out: another share.
+    reading: these options as one value.
     The cache keeps a hub id for good; refresh=True reads any source again.
     """
     reading = replace(reading or Reading(), **options)

@@ -73,10 +73,11 @@ class Reading:
     inputs: Sequence[str] = ()  # input columns; (): every column that is neither label nor key
     keys: Sequence[str] = ()  # columns kept as keys and left out of the inputs
     size: int | None = None  # resize images to size x size
-    held_out: float = 0.2  # share of the rows that become the test split where a source has none
+    held_out: float = 0.2  # share of the rows that become the test split where a source has none; 0: none
     seed: int = 0  # of that choice
     labelled: bool = True  # False: all rows of all splits, labels not asked for
     like: tuple[InputColumn, ...] = ()  # encode the columns of a table as another source's are
+    like_classes: Sequence[str] = ()  # number the classes so, and refuse any other; (): the classes that are there
     fit: tuple[int, int] | None = None  # images only, brought to this height and width
     window: int | None = None  # characters of text from which the next one is predicted
     text: bool = False  # one column of text, each sample the whole text (see tokens.py)
@@ -87,7 +88,7 @@ class Reading:
     )
 
     def __post_init__(self) -> None:
-        for name in ("inputs", "keys", "drop"):
+        for name in ("inputs", "keys", "drop", "like_classes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("size", "window"):
             if (value := getattr(self, name)) is not None and value < 1:

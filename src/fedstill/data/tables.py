@@ -160,6 +160,8 @@ def assemble(
     if not all(map(len, kept)):
         raise FedstillError(f"data.missing: no row of a split of {name} has a value in every column that it needs")
     y, classes = encode_labels(table.columns[label], table.names.get(label), label, name)
+    if reading.like_classes:
+        y, classes = in_these_classes(y, classes, reading.like_classes, label, name), tuple(reading.like_classes)
     keys = find_keys(train.take(kept[0]), reading, label=label, inputs=inputs, name=name)
     new_notes += [
         f"learnt from column '{n}', which differs in every row of {name}: leave it out with data.drop"
@@ -170,7 +172,7 @@ def assemble(
     ]
     parts: tuple[slice | np.ndarray, ...] = (slice(None, len(kept[0])), slice(len(kept[0]), None))
     rows = dict(zip(("train", "test"), kept, strict=True)) if lost and len(kept) == 2 else {}
-    if len(used) == 1:
+    if len(used) == 1 and reading.held_out:
         trained, held_out = parts = stratified_holdout(y, reading.held_out, seed=reading.seed)
         rows = {"train": kept[0][trained], "test": kept[0][held_out]}
         keys = {key: values[trained] for key, values in keys.items()}
@@ -523,6 +525,23 @@ def encode_labels(
     if len(distinct) == len(values) > 20:
         raise FedstillError(f"data.label: column '{label}' of {where} differs in every row; a label is a class")
     return codes.astype(np.int64), tuple(str(value) for value in distinct)
+
+
+def in_these_classes(
+    y: np.ndarray, classes: Sequence[str], agreed: Sequence[str], label: str, where: str
+) -> np.ndarray:
+    """Return labels y of some classes as numbers of the agreed classes; a class that is none of them is refused."""
+    places = {name: place for place, name in enumerate(agreed)}
+    present = np.unique(y)
+    if strange := [classes[number] for number in present if classes[number] not in places]:
+        rows = np.flatnonzero(np.isin(y, [number for number in present if classes[number] in strange]))
+        shown = ", ".join(f"'{name}'" for name in strange[:SHOWN]) + (" and more" if len(strange) > SHOWN else "")
+        raise FedstillError(
+            f"data.classes: column '{label}' of {where} holds {shown} in {row_numbers(rows)}, and the agreed classes "
+            f"are {', '.join(agreed[:20])}"
+        )
+    numbers: np.ndarray = np.array([places.get(name, -1) for name in classes], np.int64)[y]
+    return numbers
 
 
 def distinct_words(column: np.ndarray) -> tuple[list[str], np.ndarray]:

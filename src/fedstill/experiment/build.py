@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedstill.core.author_mistakes import call, name_of
-from fedstill.core.data import GIVEN
+from fedstill.core.data import AT_SITES, GIVEN, InputColumn
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import seed_for
-from fedstill.core.types import Federation
+from fedstill.core.types import Dataset, Federation
 from fedstill.data import (
     Source,
     central_pool,
@@ -30,6 +31,9 @@ from fedstill.data import (
     with_test_of,
 )
 from fedstill.data.load import Options
+from fedstill.data.source import statistics
+from fedstill.data.split import match_storage
+from fedstill.data.tokens import read_tokenizer
 from fedstill.engine import Engines, build_engines
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network, build_network
@@ -58,6 +62,11 @@ def load_source(experiment: Experiment, given: Any = None) -> Source:
             "the data of this run were handed over in Python, and no file holds them: call fedstill.run or "
             "fedstill.compare with the same data and resume=True"
         )
+    if experiment.data.source == AT_SITES and given is None:
+        raise FedstillError(
+            "the rows of this run are at its sites: go on with it by `fedstill deploy run FOLDER`, where FOLDER is the "
+            "deployment's"
+        )
     data, options = experiment.data, reading_options(experiment)
     if given is None:
         source = load(data.source, **options)
@@ -72,6 +81,8 @@ def load_source(experiment: Experiment, given: Any = None) -> Source:
             )
         x, y, groups = (*parts, None)[:3]
         source = from_data(x, y, groups=groups, **options)
+    if data.shape:
+        source = in_shape(source, data.shape)
     if data.test is not None:
         source = with_test_of(source, data.test, label=data.label)
     if data.client_rows is not None:
@@ -85,7 +96,10 @@ def reading_options(experiment: Experiment) -> Options:
     data = experiment.data
     return {
         "label": data.label,
-        "inputs": data.inputs,
+        "inputs": tuple(data.columns) or data.inputs,
+        "like": agreed_columns(experiment),
+        "like_classes": data.classes,
+        "fit": (data.shape[1], data.shape[2]) if data.shape else None,
         "keys": [*data.keys, *(key for key in _owner_columns(experiment) if key not in data.keys)],
         "size": data.size,
         "window": data.window,
@@ -94,6 +108,76 @@ def reading_options(experiment: Experiment) -> Options:
         "missing": data.missing,
         "unknown": data.unknown,
     }
+
+
+def in_shape(source: Source, shape: tuple[int, ...]) -> Source:
+    """Return a source of images with the channels of data.shape, as bytes; height and width are right already."""
+    like = torch.zeros(0, *shape, dtype=torch.uint8)
+    train, test = (
+        replace(part, x=match_storage(part.x, like, where=f"'{part.name}'", key="data.source"))
+        for part in (source.train, source.test)
+    )
+    if train.x.shape[1] != source.train.x.shape[1]:  # statistics of other channels say nothing of these
+        mean, std = statistics(train.x.numpy(), train.name)
+        train, test = (replace(part, mean=mean, std=std) for part in (train, test))
+    return source._replace(train=train, test=test)
+
+
+def agreed_columns(experiment: Experiment) -> tuple[InputColumn, ...]:
+    """Return the columns of a table as data.columns says them; empty where the data decide.
+
+    Where gaps are filled (data.missing = 'mean'), a column of numbers has a second feature that marks them, and
+    data.mean fills them. A column of words has a word for them.
+    """
+    data, columns = experiment.data, list[InputColumn]()
+    for name, form in data.columns.items():
+        fills = data.missing == "mean" and form == "numbers"
+        words = tuple(form) if isinstance(form, tuple) else ()
+        width = len(words) or (form if isinstance(form, int) else 1 + fills)
+        columns.append(InputColumn(name, width, words, data.missing, 0.0, fills, data.unknown))
+    total = sum(column.width for column in columns)
+    if columns and data.mean and len(data.mean) not in (1, total):
+        raise FedstillError(
+            f"data.mean has {len(data.mean)} numbers, and data.columns make {total} features: give {total}"
+        )
+    first = 0
+    for place, column in enumerate(columns):
+        if column.flag:
+            columns[place] = column._replace(fill=data.mean[first] if len(data.mean) > 1 else data.mean[0])
+        first += column.width
+    return tuple(columns)
+
+
+def agreed_data(experiment: Experiment) -> Dataset:
+    """Return the task without any row, as data.classes, data.columns or data.shape, data.mean and data.std say it."""
+    data, columns, tokenizer = experiment.data, agreed_columns(experiment), None
+    mean, std = data.mean, data.std
+    shape: tuple[int, ...]
+    if data.tokens is not None and data.tokenizer is not None:
+        tokenizer = read_tokenizer(data.tokenizer, data.tokens)
+        shape, dtype, mean, std = (data.tokens,), torch.int32, (0.0,), (1.0,)
+        columns = (InputColumn(data.inputs[0] if data.inputs else "text", 1, missing=data.missing),)
+    elif columns:
+        shape, dtype = (sum(column.width for column in columns),), torch.float32
+    else:
+        shape, dtype = tuple(data.shape), torch.uint8
+    if data.scale == "none" and not mean:
+        mean, std = (0.0,) * shape[0], (1.0,) * shape[0]
+    lacking = [
+        key
+        for key, there in (("classes", data.classes), ("columns (or data.shape)", shape), ("mean", mean))
+        if not there
+    ]
+    if lacking:
+        raise FedstillError(
+            f"data.{lacking[0]} is not there, and parties whose rows never meet agree on it in the experiment file: "
+            "`fedstill deploy init` writes it"
+        )
+    nothing = torch.zeros(0, *shape, dtype=dtype)
+    return Dataset(
+        experiment.name, nothing, torch.zeros(0, dtype=torch.int64), data.classes, mean, std, tokenizer, columns,
+        data.label or "",
+    )  # fmt: skip
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:

@@ -95,6 +95,10 @@ def _checked_training(local: Training) -> Training:
     return local
 
 
+# what a cell of a column holds: a number, so many numbers, or one of these words
+ColumnForm = Literal["numbers"] | int | Annotated[tuple[str, ...], Field(strict=False)]
+
+
 class DataSection(_Section):
     """Where the data come from, how they are read, and which unlabeled data the server holds."""
 
@@ -121,6 +125,10 @@ class DataSection(_Section):
     tokens: int | None = Field(default=None, ge=3, examples=[64])
     vocabulary: int = Field(default=8192, ge=1)  # most tokens that a tokenizer of ours learns
     tokenizer: str | None = Field(default=None, min_length=1, examples=["tokenizer.json"])
+    # what parties agree on whose rows never meet; `fedstill deploy init` writes these keys
+    classes: tuple[str, ...] = Field(default=(), strict=False, examples=[["benign", "malignant"]])  # in this order
+    columns: dict[str, ColumnForm] = Field(default={}, examples=[{"age": "numbers"}])
+    shape: tuple[int, ...] = Field(default=(), strict=False, examples=[[1, 28, 28]])  # channels, height, width
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -139,6 +147,21 @@ class DataSection(_Section):
         if bool(self.mean) != bool(self.std):
             present, absent = ("mean", "std") if self.mean else ("std", "mean")
             raise FedstillError(f"data.{present} needs data.{absent} beside it: set both, e.g. data.{absent} = [0.5]")
+        if self.columns and self.shape:
+            raise FedstillError("data.columns is of tables and data.shape of images: remove one of them")
+        if self.shape and len(self.shape) != 3:
+            raise FedstillError("data.shape is (channels, height, width) of an image: e.g. data.shape = [1, 28, 28]")
+        if self.shape and self.size is not None:
+            raise FedstillError("data.shape and data.size both say how large images are: remove data.size")
+        if len(set(self.classes)) < len(self.classes):
+            raise FedstillError("data.classes names a class twice: name each once")
+        for name, words in self.columns.items():
+            if isinstance(words, tuple) and (not words or list(words) != sorted(set(words))):
+                raise FedstillError(f"data.columns.{name} must name its words once, in the order of the alphabet")
+        if self.columns and self.missing == "mean" and not self.mean:
+            raise FedstillError(
+                "data.columns with data.missing = 'mean' needs data.mean and data.std: data.mean fills the gaps"
+            )
         if self.mean and self.scale == "none":
             raise FedstillError("data.scale = 'none' and data.mean both say how inputs are scaled: remove one of them")
         return self

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.core.data import GIVEN
+from fedstill.core.data import AT_SITES, GIVEN
 from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import threads
 from fedstill.core.types import Federation
@@ -138,7 +138,7 @@ def run_built(
 ) -> Result:
     """Run an experiment whose parts `build` has made already, and return its result."""
     folder, federation = None if run_dir is None else Path(run_dir), built.federation
-    if federation.built_from != split_settings(experiment):
+    if federation.built_from != split_settings(experiment) and experiment.data.source != AT_SITES:
         experiment = with_given_data(experiment)
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]

@@ -175,7 +175,7 @@ def _imported_neighbours(path: Path) -> list[str]:
     return [str(file) for file in files if file.is_file()]
 
 
-def _texts_of(experiment: Experiment) -> list[str]:
+def texts_of(experiment: Experiment) -> list[str]:
     """Return every text of an experiment that may name a function of one's own."""
     network, server = experiment.model, experiment.server
     texts = [network.name, *network.options.get("prototypes", ()), experiment.method.name, experiment.evaluate]
@@ -193,7 +193,7 @@ def file_digest(path: Path) -> str:
 def _files_of(experiment: Experiment) -> list[str]:
     """Return every file that decides a run beside its data: functions of one's own, and the model it starts from."""
     start = [] if experiment.model.start is None else [str(start_file(experiment.model.start))]
-    return [*own_files(*_texts_of(experiment)), *start]
+    return [*own_files(*texts_of(experiment)), *start]
 
 
 def start_file(start: str) -> Path:
@@ -367,6 +367,7 @@ EXTRAS = {
     "report": ("vl-convert-python",),
     "watch": ("starlette", "uvicorn"),
     "search": ("optuna",),
+    "flower": ("flwr",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

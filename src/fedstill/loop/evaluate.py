@@ -153,6 +153,10 @@ def make_test_set(federation: Federation, device: torch.device | str, counts: Te
     return TestSet(federation.test.x.to(device), y, class_sizes.to(device), shares.to(device), federation)
 
 
+class NotMeasured(FedstillError):
+    """Raised by an evaluation that asks others of whom none answers; the round counts as not evaluated."""
+
+
 Evaluate = Callable[[Weights, TestSet, Trainer], dict[str, Any]]  # -> the row's metrics, "accuracy" among them
 
 

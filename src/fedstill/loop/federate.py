@@ -277,7 +277,9 @@ def _calibrate(task: Task, models: Mapping[str, Weights], folder: Path) -> str:
     table: dict[str, list[dict[str, Any]]] = {}
     for name, weights in models.items():
         for where, (x, y) in sets.items():
-            scores = task.trainer.outputs(weights, x.to(task.engine.device), features=False).logits.double().cpu()
+            scores = torch.zeros(0, len(task.federation.train.classes))  # of a server without labeled rows
+            if len(y):
+                scores = task.trainer.outputs(weights, x.to(task.engine.device), features=False).logits.double().cpu()
             table.setdefault(name, []).append(dataclasses.asdict(calibrate(scores, y.cpu(), where)))
     content = (json.dumps(table, indent=1) + "\n").encode()
     write_whole(folder / CALIBRATION_FILE, content)
@@ -422,8 +424,10 @@ def _loop(
 
 
 def _first_answers(task: Task, weights: Weights) -> list[Tensor]:
-    """The answers of each network to some test rows."""
+    """The answers of each network to some test rows; none where the server has no test rows."""
     rows = task.test.x[:ROWS_ANSWERED]
+    if not len(rows):
+        return []
     networks = [only(weights, network) for network in task.model.networks]
     return [task.trainer.outputs(network, rows, features=False, keep=False).logits for network in networks]
 

@@ -268,9 +268,13 @@ def rounds_a_client_may_play(task: Task, weights: Weights, rounds: int) -> int |
     """Return how many rounds one client may play under `privacy.epsilon`, whoever draws it; None: it has no budget."""
     if task.privacy.epsilon is None:
         return None
+    return rounds_within(task.privacy, stretches_of_client(task, weights), rounds)
+
+
+def stretches_of_client(task: Task, weights: Weights) -> Callable[[int], list[Stretch]]:
+    """Return what has left one client that took part in every round until now, as a function of their number."""
     known = task.federation.public_facts
-    after = stretches_of(task.phases, weights, task.privacy, sent=_sent_of(weights, task), known=known)
-    return rounds_within(task.privacy, after, rounds)
+    return stretches_of(task.phases, weights, task.privacy, sent=_sent_of(weights, task), known=known)
 
 
 def _sent_of(weights: Weights, task: Task) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,13 +41,14 @@ from fedstill.core.types import (
     Uploads,
     Weights,
 )
-from fedstill.loop.evaluate import Evaluate, TestSet, forgetting, number_of
+from fedstill.loop.evaluate import Evaluate, NotMeasured, TestSet, forgetting, number_of
 from fedstill.loop.guard import Admitted, AuditRecord, Guard, admit, is_finite, noted
 from fedstill.loop.history import History, Row, plain
 from fedstill.loop.outliers import LEAST, PAST_ROUNDS, Scale, norms
 from fedstill.loop.setup import Asked
 from fedstill.privacy.plan import Privacy
 
+_log = logging.getLogger("fedstill.run")
 SCALE = "accepted_scale"  # of a row: how large accepted uploads were, by loop/outliers.py
 MOVE = "server_move"  # of a row: how far the server's model moved
 SUSPECTS = 3  # clients that are named where the model is taken back
@@ -352,7 +354,11 @@ def reported(task: Task, state: State) -> Weights:
 def look_at(task: Task, state: State, row: Row) -> State:
     """Write an evaluation into `row`; the state that comes back keeps the best model."""
     weights, earlier = reported(task, state), state.history.evaluated
-    row.update(plain(task.evaluate(weights, task.test, task.trainer) or {}))
+    try:
+        row.update(plain(task.evaluate(weights, task.test, task.trainer) or {}))
+    except NotMeasured as nobody:
+        _log.warning("round %d: not evaluated: %s", state.round, nobody)
+        return state
     if row.get("accuracy") is None:
         raise FedstillError(
             "the evaluation gave no 'accuracy': its result needs that key, because tables and curves show it"

@@ -48,6 +48,7 @@ from fedstill.storage.files import TEMPORARY, lock, write_whole
 LARGEST_ORDER = 1 << 30  # bytes
 AUDIT_FILE, SPENT_FILE, SECRET_FILE, ROWS_FILE = "audit.jsonl", "spent.jsonl", "secret", "rows"
 SPENT_LOCK = "spent.lock"
+EVALUATION = "evaluation"  # a question that every client knows, whatever its method: how good a model is
 SECRET_BYTES = 32
 
 
@@ -67,6 +68,7 @@ class Desk:
     run: facts that the server must have, too: the run's name, a digest of the experiment. fedstill's version is added.
     largest: bytes of the largest order that is read.
     begin_anew: whether a client that lost its memory goes on with a first one; else it says so and is left out.
+    evaluates: whether it measures models on the rows that it holds back; its operator decides.
     """
 
     def __init__(
@@ -78,9 +80,11 @@ class Desk:
         run: Mapping[str, str],
         largest: int = LARGEST_ORDER,
         begin_anew: bool = False,
+        evaluates: bool = False,
     ) -> None:
         self.client, self.folder, self.run = client, folder, facts_of(run)
         self.largest, self.begin_anew, self.rounds = largest, begin_anew, built.schedule.rounds
+        self.evaluates = evaluates
         folder.mkdir(parents=True, exist_ok=True)
         self._secret = read_secret(folder / SECRET_FILE)
         engines = built.engines(model=built.model, federation=built.federation)
@@ -145,7 +149,8 @@ class Desk:
             raise FedstillError(f"an order of round {shown(facts.get('round'))}: this run has {self.rounds} rounds")
         if mine.get("order") != noted or mine.get("client") != self.client:
             raise FedstillError("the order is another client's, or its two parts do not belong together")
-        past = [0, mine.get("oldest"), mine.get("memory_of"), facts["round"] - 1]
+        last = facts["round"] - (facts["kind"] == "play")  # a model is measured after its round
+        past = [0, mine.get("oldest"), mine.get("memory_of"), last]
         if any(type(number) is not int for number in past) or past != sorted(past):
             raise FedstillError(f"an order of round {facts['round']} cannot name the memories of rounds {past[1:3]}")
 
@@ -191,6 +196,8 @@ class Desk:
 
     def _ask(self, facts: Mapping[str, Any], sent: Tree, common: bytes, noted: str) -> Made:
         number, name = facts["round"], facts.get("question")
+        if name == EVALUATION:
+            return self._evaluate(number, sent)
         method = self.task.method(number)
         question = next((question for question in method.questions if question.name == name), None)
         if question is None:
@@ -204,6 +211,24 @@ class Desk:
         if isinstance(answer, str):
             raise RuntimeError(answer)
         return Made("answer", pack_tree(to_device(answer, "cpu")), {"round": number, "question": question.name})
+
+    def _evaluate(self, number: int, sent: Tree) -> Made:
+        """Count right answers of a model on the rows that this client holds back, and sum its losses over them."""
+        if not self.evaluates:
+            raise FedstillError("this client's operator did not agree to measure models")
+        if self.allowed is not None:
+            raise FedstillError("what a model gets right has no noise, and this client has a budget")
+        held = self.task.federation.client_test
+        if held is None or not len(held[0]):
+            raise FedstillError("this client holds back no rows to measure on: set data.client_test_share, e.g. 0.2")
+        check_form(sent, self._first._asdict(), "the model to measure")
+        weights = Weights(**to_device(sent, self.task.engine.device))
+        x, y = self.task.federation.train.x[held[0]], self.task.federation.train.y[held[0]]
+        logits = self.task.trainer.outputs(weights, x, features=False, keep=False).logits.float().cpu()
+        right = (logits.argmax(dim=1) == y).sum()
+        loss = torch.nn.functional.cross_entropy(logits.double(), y, reduction="sum")
+        measured = {"right": right, "loss": loss, "count": torch.tensor(len(y))}
+        return Made("answer", pack_tree(measured), {"round": number, "question": EVALUATION})
 
     def _spend(self, noted: str, number: int, *, memory: str = "", question: str = "") -> None:
         """Note an order before it gets noise. The same order is free, because its answer has the same bits.

@@ -56,6 +56,9 @@ def show_generated(result: Result, federation: Federation, folder: Path, *, seed
         samples = as_stored(result.samples, train)
         if samples is None:
             return result
+        if not len(federation.indices):
+            _log.info("the clients' rows are not here, and nobody can compare generated samples: no %s", COPIES_FILE)
+            return result
         copies = look_for_copies(samples, federation, seed=seed)
         facts = copies.as_dict(train)
         write_whole(folder / COPIES_FILE, json.dumps(facts, indent=2) + "\n")
