@@ -32,6 +32,7 @@ ID_OF_SOMETHING = re.compile(r"(?i:.*[-_. ]id|id[-_. ].*)|.*[a-z0-9]I[dD]")  # p
 TEXT_FILE = "text file"  # the column of texts that are whole files
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
 MISSING_WORD = "(missing)"  # the word of a cell without one, with data.missing = "mean"
+LARGEST_LABEL = 2**53  # of a label that is written as a float: beyond, two labels can be one number
 SHOWN = 5  # columns in one line
 MAX_WORDS = 100  # different words in a column that is still one-hot encoded
 MAX_ODD_SHARE = 0.1  # a smaller share of cells that are no numbers is a mistake, a larger one makes a column of words
@@ -304,7 +305,12 @@ def name_rows(
 
 
 def with_rows(frames: Mapping[str, Frame], where: str) -> dict[str, Frame]:
-    """Return the splits that hold rows; at least one must."""
+    """Return the splits that hold rows; at least one must. All columns of a split must have as many of them."""
+    for split, frame in frames.items():
+        rows = {name: len(column) for name, column in frame.columns.items()}
+        if len(set(rows.values())) > 1:
+            shown = ", ".join(f"{count:,} of '{name}'" for name, count in list(rows.items())[:SHOWN])
+            raise FedstillError(f"data.source: the columns of {where} differ in their rows in '{split}': {shown}")
     filled = {split: frame for split, frame in frames.items() if frame.rows}
     if not filled:
         has_columns = any(frame.columns for frame in frames.values())
@@ -512,6 +518,8 @@ def encode_labels(
     if values.dtype.kind == "f":
         if not np.array_equal(values, np.round(values)):
             raise FedstillError(f"data.label: column '{label}' of {where} holds fractions; a label is a class")
+        if not (np.abs(values) < LARGEST_LABEL).all():
+            raise FedstillError(f"data.label: column '{label}' of {where} holds numbers too large for a class")
         values = values.astype(np.int64)
     if names is not None:
         codes = values.astype(np.int64)
