@@ -114,7 +114,7 @@ def _wrong(answer: object) -> str:
     for x in inputs.samples_in(answer):
         if x.dtype.kind == "f" and not abs(x).max(initial=0.0) < float("inf"):
             return f"{ESCAPED}: samples that are not finite"
-        if x.ndim == 4 and (x == SECRET_GREY).reshape(len(x), -1).all(1).any():
+        if x.ndim == 4 and x.size and (x == SECRET_GREY).reshape(len(x), -1).all(1).any():
             return f"{ESCAPED}: an image from outside of the folder"
     if isinstance(answer, Source):
         for part in (answer.train, answer.test):

@@ -83,6 +83,8 @@ def _checked_form(member: IO[bytes], name: str, size: int, file: Path) -> _Form:
         )
     if dtype.kind not in "biufU" or dtype.shape:
         raise FedstillError(f"data.source: {where} must hold real numbers, or labels as words (U), not {dtype}")
+    if 0 in shape[1:]:
+        raise FedstillError(f"data.source: {where} has the shape {shape}: there is nothing to learn from")
     if not shape or min(shape) < 0 or math.prod(shape) * dtype.itemsize > size:
         raise FedstillError(f"data.source: {where} has the shape {shape}, and its {size:,} bytes do not hold it")
     return _Form(shape, dtype)

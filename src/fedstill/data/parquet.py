@@ -48,7 +48,7 @@ class ParquetFile:
                 taken += batch.nbytes
                 check_size(taken, self.on_disk, self.what, CURE)
                 read.append(batch)
-            return arrow.Table.from_batches(read, schema=self._opened.schema_arrow)
+            return arrow.Table.from_batches(read, None if read else self._opened.schema_arrow)
 
     def pieces(self, columns: Sequence[str], rows: int) -> Iterator[Any]:
         """Yield some columns as tables of so many rows; only the last one is shorter."""
@@ -73,7 +73,8 @@ class ParquetFile:
     def _batches(self, columns: list[str] | None) -> Iterator[Any]:
         """Return an iterator of rows, so few at once that no dictionary can fill the memory before they are counted."""
         at_once = max(1, min(MOST_ROWS, FLOOR // max(1, self._longest_cell())))
-        return iter(self._opened.iter_batches(batch_size=at_once, columns=columns))
+        for batch in self._opened.iter_batches(batch_size=at_once, columns=columns):
+            yield _without_dictionaries(batch)
 
     def _readable(self) -> Any:
         return readable(self.file, "readable parquet")
@@ -107,6 +108,13 @@ class ParquetFile:
             file.seek(chunk.dictionary_page_offset)
             stated = _page_size(file.read(LONGEST_PAGE_HEAD))
         return whole if stated is None else stated
+
+
+def _without_dictionaries(batch: Any) -> Any:
+    """Return rows whose size can be seen: a word stands in each of its cells, and not once for all of them."""
+    arrow = require_extra("pyarrow")
+    columns = [column.dictionary_decode() if arrow.types.is_dictionary(column.type) else column for column in batch]
+    return arrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _page_size(head: bytes) -> int | None:

@@ -173,9 +173,10 @@ def _problems(cells: np.ndarray, column: InputColumn) -> dict[int, str]:
     gaps = missing_rows(cells).tolist()
     problems = {} if fills else dict.fromkeys(gaps, "has no value")
     if column.words:
-        texts = cells.astype(np.str_).astype(object)
+        texts = cells.copy() if cells.dtype == object else cells.astype(np.str_).astype(object)
         texts[gaps] = MISSING_WORD
-        strange = [] if takes_any else np.flatnonzero(~np.isin(texts.astype(np.str_), column.words)).tolist()
+        known = set(column.words)
+        strange = [] if takes_any else [row for row, text in enumerate(texts.tolist()) if text not in known]
         problems = {row: f"holds '{texts[row]}', which is not among the task's words" for row in strange} | problems
     elif cells.dtype == object:
         wrong = [row for row, text in enumerate(cells.tolist()) if text and not abs(_number(text)) <= LARGEST]
