@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,17 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() or sign in keep else " " if sign.isspace() else "?" for sign in text)
+
+
+class _OneLine(logging.Filter):
+    """Lets a line of the run's log hold no sign that `printable` would replace, whoever made the names in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()), None
+        return True
+
+
+logging.getLogger("fedstill.run").addFilter(_OneLine())
 
 
 @contextmanager

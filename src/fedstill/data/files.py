@@ -25,6 +25,7 @@ from fedstill.data.parquet import ParquetFile, read_json_lines
 from fedstill.data.source import Reading, first_line, require_extra, row_numbers
 from fedstill.data.tables import TEXT_FILE, Frame, may_name_rows, objects, split_role, stack
 from fedstill.data.text import read_lines
+from fedstill.storage.spreadsheet import from_cell
 
 ROWS_AT_ONCE = 32_768  # a multiple of the engines' pieces, so that a row is computed alike in tables of any length
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
@@ -293,7 +294,7 @@ def _cells(column: Any, *, decimal: str) -> np.ndarray:
     if column.dtype.kind in "ifu":
         numbers: np.ndarray = column.to_numpy()
         return numbers.astype(np.float64) if column.dtype.kind == "u" else numbers  # u: numbers beyond int64
-    words = ["" if isinstance(cell, float) else str(cell) for cell in column.tolist()]
+    words = ["" if isinstance(cell, float) else from_cell(str(cell)) for cell in column.tolist()]
     if decimal == ",":
         words = [word.replace(",", ".") if _WITH_COMMA.fullmatch(word) else word for word in words]
     return objects(words)

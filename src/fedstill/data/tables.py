@@ -433,7 +433,7 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
             raise FedstillError(f"data.keys: {name} has no key column '{key}'; {suggest(key, plain)}")
         check_owned(plain[key], key, name)
         if _longest(plain[key]) > LONGEST_NAME:
-            raise FedstillError(f"data.keys: a cell of column '{key}' of {name} is longer than {LONGEST_NAME:,} letters")
+            raise FedstillError(f"data.keys: column '{key}' of {name} has a cell of more than {LONGEST_NAME:,} letters")
         keys[key] = plain[key].astype(np.str_) if plain[key].dtype == object else plain[key]
     first = frame.columns[inputs[0]]
     if kind_of(first) != "images" and first.ndim <= 2:

@@ -133,7 +133,7 @@ def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
 def _names(classes: Sequence[str], count: int) -> list[str]:
     """A name for each class, or numbers where there are too many to read."""
     named = len(classes) == count and count <= MOST_NAMES
-    return [shortened(str(name), 16) for name in classes] if named else []
+    return [drawn(shortened(str(name), 16)) for name in classes] if named else []
 
 
 def _draw_last_round(

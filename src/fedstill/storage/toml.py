@@ -13,14 +13,14 @@ from typing import Any
 from fedstill.core.errors import FedstillError
 
 LONGEST_FILE = 16_000_000  # letters
-_DEEP_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]++\s*+\.\s*+){64}""")  # tomllib takes memory by the square of the parts
+_DEEP_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]++\s*+\.\s*+){64}""")  # tomllib takes the square of its parts
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def loads(text: str, *, where: str = "TOML") -> dict[str, Any]:
     """Parse TOML; the message about a syntax error names the file `where` and the line."""
     if len(text) > LONGEST_FILE or _DEEP_KEY.search(text):
-        raise FedstillError(f"{where}: no experiment file is so large, or has keys of so many parts: is it the right file?")
+        raise FedstillError(f"{where}: too large, or a key of too many parts, for an experiment file")
     try:
         return tomllib.loads(text)
     except RecursionError:
