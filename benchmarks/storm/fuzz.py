@@ -30,16 +30,16 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from storm import inputs  # noqa: E402
-from storm.inputs import KINDS, REFUSED, SECRET_GREY  # noqa: E402
+from storm import inputs
+from storm.inputs import KINDS, REFUSED, SECRET_GREY
 
-from fedstill.core.errors import FedstillError  # noqa: E402
-from fedstill.data import Source  # noqa: E402
+from fedstill.core.errors import FedstillError
+from fedstill.data import Source
 
 ANSWERED, ESCAPED = "answered", "ESCAPED"
 MOST_SECONDS, MOST_MEMORY = 10.0, 2 * 2**30
 ROOM = 4 * 2**30  # of address space beside what the worker has at its start; a larger allocation fails
-SILENCE = 60.0  # seconds without a word after which a worker is ended: far above the limit, because machines are busy
+SILENCE = 600.0  # seconds without a word after which a worker is ended: far above the limit, because machines are busy
 
 
 class Outcome(NamedTuple):

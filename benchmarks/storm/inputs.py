@@ -279,7 +279,7 @@ def hostile_parquet() -> dict[str, bytes]:
         "nested": _parquet({"x": [[[[1]]]] * 40, "label": y}),
         "signs": _parquet({"\x1b[2J": y, "$a^b^c$": y, "=1": ["\u202e", "@a", "-b", "\tc"] * 10, "label": y}),
         "many columns": _parquet({f"c{n}": [1.0] for n in range(3000)} | {"label": [1]}),
-        "rows of one word": _parquet({"x": np.zeros(8_000_000, np.int8), "label": np.zeros(8_000_000, np.int8)}),
+        "rows of one word": _parquet({"x": np.zeros(4_000_000, np.int8), "label": np.zeros(4_000_000, np.int8)}),
         "one long word": _parquet({"text": pyarrow.DictionaryArray.from_arrays(
             pyarrow.array(np.zeros(5000, np.int32)), pyarrow.array([word])), "label": np.arange(5000) % 2}),
         "long delta words": _parquet({"text": [word + str(n) for n in range(300)], "label": np.arange(300) % 2},

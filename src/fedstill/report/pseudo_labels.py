@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report import Style, new_figure, quiet, shortened, style, whole_rounds, wrapped
+from fedstill.report import Style, drawn, new_figure, quiet, shortened, style, whole_rounds, wrapped
 from fedstill.report.curves import NAME_WIDTH, Curve, about_seeds, band, name_ends
 
 if TYPE_CHECKING:
