@@ -288,12 +288,11 @@ def test_a_folder_with_nothing_to_read_is_an_error(tmp_path: Path, grey: Source)
     assert "data.unlabeled: no such file or folder" in fails(read_unlabeled, str(tmp_path / "none"), grey)
 
 
-def test_links_are_followed_and_hidden_folders_are_left_out(tmp_path: Path, grey: Source) -> None:
-    folder_of(tmp_path / "elsewhere", ["x.png"])
+def test_links_inside_a_folder_are_followed_and_hidden_folders_are_left_out(tmp_path: Path, grey: Source) -> None:
     folder_of(tmp_path / "mine", ["a/y.png", ".thumbs/z.png"])
-    (tmp_path / "mine" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "mine" / "linked").symlink_to(tmp_path / "mine" / "a")
     found = read_unlabeled(str(tmp_path / "mine"), grey)
-    assert found.ids == ("a/y.png", "linked/x.png")
+    assert found.ids == ("a/y.png", "linked/y.png")
     assert found.skipped == ()
 
 

@@ -17,7 +17,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from fedstill.core.errors import FedstillError, in_one_line, own_place, suggest
+from fedstill.core.errors import FedstillError, in_one_line, own_place, printable, suggest
+
+LAYOUT = "\n\t"  # signs of an answer that are not part of a name
 
 
 class Format(StrEnum):
@@ -58,7 +60,12 @@ def fail(*lines: str) -> NoReturn:
 
 def tell(line: str) -> None:
     """A line for the person in front; stdout stays for answers."""
-    print(f"fedstill: {line}", file=sys.stderr, flush=True)
+    print(f"fedstill: {printable(line, keep=LAYOUT)}", file=sys.stderr, flush=True)
+
+
+def say(answer: str) -> None:
+    """Print an answer, without signs that steer a terminal, because others may have named what it speaks of."""
+    typer.echo(printable(answer, keep=LAYOUT))
 
 
 class Ended(KeyboardInterrupt):
@@ -86,7 +93,7 @@ def stoppable(how_to_go_on: Callable[[], str | None]) -> Iterator[None]:
 
 
 def print_json(answer: Any) -> None:
-    typer.echo(json.dumps(answer, indent=2, allow_nan=False))
+    say(json.dumps(answer, indent=2, allow_nan=False))
 
 
 app = typer.Typer(
@@ -121,10 +128,10 @@ def start(
     if version:
         from importlib.metadata import version as version_of
 
-        typer.echo(f"fedstill {version_of('fedstill')}")
+        say(f"fedstill {version_of('fedstill')}")
         raise typer.Exit()
     if ctx.invoked_subcommand is None:
-        typer.echo(ctx.get_help())
+        say(ctx.get_help())
         raise typer.Exit()
 
 
@@ -169,7 +176,7 @@ def init(
     from fedstill.experiment.starter import write_starter
 
     for line in write_starter(data, owner=owner, label=label, out=out):
-        typer.echo(line)
+        say(line)
 
 
 @app.command()
@@ -533,7 +540,7 @@ def list_(
     from fedstill.cli.info import list_text, listing
 
     entries = listing(what)
-    print_json(entries) if format_ is Format.json else typer.echo(list_text(entries))
+    print_json(entries) if format_ is Format.json else say(list_text(entries))
 
 
 @app.command()
@@ -548,7 +555,7 @@ def explain(
     from fedstill.cli.info import explain_text
 
     facts = explanation(method)
-    print_json(facts) if format_ is Format.json else typer.echo(explain_text(facts))
+    print_json(facts) if format_ is Format.json else say(explain_text(facts))
 
 
 @app.command()
@@ -558,7 +565,7 @@ def doctor(format_: AsFormat = Format.text) -> None:
     from fedstill.cli.info import doctor_text
 
     checks = examine()
-    print_json(as_json(checks)) if format_ is Format.json else typer.echo(doctor_text(checks))
+    print_json(as_json(checks)) if format_ is Format.json else say(doctor_text(checks))
     if not is_healthy(checks):
         raise typer.Exit(1)
 

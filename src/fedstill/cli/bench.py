@@ -45,8 +45,8 @@ from fedstill.bench.render import as_json, text_table
 from fedstill.bench.results import Records, Run, add_run, cell_id, curve_of, read_runs, run_id
 from fedstill.bench.summary import best, last_ten, summarize_table
 from fedstill.bench.workers import Message, do_jobs
-from fedstill.cli.app import BenchOptions, Format, print_json, stoppable, tell
-from fedstill.core.errors import FedstillError
+from fedstill.cli.app import BenchOptions, Format, print_json, say, stoppable, tell
+from fedstill.core.errors import FedstillError, printable
 from fedstill.report import counted
 
 GO_ON = "go on with the same command: finished runs are kept, begun ones resume"
@@ -96,10 +96,10 @@ def bench_command(options: BenchOptions) -> None:
             print_json(as_json(recipe, preset, table, summaries, settings=options.settings or ()))
         else:
             changed = f", changed: {', '.join(options.settings)}" if options.settings else ""
-            typer.echo(f"{recipe.paper}, {heading(table)} (preset {preset}{changed})")
-            typer.echo("\n".join([*([table.note] if table.note else []), "", text_table(summaries), ""]))
+            say(f"{recipe.paper}, {heading(table)} (preset {preset}{changed})")
+            say("\n".join([*([table.note] if table.note else []), "", text_table(summaries), ""]))
             models = f", models below {out}" if out.exists() else ""
-            typer.echo(f"Curves and seconds of every run are in {results}{models}.")
+            say(f"Curves and seconds of every run are in {results}{models}.")
     if failed:
         tell(f"{counted(failed, 'run')} failed; the same command tries again")
     if failed or (plan.missing and not plan.left):
@@ -131,7 +131,7 @@ def _announce(plan: BenchPlan, options: BenchOptions, device: str) -> Seconds:
         answer = {"runs": len(plan.left), "seconds": None if total is None else round(total, 1), "text": line}
         print_json(answer)
     else:
-        typer.echo(line)
+        say(line)
     return seconds
 
 
@@ -171,17 +171,17 @@ def _list(options: BenchOptions, recipe: Recipe, preset: str, runs: Sequence[Run
         head = {"paper": recipe.paper, "title": recipe.title, "presets": dict(recipe.presets), "preset": preset}
         print_json({**head, "tables": tables})
         return
-    typer.echo(f"{recipe.paper}: {recipe.title}")
+    say(f"{recipe.paper}: {recipe.title}")
     for name, meaning in recipe.presets.items():
-        typer.echo(f"preset {name}{' (shown)' if name == preset else ''}: {meaning}")
+        say(f"preset {name}{' (shown)' if name == preset else ''}: {meaning}")
     whole_names = textwrap.TextWrapper(100, subsequent_indent=" " * 11, break_on_hyphens=False, break_long_words=False)
     for table, entry in zip(recipe.tables[preset].values(), tables, strict=True):
         cells = f"{entry['cells_done']} of {counted(entry['runs'], 'cell')} have a run"
-        typer.echo(f"\n{heading(table)}\n  {cells}, {counted(entry['done'], 'run')} with all seeds")
+        say(f"\n{heading(table)}\n  {cells}, {counted(entry['done'], 'run')} with all seeds")
         for name, words in (("columns", table.columns), ("methods", table.rows)):
-            typer.echo(whole_names.fill(f"  {name}: {', '.join(words)}"))
+            say(whole_names.fill(f"  {name}: {', '.join(words)}"))
     first = next(iter(recipe.tables[preset]))
-    typer.echo(f"\nNext: fedstill bench {shlex.quote(options.paper)} --table {shlex.quote(first)} --dry-run")
+    say(f"\nNext: fedstill bench {shlex.quote(options.paper)} --table {shlex.quote(first)} --dry-run")
 
 
 def _entry(table: Table, records: Records) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class BenchProgress:
         self._said = time.perf_counter()
         if self.bar is not None:
             self._show("")
-            self.bar.console.print(line, markup=False, highlight=False)
+            self.bar.console.print(printable(line), markup=False, highlight=False)
         else:
             words = [self.count, line, self.left]
-            print("  ".join(word for word in words if word), file=sys.stderr, flush=True)
+            print(printable("  ".join(word for word in words if word)), file=sys.stderr, flush=True)

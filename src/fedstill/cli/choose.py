@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from fedstill.cli.app import ChooseOptions, Format, print_json, tell
+from fedstill.cli.app import ChooseOptions, Format, print_json, say, tell
 from fedstill.cli.report import report_command
 from fedstill.cli.run import choose_folder, describe, print_table, resumable, settings_of
 from fedstill.core.errors import FedstillError
@@ -52,7 +50,7 @@ def _choose(play: Callable[[Callable[[str], None]], Choice], folder: Path, *, qu
         print_json({**choice.record, "final": choice.comparison.as_json()})
         return
     print_table(choice.comparison.summaries)
-    typer.echo("\n".join([*table_legend(choice.comparison.summaries), *choice_lines(choice)]))
+    say("\n".join([*table_legend(choice.comparison.summaries), *choice_lines(choice)]))
     if importlib.util.find_spec("vl_convert") is not None:  # the extra [report]
         report_command([folder], None, as_json=False)
 

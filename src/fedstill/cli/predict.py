@@ -6,9 +6,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-import typer
-
-from fedstill.cli.app import print_json, tell
+from fedstill.cli.app import print_json, say, tell
 from fedstill.experiment.bundle import is_bundle
 from fedstill.prediction import Outcome, predict_to_files
 from fedstill.prediction.export import export
@@ -26,12 +24,12 @@ def predict_command(model: Path, inputs: Path | None, *, from_: str | None, out:
         tell(line)
     if len(outcome.skipped) > NAMED:
         tell(f"skipped {len(outcome.skipped) - NAMED} more, all in {folder}/predictions.json")
-    print_json(outcome.summary()) if as_json else typer.echo(predictions_text(outcome, folder))
+    print_json(outcome.summary()) if as_json else say(predictions_text(outcome, folder))
 
 
 def export_command(run_dir: Path, *, from_: str, out: Path | None, kind: str) -> None:
     for path, words in export(run_dir, from_=from_, out=out, kind=kind).items():
-        typer.echo(f"{path}  {words}")
+        say(f"{path}  {words}")
 
 
 def predictions_text(outcome: Outcome, folder: Path) -> str:

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from fedstill.core.errors import printable
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.history import Result, Row
 
@@ -31,7 +32,7 @@ class Progress(Callback):
 
     def on_start(self, info: RunInfo) -> bool | None:
         if self.title:  # not before: a mistake that is found on the way here is one line
-            print(self.title, file=sys.stderr, flush=True)
+            print(printable(self.title), file=sys.stderr, flush=True)
             self.title, self.began = "", time.perf_counter()
         self.goal = min(info.rounds, self.rounds)
         self.total -= self.rounds - self.goal
@@ -88,12 +89,12 @@ class Progress(Callback):
         if self.terminal:
             if self.bar is None:
                 self._open_bar()
-            fields = dict(zip(FIELDS, words, strict=True))
-            self.bar.update(self.bar.task_ids[0], total=total, completed=done, description=self.label, **fields)
+            fields = dict(zip(("description", *FIELDS), map(printable, (self.label, *words)), strict=True))
+            self.bar.update(self.bar.task_ids[0], total=total, completed=done, **fields)
         elif mark != self.mark or time.perf_counter() - self.said > QUIET_SECONDS:
             self.mark, self.said = mark, time.perf_counter()
             runs = f"run {min(self.finished + 1, self.runs)}/{self.runs}  " if self.runs > 1 else ""
-            print("  ".join(filter(None, (f"{runs}{self.label}", *words))), file=sys.stderr, flush=True)
+            print(printable("  ".join(filter(None, (f"{runs}{self.label}", *words)))), file=sys.stderr, flush=True)
 
     def _open_bar(self) -> None:
         from rich.console import Console
@@ -124,7 +125,7 @@ class _Beside(Callback):
     def on_start(self, info: RunInfo) -> None:
         progress = self._progress
         if progress.title:
-            print(progress.title, file=sys.stderr, flush=True)
+            print(printable(progress.title), file=sys.stderr, flush=True)
             progress.title, progress.began = "", time.perf_counter()
         self._goal, self._round = min(info.rounds, progress.rounds), len(info.past)
         progress.total -= progress.rounds - self._goal

@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from fedstill.about.explain import explain
-from fedstill.cli.app import print_json, tell
+from fedstill.cli.app import print_json, say, tell
 from fedstill.cli.run import print_table
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, printable
 from fedstill.experiment.recorded import BEGAN_FILE, Record, find_records, read_curves, read_record, read_summaries
 from fedstill.experiment.run_folder import flat
 from fedstill.loop.privacy_plan import STATEMENT_FILE
@@ -39,12 +37,12 @@ def table_command(folder: Path, form: str) -> None:
     if form == "text" and sys.stdout.isatty():
         _print_summaries(summaries)
     else:
-        typer.echo(FORMS[form](summaries))
+        say(FORMS[form](summaries))
 
 
 def _print_summaries(summaries: Sequence[MethodSummary]) -> None:
     print_table(summaries)
-    typer.echo("\n".join(table_legend(summaries)))
+    say("\n".join(table_legend(summaries)))
 
 
 def figure_command(folder: Path, *, out: Path | None, width: float) -> None:
@@ -60,7 +58,7 @@ def figure_command(folder: Path, *, out: Path | None, width: float) -> None:
         paper_curves(curves, path, width=width)
     except OSError as error:
         raise FedstillError(f"--out: cannot write '{path}' ({error.strerror or error})") from error
-    typer.echo(f"Learning curves, {width:g} inches wide: {path}")
+    say(f"Learning curves, {width:g} inches wide: {path}")
 
 
 def runs_command(root: Path, *, as_json: bool) -> None:
@@ -70,7 +68,7 @@ def runs_command(root: Path, *, as_json: bool) -> None:
     elif records:
         _print_columns(HEADINGS, [_line(record, root) for record in records])
     else:
-        typer.echo(f"No run in {root}.")
+        say(f"No run in {root}.")
     for line in broken:
         tell(line)
 
@@ -83,9 +81,9 @@ def _line(record: Record, root: Path) -> tuple[str, ...]:
 
 def _print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns; on a terminal long texts take several lines, so that a row fits."""
-    rows = [[_printable(cell) for cell in row] for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
-        typer.echo(align([headings, *rows], left=len(headings)))
+        say(align([headings, *rows], left=len(headings)))
         return
     from rich import box
     from rich.console import Console
@@ -98,11 +96,6 @@ def _print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> No
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
-
-
-def _printable(text: str) -> str:
-    """Return a text without letters that steer a terminal, because others may have named the run."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def show_command(folder: Path, *, as_json: bool) -> None:
@@ -128,7 +121,7 @@ def show_command(folder: Path, *, as_json: bool) -> None:
     )
     if record.is_comparison and record.summaries:
         _print_summaries(record.summaries)
-    typer.echo("Left a party:")
+    say("Left a party:")
     _print_facts({method: "; ".join(parts) for method, parts in facts["left_the_parties"].items()}, indent="  ")
 
 
@@ -137,12 +130,12 @@ def _print_facts(facts: Mapping[str, str], *, indent: str = "") -> None:
     width = min(LINE, shutil.get_terminal_size((LINE, 24)).columns)
     column = min(max(map(len, facts)), width // 3)
     for name, text in facts.items():
-        short = _printable(name) if len(name) <= column else ""
+        short = printable(name) if len(name) <= column else ""
         if not short:
-            typer.echo(f"{indent}{_printable(name)}")
+            say(f"{indent}{printable(name)}")
         first = f"{indent}{short:<{column}}  "
         for line in text.splitlines():
-            typer.echo(textwrap.fill(_printable(line), width, initial_indent=first, subsequent_indent=" " * len(first)))
+            say(textwrap.fill(printable(line), width, initial_indent=first, subsequent_indent=" " * len(first)))
             first = " " * len(first)
 
 
@@ -210,7 +203,7 @@ def diff_command(first: Path, second: Path, *, as_json: bool) -> None:
     same = {"settings": "The settings are the same.", "environment": "Versions and machine are the same."}
     for title, rows in parts.items():
         if not rows:
-            typer.echo(same.get(title, "There are no results yet."))
+            say(same.get(title, "There are no results yet."))
             continue
         words = [(key, *(_shown(key, value) for value in pair)) for key, pair in rows.items()]
         _print_columns((title, f"A {first}", f"B {second}"), words)

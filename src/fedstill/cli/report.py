@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
 from fedstill.about.explain import explain
-from fedstill.cli.app import print_json, tell
+from fedstill.cli.app import print_json, say, tell
 from fedstill.core.errors import FedstillError
 from fedstill.report import counted, human_bytes
 from fedstill.report.page import write_report
@@ -24,7 +22,7 @@ def report_command(folders: Sequence[Path], out: Path | None, *, as_json: bool) 
         print_json({"report": str(path), "bytes": path.stat().st_size, "runs": len(runs.all), "gaps": list(runs.gaps)})
         return
     size = human_bytes(path.stat().st_size)
-    typer.echo(f"{path} ({size}): {counted(len(runs.all), 'run')} of {counted(len(runs.by_method), 'method')}")
+    say(f"{path} ({size}): {counted(len(runs.all), 'run')} of {counted(len(runs.by_method), 'method')}")
 
 
 def reveals_of(runs: Runs) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from fedstill.cli.app import (
     RunOptions,
     SweepOptions,
     print_json,
+    say,
     stoppable,
     tell,
 )
@@ -155,9 +156,9 @@ def _run(
     if as_json:
         return
     parties = parties_of(federation, result)
-    typer.echo(run_text(experiment, result, parties=party_text(parties) if parties else ""))
+    say(run_text(experiment, result, parties=party_text(parties) if parties else ""))
     if not quiet:
-        typer.echo(f"Next: {_after_run(experiment, file)}")
+        say(f"Next: {_after_run(experiment, file)}")
 
 
 def _compare(
@@ -205,7 +206,7 @@ def _compare(
         best = f"fedstill run {shlex.quote(str(folder / BEST_FILE))}  (the best point, with all rows, on the test rows)"
         after = _after_comparison(experiment, comparison.summaries[0].method, file) if thing == "method" else best
         lines.append(f"Next: {after}")
-    typer.echo("\n".join(lines))
+    say("\n".join(lines))
     _fail_where_all_were_refused(results)
 
 
@@ -223,7 +224,7 @@ def print_table(summaries: Sequence[MethodSummary]) -> None:
         console = Console()
         console.print(rich_table(summaries, width=console.width))
     else:
-        typer.echo(plain_table(summaries))
+        say(plain_table(summaries))
 
 
 def _reference_lines(comparison: Comparison) -> list[str]:

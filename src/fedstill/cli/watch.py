@@ -6,9 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import typer
-
-from fedstill.cli.app import stoppable, tell
+from fedstill.cli.app import say, stoppable, tell
 from fedstill.core.errors import FedstillError
 from fedstill.report.live import Live
 from fedstill.report.runs import Runs
@@ -43,5 +41,5 @@ def _reveals(runs: Runs) -> Mapping[str, Sequence[str]]:
 
 
 def _say(address: str) -> None:
-    typer.echo(address)
+    say(address)
     tell("open this address on this machine; Ctrl-C ends the page, not the runs")

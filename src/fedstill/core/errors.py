@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -23,13 +24,37 @@ class FedstillError(Exception):
     """
 
     def __init__(self, *lines: str) -> None:
-        super().__init__(*lines)
-        self.lines = lines
+        self.lines = tuple(printable(line) for line in lines)  # each quotes names, and somebody else may have made them
+        super().__init__(*self.lines)
 
     def __str__(self) -> str:
         if len(self.lines) < 2:
             return "".join(self.lines)
         return "\n".join([f"{len(self.lines)} mistakes:", *(f"  {line}" for line in self.lines)])
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Return a text in one line, without signs that steer a terminal, turn the direction of writing or are half ones.
+
+    White space of any kind becomes a space, and every other such sign a question mark; those in `keep` stay.
+
+    >>> printable("cat\\x1b[2J\\ndog\\u202e")
+    'cat?[2J dog?'
+    """
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() or sign in keep else " " if sign.isspace() else "?" for sign in text)
+
+
+class _OneLine(logging.Filter):
+    """Lets a line of the run's log hold no sign that `printable` would replace, whoever made the names in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()), None
+        return True
+
+
+logging.getLogger("fedstill.run").addFilter(_OneLine())
 
 
 @contextmanager

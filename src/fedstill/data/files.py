@@ -6,10 +6,9 @@ import contextlib
 import csv
 import glob
 import itertools
-import json
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -19,10 +18,14 @@ from uuid import UUID
 import numpy as np
 
 from fedstill.core.errors import FedstillError, suggest
+from fedstill.data.arrays import read_npz
+from fedstill.data.bounds import LONGEST_LINE, check_columns, check_file, check_lines, is_inside, readable
 from fedstill.data.images import IMAGE_SUFFIXES
+from fedstill.data.parquet import ParquetFile, read_json_lines
 from fedstill.data.source import Reading, first_line, require_extra, row_numbers
 from fedstill.data.tables import TEXT_FILE, Frame, may_name_rows, objects, split_role, stack
 from fedstill.data.text import read_lines
+from fedstill.storage.spreadsheet import from_cell
 
 ROWS_AT_ONCE = 32_768  # a multiple of the engines' pieces, so that a row is computed alike in tables of any length
 MISSING_WORDS = frozenset({"", "na", "n/a", "nan", "null"})
@@ -35,15 +38,12 @@ _WITH_COMMA = re.compile(r"\s*[-+]?\d*,\d+\s*")
 EXACT_PANDAS = (3, 1)  # from this release on, its plain reader of numbers gives the nearest float
 TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
 SHARD = re.compile(r"(?P<split>.+)-\d+-of-(?P<parts>\d+)")
-NPZ_LAYOUTS = (  # (split, inputs, labels) by array name: Keras, MedMNIST, a single pair
-    (("train", "x_train", "y_train"), ("test", "x_test", "y_test")),
-    (("train", "train_images", "train_labels"), ("test", "test_images", "test_labels")),
-    (("train", "x", "y"),),
-)
 
 
 def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[str, Frame], list[str]]:
     """Read the files that `files_of(root)` listed, and return (splits, notes)."""
+    for file in files:
+        check_file(file, root.parent if root.is_file() else root)
     suffix = files[0].suffix.lower()
     if suffix in IMAGE_SUFFIXES:
         return _class_folders(files, {"image": objects(files)}, root, reading), []
@@ -51,9 +51,9 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[st
         texts = objects([_read_text(file, reading) for file in files])
         return _class_folders(files, {TEXT_FILE: texts}, root, reading), []
     if suffix == ".npz":
-        return _read_npz(files[0], labelled=reading.labelled), []
+        return read_npz(files[0], labelled=reading.labelled), []
     if root.is_file():
-        return {"train": _read_table(root, reading)}, []
+        return {"train": _read_table(root, reading, root.parent)}, []
     shards: dict[str, list[Path]] = {}
     notes = []
     for file in files:
@@ -66,7 +66,7 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[st
         shards = {"train": files}
     frames = {}
     for split, parts in shards.items():
-        read = [_read_table(file, reading) for file in parts]
+        read = [_read_table(file, reading, root) for file in parts]
         filled = [frame for frame in read if frame.rows] or read[:1]
         frames[split] = stack(filled, filled[0].columns, root.name)
     return frames, notes
@@ -185,25 +185,19 @@ def folder_columns(table: Frame) -> list[str]:
     return [f"folder{number}" for number in numbers]
 
 
-def _read_table(file: Path, reading: Reading) -> Frame:
-    suffix = file.suffix.lower()
+def _read_table(file: Path, reading: Reading, folder: Path) -> Frame:
+    suffix, features = file.suffix.lower(), dict[str, Any]()
     if suffix in (".csv", ".tsv"):
         return read_csv(file, reading=reading)
     if suffix == ".txt":
         return Frame({(*reading.inputs, "text")[0]: objects(read_lines(file))})
-    arrow = require_extra("pyarrow")
-    kind = "JSON lines" if suffix == ".jsonl" else "parquet"
-    try:
-        if suffix == ".jsonl":
-            with file.open(encoding="utf-8-sig") as lines:
-                rows = [json.loads(line) for line in lines if line.strip()]
-            table = arrow.Table.from_pandas(require_extra("pandas").DataFrame(rows), preserve_index=False)
-        else:
-            table = require_extra("pyarrow.parquet").read_table(file)
-    except (OSError, ValueError, arrow.ArrowException) as error:
-        raise FedstillError(f"data.source: '{file}' is not readable {kind} ({first_line(error)})") from error
-    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    return frame_from_arrow(table, metadata.get("info", {}).get("features", {}), reading)
+    if suffix == ".jsonl":
+        table = read_json_lines(file)
+    else:
+        with ParquetFile(file) as parquet:
+            table, features = parquet.table(), parquet.features
+    with readable(file, "readable parquet" if suffix == ".parquet" else "readable JSON lines"):
+        return frame_from_arrow(table, features, reading, paths_of(file.parent, folder))
 
 
 class CsvFile:
@@ -211,11 +205,19 @@ class CsvFile:
 
     def __init__(self, file: Path, delimiter: str | None = None) -> None:
         self.file = file
+        check_lines(file)
         with self._readable(), file.open(encoding="utf-8-sig") as lines:
-            separator = delimiter or max(",;\t|", key=lines.readline().count)
+            header = lines.readline()
+            separator = delimiter or max(",;\t|", key=header.count)
+            check_columns(header.count(separator) + 1, f"'{file}'")
             first = list(itertools.islice(lines, LINES_OF_A_LOOK))
         decimal = "," if separator != "," and any(_DECIMAL_COMMA.search(line) for line in first) else "."
-        self._form = {"sep": separator, "decimal": decimal, "encoding": "utf-8-sig"}
+        self._form: dict[str, Any] = {
+            "sep": separator,
+            "decimal": decimal,
+            "encoding": "utf-8-sig",
+            "compression": None,
+        }
         release = tuple(map(int, require_extra("pandas").__version__.split(".")[:2]))
         if release < EXACT_PANDAS:
             self._form["float_precision"] = "round_trip"
@@ -224,7 +226,7 @@ class CsvFile:
     @property
     def decimal(self) -> str:
         """The decimal mark: a comma where cells such as 32,1 are set apart by another sign."""
-        return self._form["decimal"]
+        return str(self._form["decimal"])
 
     def pieces(self, *, words: Collection[str]) -> Iterator[dict[str, np.ndarray]]:
         """Yield all columns of ROWS_AT_ONCE rows: numbers where all cells are numbers, else cells as written.
@@ -250,10 +252,12 @@ class CsvFile:
 
         Rows are counted from 0. Empty cells beyond the last column do not count, because spreadsheets leave some.
         """
-        width, separator, uneven = len(self.header), self._form["sep"], {}
+        width, separator, uneven = len(self.header), self._form["sep"], dict[int, str]()
+        words = dict[int, str]()  # one text for all rows of a length, because a file may hold millions of them
         with self._readable(), self.file.open(encoding="utf-8-sig", newline="") as lines:
             plain = all('"' not in line and "\r" not in line.removesuffix("\r\n") for line in lines)
             lines.seek(0)
+            csv.field_size_limit(LONGEST_LINE)  # of the module: a text of 131,072 letters would be an error
             rows = (
                 (line.rstrip("\r\n").split(separator) for line in lines)
                 if plain
@@ -262,7 +266,8 @@ class CsvFile:
             filled = (cells for cells in rows if len(cells) > 1 or "".join(cells).strip())
             for row, cells in enumerate(filled, start=-1):  # the first line is the header
                 if len(cells) != width and (len(cells) < width or any(cells[width:])):
-                    uneven[row] = f"has {len(cells)} cells, and the first line has {width}"
+                    count = len(cells)
+                    uneven[row] = words.setdefault(count, f"has {count} cells, and the first line has {width}")
         return uneven
 
     def _checked_header(self) -> list[str]:
@@ -280,14 +285,8 @@ class CsvFile:
             raise FedstillError(f"data.source: '{file}' has no header; add a first line with the names of its columns")
         return header
 
-    @contextlib.contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except FedstillError:
-            raise
-        except ValueError as error:  # of pandas, or bytes that are no UTF-8
-            raise FedstillError(f"data.source: '{self.file}' is not a UTF-8 CSV file ({first_line(error)})") from error
+    def _readable(self) -> contextlib.AbstractContextManager[None]:
+        return readable(self.file, "a UTF-8 CSV file")
 
 
 def _cells(column: Any, *, decimal: str) -> np.ndarray:
@@ -295,7 +294,7 @@ def _cells(column: Any, *, decimal: str) -> np.ndarray:
     if column.dtype.kind in "ifu":
         numbers: np.ndarray = column.to_numpy()
         return numbers.astype(np.float64) if column.dtype.kind == "u" else numbers  # u: numbers beyond int64
-    words = ["" if isinstance(cell, float) else str(cell) for cell in column.tolist()]
+    words = ["" if isinstance(cell, float) else from_cell(str(cell)) for cell in column.tolist()]
     if decimal == ",":
         words = [word.replace(",", ".") if _WITH_COMMA.fullmatch(word) else word for word in words]
     return objects(words)
@@ -350,52 +349,47 @@ def _as_written(name: str, reading: Reading) -> bool:
     return not reading.labelled and may_name_rows(name, reading)
 
 
-def _read_npz(file: Path, *, labelled: bool) -> dict[str, Frame]:
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError) as error:
-        raise FedstillError(f"data.source: '{file}' is not a readable npz file ({first_line(error)})") from error
-    for layout in NPZ_LAYOUTS:
-        if all(x in arrays and (y in arrays or not labelled) for _, x, y in layout):
-            frames = {}
-            for split, x, y in layout:
-                columns = {"x": arrays[x]}
-                if y in arrays:
-                    labels = arrays[y].reshape(len(arrays[y])) if arrays[y].size == len(arrays[y]) else arrays[y]
-                    columns["label"] = labels.astype(object) if labels.dtype.kind == "U" else labels
-                frames[split] = Frame(columns)
-            return frames
-    expected = " or ".join("/".join(x + "," + y for _, x, y in layout) for layout in NPZ_LAYOUTS)
-    raise FedstillError(f"data.source: '{file}' holds {', '.join(arrays) or 'nothing'}; expected {expected}")
-
-
-def frames_from_hf(dataset: Any, reading: Reading) -> dict[str, Frame]:
+def frames_from_hf(dataset: Any, reading: Reading, place: Callable[[str], Path] = Path) -> dict[str, Frame]:
     """Return the frames of a Hugging Face Dataset, or of a DatasetDict (any mapping from split to Dataset)."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     frames = {}
     for split, rows in splits.items():
         if not hasattr(rows, "with_format") or not hasattr(rows, "__len__"):
             raise FedstillError(f"data.source: expected a datasets.Dataset or DatasetDict, got {type(rows).__name__}")
-        frames[str(split)] = frame_from_arrow(rows.with_format("arrow")[:], rows.features.to_dict(), reading)
+        frames[str(split)] = frame_from_arrow(rows.with_format("arrow")[:], rows.features.to_dict(), reading, place)
     return frames
 
 
-def frame_from_arrow(table: Any, features: Mapping[str, Any], reading: Reading) -> Frame:
-    """Return the columns of an Arrow table; `features` is its Hugging Face description, {} if there is none."""
+def frame_from_arrow(
+    table: Any, features: Mapping[str, Any], reading: Reading, place: Callable[[str], Path] = Path
+) -> Frame:
+    """Return the columns of an Arrow table; `features` is its Hugging Face description, {} if there is none.
+
+    place: where the file of an image lies that a cell names; a table from elsewhere may name files of its folder only.
+    """
     columns: dict[str, np.ndarray] = {}
     names: dict[str, tuple[str, ...]] = {}
+    if len(set(table.column_names)) < len(table.column_names):
+        raise FedstillError("data.source: a table must name every column once")
     for name in table.column_names:
-        column = _arrow_column(table[name], as_written=_as_written(name, reading))
+        column = _arrow_column(table[name], place, as_written=_as_written(name, reading))
         if column is not None:
             columns[name] = column
         described = features.get(name, {})
         if isinstance(described, dict) and described.get("_type") == "ClassLabel" and described.get("names"):
-            names[name] = tuple(described["names"])
+            names[name] = _class_names(described["names"], name)
     return Frame(columns, names)
 
 
-def _arrow_column(column: Any, *, as_written: bool) -> np.ndarray | None:
+def _class_names(stated: Any, column: str) -> tuple[str, ...]:
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        raise FedstillError(f"data.label: the class names of column '{column}' must be a list of words")
+    if len(set(stated)) < len(stated):
+        raise FedstillError(f"data.label: the class names of column '{column}' hold one name twice")
+    return tuple(stated)
+
+
+def _arrow_column(column: Any, place: Callable[[str], Path], *, as_written: bool) -> np.ndarray | None:
     """Return images as bytes or paths, numbers and words as arrays; None for dates, maps, ragged lists."""
     arrow, kind = require_extra("pyarrow"), column.type
     if isinstance(kind, arrow.BaseExtensionType):  # Array2D, Array3D of Hugging Face
@@ -409,7 +403,7 @@ def _arrow_column(column: Any, *, as_written: bool) -> np.ndarray | None:
     if isinstance(first, str) or (as_written and isinstance(first, int | Decimal | date | UUID)):
         return objects(["" if value is None else str(value) for value in values])
     if isinstance(first, bytes) or (isinstance(first, dict) and "bytes" in first):
-        return objects([_blob(value if isinstance(value, dict) else {"bytes": value}) for value in values])
+        return objects([_blob(value if isinstance(value, dict) else {"bytes": value}, place) for value in values])
     if isinstance(first, list):
         while hasattr(kind, "value_type"):
             kind = kind.value_type
@@ -421,10 +415,33 @@ def _arrow_column(column: Any, *, as_written: bool) -> np.ndarray | None:
     return None
 
 
-def _blob(image: Mapping[str, Any]) -> bytes | Path:
-    if image.get("bytes") is not None:
-        return bytes(image["bytes"])
-    return Path(image["path"]) if image.get("path") else b""
+def _blob(image: Mapping[str, Any], place: Callable[[str], Path]) -> bytes | Path:
+    blob, path = image.get("bytes"), image.get("path")
+    if blob is None:
+        return place(path) if isinstance(path, str) and path else b""
+    if not isinstance(blob, bytes):
+        raise FedstillError(f"data.source: an image is bytes, and a cell holds a {type(blob).__name__}")
+    return blob
+
+
+def paths_of(start: Path, folder: Path) -> Callable[[str], Path]:
+    """Return a function from the path in a cell to a file; paths count from `start`, and none leads out of `folder`.
+
+    Without it a table could have any file of this machine opened as an image.
+    """
+
+    def place(path: str) -> Path:
+        file = start / path
+        if "\0" in path or not is_inside(file, folder):
+            raise FedstillError(
+                f"data.source: a cell names the file '{path}', which is not in the data's folder '{folder}': put the "
+                "image there, or its bytes into the table"
+            )
+        if file.exists():  # a file that is not there is an image that cannot be read
+            check_file(file, folder)
+        return file
+
+    return place
 
 
 def frames_from_hub(identifier: str, known: list[str], reading: Reading) -> dict[str, Frame]:
@@ -444,4 +461,5 @@ def frames_from_hub(identifier: str, known: list[str], reading: Reading) -> dict
             f"data.source: '{identifier}' is neither an embedded set nor a file or folder here, "
             f"and the Hugging Face hub did not give it ({first_line(error)}); {suggest(identifier, known)}"
         ) from error
-    return frames_from_hf(loaded, reading)
+    kept = Path(datasets.config.HF_CACHE_HOME)
+    return frames_from_hf(loaded, reading, paths_of(kept, kept))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -15,10 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.data.bounds import check_size
 from fedstill.data.source import first_line, require_extra
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "WEBP", "PPM", "TIFF")  # no other reader of pillow sees a file
 CHUNK = 256  # images a task: a task costs more than a small image
+MOST_PIXELS = 50_000_000  # of one image
+LARGE = 4_000_000  # pixels; such images are decoded one at a time, because each takes up to 15 bytes a pixel
 RESIZED_AT_ONCE = 2048
 
 
@@ -32,19 +39,24 @@ def decode_images(
     images of different size are an error. Without `skip` an image that cannot be read is an error.
     """
     require_extra("PIL")
+    on_disk = sum(len(blob) if isinstance(blob, bytes) else _size_of(blob) for blob in blobs)
+    taken = _Tally(on_disk, where)
 
     def decode(start: int) -> list[np.ndarray | None]:
         pixels: list[np.ndarray | None] = []
         for row, blob in enumerate(blobs[start : start + CHUNK], start):
             try:
-                pixels.append(image_pixels(blob, row, shape, where))
-            except FedstillError:
-                if not skip:
+                image = image_pixels(blob, row, shape, where)
+                taken.add(image.nbytes)
+                pixels.append(image)
+            except FedstillError as error:
+                if not skip or isinstance(error, _TooMuch):
                     raise
                 pixels.append(None)
         return pixels
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        warnings.simplefilter("ignore")  # pillow's, about broken metadata of images that it can read
         decoded = [pixels for chunk in pool.map(decode, range(0, len(blobs), CHUNK)) for pixels in chunk]
     readable = [pixels for pixels in decoded if pixels is not None]
     if not readable:
@@ -61,6 +73,34 @@ def decode_images(
         if pixels is not None:
             images[row] = pixels.transpose(2, 0, 1)  # a grey image broadcasts over RGB
     return images, tuple(row for row, pixels in enumerate(decoded) if pixels is None)
+
+
+class _TooMuch(FedstillError):
+    """Images that would fill the memory: no rule about single rows helps."""
+
+
+class _Tally:
+    """Counts the bytes of decoded images, so that files of a few bytes cannot fill the memory."""
+
+    def __init__(self, on_disk: int, where: str) -> None:
+        self._on_disk, self._where, self._taken, self._lock = on_disk, where, 0, threading.Lock()
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._taken += size
+            try:
+                check_size(
+                    self._taken, self._on_disk, f"the images of {self._where}", "set data.size to a smaller side"
+                )
+            except FedstillError as error:
+                raise _TooMuch(*error.lines) from None
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # an image that cannot be read
+        return 0
 
 
 def fit_images(x: Tensor, height: int, width: int) -> Tensor:
@@ -81,18 +121,34 @@ def image_pixels(blob: bytes | Path, row: int, shape: tuple[int, int] | None, wh
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(io.BytesIO(blob) if isinstance(blob, bytes) else blob) as opened:
+        with ExitStack() as held, Image.open(_opened(blob, held), formats=FORMATS) as opened:
+            pixels = opened.width * opened.height
+            if pixels > MOST_PIXELS:
+                raise ValueError(f"{opened.width} x {opened.height} pixels, more than {MOST_PIXELS:,}")
+            if pixels > LARGE:
+                held.enter_context(_one_large)
             image = ImageOps.exif_transpose(opened) if "exif" in opened.info else opened
             image = _eight_bit(image)
             if shape is not None and image.size != (shape[1], shape[0]):
                 (left, right), (top, bottom) = _centre(image.width, image.height, *shape)
                 part = image.crop((left, top, right, bottom))  # ImageOps.fit would blend in the parts that are cut off
                 image = part.resize((shape[1], shape[0]), Image.Resampling.BILINEAR)
-            pixels = np.asarray(image)
+            array = np.asarray(image)
     except Exception as error:  # pillow's decoders raise any error (EOFError, struct.error, ...) on broken files
         place = f"row {row}" if isinstance(blob, bytes) else str(blob)
         raise FedstillError(f"data.source: {place} of {where} is not a readable image ({first_line(error)})") from error
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+    return array[:, :, None] if array.ndim == 2 else array
+
+
+_one_large = threading.Lock()
+
+
+def _opened(blob: bytes | Path, held: ExitStack) -> IO[bytes]:
+    if isinstance(blob, bytes):
+        return io.BytesIO(blob)
+    if not blob.is_file():  # a pipe would never end
+        raise ValueError("it is no file")
+    return held.enter_context(blob.open("rb"))
 
 
 def _centre(width: int, height: int, wanted_height: int, wanted_width: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -205,6 +205,8 @@ def load(
         return loaded
     except OSError as error:
         raise FedstillError(f"data.source: cannot read '{source}' ({first_line(error)})") from error
+    except MemoryError as error:
+        raise FedstillError(f"data.source: '{source}' does not fit into the memory of this machine") from error
 
 
 def _is_path(source: str | Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,9 @@ ID_NAMES = ("id", "file", "file_name", "filename", "path", "name")
 ID_OF_SOMETHING = re.compile(r"(?i:.*[-_. ]id|id[-_. ].*)|.*[a-z0-9]I[dD]")  # patient_id, patientId; never acid
 TEXT_FILE = "text file"  # the column of texts that are whole files
 MAX_KEY_LENGTH = 64  # characters; longer words are text, not the name of an owner
+LONGEST_NAME = 1000  # letters of the name of an owner or a row
 MISSING_WORD = "(missing)"  # the word of a cell without one, with data.missing = "mean"
+LARGEST_LABEL = 2**53  # of a label that is written as a float: beyond, two labels can be one number
 SHOWN = 5  # columns in one line
 MAX_WORDS = 100  # different words in a column that is still one-hot encoded
 MAX_ODD_SHARE = 0.1  # a smaller share of cells that are no numbers is a mistake, a larger one makes a column of words
@@ -286,9 +289,10 @@ def name_rows(
             why_not = "it does not hold words or whole numbers in every split"
         elif len(empty):
             why_not = f"it has no value in {row_numbers(empty)}"
+        elif max(map(len, ids)) > LONGEST_NAME:
+            why_not = f"it holds a name of more than {LONGEST_NAME:,} letters"
         elif len(set(ids)) < len(ids):
-            distinct, counts = np.unique(ids, return_counts=True)
-            twice = distinct[counts > 1][0]
+            twice = min(word for word, count in Counter(ids).items() if count > 1)
             why_not = f"'{twice}' is in {row_numbers(np.flatnonzero(np.array(ids) == twice))}"
         else:
             order = sorted(range(len(ids)), key=ids.__getitem__)
@@ -306,7 +310,12 @@ def name_rows(
 
 
 def with_rows(frames: Mapping[str, Frame], where: str) -> dict[str, Frame]:
-    """Return the splits that hold rows; at least one must."""
+    """Return the splits that hold rows; at least one must. All columns of a split must have as many of them."""
+    for split, frame in frames.items():
+        rows = {name: len(column) for name, column in frame.columns.items()}
+        if len(set(rows.values())) > 1:
+            shown = ", ".join(f"{count:,} of '{name}'" for name, count in list(rows.items())[:SHOWN])
+            raise FedstillError(f"data.source: the columns of {where} differ in their rows in '{split}': {shown}")
     filled = {split: frame for split, frame in frames.items() if frame.rows}
     if not filled:
         has_columns = any(frame.columns for frame in frames.values())
@@ -425,6 +434,8 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
         if key not in plain:
             raise FedstillError(f"data.keys: {name} has no key column '{key}'; {suggest(key, plain)}")
         check_owned(plain[key], key, name)
+        if _longest(plain[key]) > LONGEST_NAME:
+            raise FedstillError(f"data.keys: column '{key}' of {name} has a cell of more than {LONGEST_NAME:,} letters")
         keys[key] = plain[key].astype(np.str_) if plain[key].dtype == object else plain[key]
     first = frame.columns[inputs[0]]
     if kind_of(first) != "images" and first.ndim <= 2:
@@ -432,10 +443,14 @@ def find_keys(frame: Frame, reading: Reading, *, label: str, inputs: list[str], 
     for key, column in plain.items():
         if key in (label, *inputs, *keys) or column.dtype.kind == "f":
             continue
-        words = column.astype(np.str_) if column.dtype == object else column
-        if words.dtype.kind != "U" or words.dtype.itemsize <= 4 * MAX_KEY_LENGTH:
-            keys[key] = words
+        if _longest(column) <= MAX_KEY_LENGTH:
+            keys[key] = column.astype(np.str_) if column.dtype == object else column
     return keys
+
+
+def _longest(column: np.ndarray) -> int:
+    """Return the letters of the longest word; as an array of numpy, every word takes as much room as the longest."""
+    return max(map(len, set(column.tolist())), default=0) if column.dtype == object else 0
 
 
 def decode_inputs(table: Frame, inputs: list[str], reading: Reading, where: str) -> Inputs | None:
@@ -510,10 +525,14 @@ def encode_labels(
     if values.dtype.kind in "OU":
         words, codes = distinct_words(values)
         whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", word) for word in words)
-        values = np.array(words, np.int64 if whole else np.str_)[codes]
+        if not whole:
+            return _checked_classes(words, codes, names, label, where)
+        values = np.array(words, np.int64)[codes]
     if values.dtype.kind == "f":
         if not np.array_equal(values, np.round(values)):
             raise FedstillError(f"data.label: column '{label}' of {where} holds fractions; a label is a class")
+        if not (np.abs(values) < LARGEST_LABEL).all():
+            raise FedstillError(f"data.label: column '{label}' of {where} holds numbers too large for a class")
         values = values.astype(np.int64)
     if names is not None:
         codes = values.astype(np.int64)
@@ -522,9 +541,17 @@ def encode_labels(
             raise FedstillError(f"data.label: label {outside[0]} of {where} is outside 0..{len(names) - 1}")
         return codes, names
     distinct, codes = np.unique(values, return_inverse=True)
-    if len(distinct) == len(values) > 20:
+    return _checked_classes([str(value) for value in distinct], codes.astype(np.int64), None, label, where)
+
+
+def _checked_classes(
+    words: list[str], codes: np.ndarray, names: tuple[str, ...] | None, label: str, where: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    if names is not None:
+        raise FedstillError(f"data.label: column '{label}' of {where} holds words; its class names belong to numbers")
+    if len(words) == len(codes) > 20:
         raise FedstillError(f"data.label: column '{label}' of {where} differs in every row; a label is a class")
-    return codes.astype(np.int64), tuple(str(value) for value in distinct)
+    return codes, tuple(words)
 
 
 def in_these_classes(
@@ -667,7 +694,7 @@ def _numbers_if_meant(column: np.ndarray, gaps: np.ndarray, name: str, where: st
         return column
     column = column.copy()
     column[gaps] = "nan"
-    return column.astype(np.str_).astype(np.float64)
+    return np.array([float(cell) for cell in column.tolist()], np.float64)
 
 
 def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:

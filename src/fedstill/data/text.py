@@ -12,6 +12,7 @@ import numpy as np
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
+from fedstill.data.bounds import check_lines
 from fedstill.data.source import Reading, Source, as_tensor, first_line
 from fedstill.data.tables import Frame, choose_splits, find_keys, find_text, with_rows, without_columns
 
@@ -120,6 +121,7 @@ def _texts(
 
 def read_lines(file: Path) -> list[str]:
     """Return the lines of a text file that are not empty, with single spaces."""
+    check_lines(file)
     try:
         lines = [" ".join(line.split()) for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:

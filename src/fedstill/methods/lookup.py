@@ -207,7 +207,7 @@ def _phase(text: str, whole: str) -> PhaseText:
     match = _PHASE.fullmatch(text)
     assert match is not None  # the pattern takes any text
     mixture, until = match.groups()
-    if until is not None and not until.isdecimal():
+    if until is not None and not (until.isdecimal() and len(until) <= 9):
         raise FedstillError(f"'{whole}': until '{until}' is no round: use a whole number, e.g. until 50")
     parts = tuple(_part(piece, whole) for piece in split_outside(mixture, "+"))
     names = [part.name for part in parts]

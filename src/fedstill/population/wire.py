@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstill import __version__
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, printable
 from fedstill.core.types import Tree
 
 MAGIC = b"fedstill"
@@ -75,7 +75,7 @@ def unseal(data: bytes, *, limit: int) -> Parcel:
 
 def shown(words: Any, length: int = 40) -> str:
     """Return somebody else's words for a message or a log: cut, in one line, without signs that steer a terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(words).split())[:length])
+    return printable(" ".join(str(words).split())[:length])
 
 
 def facts_of(run: Mapping[str, str]) -> dict[str, str]:

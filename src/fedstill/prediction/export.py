@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedstill.about.explain import explain
 from fedstill.core.data import GIVEN
-from fedstill.core.errors import FedstillError, suggest
+from fedstill.core.errors import FedstillError, printable, suggest
 from fedstill.core.types import Dataset, Model, Weights
 from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.data.source import require_extra
@@ -25,6 +25,7 @@ from fedstill.loop.privacy_plan import STATEMENT_FILE
 from fedstill.models.mixed import MIXED
 from fedstill.prediction import open_run
 from fedstill.prediction.answers import MODELS, scorer, trained_model
+from fedstill.report.export import markdown_code, markdown_text
 from fedstill.storage.files import write_whole
 
 SUFFIXES = {"bundle": SUFFIX, "onnx": ".onnx"}
@@ -87,13 +88,13 @@ def model_card(trained: Trained, folder: Path) -> str:
         "How it was trained": _training(trained),
         "What it reads": _schema(trained.contract.data),
         "What it answers": [f"One of {len(trained.contract.data.classes)} classes, with a probability for each:", ""]
-        + [f"- `{name}`" for name in trained.contract.data.classes],
+        + [f"- {markdown_code(name)}" for name in trained.contract.data.classes],
         "Results": _results(trained),
         "Calibration": [f"- {calibration.why}" for calibration in trained.calibrations],
         "What left each party": _leaves(trained),
         "Privacy": _privacy(folder),
     }
-    lines = [f"# {trained.experiment.name}: {trained.which} model", "", *trained.notes]
+    lines = [f"# {markdown_text(trained.experiment.name)}: {trained.which} model", "", *trained.notes]
     for title, content in sections.items():
         lines += ["", f"## {title}", "", *content]
     return "\n".join(lines) + "\n"
@@ -120,7 +121,7 @@ def _training(trained: Trained) -> Iterator[str]:
     }
     yield "| | |\n|---|---|"
     for name, text in facts.items():
-        yield f"| {name} | {text} |"
+        yield f"| {name} | {printable(text).replace('|', chr(92) + '|')} |"
 
 
 def _schema(data: Dataset) -> Iterator[str]:
@@ -128,11 +129,11 @@ def _schema(data: Dataset) -> Iterator[str]:
         yield "A table with these columns, in any order. Inputs are scaled as the training rows were.\n"
         yield "| column | holds |\n|---|---|"
         for column in data.columns:
-            words = ", ".join(f"`{word}`" for word in column.words[:SHOWN_WORDS])
+            words = ", ".join(markdown_code(word) for word in column.words[:SHOWN_WORDS])
             more = f" and {len(column.words) - SHOWN_WORDS} more" if len(column.words) > SHOWN_WORDS else ""
             single = column.width == 1 or column.flag
             numbers = "a number" + (", or nothing" if column.flag else "") if single else f"{column.width} numbers"
-            yield f"| `{column.name}` | {f'one of the words {words}{more}' if words else numbers} |"
+            yield f"| {markdown_code(column.name)} | {f'one of the words {words}{more}' if words else numbers} |"
     elif data.tokenizer is not None:
         yield f"Texts, cut into at most {data.tokenizer.length} tokens of a vocabulary of {data.tokenizer.size:,}."
     elif data.x.ndim == 4:

@@ -20,6 +20,7 @@ from fedstill.data.source import require_extra
 from fedstill.loop.calibrate import Reliability
 from fedstill.report import COLOURS, new_figure, quiet
 from fedstill.storage.files import write_whole, writing
+from fedstill.storage.spreadsheet import as_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 def columns_of(part: Part, classes: Sequence[str]) -> dict[str, np.ndarray]:
     """Return id, label, confidence, confidence_raw, kept (of targets), and p_<class> for each class: (M,) each."""
     columns = {
-        "id": np.array(part.ids, dtype=object),
+        "id": np.array([_storable(name) for name in part.ids], dtype=object),
         "label": np.array(part.labels, dtype=object),
         "confidence": part.confidence.numpy(),
         "confidence_raw": part.confidence_raw.numpy(),
@@ -56,6 +57,11 @@ def columns_of(part: Part, classes: Sequence[str]) -> dict[str, np.ndarray]:
         columns["kept"] = part.kept.numpy()
     shares = part.probabilities.numpy()
     return columns | {f"p_{name}": shares[:, place] for place, name in enumerate(classes)}
+
+
+def _storable(name: str) -> str:
+    """Return a name that UTF-8 can hold: of a file whose name is no text, other bytes are written as signs."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 @contextmanager
@@ -93,7 +99,10 @@ def _cannot_write(folder: Path, error: OSError) -> FedstillError:
 
 
 def _csv_writer(file: IO[bytes]) -> Callable[[Mapping[str, np.ndarray]], None]:
-    """Return a function that appends rows; numbers are the shortest text that reads back as the same float32."""
+    """Return a function that appends rows; numbers are the shortest text that reads back as the same float32.
+
+    A word that a spreadsheet would take for a formula is marked as text; fedstill reads it as it was.
+    """
     written = False
 
     def write(columns: Mapping[str, np.ndarray]) -> None:
@@ -101,8 +110,12 @@ def _csv_writer(file: IO[bytes]) -> Callable[[Mapping[str, np.ndarray]], None]:
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         if not written:
-            table.writerow(columns)
-        table.writerows(zip(*(values.astype(str).tolist() for values in columns.values()), strict=True))
+            table.writerow(map(as_cell, columns))
+        cells = (
+            map(as_cell, values.tolist()) if values.dtype == object else values.astype(str).tolist()
+            for values in columns.values()
+        )
+        table.writerows(zip(*cells, strict=True))
         file.write(text.getvalue().encode())
         written = True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -19,9 +18,11 @@ from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Dataset
 from fedstill.data import Source, files
-from fedstill.data.files import MISSING_WORDS, CsvFile, frame_from_arrow
+from fedstill.data.bounds import readable
+from fedstill.data.files import MISSING_WORDS, CsvFile, frame_from_arrow, paths_of
 from fedstill.data.given import read_given
-from fedstill.data.source import first_line, missing_rows, require_extra
+from fedstill.data.parquet import ParquetFile
+from fedstill.data.source import missing_rows
 from fedstill.data.split import match_classes, read_unlabeled, reading_like
 from fedstill.data.tables import MISSING_WORD, Frame, assemble, may_name_rows, name_rows, rule_notes
 from fedstill.prediction.answers import Samples
@@ -90,8 +91,8 @@ class _TableFile:
     def __init__(self, file: Path, task: Dataset) -> None:
         self.file, self.task = file, task
         self.reading = replace(reading_like(Source(task, task), labelled=False), label=task.label or None)
-        self.csv = None if file.suffix.lower() == ".parquet" else CsvFile(file)
-        self.header = self._parquet().schema_arrow.names if self.csv is None else self.csv.header
+        self.table = ParquetFile(file) if file.suffix.lower() == ".parquet" else CsvFile(file)
+        self.header = self.table.header
 
     def pieces(self) -> Iterator[Samples]:
         """Yield the rows that can be read, at most ROWS_AT_ONCE at a time."""
@@ -101,7 +102,7 @@ class _TableFile:
             raise FedstillError(f"INPUTS: '{self.file}' has no column '{lacking[0]}'; {hint}")
         used = [*inputs, *({self.task.label} & set(self.header))]
         ids = [name for name in self.header if may_name_rows(name, self.reading) and name not in used]
-        names, uneven = self._names(ids) if ids else [], {} if self.csv is None else self.csv.uneven_rows()
+        names, uneven = self._names(ids) if ids else [], self.table.uneven_rows()
         first, read, problem, notes, cells = 0, 0, "it has no row", dict[str, None](), dict[str, Counter[str]]()
         for frame in self._frames(used):
             row_names = names[first : first + frame.rows] or [str(row) for row in range(first, first + frame.rows)]
@@ -151,26 +152,16 @@ class _TableFile:
 
     def _frames(self, names: list[str]) -> Iterator[Frame]:
         """Yield the named columns in pieces; a column of a CSV file is numbers if all of its cells are."""
-        if self.csv is not None:
+        if isinstance(self.table, CsvFile):
             numbers = {column.name for column in self.task.columns if not column.words}
-            for piece in self.csv.pieces(words=set(self.header) - numbers):
+            for piece in self.table.pieces(words=set(self.header) - numbers):
                 yield Frame({name: piece[name] for name in names})
             return
-        arrow, parquet = require_extra("pyarrow"), self._parquet()
-        about = json.loads((parquet.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
-        features = about.get("info", {}).get("features", {})
-        try:
-            for batch in parquet.iter_batches(batch_size=files.ROWS_AT_ONCE, columns=names):
-                yield frame_from_arrow(arrow.Table.from_batches([batch]), features, self.reading)
-        except arrow.ArrowException as error:
-            raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
-
-    def _parquet(self) -> Any:
-        arrow, parquet = require_extra("pyarrow"), require_extra("pyarrow.parquet")
-        try:
-            return parquet.ParquetFile(self.file)
-        except arrow.ArrowException as error:
-            raise FedstillError(f"INPUTS: '{self.file}' is not readable parquet ({first_line(error)})") from error
+        place = paths_of(self.file.parent, self.file.parent)
+        for rows in self.table.pieces(names, files.ROWS_AT_ONCE):
+            with readable(self.file, "readable parquet"):
+                frame = frame_from_arrow(rows, self.table.features, self.reading, place)
+            yield frame
 
 
 def _problems(cells: np.ndarray, column: InputColumn) -> dict[int, str]:
@@ -182,9 +173,10 @@ def _problems(cells: np.ndarray, column: InputColumn) -> dict[int, str]:
     gaps = missing_rows(cells).tolist()
     problems = {} if fills else dict.fromkeys(gaps, "has no value")
     if column.words:
-        texts = cells.astype(np.str_).astype(object)
+        texts = cells.copy() if cells.dtype == object else cells.astype(np.str_).astype(object)
         texts[gaps] = MISSING_WORD
-        strange = [] if takes_any else np.flatnonzero(~np.isin(texts.astype(np.str_), column.words)).tolist()
+        known = set(column.words)
+        strange = [] if takes_any else [row for row, text in enumerate(texts.tolist()) if text not in known]
         problems = {row: f"holds '{texts[row]}', which is not among the task's words" for row in strange} | problems
     elif cells.dtype == object:
         wrong = [row for row, text in enumerate(cells.tolist()) if text and not abs(_number(text)) <= LARGEST]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.core.errors import FedstillError, in_one_line
+from fedstill.core.errors import FedstillError, in_one_line, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def new_figure(width: float, height: float, title: str = "", *, letters: int = T
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
-        figure.suptitle(wrapped(title, letters), x=0.01, ha="left", fontsize=size, parse_math=False)
+        figure.suptitle(wrapped(printable(title), letters), x=0.01, ha="left", fontsize=size, parse_math=False)
     return figure
 
 
@@ -86,6 +86,15 @@ def wrapped(text: str, width: int) -> str:
             lines.append("")
         lines[-1] += piece
     return "\n".join(line.rstrip() for line in lines)
+
+
+def drawn(name: str) -> str:
+    """Return a name for matplotlib, which draws it as it is: a dollar sign begins no formula.
+
+    >>> drawn("$a^b^c$")
+    '\\\\$a^b^c\\\\$'
+    """
+    return printable(name, keep="\n").replace("$", r"\$")
 
 
 def shortened(name: str, letters: int) -> str:

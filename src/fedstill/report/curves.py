@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstill.report import COLOURS, Style, new_figure, quiet, style, whole_rounds, wrapped
+from fedstill.report import COLOURS, Style, drawn, new_figure, quiet, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +96,7 @@ def paper_curves(curves: Mapping[str, Sequence[Curve]], path: Path, *, width: fl
     with rc_context({**small, "axes.linewidth": 0.6, "pdf.fonttype": 42, "svg.hashsalt": "fedstill"}):
         letters = round(9 * width)  # of a name, in a legend of two columns
         names = [wrapped(method, letters) for method in curves]
-        names = [f" {name}" if name.startswith("_") else name for name in names]  # matplotlib would leave it out
+        names = [drawn(f" {name}" if name.startswith("_") else name) for name in names]  # matplotlib would leave it out
         lines = sum(name.count("\n") + 1 for name in names)
         figure = new_figure(width, min(0.5 * width, 2.4) + 0.7 + 0.075 * lines)
         axes = figure.add_subplot()
@@ -116,9 +116,7 @@ def paper_curves(curves: Mapping[str, Sequence[Curve]], path: Path, *, width: fl
         axes.set_xlim(0, last)
         axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
         quiet(axes)
-        legend = figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=2.6, columnspacing=1.2)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=2.6, columnspacing=1.2)
         undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(path.suffix.lower())
         figure.savefig(path, dpi=300, metadata=undated)
     return path
@@ -168,7 +166,7 @@ def _draw_bars(axes: Axes, bands: Mapping[str, Band], references: Mapping[str, f
     for place, height, spread in zip(places, heights, spreads, strict=True):
         ends = (height + spread, place)
         axes.annotate(f"{height:.1f}", ends, xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(places, labels=names)
+    axes.set_yticks(places, labels=list(map(drawn, names)))
     axes.set_ylim(max(len(names) - 0.5, 0.9), min(-0.5, -0.9 * (len(names) == 1)))
     axes.set_xlim(0, max(1.1 * axes.dataLim.x1, 1.0, 105 * (target or 0)))
     quiet(axes, "x")
@@ -201,7 +199,8 @@ def name_ends(axes: Axes, ends: Sequence[End], *, gap: float = GAP, form: str = 
         if not listed:
             axes.plot([1.0, SWATCH[0]], [height, place], color=colour, linewidth=0.8, **beside)
         axes.plot(SWATCH, [place, place], color=colour, linestyle=dash, linewidth=LINE_WIDTH, **beside)
-        axes.text(SWATCH[1] + 0.01, place, f"{value:{form}}  {name}", color=colour, fontsize=9, va="center", **beside)
+        words = f"{value:{form}}  {drawn(name)}"
+        axes.text(SWATCH[1] + 0.01, place, words, color=colour, fontsize=9, va="center", **beside)
 
 
 def spread_apart(places: Sequence[float], gap: float) -> list[float]:

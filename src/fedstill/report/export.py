@@ -8,8 +8,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedstill.core.errors import printable
 from fedstill.report.statistics import BASELINE
 from fedstill.report.table import GROUP, MethodSummary, judge_methods, plain_table, table_json, table_legend, table_rows
+from fedstill.storage.spreadsheet import as_cell
 
 LAST = "last %"
 _LATEX = {
@@ -32,7 +34,7 @@ def latex_text(text: str) -> str:
     >>> latex_text("own_method.py:f(mu=50%)")
     'own\\_method.py:f(mu=50\\%)'
     """
-    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
+    return "".join(_LATEX.get(letter, letter) for letter in printable(" ".join(text.split())))
 
 
 def latex_table(summaries: Sequence[MethodSummary]) -> str:
@@ -46,7 +48,7 @@ def latex_table(summaries: Sequence[MethodSummary]) -> str:
     marked = {name for name, each in shown.items() if each.is_shown}
     points = {row.method for row in summaries if row.is_reference}
     methods = [row[0] for row in rows if row[0] not in points]
-    lines = [f"% {' '.join(line.split())}" for line in table_legend(summaries)]
+    lines = [f"% {printable(' '.join(line.split()))}" for line in table_legend(summaries)]
     lines += [f"% * differs from {BASELINE}."] if marked else []
     lines += ["% In the preamble: \\usepackage{booktabs}"]
     aligned = "".join("l" if name == "method" else "c" if name == GROUP else "r" for name in headings)
@@ -72,22 +74,24 @@ def markdown_table(summaries: Sequence[MethodSummary]) -> str:
     headings, *rows = table_rows(summaries)
     lines = [_markdown_row(headings), _markdown_row("---" if name == "method" else "---:" for name in headings)]
     for place, (name, last, *others) in enumerate(rows):
-        lines.append(_markdown_row((_code(name), f"**{last}**" if place == 0 and len(rows) > 1 else last, *others)))
-    return "\n".join([*lines, "", *(f"{_markdown_text(line)}  " for line in table_legend(summaries))]).rstrip()
+        marked = f"**{last}**" if place == 0 and len(rows) > 1 else last
+        lines.append(_markdown_row((markdown_code(name), marked, *others)))
+    return "\n".join([*lines, "", *(f"{markdown_text(line)}  " for line in table_legend(summaries))]).rstrip()
 
 
 def _markdown_row(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _code(name: str) -> str:
+def markdown_code(name: str) -> str:
     """Return a name as code; a bar would end the cell, and a backtick the code."""
-    name = " ".join(name.split()).replace("|", "\\|")
+    name = printable(" ".join(name.split())).replace("|", "\\|")
     return f"`` {name} ``" if "`" in name else f"`{name}`"
 
 
-def _markdown_text(line: str) -> str:
-    return "".join(f"\\{letter}" if letter in "\\`*_<>|[]#" else letter for letter in " ".join(line.split()))
+def markdown_text(line: str) -> str:
+    """Return a line whose signs are shown, not obeyed."""
+    return "".join(f"\\{letter}" if letter in "\\`*_<>|[]#" else letter for letter in printable(" ".join(line.split())))
 
 
 def csv_table(summaries: Sequence[MethodSummary]) -> str:
@@ -111,6 +115,8 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {f"{key}_{name}": number for name, number in value.items()}
         else:
             flat[key] = " ".join(map(repr, value)) if isinstance(value, list) else value
+            if isinstance(value, str):
+                flat[key] = as_cell(value)
     return flat
 
 

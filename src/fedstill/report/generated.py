@@ -18,7 +18,7 @@ from fedstill.core.types import Dataset, Federation, Samples, Seed
 from fedstill.engine.device_data import Feed
 from fedstill.loop.history import Result
 from fedstill.loop.resume import log_to
-from fedstill.report import counted, draw_all, new_figure, shortened
+from fedstill.report import counted, draw_all, drawn, new_figure, shortened
 from fedstill.storage.files import write_whole
 
 COPIES_FILE = "generated.json"
@@ -141,9 +141,9 @@ def _draw(
     axes = figure.subplots()
     axes.imshow(sheet, interpolation="nearest", aspect="equal")
     axes.set_anchor("W")  # names and images at the left, where the title begins; the empty space is cut off below
-    short = [shortened(name, LONGEST_NAME) for name in names]
+    short, below = [drawn(shortened(name, LONGEST_NAME)) for name in names], list(map(drawn, below))
     axes.set_yticks([high * row + (height - 1) / 2 for row in range(len(rows))], labels=short, fontsize=8)
-    axes.set_xticks([wide * column + (width - 1) / 2 for column in range(len(below))], labels=list(below), fontsize=7)
+    axes.set_xticks([wide * column + (width - 1) / 2 for column in range(len(below))], labels=below, fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.savefig(path, bbox_inches="tight", pad_inches=0.08)

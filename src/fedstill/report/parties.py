@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
 from fedstill.loop.history import Result
-from fedstill.report import COLOURS, new_figure, quiet, shortened
+from fedstill.report import COLOURS, drawn, new_figure, quiet, shortened
 from fedstill.report.table import align
 from fedstill.storage.files import write_whole
+from fedstill.storage.spreadsheet import as_cell
 
 CSV_FILE, JSON_FILE, PICTURE_FILE = "parties.csv", "parties.json", "parties.png"
 MODELS = ("federated", "pooled", "alone")
@@ -105,7 +106,7 @@ def write_parties(parties: Sequence[Party], folder: Path) -> None:
     text = io.StringIO()
     table = csv.DictWriter(text, (*Party._fields, "gain"), lineterminator="\n")
     table.writeheader()
-    table.writerows(lines)
+    table.writerows({**line, "name": as_cell(str(line["name"]))} for line in lines)
     write_whole(folder / CSV_FILE, text.getvalue())
     tree = {"summary": summary(parties), "parties": lines}
     write_whole(folder / JSON_FILE, json.dumps(tree, indent=1, ensure_ascii=False) + "\n")
@@ -164,7 +165,7 @@ def party_picture(parties: Sequence[Party], path: Path, *, title: str) -> Path:
                 "label": model,
             }
             axes.scatter([*values.values()], [*values], facecolors=colour if marker == "o" else "none", **look)
-    names = [shortened(party.name, LONGEST_NAME) for party in tested] if named else []
+    names = [drawn(shortened(party.name, LONGEST_NAME)) for party in tested] if named else []
     axes.set_yticks(range(len(names)), names)
     axes.set_ylabel("" if named else f"{len(tested):,} parties, the worst at the bottom")
     axes.set_xlabel("accuracy on the party's own test rows (%)")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report import new_figure, shortened
+from fedstill.report import drawn, new_figure, shortened
 from fedstill.storage.files import write_whole
 
 COUNTS_FILE = "partition.json"
@@ -114,7 +114,7 @@ def _draw_bubbles(figure: Any, axes: Any, counts: np.ndarray, names: list[str]) 
 
 def _ticks(axis: Any, names: list[str], *, most: int) -> None:
     step = 1 if len(names) <= most else 5 if len(names) <= 2 * most else 10
-    axis.set_ticks(range(0, len(names), step), labels=names[::step])
+    axis.set_ticks(range(0, len(names), step), labels=list(map(drawn, names[::step])))
     axis.set_tick_params(length=0, labelsize=8, labelcolor=_INK)
 
 

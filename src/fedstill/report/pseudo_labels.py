@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.report import Style, new_figure, quiet, shortened, style, whole_rounds, wrapped
+from fedstill.report import Style, drawn, new_figure, quiet, shortened, style, whole_rounds, wrapped
 from fedstill.report.curves import NAME_WIDTH, Curve, about_seeds, band, name_ends
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
 def _names(classes: Sequence[str], count: int) -> list[str]:
     """A name for each class, or numbers where there are too many to read."""
     named = len(classes) == count and count <= MOST_NAMES
-    return [shortened(str(name), 16) for name in classes] if named else []
+    return [drawn(shortened(str(name), 16)) for name in classes] if named else []
 
 
 def _draw_last_round(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedstill.report import COLOURS, new_figure, quiet, shortened
+from fedstill.core.errors import printable
+from fedstill.report import COLOURS, drawn, new_figure, quiet, shortened
 from fedstill.report.statistics import NO_DIFFERENCE, judge
 from fedstill.report.table import align
 from fedstill.storage.toml import parse_value, split_outside
@@ -299,10 +300,10 @@ def _draw_curve(axes: Axes, effect: Effect) -> None:
 
 def _name(axes: Axes, effect: Effect, side: str, places: Sequence[float] | None = None) -> None:
     """Write a key and its values beside the x or the y axis."""
-    names = [shortened(value, 18) for value in effect.values]
+    names = [printable(shortened(value, 18)) for value in effect.values]
     axis = axes.xaxis if side == "x" else axes.yaxis
     axis.set_ticks(list(range(len(names))) if places is None else list(places), names)
-    axis.set_label_text(effect.key)
+    axis.set_label_text(drawn(effect.key))
     slanted = side == "x" and sum(map(len, names)) > 22
     for text in axis.get_ticklabels():
         text.set(parse_math=False, fontsize=9, **({"rotation": 30, "ha": "right"} if slanted else {}))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fedstill.core.errors import printable
 from fedstill.loop.evaluate import METRICS
 from fedstill.loop.history import Row
 from fedstill.loop.references import References
@@ -281,6 +282,6 @@ def rich_table(summaries: Sequence[MethodSummary], *, width: int = 120) -> Table
         first = name == "method"
         table.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     for place, (name, *numbers) in enumerate(rows):
-        texts = (Text(cell) for cell in (wrapped(name, room), *numbers))
+        texts = (Text(printable(cell, keep="\n")) for cell in (wrapped(name, room), *numbers))
         table.add_row(*texts, style="bold green" if place == 0 else None)
     return table

@@ -12,14 +12,20 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 
+LONGEST_FILE = 16_000_000  # letters
+_DEEP_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]++\s*+\.\s*+){64}""")  # tomllib takes the square of its parts
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def loads(text: str, *, where: str = "TOML") -> dict[str, Any]:
     """Parse TOML; the message about a syntax error names the file `where` and the line."""
+    if len(text) > LONGEST_FILE or _DEEP_KEY.search(text):
+        raise FedstillError(f"{where}: too large, or a key of too many parts, for an experiment file")
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise FedstillError(f"{where}: not valid TOML: its brackets are nested too deep") from None
+    except ValueError as error:  # of TOML, or a number of more than 4300 digits
         raise FedstillError(f"{where}: not valid TOML: {error}; a line reads: key = value") from None
 
 
@@ -41,7 +47,7 @@ def parse_value(text: str) -> Any:
     """Return the value that a text means right of '=' in TOML; a text that is no TOML value is returned as it is."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     value = table["value"]
     return value if len(table) == 1 and isinstance(value, (bool, int, float, str, list, dict)) else text

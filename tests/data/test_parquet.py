@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedstill.core.errors import FedstillError
+from fedstill.data import load
+from fedstill.data.parquet import ParquetFile, read_json_lines
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+Y = [0, 1] * 10
+
+
+def written(path: Path, columns: dict, **how) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(arrow.table(columns), path, **how)
+    return path
+
+
+def png(grey: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.full((4, 4), grey, np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 20, 50])
+def test_pieces_have_as_many_rows_as_asked_for_and_hold_every_row(tmp_path: Path, at_once: int):
+    file = written(tmp_path / "x.parquet", {"a": list(range(20)), "b": ["x", "y"] * 10}, row_group_size=7)
+    pieces = list(ParquetFile(file).pieces(["a"], at_once))
+    assert [row for piece in pieces for row in piece["a"].to_pylist()] == list(range(20))
+    assert [len(piece) for piece in pieces[:-1]] == [at_once] * (len(pieces) - 1)
+
+
+def test_a_word_that_stands_once_for_many_rows_is_counted_in_each(tmp_path: Path):
+    words = arrow.DictionaryArray.from_arrays(arrow.array(np.zeros(2000, np.int32)), arrow.array(["x" * 500_000]))
+    file = written(tmp_path / "x.parquet", {"word": words, "label": [0, 1] * 1000})
+    with pytest.raises(FedstillError, match="would take .* of memory"), ParquetFile(file) as opened:
+        opened.table()
+
+
+def test_rows_of_a_few_bytes_are_counted(tmp_path: Path):
+    file = written(tmp_path / "x.parquet", {"a": np.zeros(4_000_000, np.int8)})
+    assert file.stat().st_size < 100_000
+    with pytest.raises(FedstillError, match="would take 288.0 MB of memory"):
+        ParquetFile(file)
+
+
+def test_a_cell_names_an_image_of_the_folder_and_no_other_file(tmp_path: Path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "good.png").write_bytes(png(5))
+    (tmp_path / "private.png").write_bytes(png(9))
+    (tmp_path / "set" / "link.png").symlink_to(tmp_path / "private.png")
+
+    def read(path: str):
+        images = [{"bytes": None, "path": path}, {"bytes": png(1), "path": path}] * 10
+        written(tmp_path / "set" / "train.parquet", {"image": images, "label": Y})
+        return load(tmp_path / "set" / "train.parquet", cache_dir=tmp_path / "cache")
+
+    assert set(read("good.png").train.x.flatten().tolist()) == {1, 5}
+    outside = (
+        "../private.png",
+        str(tmp_path / "private.png"),
+        "link.png",
+        "../set/../private.png",
+        "/dev/zero",
+        "a\0b",
+    )
+    for path in outside:
+        with pytest.raises(FedstillError, match="not in the data's folder"):
+            read(path)
+
+
+@pytest.mark.parametrize("stated", ["ab", [1, 2], ["a", "a"]])
+def test_class_names_are_different_words(tmp_path: Path, stated):
+    about = {"info": {"features": {"label": {"_type": "ClassLabel", "names": stated}}}}
+    table = arrow.table({"x": Y, "label": Y}).replace_schema_metadata({"huggingface": json.dumps(about)})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(FedstillError, match="the class names of column 'label'"):
+        load(tmp_path / "x.parquet", cache_dir=tmp_path / "cache")
+
+
+def test_a_name_of_one_line_is_an_empty_cell_of_all_others(tmp_path: Path):
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(f'{{"n{number}": 1}}\n' for number in range(6000)))
+    with pytest.raises(FedstillError, match="write the same names in every line"):
+        read_json_lines(file)
+    file.write_text('{"a": 1}\n[1]\n')
+    with pytest.raises(FedstillError, match="line 2 of .* is no JSON object"):
+        read_json_lines(file)
