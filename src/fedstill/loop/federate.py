@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.combine import bound_to, first_state, samples, targets
-from fedstill.compose.groups import as_it_is, check_groups, grouped, only, reported_name, split
-from fedstill.compose.head_only import heads_only
+from fedstill.compose.groups import check_groups, grouped, only, reported_name, split
+from fedstill.compose.moving import moving_only
 from fedstill.compose.phases import phases_of, share_states
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits, check_phases, needs_of
@@ -195,14 +195,14 @@ def share_states_of(phases: tuple[Phase, ...], weights: Weights, model: Model) -
 
 
 def suited(phases: tuple[Phase, ...], model: Model, training: Training) -> tuple[Phase, ...]:
-    """The methods as this model and training take them: for heads alone, for each of several architectures."""
+    """The methods as this model and training take them: for the part that moves, for each of several architectures."""
     if model.groups is None:
         phases = tuple(phase._replace(method=bound_to(phase.method, model)) for phase in phases)
     phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
-    heads = training.part == "head"
+    suit = partial(moving_only, part=training.part)
     if model.groups is not None:
-        return grouped(phases, model.groups, heads_only if heads else as_it_is)
-    return tuple(phase._replace(method=heads_only(phase.method, model)) for phase in phases) if heads else phases
+        return grouped(phases, model.groups, suit)
+    return tuple(phase._replace(method=suit(phase.method, model)) for phase in phases)
 
 
 def _suited(built: Built) -> tuple[Phase, ...]:

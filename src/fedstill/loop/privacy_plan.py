@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.combine import broadcast_of, first_state
-from fedstill.compose.head_only import head_names, head_of
+from fedstill.compose.moving import moving
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import private_normal, seed_for
@@ -274,7 +274,7 @@ def rounds_a_client_may_play(task: Task, weights: Weights, rounds: int) -> int |
 
 
 def _sent_of(weights: Weights, task: Task) -> Weights:
-    return head_of(weights, head_names(task.model)) if task.training.part == "head" else weights
+    return moving(weights, task.model, task.training.part)
 
 
 def _instead_of_counts(task: Task) -> str:
