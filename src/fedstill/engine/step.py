@@ -104,6 +104,13 @@ class Program:
             raise FedstillError(f"part = 'head' cannot train {model.name}: {CURES[Need.HEAD]}, and shares no weights")
         self.features: Features | None = None  # of the start, where a step begins at them
 
+    def twin(self) -> Program:
+        """Another program for the same steps, which keeps outputs of its own."""
+        how: dict[str, Any] = {"static": self.static, "precision": self.precision, "compiled": self.compiled}
+        other = Program(self.model, self.objective, self.training, self.feed, **how)
+        other.tried = self.tried
+        return other
+
     def load(self, start: Weights, received: Tree) -> None:
         """Take this round's model and broadcast slots."""
         if self.static and self.start.params:

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.engine import keep_optimizers
+from fedstill.engine.workers import Workers
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import Cautions
@@ -164,7 +165,10 @@ def federate(
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
     state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
     make = partial(Here, budget=state_budget) if built.population is None else built.population
-    return _run(task, plan, state, callbacks, make, resume=resume, began=began)
+    # an engine with workers of its own needs no threads of torch, which wait for each other in small operations
+    workers: Workers | None = getattr(engines.cohort, "workers", None)
+    with nullcontext() if workers is None else workers.quiet():
+        return _run(task, plan, state, callbacks, make, resume=resume, began=began)
 
 
 def check_built(built: Built) -> None:
