@@ -426,8 +426,8 @@ def _assumptions() -> list[str]:
         f"Assumed, not measured: ${ASSUMED['price_a_gigabyte']:.2f} for a GB that leaves the server,",
         f"${ASSUMED['price_a_core_hour']:.2f} for an hour of its core; networks of {server / 1000:.0f} Gbit/s at the",
         f"server, {organisation:.0f} Mbit/s at an organisation and {device:.0f} Mbit/s at a device. A round waits for",
-        f"a poll of {PROTOTYPE['poll_seconds']:.0f} s (Flower's, of the prototype). Local training is not in the table,",
-        "because it depends on the clients' machines.",
+        f"a poll of {PROTOTYPE['poll_seconds']:.0f} s (Flower's, of the prototype). Local training is not in the",
+        "table, because it depends on the clients' machines.",
     ]
 
 
@@ -519,6 +519,7 @@ def main() -> None:
     if options.measure:
         RECORD.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
     if options.simulate:
+        torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             for name, found in small_runs(Path(folder)):
                 shown = ", ".join(f"{key} {value:,.4g}" for key, value in found.items())
