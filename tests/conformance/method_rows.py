@@ -208,8 +208,8 @@ ROUNDS, COHORT = 3, 4
 
 
 def network(net: str = "mlp") -> Model:
-    if net == "mlp":
-        return toy.network()
+    if net in ("mlp", "adapted"):
+        return toy.network(net)
     if net == "pictures":
         return build_model("mlp", input_shape=IMAGE, classes=CLASSES, hidden=(8,), init="torch")
     if net == "text":

@@ -29,6 +29,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fedaux": {"method": f"fedaux({REFINED})+fedprox(mu=0.1)"},
     "fedftg": {"method": f"scaffold+{write('fedftg', HARD_SAMPLES)}"},
     "head": {"method": "scaffold", "part": "head"},
+    "adapters": {"method": f"fedlmd+scaffold+feddf({REFINED})", "net": "adapted"},
     "optimizers": {"method": "fedlmd", "keep_optimizer": True, "optimizer": "adam"},
     "median": {"method": "fedprox(mu=0.1)+median"},
     "poisson": {"method": "feddyn", "sampling": "poisson", "cohort": 0.5},
@@ -81,3 +82,12 @@ def test_clients_of_several_networks_have_the_same_bits_over_the_wire(method, tm
     )  # fmt: skip
     plain, wired = both_ways(here, tmp_path)
     assert same_bits(wired.weights, plain.weights)
+
+
+def test_frozen_tensors_do_not_travel_and_a_client_with_others_refuses(tmp_path):
+    here = a_run(build_method("fedavg"), net="adapted")
+    wired = over_loopback(here, tmp_path)
+    other = replace(wired, start=network("adapted").init(99))
+    result = loop.federate(other)
+    assert all(row["accepted"] == 0 for row in result.history.rows)
+    assert any("the server's model has other frozen tensors" in line["reason"] for line in result.history.audit)

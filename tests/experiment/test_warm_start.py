@@ -62,6 +62,26 @@ def test_a_run_starts_from_the_last_model_of_another(first):
     assert fedstill.Experiment.from_toml("second/config.toml").model.start == str(first)
 
 
+def test_a_network_without_adapters_is_the_base_of_one_with_them(first):
+    """Its base stays what it was; the factors of two seeds begin and end as others."""
+    base = load_weights(first / "last")
+    ends = []
+    for seed in (0, 1):
+        adapted = experiment("a.csv", seed=seed, rounds=1, model=started("first", adapters=1))
+        ends.append(fedstill.run(adapted, pictures=False).weights)
+        assert torch.equal(ends[-1].buffers["encoder.1.weight"], base.params["encoder.1.weight"])
+        assert not torch.equal(ends[-1].params["head.weight"], base.params["head.weight"])
+    assert not torch.equal(ends[0].params["encoder.1.down"], ends[1].params["encoder.1.down"])
+
+
+def test_a_bundle_of_a_network_with_adapters_predicts_as_its_run(first):
+    adapted = experiment("a.csv", rounds=1, model=started("first", adapters=1))
+    fedstill.run(adapted, run_dir="second", pictures=False)
+    fedstill.export("second", out="second.safetensors")
+    run, bundle = (fedstill.predict(place, "a.csv") for place in ("second", "second.safetensors"))
+    assert (run.probabilities == bundle.probabilities).all()
+
+
 def test_the_scale_of_the_inputs_may_differ(first, tmp_path):
     other = tmp_path / "b.csv"
     other.write_text((tmp_path / "a.csv").read_text() + "90,80,yes\n")

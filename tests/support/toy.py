@@ -47,9 +47,10 @@ class NormNet(nn.Module):
 
 
 def network(net: str = "mlp", *, features: int = 6, hidden: int = 8, classes: int = 4) -> Model:
-    """An MLP with one hidden layer, or (`norm`) the same with BatchNorm."""
-    if net == "mlp":
-        return build_model("mlp", input_shape=(features,), classes=classes, hidden=(hidden,), init="torch")
+    """An MLP with one hidden layer, (`adapted`) with adapters beside it, or (`norm`) with BatchNorm."""
+    if net in ("mlp", "adapted"):
+        beside = {"adapters": 2} if net == "adapted" else {}
+        return build_model("mlp", input_shape=(features,), classes=classes, hidden=(hidden,), init="torch", **beside)
     module = partial(NormNet, features, hidden, classes)
     return from_module(module, input_shape=(features,), classes=classes, check=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -174,12 +175,31 @@ class Player:
     look: Callable[[Scene], Tree] = nothing_seen
 
 
+_GIVEN = ContextVar("threads are given", default=False)
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Small matrices on several threads mostly wait for each other, and for whatever else the machine does."""
+    """Let torch work with so many threads. Small matrices on several threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def given_threads(count: int) -> Iterator[None]:
+    """Let torch work with so many threads, and engines train one client at a time with all of them."""
+    token = _GIVEN.set(True)
+    try:
+        with threads(count):
+            yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def threads_are_given() -> bool:
+    """Whether somebody said how many threads torch has (`engine.threads`)."""
+    return _GIVEN.get()

@@ -190,6 +190,7 @@ class Model:
     apply: Apply
     head: Callable[[Params, Tensor], Tensor] | None = None  # features -> logits
     head_names: tuple[str, ...] = ()  # its parameters, where no other layer shares them: what part = "head" trains
+    frozen_names: tuple[str, ...] = ()  # parameters that do not train; they stand in the buffers, and nobody sends them
     traits: Traits = field(default_factory=Traits)
     groups: Groups | None = None  # it stands for several architectures: see compose/groups.py
     tokens: ReadTokens | None = None  # of a network that reads text

@@ -55,6 +55,7 @@ from fedstill.engine.runners import Batched, Looped, layout_alone
 from fedstill.engine.stack import Finished, first_memory
 from fedstill.engine.step import Program, autocast_to, precision_mode
 from fedstill.engine.turns import Turns, turns_key
+from fedstill.engine.workers import Workers
 
 FEEDS = 4  # sets beside the train set that stay on the device
 SMALL_NET = 50_000  # parameters up to which a call costs more than the work in it, on a CPU
@@ -89,6 +90,7 @@ class Engine:
         self.programs: dict[object, tuple[Program, Batched | Looped]] = {}
         self.feeds: dict[int, tuple[Tensor, Feed]] = {}
         self.turns: dict[object, Turns] = {}
+        self.workers = Workers(device)
 
     def train(self, work: LocalWork, ids: np.ndarray, states: Tree, *, starts: Weights | None = None) -> Trained:
         """Train the clients `ids`; see core.trainer.CohortEngine.
@@ -98,7 +100,7 @@ class Engine:
         training = work.training
         check_training(training)
         check_augmentations(training.augment, tuple(self.dataset.x.shape[1:]))
-        with precision_mode(self.precision):
+        with self.workers.quiet(), precision_mode(self.precision):
             rows, sizes = self._rows(ids)
             plan = make_plan(rows, sizes, ids, training=training, round=work.round, seed=work.seed)
             counts = self._label_counts(work.objective, rows, sizes)
@@ -138,7 +140,7 @@ class Engine:
         program, runner = self._program(lesson.objective, training, feed, start, {})
         assert isinstance(runner, Looped)
         inputs = make_inputs(plan, {}, counts, sizes, self.dtype)
-        with precision_mode(self.precision, alone=True):
+        with self.workers.loud(), precision_mode(self.precision, alone=True):
             self._keep_outputs(program, plan, inputs, (places, sizes))
             return runner.run_alone(plan, inputs, watch, optimizer or {})
 
@@ -164,9 +166,9 @@ class Engine:
             elif stacked:
                 samples = len(x) if rows is None else len(rows)
                 loop = self.model.traits.unbatchable is not None or self._in_turn(weights, samples)
-                said = forward_many(self.model, weights, feed, rows, loop=loop, features=features)
+                said = forward_many(self.model, weights, feed, rows, loop=loop, features=features, workers=self.workers)
             else:
-                said = forward(self.model, weights, feed, rows, features=features)
+                said = forward(self.model, weights, feed, rows, features=features, workers=self.workers)
         return Output(*(part.to(self.dtype) for part in said))
 
     def _in_turn(self, teachers: Weights, samples: int) -> bool:
@@ -199,7 +201,7 @@ class Engine:
     ) -> dict[str, Fitted]:
         """Several models, each step of one seeing all; see core.trainer.Trainer."""
         key = turns_key(players, drawn, given)
-        with precision_mode(self.precision):
+        with self.workers.loud(), precision_mode(self.precision):
             turns = self.turns.pop(key, None)
             if turns is None:
                 if len(self.turns) >= TURNS:  # before the new one takes its memory
@@ -239,11 +241,11 @@ class Engine:
             runner.chunk = self._auto_chunk(program, inputs)
             finished = runner.run(plan, inputs, columns)
         else:
-            finished = runner.run(plan, inputs, columns, partial(self._keep_own, program, plan, inputs, held, columns))
+            finished = runner.run(plan, inputs, columns, partial(self._keep_own, plan, inputs, held, columns))
         return finished._replace(weights=program.whole(finished.weights, width=len(columns)))
 
     def _keep_own(
-        self, program: Program, plan: Plan, inputs: Inputs, held: Held, clients: list[int], column: int
+        self, plan: Plan, inputs: Inputs, held: Held, clients: list[int], program: Program, column: int
     ) -> None:
         """Keep the outputs for the client in one column, which is `clients[column]` of the cohort.
 
@@ -323,9 +325,9 @@ class Engine:
             runner: Batched | Looped
             # A stack counts its clients' steps as one, and kept optimisers have taken different numbers of them.
             if self.stacked and feed is self.feed and not training.keep_optimizer:
-                runner = Batched(program, chunk=1, graphs=self.graphs)
+                runner = Batched(program, self.workers, chunk=1, graphs=self.graphs)
             else:
-                runner = Looped(program, lanes=LANES, graphs=self.graphs)
+                runner = Looped(program, self.workers, lanes=LANES, graphs=self.graphs)
             self.programs[key] = program, runner
         self.programs[key][0].load(start, received)
         return self.programs[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from fedstill.core.types import Model, Output, Params, Seed, Weights
 from fedstill.engine.device_data import Feed
 from fedstill.engine.plan import Plan
 from fedstill.engine.step import Features, Program
+from fedstill.engine.workers import Workers
 
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
 IMAGES_AT_ONCE = 128  # on a CPU, where maps shall stay in the caches: 512 images of the CNN 184 ms instead of 266
@@ -24,23 +25,48 @@ TEACHERS_AT_ONCE = 16  # more of them go in turn, so that their number does not 
 
 
 @torch.no_grad()
-def forward(model: Model, weights: Weights, feed: Feed, rows: Tensor | None = None, *, features: bool = True) -> Output:
-    """Outputs in eval mode for some rows of a feed (all by default), in pieces that fit."""
+def forward(
+    model: Model,
+    weights: Weights,
+    feed: Feed,
+    rows: Tensor | None = None,
+    *,
+    features: bool = True,
+    workers: Workers | None = None,
+) -> Output:
+    """Outputs in eval mode for some rows of a feed (all by default), in pieces that fit and that workers share."""
     count = len(feed.x) if rows is None else len(rows)
     size = ROWS_AT_ONCE.get(feed.device.type, 512)
     if model.traits.convolutional:
         size = min(size, IMAGES_AT_ONCE) if feed.device.type == "cpu" else size
         weights = Weights({name: _channels_last(p) for name, p in weights.params.items()}, weights.buffers)
-    parts = []
-    for at in range(0, count, size):
+
+    def piece_of(at: int) -> Output:
         piece = slice(at, min(at + size, count))
         x = feed.inputs(piece if rows is None else rows[piece])
         output = model.apply(weights, _channels_last(x) if model.traits.convolutional else x, training=False)[0]
-        parts.append(output if features else _without_features(output))
+        return output if features else _without_features(output)
+
+    parts = _each(piece_of, range(0, count, size), workers)
     if not parts:
         empty = model.apply(weights, feed.inputs(slice(0, 1)), training=False)[0]
         return Output(empty.logits[:0], empty.features[:0])
     return Output(torch.cat([p.logits for p in parts]), torch.cat([p.features for p in parts]))
+
+
+def _each(function: Callable[[int], Output], pieces: Sequence[int], workers: Workers | None) -> list[Output]:
+    """The function's answer to each piece, in order."""
+    if workers is None or torch.is_autocast_enabled("cpu"):  # autocast counts for the caller's thread alone
+        return [function(piece) for piece in pieces]
+    answers: dict[int, Output] = {}
+
+    def work(_: int, waiting: Iterator[int]) -> None:
+        with torch.no_grad():  # counts for one thread
+            for piece in waiting:
+                answers[piece] = function(piece)
+
+    workers.do(pieces, work)
+    return [answers[piece] for piece in pieces]
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
@@ -53,7 +79,14 @@ def _without_features(output: Output) -> Output:
 
 @torch.no_grad()
 def forward_many(
-    model: Model, weights: Weights, feed: Feed, rows: Tensor | None = None, *, loop: bool, features: bool = True
+    model: Model,
+    weights: Weights,
+    feed: Feed,
+    rows: Tensor | None = None,
+    *,
+    loop: bool,
+    features: bool = True,
+    workers: Workers | None = None,
 ) -> Output:
     """Outputs of several models (stacked weights) for some rows of a feed (all by default): (T, M, ...).
 
@@ -65,14 +98,17 @@ def forward_many(
     if model.head is not None and model.head_names and extractors and shared:
         # All models are views of one but for the head, as an engine that trains heads hands them out: its extractor
         # runs once instead of T times.
-        seen = forward(model, row_of(weights, 0), feed, rows).features
+        seen = forward(model, row_of(weights, 0), feed, rows, workers=workers).features
         heads = {name: weights.params[name] for name in model.head_names}
         logits = torch.stack([model.head(row_of(heads, i), seen) for i in range(_count(weights))])
         output = Output(logits, seen.expand(len(logits), *seen.shape))
         return output if features else _without_features(output)
     if not loop:
         return _gathered(_together(model, weights, feed, rows, features), weights, count)
-    each = ((i, forward(model, row_of(weights, i), feed, rows, features=features)) for i in range(_count(weights)))
+    each = (
+        (i, forward(model, row_of(weights, i), feed, rows, features=features, workers=workers))
+        for i in range(_count(weights))
+    )
     return _gathered(((i, slice(None), output) for i, output in each), weights, count)
 
 

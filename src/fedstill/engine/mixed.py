@@ -28,7 +28,7 @@ class MixedEngine:
         self.model, self.engines = model, engines
         self.groups: Groups = model.groups
         first = next(iter(engines.values()))
-        self.device, self.dtype, self.dataset = first.device, first.dtype, first.dataset
+        self.device, self.dtype, self.dataset, self.workers = first.device, first.dtype, first.dataset, first.workers
 
     @cached_property
     def name(self) -> str:

@@ -14,13 +14,14 @@ from fedstill.engine.group import Group, Inputs, columns_of
 from fedstill.engine.plan import Plan
 from fedstill.engine.stack import Finished, Layout, Results, Stack, allocate_weights
 from fedstill.engine.step import Program
+from fedstill.engine.workers import Workers
 
 
 class Batched:
     """Runs a cohort in chunks; on CUDA the steps are captured once and replayed."""
 
-    def __init__(self, program: Program, *, chunk: int, graphs: bool) -> None:
-        self.program, self.chunk, self.use_graphs = program, chunk, graphs
+    def __init__(self, program: Program, workers: Workers, *, chunk: int, graphs: bool) -> None:
+        self.program, self.workers, self.chunk, self.use_graphs = program, workers, chunk, graphs
         self.captured: CapturedGroup | None = None
 
     def run(self, plan: Plan, inputs: Inputs, order: list[int]) -> Finished:
@@ -28,18 +29,22 @@ class Batched:
         results = Results(self.program.moving, len(order), inputs.facts, self.program.layout)
         if self.use_graphs:
             results.fill(self.program.moving)
-        for at in range(0, len(order), self.chunk):
-            piece = slice(at, min(at + self.chunk, len(order)))
-            part = plan.columns(list(range(piece.start, piece.stop)))
-            if self.use_graphs:
-                self._replay(part, inputs, piece, results)
-                continue
-            stack = Stack(results.piece(piece), len(part.steps), self.program.training)
-            here = columns_of(inputs, piece)
-            stack.reset(self.program.moving, here.starts)
-            for _ in Group(self.program, stack, stacked=True).run(part, here):
-                pass
-            results.loss[piece] = stack.loss.to(results.loss.dtype)
+        pieces = [slice(at, min(at + self.chunk, len(order))) for at in range(0, len(order), self.chunk)]
+        if self.use_graphs:
+            for piece in pieces:
+                self._replay(_part_of(plan, piece), inputs, piece, results)
+            return results.ordered(order)
+
+        def work(_: int, waiting: Iterator[slice]) -> None:
+            for piece in waiting:
+                part, here = _part_of(plan, piece), columns_of(inputs, piece)
+                stack = Stack(results.piece(piece), len(part.steps), self.program.training)
+                stack.reset(self.program.moving, here.starts)
+                for _ in Group(self.program, stack, stacked=True).run(part, here):
+                    pass
+                results.loss[piece] = stack.loss.to(results.loss.dtype)
+
+        self.workers.do(pieces, work)
         return results.ordered(order)
 
     def _replay(self, plan: Plan, inputs: Inputs, piece: slice, results: Results) -> None:
@@ -53,16 +58,24 @@ class Batched:
             pass
 
 
+def _part_of(plan: Plan, piece: slice) -> Plan:
+    return plan.columns(list(range(piece.start, piece.stop)))
+
+
 CHANNELS_LAST = (0, 2, 3, 1)
 
 
 class Looped:
-    """Runs the clients one after another, or `lanes` at a time on streams of their own."""
+    """Runs each client alone: on a CPU as many at a time as there are workers, on a GPU `lanes` on own streams.
 
-    def __init__(self, program: Program, *, lanes: int, graphs: bool) -> None:
-        self.program, self.use_graphs = program, graphs
+    Each worker has a program, because a program keeps what a frozen model said about the rows of the present client.
+    """
+
+    def __init__(self, program: Program, workers: Workers, *, lanes: int, graphs: bool) -> None:
+        self.program, self.workers, self.use_graphs = program, workers, graphs
         self.lane_count = lanes if graphs else 1
         self.lanes: list[CapturedGroup] = []
+        self.others: dict[int, Program] = {}  # by worker
 
     def run_alone(self, plan: Plan, inputs: Inputs, watch: Watch | None, optimizer: Tree) -> Fitted:
         """Train the only column of the plan; `watch` sees the weights after every step and may end it.
@@ -92,30 +105,44 @@ class Looped:
         self.lanes[0].load(inputs, slice(0, 1))
         return self.lanes[0].stack, self.lanes[0].run(plan, results, 0)
 
-    def run(self, plan: Plan, inputs: Inputs, order: list[int], before: Callable[[int], None]) -> Finished:
+    def run(self, plan: Plan, inputs: Inputs, order: list[int], before: Callable[[Program, int], None]) -> Finished:
         """Train every column of the plan (longest first); row order[i] of the result is column i.
 
-        before: called with a column before it trains, to keep what its steps have in common.
+        before: called with a program and the column that it trains next, to keep what the steps have in common.
         """
         results = Results(self.program.moving, len(order), inputs.facts, optimizer=inputs.optimizer)
         if self.use_graphs:
             for column in range(len(order)):
-                before(column)
+                before(self.program, column)
             results.fill(self.program.moving)
             self._run_lanes(plan, inputs, results)
             return results.ordered(order)
-        stack = self._new_stack()
-        group = Group(self.program, stack, stacked=False)
-        for column in range(len(order)):
-            here = slice(column, column + 1)
-            alone = columns_of(inputs, here)
-            before(column)
-            stack.reset(self.program.moving, alone.starts)
-            stack.go_on(rows(inputs.optimizer, column))
-            for _ in group.run(plan.columns([column]), alone):
-                pass
-            results.take(stack, slice(0, 1), here)
+
+        def work(number: int, waiting: Iterator[int]) -> None:
+            program = self._program_of(number)
+            stack = self._new_stack()
+            group = Group(program, stack, stacked=False)
+            for column in waiting:
+                here = slice(column, column + 1)
+                alone = columns_of(inputs, here)
+                before(program, column)
+                stack.reset(program.moving, alone.starts)
+                stack.go_on(rows(inputs.optimizer, column))
+                for _ in group.run(plan.columns([column]), alone):
+                    pass
+                results.take(stack, slice(0, 1), here)
+
+        self.workers.do(list(range(len(order))), work)
         return results.ordered(order)
+
+    def _program_of(self, worker: int) -> Program:
+        """Return the worker's program, with this round's model."""
+        if not worker:
+            return self.program
+        if worker not in self.others:
+            self.others[worker] = self.program.twin()
+        self.others[worker].load(self.program.start, self.program.received)
+        return self.others[worker]
 
     def _new_stack(self) -> Stack:
         convolutional = self.program.model.traits.convolutional

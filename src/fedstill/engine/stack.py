@@ -154,8 +154,11 @@ class Results:
         tree_map(lambda leaf, value: leaf.copy_(value.expand_as(leaf)), self.stacked, start)
 
     def piece(self, rows: slice) -> Weights:
-        """Some rows as storage: a stack trained there needs no copy."""
-        return tree_map(lambda leaf: leaf[rows], self.stacked)
+        """Some rows as storage: a stack trained there needs no copy.
+
+        `data`: autograd counts the changes of each piece apart, so that another worker may change its own meanwhile.
+        """
+        return tree_map(lambda leaf: leaf[rows].data, self.stacked)
 
     def take(self, stack: Stack, source: slice, rows: slice) -> None:
         """Copy some clients of a stack to their rows."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.compose.moving import moves_all, moving, with_rest
 from fedstill.core.author_mistakes import hide_undeclared, one_number
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import CURES
@@ -70,8 +71,8 @@ class Program:
     """A model, an objective and how to train, bound to one feed; `shared` inputs change from round to round.
 
     With `static` the shared tensors keep their addresses over rounds (CUDA graphs read them in place).
-    Where only a head is trained, the stacks of clients hold nothing else, and a step starts at the features: nothing
-    that an optimiser does can reach the rest.
+    The stacks of clients hold the tensors that training moves, and nothing that an optimiser does can reach the others.
+    Where only a head is trained, a step starts at the features.
     """
 
     def __init__(
@@ -98,9 +99,17 @@ class Program:
         self.budget = 0  # bytes a chunk of clients may take
         self.cache: dict[str, Output] = {}  # outputs of frozen models for every row of the feed
         self.head_only = training.part == "head"
+        self.moves_all = moves_all(model, training.part)
         if self.head_only and not model.head_names:
             raise FedstillError(f"part = 'head' cannot train {model.name}: {CURES[Need.HEAD]}, and shares no weights")
         self.features: Features | None = None  # of the start, where a step begins at them
+
+    def twin(self) -> Program:
+        """Another program for the same steps, which keeps outputs of its own."""
+        how: dict[str, Any] = {"static": self.static, "precision": self.precision, "compiled": self.compiled}
+        other = Program(self.model, self.objective, self.training, self.feed, **how)
+        other.tried = self.tried
+        return other
 
     def load(self, start: Weights, received: Tree) -> None:
         """Take this round's model and broadcast slots."""
@@ -112,21 +121,13 @@ class Program:
     @property
     def moving(self) -> Weights:
         """The part of the start that training changes."""
-        if not self.head_only:
-            return self.start
-        return Weights({name: self.start.params[name] for name in self.model.head_names}, {})
+        return self.start if self.moves_all else moving(self.start, self.model, self.training.part)
 
     def whole(self, moved: Weights, *, width: int | None = None) -> Weights:
         """Weights as `moving`, with the start's own tensors for the rest; `width` clients share them (no copies)."""
-        if not self.head_only:
+        if self.moves_all:
             return moved
-        start = clone(self.start) if self.static else self.start
-
-        def shared(leaf: Tensor) -> Tensor:
-            return leaf if width is None else leaf.expand(width, *leaf.shape)
-
-        rest: Weights = tree_map(shared, start)
-        return Weights({**rest.params, **moved.params}, rest.buffers)
+        return with_rest(moved, clone(self.start) if self.static else self.start, width=width)
 
     def batch(self, index: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         """(x, y) of an index (..., B); x are features where a step begins at them."""
@@ -186,10 +187,11 @@ class Program:
             weight = None if full or not self.model.traits.batch_statistics else batch.weight
             if self.head_only:
                 return self._head_loss(params, batch, local._replace(frozen=frozen), weight), {}
-            output, moved = self.model.apply(
-                Weights(params, buffers), batch.x, training=True, weight=weight, seed=local.seed
-            )
-            return self._value(output, batch, local._replace(params=params, buffers=buffers, frozen=frozen)), moved
+            now = Weights(params, buffers)
+            now = now if self.moves_all else with_rest(now, local.start)
+            output, after = self.model.apply(now, batch.x, training=True, weight=weight, seed=local.seed)
+            moved = after if self.moves_all else {name: after[name] for name in buffers}
+            return self._value(output, batch, local._replace(params=params, buffers=now.buffers, frozen=frozen)), moved
 
     def _head_loss(self, head: Params, batch: Batch, local: Local, weight: Tensor | None) -> Tensor:
         """The loss as a function of the head alone; terms that look at parameters see all of them."""

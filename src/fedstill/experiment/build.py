@@ -274,7 +274,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         cache=Cache("prepared"),
         label=label(experiment.method.name),
         settings=experiment.options_text(),
-        start=None if start is None else start_weights(start, network, federation.train),
+        start=None if start is None else start_weights(start, network, federation.train, experiment.seed),
     )
 
 

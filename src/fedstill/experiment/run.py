@@ -13,7 +13,7 @@ import numpy as np
 
 from fedstill.core.data import AT_SITES, GIVEN
 from fedstill.core.errors import FedstillError
-from fedstill.core.trainer import threads
+from fedstill.core.trainer import given_threads
 from fedstill.core.types import Federation
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_early_stop, build_federation, load_source, split_settings
@@ -185,7 +185,7 @@ def measure_references(
 
 def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
     count = experiment.engine.threads
-    return nullcontext() if count is None else threads(count)
+    return nullcontext() if count is None else given_threads(count)
 
 
 class _Describe(Callback):

@@ -6,19 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Dataset, Model, Weights
+from fedstill.core.seeds import seed_for
+from fedstill.core.types import Dataset, Model, Seed, Weights
 from fedstill.data.contract import task_differences
 from fedstill.experiment.bundle import is_bundle, read_bundle
 from fedstill.experiment.model import form_differences
 from fedstill.experiment.run_folder import read_contract, start_file
 from fedstill.loop.checkpoint import load_weights
+from fedstill.models.adapters import on_base
 
 
-def start_weights(start: str, model: Model, data: Dataset) -> Weights:
+def start_weights(start: str, model: Model, data: Dataset, seed: Seed = 0) -> Weights:
     """Return the last model of the run in the folder `start`, or the model of a bundle.
 
     A model of another form or task is refused. The scale of inputs may differ, because parties that go on with a model
-    have other data.
+    have other data. A network without adapters is the base of one that has them, which `seed` draws.
     """
     if is_bundle(start):
         trained = read_bundle(Path(start), key="model.start: ")
@@ -32,7 +34,9 @@ def start_weights(start: str, model: Model, data: Dataset) -> Weights:
             f"model.start = '{start}' was trained for another task: {difference}: start from a model with the same "
             "inputs and classes, or leave model.start out"
         )
-    for difference in form_differences(weights, model.init(0)):
+    first = model.init(seed_for(seed, "model"))
+    weights = on_base(weights, first, model)
+    for difference in form_differences(weights, first):
         raise FedstillError(
             f"model.start = '{start}' holds another network: {difference}: copy [model] from {description}, or "
             "leave model.start out"

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.combine import bound_to, first_state, samples, targets
-from fedstill.compose.groups import as_it_is, check_groups, grouped, only, reported_name, split
-from fedstill.compose.head_only import heads_only
+from fedstill.compose.groups import check_groups, grouped, only, reported_name, split
+from fedstill.compose.moving import moving_only
 from fedstill.compose.phases import phases_of, share_states
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits, check_phases, needs_of
@@ -30,6 +30,7 @@ from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.engine import keep_optimizers
+from fedstill.engine.workers import Workers
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import Cautions
@@ -164,7 +165,10 @@ def federate(
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
     state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
     make = partial(Here, budget=state_budget) if built.population is None else built.population
-    return _run(task, plan, state, callbacks, make, resume=resume, began=began)
+    # an engine with workers of its own needs no threads of torch, which wait for each other in small operations
+    workers: Workers | None = getattr(engines.cohort, "workers", None)
+    with nullcontext() if workers is None else workers.quiet():
+        return _run(task, plan, state, callbacks, make, resume=resume, began=began)
 
 
 def check_built(built: Built) -> None:
@@ -195,14 +199,14 @@ def share_states_of(phases: tuple[Phase, ...], weights: Weights, model: Model) -
 
 
 def suited(phases: tuple[Phase, ...], model: Model, training: Training) -> tuple[Phase, ...]:
-    """The methods as this model and training take them: for heads alone, for each of several architectures."""
+    """The methods as this model and training take them: for the part that moves, for each of several architectures."""
     if model.groups is None:
         phases = tuple(phase._replace(method=bound_to(phase.method, model)) for phase in phases)
     phases = keep_optimizers(phases, training) if training.keep_optimizer else phases
-    heads = training.part == "head"
+    suit = partial(moving_only, part=training.part)
     if model.groups is not None:
-        return grouped(phases, model.groups, heads_only if heads else as_it_is)
-    return tuple(phase._replace(method=heads_only(phase.method, model)) for phase in phases) if heads else phases
+        return grouped(phases, model.groups, suit)
+    return tuple(phase._replace(method=suit(phase.method, model)) for phase in phases)
 
 
 def _suited(built: Built) -> tuple[Phase, ...]:

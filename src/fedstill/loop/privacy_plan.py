@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.combine import broadcast_of, first_state
-from fedstill.compose.head_only import head_names, head_of
+from fedstill.compose.moving import moving
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import private_normal, seed_for
@@ -278,7 +278,7 @@ def stretches_of_client(task: Task, weights: Weights) -> Callable[[int], list[St
 
 
 def _sent_of(weights: Weights, task: Task) -> Weights:
-    return head_of(weights, head_names(task.model)) if task.training.part == "head" else weights
+    return moving(weights, task.model, task.training.part)
 
 
 def _instead_of_counts(task: Task) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedstill.compose.combine import broadcast_of, first_state, prepare_steps, run_steps, targets
 from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import bytes_received, bytes_sent, only
-from fedstill.compose.head_only import head_names, head_of
+from fedstill.compose.moving import moving, with_rest
 from fedstill.compose.phases import carry_over, method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
@@ -135,9 +135,10 @@ def play_round(task: Task, state: State, population: Population) -> Played:
     start, ids = state.weights, task.drawn(number)
     records = [*_comings_and_goings(task, number), *records]
     received = broadcast_of(method, state.server)
+    down = bytes_received(moving(start, task.model), received, ids.tolist(), task.model)
     row: Row = {
         "round": number, "cohort": len(ids), "accepted": 0, "train_loss": None,
-        "bytes_up": 0, "bytes_down": bytes_received(start, received, ids.tolist(), task.model), **prepared,
+        "bytes_up": 0, "bytes_down": down, **prepared,
     }  # fmt: skip
     if len(ids):
         uploads = population.play(Order(number, start, received), ids)
@@ -246,9 +247,11 @@ def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
         if uploads.arrived is not None:
             return uploads.arrived
         return sum(len(message) for message in uploads.by_client.values() if isinstance(message, bytes))
-    if task.training.part == "head":
-        uploads = uploads._replace(weights=head_of(uploads.weights, head_names(task.model)))
-    return bytes_sent(uploads, task.model)
+    return bytes_sent(_moved(task, uploads), task.model)
+
+
+def _moved(task: Task, uploads: Uploads) -> Uploads:
+    return uploads._replace(weights=moving(uploads.weights, task.model, task.training.part))
 
 
 def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State) -> Admitted:
@@ -257,7 +260,13 @@ def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State
     exact = task.privacy.label_counts == "exact" and not method.per_client
     noisy = any(release.multiplier is not None for release in method.releases)
     past = None if noisy else _past_scales(task, state)
-    return admit(uploads, start, task.guard, round=state.round, exact_counts=exact, past=past)
+    sent = uploads if isinstance(uploads, Messages) else _moved(task, uploads)
+    own = moving(start, task.model, task.training.part)
+    admitted = admit(sent, own, task.guard, round=state.round, exact_counts=exact, past=past)
+    if admitted.uploads is None:
+        return admitted
+    whole = with_rest(admitted.uploads.weights, start, width=len(admitted.uploads.ids))
+    return admitted._replace(uploads=admitted.uploads._replace(weights=whole))
 
 
 def _past_scales(task: Task, state: State) -> list[Scale]:

@@ -42,8 +42,9 @@ def from_module(
     the features to the logits (tried on one input); it runs in eval mode.
 
     `init(seed)` calls the factory under that seed. Of a module it returns a copy of the weights that the module has
-    now, whatever the seed. Parameters with requires_grad=False are not trained, and kept with the buffers. The module
-    itself is never changed. Its constants must be buffers (register_buffer), because only these follow it to a GPU.
+    now, whatever the seed. Parameters with requires_grad=False stand among the buffers: a run keeps every bit of them,
+    and nobody sends them. The module itself is never changed. Its constants must be buffers (register_buffer), because
+    only these follow it to a GPU.
 
     `input_shape` is the shape of one sample; `classes` checks the width of the logits; `check=False` skips the trial
     runs that refuse global random draws and find out whether vmap can run the module (for modules known to be good).
@@ -70,6 +71,7 @@ def from_module(
         apply=_apply(module, seen.reads_features, fold=fold),
         head=head,
         head_names=head_names,
+        frozen_names=tuple(name for name, leaf in module.named_parameters() if not leaf.requires_grad),
         tokens=_tokens(module),
         traits=Traits(
             features=seen.has_features,

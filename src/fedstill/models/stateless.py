@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -276,16 +277,54 @@ def weights_of(module: nn.Module) -> Weights:
 class Skeleton:
     """A copy of a module that holds no values and gets them with each call, always in train or always in eval mode.
 
-    A lock lets one thread call at a time. Calls may nest, because each restores the tables as they were before.
+    Each thread has a body of its own, so that several may call at a time. Calls may nest, because each restores the
+    tables as they were before.
     """
 
     def __init__(
         self, module: nn.Module, *, training: bool, prefix: str = "", stored: Mapping[str, str], fold: bool = True
     ) -> None:
+        self._blank = copy.deepcopy(module).to("meta")
+        self.training, self._features_of = training, ""
+        self._make = partial(Body, training=training, prefix=prefix, stored=stored, fold=fold)
+        self._first, self._maker = self._make(copy.deepcopy(self._blank)), threading.get_ident()
+        self._of_thread = threading.local()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of the thread that made the skeleton."""
+        return self._first.module
+
+    @property
+    def slots(self) -> list[tuple[str, dict[str, Any], str]]:
+        """(name in the weights, table, name in the table) of each tensor of this module."""
+        return self._first.slots
+
+    def keep_features_of(self, path: str) -> None:
+        """Make each later call leave the input of this layer in `step.features`."""
+        self._features_of = path
+        self._first.keep_features_of(path)
+
+    def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
+        """Return the module's result, and in train mode the new value of each buffer (`tensors` stays as it is)."""
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() == self._maker:  # a trace knows no threads
+            return self._first.lent(tensors, x, step)
+        body: Body | None = getattr(self._of_thread, "body", None)
+        if body is None:
+            body = self._of_thread.body = self._make(copy.deepcopy(self._blank))
+            if self._features_of:
+                body.keep_features_of(self._features_of)
+        return body.lent(tensors, x, step)
+
+
+class Body:
+    """The module of a skeleton for one thread, and where in its tables each tensor belongs."""
+
+    def __init__(
+        self, module: nn.Module, *, training: bool, prefix: str, stored: Mapping[str, str], fold: bool
+    ) -> None:
         self.context = Context()
-        self.module = convert(copy.deepcopy(module), self.context, fold=fold).to("meta").train(training)
-        self.training = training
-        self.lock = threading.RLock()
+        self.module = convert(module, self.context, fold=fold).train(training)
         self.slots: list[tuple[str, dict[str, Any], str]] = []  # (name in the weights, table, name in the table)
         self.written: list[tuple[str, dict[str, Any], str, bool]] = []  # buffers to read back; True: clone before
         for path, layer in self.module.named_modules(remove_duplicate=False):
@@ -297,21 +336,12 @@ class Skeleton:
                         self.written.append((name, table, leaf, not isinstance(layer, MaskedBatchNorm)))
 
     def keep_features_of(self, path: str) -> None:
-        """Make each later call leave the input of this layer in `step.features`."""
-
         def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self.context.step.features = inputs[0]
 
         self.module.get_submodule(path).register_forward_pre_hook(keep)
 
-    def __call__(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
-        """Return the module's result, and in train mode the new value of each buffer (`tensors` stays as it is)."""
-        if torch.compiler.is_dynamo_compiling():  # a trace knows no locks, and reads no weights
-            return self._lent(tensors, x, step)
-        with self.lock:
-            return self._lent(tensors, x, step)
-
-    def _lent(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
+    def lent(self, tensors: Mapping[str, Tensor], x: Tensor, step: Step) -> tuple[Any, Params]:
         before = [table[leaf] for _, table, leaf in self.slots], self.context.step
         try:
             self.context.step = step

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fedstill.compose.combine import broadcast_of, first_state
+from fedstill.compose.moving import moving, with_rest
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.population import Order
@@ -31,7 +32,7 @@ from fedstill.loop.message import encode
 from fedstill.loop.privacy_plan import fingerprint, rounds_a_client_may_play, with_sent_counts
 from fedstill.loop.site import Site
 from fedstill.population.memory import Memory
-from fedstill.population.parts import travelling
+from fedstill.population.parts import base_digest, travelling
 from fedstill.population.wire import (
     check_form,
     digest_of,
@@ -92,6 +93,7 @@ class Desk:
         self._first = first_weights(built, engines.trainer)
         first, phases = share_states_of(task.phases, self._first, built.model)
         task = replace(task, phases=phases, noise_seed=self._seed(json.dumps(self.run, sort_keys=True).encode()))
+        self._base = base_digest(self._first, built.model)
         self.task = with_sent_counts(task)
         self._check_rows()
         self.site = Site(self.task)
@@ -134,6 +136,11 @@ class Desk:
             raise FedstillError("the order holds NaN or Inf")
         if facts["kind"] == "ask":
             return self._ask(facts, tree, common, noted)
+        if facts.get("base", "") != self._base:
+            raise FedstillError(
+                "the server's model has other frozen tensors than this client's, and they do not travel: set "
+                "model.start to the same file at both, or leave it out at both"
+            )
         return self._play(facts["round"], tree, mine, common, noted)
 
     def _check_facts(self, facts: Mapping[str, Any], mine: Mapping[str, Any], noted: str) -> None:
@@ -157,7 +164,7 @@ class Desk:
     def _play(self, number: int, tree: Tree, mine: Mapping[str, Any], common: bytes, noted: str) -> Made:
         if tree.keys() != {"start", "received"} or not isinstance(tree["received"], dict):
             raise FedstillError("the order holds something else than a model and slots")
-        check_form({"start": tree["start"]}, {"start": self._first._asdict()}, "the order")
+        check_form({"start": tree["start"]}, {"start": moving(self._first, self.task.model)._asdict()}, "the order")
         self._check_received(number, tree["received"])
         memory, said = self._memory(mine["memory_of"])
         kept = pack_tree(memory)
@@ -165,7 +172,8 @@ class Desk:
         if any(release.multiplier is not None and release.when == "round" for release in method.releases):
             self._spend(noted, number, memory=digest_of(kept))
         tree = to_device(tree, device)
-        order = Order(number, Weights(**tree["start"]), tree["received"])
+        start = with_rest(Weights(**tree["start"]), to_device(self._first, device))
+        order = Order(number, start, tree["received"])
         states = to_device(stack([memory]), device)
         uploads, after = self.site.play(order, np.asarray([self.client]), states, self._seed(common, kept))
         assert isinstance(uploads, Uploads)  # its engine trains in this process

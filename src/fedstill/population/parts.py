@@ -8,23 +8,28 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.groups import only
-from fedstill.compose.head_only import head_names, head_of
+from fedstill.compose.moving import frozen_names, moving
 from fedstill.core.tree import tree_map
 from fedstill.core.types import Model, Params, Training, Tree, Uploads, Weights
+from fedstill.population.wire import digest_of, pack_tree
 
 
 def travelling(upload: Uploads, client: int, model: Model, training: Training) -> Uploads:
     """Return one client's upload without the tensors that the server has already."""
     network = model.network_of(client)
-    weights = only(upload.weights, network)
-    if training.part == "head":
-        weights = head_of(weights, tuple(name for name in head_names(model) if name in weights.params))
+    weights = moving(only(upload.weights, network), model, training.part)
     extra = {name: slots for name, slots in upload.extra.items() if not network or name == network}
     return upload._replace(weights=weights, extra=extra)
 
 
+def base_digest(weights: Weights, model: Model) -> str:
+    """Return a name for the tensors that no training moves and nobody sends; empty where there are none."""
+    frozen = {name: leaf for name, leaf in weights.buffers.items() if name in frozen_names(model)}
+    return digest_of(pack_tree(frozen)) if frozen else ""
+
+
 def completed(sent: Uploads, start: Weights, whole: Uploads) -> Tree:
-    """Return an upload in the form of `whole`: tensors that did not travel are the server's own, extra slots are 0."""
+    """Return an upload in the form of `whole`: other networks' tensors are the server's own, extra slots are 0."""
 
     def filled(kind: str, own: Params, given: Params) -> dict[str, Tensor]:
         return {name: own[name] if name in own else given[name].cpu() for name in getattr(whole.weights, kind)}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.compose.moving import moving
 from fedstill.core.errors import FedstillError
 from fedstill.core.population import Answer, ClientRows, Order
 from fedstill.core.setup import AnyQuestion, Question
@@ -24,7 +25,7 @@ from fedstill.loop.federate import MakeEngines
 from fedstill.loop.message import HEADER_LIMIT, decode, template_of
 from fedstill.loop.round import Task
 from fedstill.loop.site import Site
-from fedstill.population.parts import completed, travelling
+from fedstill.population.parts import base_digest, completed, travelling
 from fedstill.population.wire import (
     FACTS_LIMIT,
     Parcel,
@@ -76,6 +77,7 @@ class Remote:
         self._saved: deque[Tensor] = deque(maxlen=KEEP)  # what the checkpoints hold that a resume may take up
         self._first, self._engines = first, engines
         self._forms: dict[int, Uploads] = {}
+        self._base: str | None = None
         self._notes: dict[tuple[int, str], None] = {}  # events since the last round, each once
 
     def __enter__(self) -> Remote:
@@ -85,8 +87,9 @@ class Remote:
         return None
 
     def play(self, order: Order, ids: np.ndarray) -> Messages:
-        common = self._order("play", order.round, {"start": order.start._asdict(), "received": order.received})
         whole, task = self._form(order), self.task
+        sent = {"start": moving(order.start, task.model)._asdict(), "received": order.received}
+        common = self._order("play", order.round, sent, base=self._base_of(order))
         opened: dict[int, Tree | Exception] = {}
         start, arrived, taken = to_device(order.start, "cpu"), 0, 0
         enough = min(task.cohort, len(ids)) if task.spare else None
@@ -204,7 +207,13 @@ class Remote:
         )
         uploads = site.play(order, ids, stack([self._first] * len(ids)), noise_seed=0).uploads
         assert isinstance(uploads, Uploads)
-        return uploads
+        return uploads._replace(weights=moving(uploads.weights, task.model, task.training.part))
+
+    def _base_of(self, order: Order) -> str:
+        """Return the name of the tensors that no training moves: they do not travel, and each client has its own."""
+        if self._base is None:
+            self._base = base_digest(order.start, self.task.model)
+        return self._base
 
 
 def _opened(answer: bytes | Exception, limit: int) -> Parcel | Exception:

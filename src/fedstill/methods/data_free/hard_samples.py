@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedstill.compose.head_only import head_of
+from fedstill.compose.moving import head_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation, no_preparation

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedstill.core.data import PAD
 from fedstill.core.errors import FedstillError
+from fedstill.models.adapters import adapted
 from fedstill.models.network import Network, Shape, check_counts, choose
 
 Pool = Literal["first", "mean"]
@@ -115,6 +116,7 @@ def bert(
     inner: int = 1200,
     dropout: float = 0.0,
     pool: Pool = "first",
+    adapters: int = 0,
 ) -> Network:
     """BERT-style encoder: token ids, 4 layers of 312 units, 12 heads, dense layers of 1200; features the pooled [CLS].
 
@@ -128,6 +130,8 @@ def bert(
     hidden x 4 bytes, 10 MB a client at 8,192 tokens, 38 MB at 30,522, and as much again for the weights and for each
     moment of the optimiser (Adam: two). A client's attention weights take layers x heads x batch x L^2 x 4 bytes,
     several times over. On a CPU dropout's masks take a quarter more time (32 texts of 64 tokens: 749 ms a step, 921).
+
+    `adapters` is the rank of the factors beside every dense layer: only they and the head train (models/adapters.py).
     """
     if len(input_shape) != 1:
         raise FedstillError(
@@ -152,4 +156,4 @@ def bert(
             nn.init.normal_(layer.weight, std=0.02)
         if isinstance(layer, nn.Linear):
             nn.init.zeros_(layer.bias)
-    return network
+    return adapted(network, adapters)

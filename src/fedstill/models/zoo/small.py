@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import nn
 
 from fedstill.core.errors import FedstillError
+from fedstill.models.adapters import adapted
 from fedstill.models.network import Network, Shape, choose, classifier, dense, image_shape, initialise, norm_layer
 
 
@@ -19,15 +20,18 @@ def mlp(
     hidden: Sequence[int] = (1024, 1024, 128),
     init: str = "torch",
     projection: int = 0,
+    adapters: int = 0,
 ) -> Network:
     """MrTF's MLPNet: input - 1024 - 1024 - 128 - classes, ReLU; features are the last hidden layer.
 
-    `hidden` gives other widths; it may be empty (a linear classifier on the raw input).
+    `hidden` gives other widths; it may be empty (a linear classifier on the raw input). `adapters` is the rank of the
+    factors beside every dense layer: only they and the head train (models/adapters.py).
     """
     if any(not isinstance(width, int) or width < 1 for width in hidden):
         raise FedstillError(f"model.hidden = {list(hidden)} must be a list of positive whole numbers")
     widths = [math.prod(input_shape), *hidden]
-    return initialise(classifier([nn.Flatten(), *dense(*widths)], widths[-1], classes, projection), init)
+    network = initialise(classifier([nn.Flatten(), *dense(*widths)], widths[-1], classes, projection), init)
+    return adapted(network, adapters)
 
 
 def _stage(before: int, after: int, kernel: int, padding: int) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Linear evaluation: clients (and the server's student) train the head, and the extractor is h_0 to the last bit."""
+"""Clients (and the server's student) train the head or adapters, and the other tensors stay h_0 to the last bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+import toy
 from quick import EITHER_ENGINE, first_quick
 from server_rounds import CLASSES, FEATURES, LOCAL, clients_models, federation, in_float64, network, run, server_round
 from torch import nn
@@ -14,8 +15,8 @@ from toy import furthest, same_bits
 from weighed import weighed
 
 from fedstill.compose.combine import on_the_way
-from fedstill.compose.head_only import head_names, head_of, heads_only
 from fedstill.compose.join import join
+from fedstill.compose.moving import head_names, head_of, moving_only
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.seeds import seed_for
@@ -130,7 +131,7 @@ def test_a_client_sends_its_head():
 def test_noise_is_added_to_what_is_sent():
     model, start = network("norm"), in_float64(network("norm").init(0))
     uploads = server_round(clients_models(model, 3, only="head."), model).uploads
-    noisy = heads_only(build_method("update_noise", {"sigma": 0.5})[0].method, model)
+    noisy = moving_only(build_method("update_noise", {"sigma": 0.5})[0].method, model, "head")
     sent = on_the_way(noisy, uploads, start, 1)
     assert same_bits(extractor_of(sent.weights, "norm"), extractor_of(uploads.weights, "norm"))
     assert not torch.equal(sent.weights.params["head.bias"], uploads.weights.params["head.bias"])
@@ -142,7 +143,7 @@ def test_the_move_that_is_clipped_is_the_heads():
     model = network()
     models = clients_models(model, 2, only="head.")
     start, uploads = models[0], server_round(models, model).uploads
-    clipped = heads_only(build_method("update_noise", {"sigma": 0.0, "clip": 0.1})[0].method, model)
+    clipped = moving_only(build_method("update_noise", {"sigma": 0.0, "clip": 0.1})[0].method, model, "head")
     sent = on_the_way(clipped, uploads, start, 1)
     moved = torch.cat([(sent.weights.params[n][1] - start.params[n]).flatten() for n in model.head_names])
     assert float(moved.norm()) == pytest.approx(0.1)
@@ -157,7 +158,7 @@ def test_what_a_client_says_about_the_extractor_does_not_count(broken):
     for tree in this.uploads.weights:
         if broken in tree:
             tree[broken] = tree[broken] + 100.0
-    made, _ = heads_only(fedavg(), model).aggregate.apply(this.start, {}, this)
+    made, _ = moving_only(fedavg(), model, "head").aggregate.apply(this.start, {}, this)
     assert same_bits(extractor_of(made, "norm"), extractor_of(this.start, "norm"))
     mean = torch.stack([one.params["head.bias"] for one in models]).mean(0)
     torch.testing.assert_close(made.params["head.bias"], mean)
@@ -236,3 +237,68 @@ def test_clients_with_different_architectures_keep_every_extractor(name):
     assert same_bits(found.weights.buffers, start.buffers)
     numbers = 21  # 6 x 3 + 3, of either head
     assert found.history.rows[0]["bytes_up"] == 5 * (4 * numbers + 8 + 3 * 4)
+
+
+ADAPTED = ("fedavg", "fedprox", "scaffold", "feddf", "fedlmd")
+OTHER_DATA = {"simclr"} | {name for name in METHODS if Need.TOKENS in needs_of(build_method(name)[0].method)}
+
+
+def with_adapters(name: str, **how):
+    options = {"student": SHORT} if name in STUDENTS else {}
+    return run(build_method(name, options)[0].method, net="adapted", **{"cohort": 3, **how})
+
+
+def base_of(weights: Weights) -> Weights:
+    return Weights({}, {name: weights.buffers[name] for name in network("adapted").frozen_names})
+
+
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
+@pytest.mark.parametrize("name", first_quick([*ADAPTED, *sorted(set(METHODS) - {*ADAPTED, *OTHER_DATA})], len(ADAPTED)))
+def test_every_bit_of_the_base_survives_a_run_of_adapters(name, engine):
+    found, start = with_adapters(name, engine=engine).weights, first_weights("adapted")
+    assert same_bits(base_of(found), base_of(start))
+    moved = [leaf for leaf, value in start.params.items() if not torch.equal(value, found.params[leaf])]
+    assert moved == ["encoder.1.down", "encoder.1.up", "head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_a_stack_of_clients_are_those_of_one_after_another(name):
+    exact = {"engine_options": {"precision": "float64"}}
+    stacked, alone = (with_adapters(name, engine=engine, **exact).weights for engine in ("batched", "looped"))
+    assert furthest(stacked, alone) < 1e-10
+
+
+def test_clients_send_receive_and_keep_adapters_alone():
+    """Of the 4-6-3 network 4 x 2 + 2 x 6 + 6 x 3 + 3 = 41 numbers train; SCAFFOLD sends and receives as many again."""
+    numbers = 41
+    for name, copies in (("fedavg", 1), ("scaffold", 2)):
+        for row in with_adapters(name, cohort=4).history.rows:
+            assert row["bytes_up"] == 4 * (4 * copies * numbers + 8 + 3 * 4), name
+            assert row["bytes_down"] == 4 * 4 * copies * numbers, name
+    memory = build_method("scaffold")[0].method.objective.init(first_weights("adapted"))
+    assert byte_size(memory) == 4 * numbers
+
+
+def test_noise_and_its_clip_reach_adapters_alone():
+    model, start = network("adapted"), in_float64(network("adapted").init(0))
+    moved = {name: leaf + 1.0 for name, leaf in start.params.items()}
+    uploads = server_round([start, Weights(moved, start.buffers)], model).uploads
+    options = {"clip": 0.1, "noise_multiplier": 0.0, "trust": "nobody"}
+    clipped = moving_only(build_method("dp_fedavg", options)[0].method, model, "all")
+    sent = on_the_way(clipped, uploads, start, 1)
+    assert same_bits(sent.weights.buffers, uploads.weights.buffers)
+    length = torch.cat([(leaf[1] - start.params[name]).flatten() for name, leaf in sent.weights.params.items()])
+    assert float(length.norm()) == pytest.approx(0.1)
+
+
+def test_a_network_of_ones_own_keeps_its_frozen_parameters_to_the_last_bit():
+    def frozen_body() -> nn.Module:
+        module = toy.NormNet(FEATURES, 6, CLASSES)
+        module.body[0].requires_grad_(False)
+        return module
+
+    model = from_module(frozen_body, input_shape=(FEATURES,), classes=CLASSES)
+    found, start = run(fedavg(), model=model, **{**THREE, "net": "norm"}), model.init(seed_for(3, "model"))
+    assert torch.equal(found.weights.buffers["body.0.weight"], start.buffers["body.0.weight"])
+    assert not torch.equal(found.weights.buffers["body.1.running_mean"], start.buffers["body.1.running_mean"])
+    assert found.history.rows[0]["bytes_down"] == 3 * (byte_size(start) - byte_size(start.buffers["body.0.weight"]))
