@@ -13,6 +13,7 @@ from doc_pages import ROOT, blocks
 from typer.testing import CliRunner
 
 from fedstill.cli.app import app
+from fedstill.methods import own_code
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,7 @@ def walk(name: str) -> dict[str, str]:
         if program == "python":
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
             continue
+        own_code.forget()  # the next command is another process
         outcome = CliRunner().invoke(app, words)
         assert outcome.exit_code == 0, f"{line}\n{outcome.output}"
         outputs[line] = outcome.stdout

@@ -27,6 +27,7 @@ from fedstill.core.types import Federation, Need
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.candidates import Candidates, one_of_each_kind
+from fedstill.experiment.code_names import check_code
 from fedstill.experiment.compare import Comparison, compare, folder_name
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.points import HELD_BACK
@@ -175,7 +176,11 @@ def choose_again(run_dir: str | Path, **how: Any) -> Choice:
     """Go on with the tournament in a folder; see `choose`."""
     record = read_record(Path(run_dir))
     try:
-        experiment = Experiment.model_validate(loads(record["experiment"], where=str(Path(run_dir) / CHOICE_FILE)))
+        place = Path(run_dir) / CHOICE_FILE
+        table = loads(record["experiment"], where=str(place))
+        check_code(table, place)
+        check_code({"compare": {"methods": record["methods"]}}, place)
+        experiment = Experiment.model_validate(table)
         given = {key: record[key] for key in ("budget", "methods", "without")}
     except (KeyError, TypeError):
         raise _damaged(Path(run_dir)) from None

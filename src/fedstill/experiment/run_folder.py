@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
-import re
 import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,10 +19,12 @@ from fedstill.core.types import Federation, Model
 from fedstill.data import contract
 from fedstill.data.load import is_embedded
 from fedstill.experiment.bundle import is_bundle
+from fedstill.experiment.code_names import check_code, code_names
 from fedstill.experiment.config import Experiment, ModelSection
 from fedstill.experiment.model import NETWORK_DIFFERS, given_network
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
+from fedstill.methods.own_code import file_digest, own_files, speak
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import holder, lock, write_whole
 
@@ -123,6 +122,7 @@ def read_contract(folder: Path) -> Agreed:
     if not unchanged:
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
     data = contract.from_json(tree["data"], where=str(path))
+    check_code(tree["experiment"], path)
     return Agreed(Experiment.model_validate(tree["experiment"]), data, tree["files"], seal)
 
 
@@ -133,67 +133,11 @@ def _seal(tree: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def own_files(*texts: str) -> list[str]:
-    """Return the Python files that texts name (FILE.py:function or module:function), by their full paths.
-
-    Neighbours that these files import are among them.
-    """
-    found: dict[str, None] = {}
-    queue = [path for text in texts for path in re.findall(r"([^+()>,\"']+\.py):", anchored(text))]
-    modules = {name for text in texts for name in re.findall(r"(?<![\w./\\])([A-Za-z_][\w.]*):[A-Za-z_]", text)}
-    queue += [path for name in modules if not name.endswith(".py") and (path := _file_of(name))]
-    while queue:
-        if (path := queue.pop()) not in found:
-            found[path] = None
-            queue += _imported_neighbours(Path(path))
-    return sorted(found)
-
-
-def _file_of(module: str) -> str | None:
-    """Return the file of a module that can be imported from this folder; None where there is none."""
-    here = Path.cwd() / module.replace(".", "/")
-    for file in (here.with_suffix(".py"), here / "__init__.py"):
-        if file.is_file():
-            return str(file)
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return spec.origin if spec is not None and spec.has_location else None
-
-
-def _imported_neighbours(path: Path) -> list[str]:
-    """Return the files in a file's own folder that it imports."""
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError):
-        return []  # the import itself reports it
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    places = (path.parent / name.replace(".", "/") for name in names)
-    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
-    return [str(file) for file in files if file.is_file()]
-
-
-def _texts_of(experiment: Experiment) -> list[str]:
-    """Return every text of an experiment that may name a function of one's own."""
-    network, server = experiment.model, experiment.server
-    texts = [network.name, *network.options.get("prototypes", ()), experiment.method.name, experiment.evaluate]
-    return [*texts, experiment.engine.name, server.aggregate or ""]
-
-
-def file_digest(path: Path) -> str:
-    """Return a digest of a file; of a model's file only its tensors count, because its header has no fixed order."""
-    content = path.read_bytes()
-    if path.suffix == ".safetensors":
-        content = content[8 + int.from_bytes(content[:8], "little") :]
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def _files_of(experiment: Experiment) -> list[str]:
     """Return every file that decides a run beside its data: functions of one's own, and the model it starts from."""
     start = [] if experiment.model.start is None else [str(start_file(experiment.model.start))]
-    return [*own_files(*_texts_of(experiment)), *start]
+    used = {**experiment.model_dump(), "compare": {}}  # methods that a comparison runs beside this one decide nothing
+    return [*own_files(code_names(used)), *start]
 
 
 def start_file(start: str) -> Path:
@@ -217,6 +161,7 @@ def check_same_experiment(experiment: Experiment, folder: Path) -> Agreed:
     Only the rounds, the trackers and the sections [early_stop] and [compare] may differ, because no round depends on
     them.
     """
+    speak(code_names(experiment.model_dump()))  # the user has named or allowed it, for this run
     agreed = read_contract(folder)
     if changed := _changes(_as_table(agreed.experiment), _as_table(experiment)):
         raise FedstillError(
@@ -327,7 +272,9 @@ def is_local(place: object) -> bool:
 
 def read_description(folder: Path) -> Experiment:
     """Return the experiment that a run wrote into its folder."""
-    return Experiment.model_validate(read_settings(folder))
+    table = read_settings(folder)
+    check_code(table, folder / CONFIG_FILE)
+    return Experiment.model_validate(table)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

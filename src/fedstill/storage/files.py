@@ -24,6 +24,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("FEDSTILL_CACHE") or Path.home() / ".cache" / "fedstill")
 
 
+def default_config_dir() -> Path:
+    """Return the folder $FEDSTILL_CONFIG, or fedstill in $XDG_CONFIG_HOME or ~/.config."""
+    own, shared = os.environ.get("FEDSTILL_CONFIG"), os.environ.get("XDG_CONFIG_HOME")
+    return Path(own) if own else Path(shared or Path.home() / ".config") / "fedstill"
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees its old content or all of the new one, never a part."""
     with writing(path) as file:
