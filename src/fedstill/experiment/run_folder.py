@@ -336,7 +336,20 @@ def git_commit() -> str | None:
         return answer.stdout.strip()
 
     commit = git("rev-parse", "HEAD")
-    return commit and (f"{commit}+" if git("status", "--porcelain", "--untracked-files=no") else commit)
+    if commit is None or _git_runs_programs(git("config", "--list", "--show-scope", "--name-only") or ""):
+        return commit
+    changed = git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if changed else commit
+
+
+def _git_runs_programs(settings: str) -> bool:
+    """Return whether a repository's own settings name programs for `git status`: the folder may be somebody else's."""
+    keys = [
+        key
+        for scope, _, key in (line.partition("\t") for line in settings.splitlines())
+        if scope not in ("system", "global")
+    ]
+    return any(key.startswith(("filter.", "include")) for key in keys if key)
 
 
 def describe_device() -> dict[str, Any]:
