@@ -54,7 +54,7 @@ def test_the_walk_from_an_idea_to_a_table(tmp_path, monkeypatch):
     pytest.importorskip("vl_convert", reason="the extra 'report' is not installed")
     monkeypatch.chdir(tmp_path)
     outputs = walk("tutorial-method.md")
-    assert len(outputs) == 7
+    assert len(outputs) == 8
     assert {len(list(Path("first").glob(f"*/seed-{seed}"))) for seed in range(8)} == {5}
     assert "steady" in Path("first/report.html").read_text(encoding="utf-8")
     assert r"\toprule" in outputs["fedstill table first --format latex"]

@@ -38,7 +38,6 @@ def here(tmp_path, monkeypatch):
 
 
 def test_no_file_that_is_data_runs_code(tmp_path, monkeypatch):
-    """Forty attempts; the first two of each seed beyond it are in `make test-all`."""
     monkeypatch.setenv("FEDSTILL_CONFIG", str(tmp_path / "config"))
     (tmp_path / "world").mkdir()
     outcomes = dict(attempts(tmp_path / "world", 0))
