@@ -41,6 +41,9 @@ class OneLineErrors(TyperGroup):
                 fail(f"{len(error.lines)} mistakes:", *error.lines)
             if isinstance(error, FedstillError) or own_place(error):  # a file of the user, such as FILE.py:function
                 fail(in_one_line(error))
+            if isinstance(error, OSError):
+                place = f"'{error.filename}': " if error.filename else ""
+                fail(f"{place}{error.strerror or error}")
             raise
         sys.exit(code if isinstance(code, int) else 0)
 

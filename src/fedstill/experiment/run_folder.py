@@ -7,8 +7,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +25,10 @@ from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
 from fedstill.methods.own_code import file_digest, own_files, speak
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import holder, lock, write_whole
+from fedstill.storage.files import read_text, write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
-RUNNING_FILE = ".running"  # held as a lock while a process works in the folder
 MAY_CHANGE = ("rounds", "early_stop", "track", "compare", "privacy.epsilon")  # settings on which no round depends
 
 
@@ -60,32 +58,17 @@ def write_description(experiment: Experiment, folder: Path, contract: Mapping[st
             if old == table or _changes(old, table):
                 return
             if (path := folder / CONTRACT_FILE).exists():  # a comparison has none
-                contract = {**json.loads(path.read_text(encoding="utf-8")), "experiment": table}
+                tree = json.loads(read_text(path))
+                contract = {**{key: tree[key] for key in ("experiment", "files", "data", "seal")}, "experiment": table}
         else:
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
         if contract is not None:
-            write_whole(folder / CONTRACT_FILE, json.dumps(contract, indent=1, ensure_ascii=False) + "\n")
+            write_whole(folder / CONTRACT_FILE, contract_text(contract))
         write_whole(folder / CONFIG_FILE, toml_io.dumps(table))
     except OSError as error:
         raise FedstillError(
             f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
         ) from error
-
-
-@contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder of a run or a comparison while the block works there."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock(folder / RUNNING_FILE, wait=False))
-        except BlockingIOError:
-            who = holder(folder / RUNNING_FILE)
-            raise FedstillError(f"'{folder}' is at work already ({who}): wait for it, or use a new folder") from None
-        except OSError as error:
-            raise FedstillError(
-                f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
-            ) from error
-        yield
 
 
 def make_contract(experiment: Experiment, federation: Federation) -> dict[str, Any]:
@@ -96,6 +79,12 @@ def make_contract(experiment: Experiment, federation: Federation) -> dict[str, A
         "data": contract.as_json(contract.contract_of(federation)),
     }
     return {**tree, "seal": _seal(tree)}
+
+
+def contract_text(tree: Mapping[str, Any]) -> str:
+    """Return contract.json: a contract with its seal, and a digest of all of it, of settings that may change, too."""
+    whole = hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return json.dumps({**tree, "digest": whole}, indent=1, ensure_ascii=False) + "\n"
 
 
 class Agreed(NamedTuple):
@@ -114,16 +103,21 @@ def read_contract(folder: Path) -> Agreed:
     if not path.is_file():
         raise FedstillError(f"'{folder}' was written by an older fedstill (no {CONTRACT_FILE}): run it again")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
+        tree = json.loads(text)
+        tree.pop("digest")
+        unchanged = text == contract_text(tree)  # to the last letter, its digest too
         seal = tree.pop("seal")
-        unchanged = seal == _seal(tree)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        unchanged = unchanged and seal == _seal(tree)
+        files = {str(place): str(made) for place, made in tree["files"].items()}
+        table, data = dict(tree["experiment"]), tree["data"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
     if not unchanged:
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
-    data = contract.from_json(tree["data"], where=str(path))
-    check_code(tree["experiment"], path)
-    return Agreed(Experiment.model_validate(tree["experiment"]), data, tree["files"], seal)
+    agreed = contract.from_json(data, where=str(path))
+    check_code(table, path)
+    return Agreed(Experiment.model_validate(table), agreed, files, seal)
 
 
 def _seal(tree: Mapping[str, Any]) -> str:

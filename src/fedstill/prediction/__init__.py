@@ -49,6 +49,7 @@ from fedstill.prediction.answers import (
 )
 from fedstill.prediction.files import Part, write_summary, writing_tables
 from fedstill.prediction.stream import new_samples
+from fedstill.storage.files import read_text
 
 NO_ANSWER = "the model's answer is no finite number"
 
@@ -399,7 +400,7 @@ def _notes(folder: Path, experiment: Experiment) -> tuple[str, ...]:
     if done is None or done >= experiment.rounds:
         return ()
     try:
-        statement = json.loads((folder / STATEMENT_FILE).read_text(encoding="utf-8"))
+        statement = json.loads(read_text(folder / STATEMENT_FILE))
         ended = statement["stopped"] if statement["rounds"] == done else ""
     except (OSError, ValueError, KeyError, TypeError):
         ended = ""

@@ -16,6 +16,7 @@ from fedstill.loop.checkpoint import load_weights
 from fedstill.loop.history import History, Result, Row
 from fedstill.methods.lookup import label
 from fedstill.prediction import Predictions, open_run, predict
+from fedstill.storage.files import read_text
 
 if TYPE_CHECKING:
     import pandas
@@ -73,7 +74,7 @@ def load_run(folder: str | Path, *, model: Network | None = None) -> LoadedRun:
     model: the network of a run that was started with a network in Python.
     """
     run = open_run(Path(folder), model)
-    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = read_text(run.folder / "metrics.jsonl").splitlines()
     history = History([json.loads(line) for line in lines])
     last, best = (load_weights(run.folder / which) for which in ("last", "best"))
     seconds = history.total("seconds")
