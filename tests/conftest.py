@@ -1,4 +1,4 @@
-"""What holds in every test: how many examples Hypothesis draws, and that no run writes into another test's log."""
+"""What holds in every test: how many examples Hypothesis draws, whose code may run, and whose log a run writes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def pytest_configure(config: pytest.Config) -> None:
     quick = "not matrix" in config.option.markexpr
     settings.register_profile("fedstill", max_examples=20 if quick else 100, deadline=None)
     settings.load_profile("fedstill")
+
+
+@pytest.fixture(autouse=True)
+def allowed_nothing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test an empty list of allowed code, and not the list of the person who runs the tests."""
+    monkeypatch.setenv("FEDSTILL_CONFIG", str(tmp_path_factory.getbasetemp() / "no-code-is-allowed"))
 
 
 @pytest.fixture(autouse=True)

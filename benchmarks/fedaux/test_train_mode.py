@@ -9,7 +9,7 @@ from torch import nn
 from fedstill.data import federation_from_tensors
 from fedstill.engine import build_engine
 from fedstill.loop.evaluate import make_test_set
-from fedstill.methods.lookup import own_function
+from fedstill.methods.own_code import own_function
 from fedstill.models import from_module
 
 

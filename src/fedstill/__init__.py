@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from fedstill.loop.guard import Guard
     from fedstill.loop.history import History, Result
     from fedstill.methods.lookup import build_method
+    from fedstill.methods.own_code import allow
     from fedstill.models import build_model, from_module, mixed_model
     from fedstill.prediction import Predictions, Predictor, load, predict
     from fedstill.prediction.export import export
@@ -91,6 +92,7 @@ _HOMES = {
     "fedstill.loop.guard": "Guard",
     "fedstill.loop.history": "History Result",
     "fedstill.methods.lookup": "build_method",
+    "fedstill.methods.own_code": "allow",
     "fedstill.models": "build_model from_module mixed_model",
     "fedstill.prediction": "Predictions Predictor load predict",
     "fedstill.prediction.export": "export",
@@ -133,6 +135,7 @@ __all__ = [
     "Uploads",
     "Weights",
     "after",
+    "allow",
     "build",
     "build_engine",
     "build_engines",

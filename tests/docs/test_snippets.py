@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fedstill import Experiment
 from fedstill.cli import app
+from fedstill.methods import own_code
 
 LANGUAGES = {"python", "py", "toml", "sh", "text"}  # py: an excerpt, see test_reference_pages
 SHORTER = {
@@ -85,6 +86,7 @@ def experiment_folder(tmp_path, monkeypatch):
 def test_commands_work(line, experiment_folder):
     words = shlex.split(line)[1:]
     short = [] if "--help" in words else SHORTER.get(words[0], [])
+    own_code.forget()  # each command is a process of its own
     answer = CliRunner().invoke(app, [*words, *short])
     assert answer.exit_code == 0, answer.output
     assert answer.stdout.strip()

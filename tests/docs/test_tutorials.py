@@ -13,6 +13,7 @@ from doc_pages import ROOT, blocks
 from typer.testing import CliRunner
 
 from fedstill.cli.app import app
+from fedstill.methods import own_code
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,7 @@ def walk(name: str) -> dict[str, str]:
         if program == "python":
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
             continue
+        own_code.forget()  # the next command is another process
         outcome = CliRunner().invoke(app, words)
         assert outcome.exit_code == 0, f"{line}\n{outcome.output}"
         outputs[line] = outcome.stdout
@@ -52,7 +54,7 @@ def test_the_walk_from_an_idea_to_a_table(tmp_path, monkeypatch):
     pytest.importorskip("vl_convert", reason="the extra 'report' is not installed")
     monkeypatch.chdir(tmp_path)
     outputs = walk("tutorial-method.md")
-    assert len(outputs) == 7
+    assert len(outputs) == 8
     assert {len(list(Path("first").glob(f"*/seed-{seed}"))) for seed in range(8)} == {5}
     assert "steady" in Path("first/report.html").read_text(encoding="utf-8")
     assert r"\toprule" in outputs["fedstill table first --format latex"]

@@ -18,7 +18,7 @@ from fedstill.core.tree import as_tree, flatten, leaves, select
 from fedstill.core.types import Training, Weights
 from fedstill.data import federation_from_tensors
 from fedstill.loop.guard import Guard, admit, find_faults
-from fedstill.loop.message import encode, template_of
+from fedstill.loop.message import encode, template_of, with_digest
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 
@@ -338,7 +338,7 @@ def edit(data: bytes, **changes) -> bytes:
             del tensors[name]
         else:
             tensors[name] = value.contiguous()
-    return safetensors.torch.save(tensors, metadata=split(data)[0]["__metadata__"])
+    return with_digest(safetensors.torch.save(tensors, metadata=split(data)[0]["__metadata__"]))
 
 
 def forge_shape(data: bytes) -> bytes:

@@ -9,6 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fedstill.cli import app
+from fedstill.methods import own_code
 
 SMALL = """
 name = "small"
@@ -22,7 +23,8 @@ model.hidden = [8]
 
 
 def fedstill(*words: Any, code: int = 0) -> Result:
-    """Run a command that must end with this exit code."""
+    """Run a command that must end with this exit code, as in a new process: no code has been named before."""
+    own_code.forget()
     outcome = CliRunner().invoke(app, [str(word) for word in words])
     assert outcome.exit_code == code, outcome.output
     assert "Traceback" not in outcome.output

@@ -35,10 +35,12 @@ from fedstill.bench.results import (
 )
 from fedstill.core.errors import FedstillError
 from fedstill.engine import choose_device
+from fedstill.experiment.code_names import code_names
 from fedstill.experiment.compare import folder_name
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import CONFIG_FILE, git_commit, read_description, version_of
 from fedstill.loop.history import Row
+from fedstill.methods.own_code import speak
 from fedstill.report import counted
 from fedstill.storage.files import holder, lock
 
@@ -212,6 +214,7 @@ def begun_as(job: Job) -> Experiment:
     """
     if not (job.folder / CONFIG_FILE).exists():
         return job.experiment
+    speak(code_names(job.experiment.model_dump()))  # a recipe is code that the user runs
     with suppress(FedstillError):  # a version with other keys has written it
         begun = read_description(job.folder)
         if begun.engine.device == job.experiment.engine.device:

@@ -16,7 +16,8 @@ from fedstill.core.errors import FedstillError, suggest
 from fedstill.data import describe_datasets
 from fedstill.experiment.config import DataSection, Experiment
 from fedstill.experiment.overrides import apply_settings
-from fedstill.methods.lookup import load_file, split_methods
+from fedstill.methods.lookup import split_methods
+from fedstill.methods.own_code import load_file
 from fedstill.storage import toml as toml_io
 
 Number = float | str  # a word where the paper prints one instead of a number: "failed"

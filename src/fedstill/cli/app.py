@@ -43,6 +43,9 @@ class OneLineErrors(TyperGroup):
                 fail(f"{len(error.lines)} mistakes:", *error.lines)
             if isinstance(error, FedstillError) or own_place(error):  # a file of the user, such as FILE.py:function
                 fail(in_one_line(error))
+            if isinstance(error, OSError):
+                place = f"'{error.filename}': " if error.filename else ""
+                fail(f"{place}{error.strerror or error}")
             raise
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -117,6 +120,23 @@ Out = Annotated[
 References = Annotated[
     bool, typer.Option("--references", help="Also measure the majority class, each client alone, and all data pooled.")
 ]
+
+
+def _allow_code(ctx: typer.Context, value: bool) -> bool:
+    """Let code run that the files and folders of this command name, and print each with its digest."""
+    if value:
+        from fedstill.methods.own_code import allowing_code
+
+        ctx.with_resource(allowing_code(tell))
+    return value
+
+
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code", callback=_allow_code, help="Let code run that the file or the folder names; print its digest."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and warnings only.")]
 AsFormat = Annotated[Format, typer.Option("--format", help="text for people, json for programs.")]
 
@@ -156,6 +176,7 @@ class RunOptions:
     settings: Set = None
     references: References = False
     out: Out = None
+    allow_code: AllowCode = False
     quiet: Quiet = False
     format: AsFormat = Format.text
 
@@ -334,6 +355,7 @@ def diff(
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder that run or compare named.")],
     rounds: Annotated[int | None, typer.Option(metavar="N", help="Go on to N rounds instead.")] = None,
+    allow_code: AllowCode = False,
     quiet: Quiet = False,
     format_: AsFormat = Format.text,
 ) -> None:
@@ -359,6 +381,7 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for the files (default: RUN; of a bundle: here).")
     ] = None,
+    allow_code: AllowCode = False,
     format_: AsFormat = Format.text,
 ) -> None:
     """Label unlabeled data with what a run has learnt: classes, probabilities, calibrated confidence."""
@@ -377,6 +400,7 @@ def export(
     kind: Annotated[
         str, typer.Option("--format", metavar="bundle|onnx", help="A bundle for fedstill, or an ONNX file for others.")
     ] = "bundle",
+    allow_code: AllowCode = False,
 ) -> None:
     """Write a trained model as one file that predict answers from without its data and its run, and a model card."""
     from fedstill.cli.predict import export_command
@@ -556,6 +580,18 @@ def explain(
 
     facts = explanation(method)
     print_json(facts) if format_ is Format.json else say(explain_text(facts))
+
+
+@app.command()
+def allow(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.py...", help="Files of code that you have read.")],
+) -> None:
+    """Let experiment files, runs and bundles name the functions of your files, as these files are now."""
+    from fedstill.methods.own_code import allow_always
+
+    for file in files:
+        for line in allow_always(file):
+            typer.echo(f"allowed: {line}")
 
 
 @app.command()

@@ -21,6 +21,7 @@ from fedstill.report import counted, human_bytes
 from fedstill.report.curves import paper_curves
 from fedstill.report.export import FORMS
 from fedstill.report.table import MethodSummary, align, table_json, table_legend
+from fedstill.storage.files import read_text
 
 PICTURES = (".pdf", ".svg", ".png")
 WIDTHS = (2.0, 20.0)  # inches between which names and numbers can be read
@@ -155,7 +156,7 @@ def _left_the_parties(record: Record) -> dict[str, list[str]]:
 def _privacy(folder: Path) -> str:
     """Return the statement in privacy.json; no text where there is none."""
     try:
-        return str(json.loads((folder / STATEMENT_FILE).read_text(encoding="utf-8"))["text"])
+        return str(json.loads(read_text(folder / STATEMENT_FILE))["text"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -235,7 +236,7 @@ def _differing_settings(one: Record, other: Record) -> dict[str, tuple[Any, Any]
 def _environment(folder: Path) -> dict[str, Any]:
     """Return versions, device and commit that a run was made with; nothing where its file cannot be read."""
     try:
-        table = json.loads((folder / BEGAN_FILE).read_text(encoding="utf-8"))
+        table = json.loads(read_text(folder / BEGAN_FILE))
         return {**{key: value for key, value in table.items() if key != "packages"}, **table["packages"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

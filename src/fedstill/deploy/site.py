@@ -20,10 +20,10 @@ from fedstill.deploy.metrics import METRICS_FILE, SiteMetrics
 from fedstill.deploy.rows import Rows, read_rows
 from fedstill.deploy.socket import serve
 from fedstill.experiment.build import build
-from fedstill.experiment.run_folder import working_in
 from fedstill.population.desk import Desk, only_client
 from fedstill.population.wire import shown, unseal
 from fedstill.report import human_bytes
+from fedstill.storage.files import working_in
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,11 @@ from fedstill.deploy.folder import (
 )
 from fedstill.deploy.server import BY_SITES, built_for, server_experiment
 from fedstill.experiment.build import agreed_data, build_federation
+from fedstill.experiment.code_names import code_names
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.run_folder import is_local, own_files, read_contract, texts_of, unlabeled_place
+from fedstill.experiment.run_folder import is_local, read_contract, unlabeled_place
 from fedstill.loop.federate import check_built
+from fedstill.methods.own_code import own_files
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
 
@@ -89,7 +91,7 @@ def _refuse_what_sites_lack(experiment: Experiment) -> None:
         )
     if experiment.model.start is not None:
         lines.append("model.start: sites have no such file yet: leave it out")
-    if files := own_files(*texts_of(experiment)):
+    if files := own_files(code_names(experiment.model_dump())):
         lines.append(
             f"'{files[0]}': code of your own does not travel, and sites have only the installed fedstill: register it "
             "in a package that all parties install"

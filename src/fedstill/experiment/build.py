@@ -42,8 +42,9 @@ from fedstill.experiment.warm_start import start_weights
 from fedstill.loop.callbacks import EarlyStop
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
-from fedstill.methods.lookup import aggregate_part, build_phases, label, own_function
+from fedstill.methods.lookup import aggregate_part, build_phases, label
 from fedstill.methods.options import find, parameters
+from fedstill.methods.own_code import own_function
 from fedstill.partition import SHARES_ROWS
 from fedstill.partition.common import cached_parts
 from fedstill.storage.cache import Cache

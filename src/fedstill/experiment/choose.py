@@ -27,11 +27,12 @@ from fedstill.core.types import Federation, Need
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.candidates import Candidates, one_of_each_kind
+from fedstill.experiment.code_names import check_code
 from fedstill.experiment.compare import Comparison, compare, folder_name
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.points import HELD_BACK
 from fedstill.experiment.run import run_built
-from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder, working_in
+from fedstill.experiment.run_folder import CONFIG_FILE, check_run_folder
 from fedstill.experiment.side_by_side import Job, run_side_by_side
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.cautions import each_once
@@ -41,7 +42,7 @@ from fedstill.methods.lookup import label, split_methods
 from fedstill.models.mixed import MIXED
 from fedstill.report import counted, human_bytes
 from fedstill.report.panels.tournament import shown
-from fedstill.storage.files import write_whole
+from fedstill.storage.files import read_text, working_in, write_whole
 from fedstill.storage.toml import loads
 
 CHOICE_FILE = "choose.json"
@@ -175,7 +176,11 @@ def choose_again(run_dir: str | Path, **how: Any) -> Choice:
     """Go on with the tournament in a folder; see `choose`."""
     record = read_record(Path(run_dir))
     try:
-        experiment = Experiment.model_validate(loads(record["experiment"], where=str(Path(run_dir) / CHOICE_FILE)))
+        place = Path(run_dir) / CHOICE_FILE
+        table = loads(record["experiment"], where=str(place))
+        check_code(table, place)
+        check_code({"compare": {"methods": record["methods"]}}, place)
+        experiment = Experiment.model_validate(table)
         given = {key: record[key] for key in ("budget", "methods", "without")}
     except (KeyError, TypeError):
         raise _damaged(Path(run_dir)) from None
@@ -185,7 +190,7 @@ def choose_again(run_dir: str | Path, **how: Any) -> Choice:
 def read_record(folder: Path) -> dict[str, Any]:
     """Return choose.json as a table."""
     try:
-        record = json.loads((folder / CHOICE_FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_text(folder / CHOICE_FILE))
     except (OSError, ValueError):
         record = None
     if not isinstance(record, dict):

@@ -28,7 +28,6 @@ from fedstill.experiment.run_folder import (
     check_run_folder,
     check_same_comparison,
     with_given_data,
-    working_in,
     write_description,
 )
 from fedstill.experiment.search import Curve, EndBelow, Floor, search
@@ -44,7 +43,7 @@ from fedstill.report import counted, draw_all
 from fedstill.report.parties import parties_of, write_parties
 from fedstill.report.sensitivity import PICTURE_FILE, Sensitivity, sensitivity, sensitivity_picture
 from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows, table_json
-from fedstill.storage.files import write_whole
+from fedstill.storage.files import read_bytes, read_text, working_in, write_whole
 
 RESULTS_FILE = "results.json"
 BEST_FILE = "best.toml"  # of a sweep
@@ -146,7 +145,8 @@ def compare(
         experiment, source = read_data(experiment, data)
     experiment = _with_methods(checked_experiment(experiment), methods, seeds)
     folder = None if run_dir is None else Path(run_dir)
-    if folder is not None and resume and (folder / CONFIG_FILE).exists():
+    before = None if folder is None else _description(folder)
+    if folder is not None and resume and before is not None:
         experiment = grown(experiment, folder)
     entries = entries_of(experiment)
     source = load_source(next(iter(entries.values()))) if source is None else source
@@ -161,6 +161,8 @@ def compare(
         if folder is not None:
             check_run_folder(experiment, folder, asked="run_dir")
             stack.enter_context(working_in(folder))
+            if _description(folder) != before:
+                raise FedstillError(f"'{folder}' was changed by another process just now: give the command again")
             (folder / BEST_FILE).unlink(missing_ok=True)  # there is none before all points have ended
             if not (folder / RESULTS_FILE).exists():  # before config.toml, because it tells a comparison from a run
                 _save({}, experiment, folder)
@@ -170,6 +172,10 @@ def compare(
         keep = partial(_save, experiment=experiment, folder=folder)
         results, ended = search(experiment, player.play_points, folder=folder, keep=keep)
         return player.finish(results, federation, ended=ended)
+
+
+def _description(folder: Path) -> bytes | None:
+    return read_bytes(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else None
 
 
 def sweep(
@@ -416,7 +422,7 @@ def _earlier(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows that an earlier start wrote into results.json; none where it holds something else."""
     nothing: dict[str, list[dict[str, Any]]] = {"methods": [], "runs": []}
     try:
-        table = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        table = json.loads(read_text(folder / RESULTS_FILE))
         for row in table["methods"]:
             MethodSummary.from_json(row)
         return table if all(isinstance(row["method"], str) for row in table["runs"]) else nothing

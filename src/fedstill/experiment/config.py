@@ -32,6 +32,7 @@ from fedstill.core.limits import Positive
 from fedstill.core.seeds import cohort_size
 from fedstill.core.types import Training
 from fedstill.engine import check_engine
+from fedstill.experiment.code_names import check_code
 from fedstill.experiment.config_errors import collected, mistakes_of
 from fedstill.experiment.model import check_mixture
 from fedstill.loop.evaluate import EVALUATIONS, METRICS
@@ -383,7 +384,10 @@ class Experiment(_Section):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
-        return cls.model_validate(toml_io.read_toml(Path(path)))
+        """Read an experiment file. Code that it names runs only if `fedstill.allow` or `fedstill allow` allowed it."""
+        table = toml_io.read_toml(Path(path))
+        check_code(table, path)
+        return cls.model_validate(table)
 
     @classmethod
     def quickstart(cls) -> Self:

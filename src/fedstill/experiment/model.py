@@ -17,7 +17,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten
 from fedstill.core.types import ENSEMBLE, Federation, Model, Weights, check_report
 from fedstill.methods import options
-from fedstill.methods.lookup import Part, own_function, single
+from fedstill.methods.lookup import Part, single
+from fedstill.methods.own_code import own_function
 from fedstill.models import READS_TEXT, build_model, form_of, from_module, mixed_model, model_options
 from fedstill.models.mixed import MIXED
 

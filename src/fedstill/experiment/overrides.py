@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedstill.core.errors import FedstillError
+from fedstill.experiment.code_names import check_code, code_names
 from fedstill.experiment.config import Experiment, MethodSection, quickstart_table
 from fedstill.experiment.config_errors import keys_in
 from fedstill.methods import options
@@ -31,8 +32,11 @@ _NOTHING = "none"
 
 def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:
     """Read the experiment of a file, or the quick start without one, and put the command line's settings into it."""
-    table = quickstart_table() if file is None else toml_io.read_toml(file)
-    return Experiment.model_validate(apply_settings(table, settings))
+    settings = list(settings)
+    table = apply_settings(quickstart_table() if file is None else toml_io.read_toml(file), settings)
+    if file is not None:
+        check_code(table, file, spoken=code_names(apply_settings({}, settings)))
+    return Experiment.model_validate(table)
 
 
 def with_short_forms(settings: Sequence[str], values: Mapping[str, object]) -> list[str]:

@@ -19,7 +19,7 @@ from fedstill.experiment.compare import BEST_FILE, RESULTS_FILE
 from fedstill.experiment.config import MethodSection
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.overrides import describe_split, without_defaults
-from fedstill.experiment.run_folder import CONFIG_FILE, CONTRACT_FILE, RUNNING_FILE, read_settings
+from fedstill.experiment.run_folder import CONFIG_FILE, CONTRACT_FILE, read_settings
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.loop.history import History, Row
 from fedstill.loop.references import read_references
@@ -28,7 +28,7 @@ from fedstill.report import counted
 from fedstill.report.curves import Curve
 from fedstill.report.sensitivity import point_of
 from fedstill.report.table import MethodSummary, best_first, reference_rows
-from fedstill.storage.files import is_held
+from fedstill.storage.files import RUNNING_FILE, is_held, read_text
 
 BEGAN_FILE = "env.json"  # a run writes it once, before its first round
 _MARKS = (CONTRACT_FILE, RESULTS_FILE, "metrics.jsonl", BEGAN_FILE)  # a config.toml beside none of them is no run's
@@ -216,7 +216,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the records of a file with one JSON object in each line, as far as they can be read."""
     records = []
     try:
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in read_text(file).splitlines():
             records.append(json.loads(line))
     except (OSError, ValueError):
         return records
@@ -226,7 +226,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def read_rows(folder: Path) -> list[Row]:
     """Return the rounds in metrics.jsonl of a run; a last line that a killed run has not finished is left out."""
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = read_text(folder / "metrics.jsonl").splitlines()
     except FileNotFoundError:
         return []
     rows: list[Row] = []
@@ -249,7 +249,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FedstillError(f"'{folder}' holds one run, no comparison (no {RESULTS_FILE}): give a folder of `compare`")
     try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        results: dict[str, Any] = json.loads(read_text(path))
         if not all(isinstance(row["method"], str) for key in ("methods", "runs") for row in results[key]):
             raise ValueError("a method without a name")
     except (ValueError, KeyError, TypeError) as error:

@@ -29,7 +29,6 @@ from fedstill.experiment.run_folder import (
     read_description,
     with_given_data,
     with_given_network,
-    working_in,
     write_description,
 )
 from fedstill.experiment.trackers import build_trackers
@@ -48,6 +47,7 @@ from fedstill.report.parties import PICTURE_FILE, parties_of, party_picture, wri
 from fedstill.report.partition import COUNTS_FILE, partition_picture, write_counts
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.report.table import reference_rows
+from fedstill.storage.files import working_in
 
 _log = logging.getLogger("fedstill.run")
 
@@ -141,21 +141,38 @@ def run_built(
     if federation.built_from != split_settings(experiment) and experiment.data.source != AT_SITES:
         experiment = with_given_data(experiment)
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
+    with ExitStack() as stack:
+        if folder is not None:
+            if not (folder / CONFIG_FILE).exists():
+                check_run_folder(experiment, folder, asked="run_dir")
+            stack.enter_context(working_in(folder))  # before anything is read that another process may be writing
+        stack.enter_context(_threads_of(experiment))
+        return _run_here(experiment, built, folder, callbacks, resume=resume, pictures=pictures)
+
+
+def _run_here(
+    experiment: Experiment,
+    built: Built,
+    folder: Path | None,
+    callbacks: Sequence[Callback],
+    *,
+    resume: bool,
+    pictures: bool,
+) -> Result:
+    """Run an experiment in a folder that is ours for this time."""
+    federation = built.federation
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
-    held = ExitStack()
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
-            check_run_folder(experiment, folder, asked="run_dir")
             contract = make_contract(experiment, federation)
-            watchers = [_Describe(experiment, folder, federation, held, contract), *watchers]
+            watchers = [_Describe(experiment, folder, federation, contract), *watchers]
             built = replace(built, contract=contract["seal"])
         elif resume or not list_checkpoints(folder / "checkpoints"):
             built = replace(built, contract=check_same_run(experiment, federation, folder))
-            watchers = [_Describe(experiment, folder, federation, held), *watchers]
+            watchers = [_Describe(experiment, folder, federation), *watchers]
     stop = build_early_stop(experiment)
     watchers += [] if stop is None else [stop]
-    with held, _threads_of(experiment):
-        result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
+    result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
     if stop is not None and len(result.history.rows) < experiment.rounds:
         result = replace(result, ended_early=stop.reason)
     if experiment.compare.references:
@@ -189,24 +206,15 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 
 
 class _Describe(Callback):
-    """Writes contract.json, config.toml, env.json and partition.json once all checks have passed, before round 1.
-
-    held: keeps the folder's lock from then on.
-    """
+    """Writes contract.json, config.toml, env.json and partition.json once all checks have passed, before round 1."""
 
     def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        federation: Federation,
-        held: ExitStack,
-        contract: Mapping[str, Any] | None = None,
+        self, experiment: Experiment, folder: Path, federation: Federation, contract: Mapping[str, Any] | None = None
     ) -> None:
         self._experiment, self._folder, self._federation = experiment, folder, federation
-        self._held, self._contract = held, contract
+        self._contract = contract
 
     def on_start(self, info: RunInfo) -> None:
-        self._held.enter_context(working_in(self._folder))
         write_description(self._experiment, self._folder, self._contract)
         if not (self._folder / COUNTS_FILE).exists():
             counts, federation = label_counts(self._federation).numpy(), self._federation

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
-import re
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +18,17 @@ from fedstill.core.types import Federation, Model
 from fedstill.data import contract
 from fedstill.data.load import is_embedded
 from fedstill.experiment.bundle import is_bundle
+from fedstill.experiment.code_names import check_code, code_names
 from fedstill.experiment.config import Experiment, ModelSection
 from fedstill.experiment.model import NETWORK_DIFFERS, given_network
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
+from fedstill.methods.own_code import file_digest, own_files, speak
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import holder, lock, write_whole
+from fedstill.storage.files import read_text, write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
-RUNNING_FILE = ".running"  # held as a lock while a process works in the folder
 MAY_CHANGE = ("rounds", "early_stop", "track", "compare", "privacy.epsilon")  # settings on which no round depends
 
 
@@ -61,32 +58,17 @@ def write_description(experiment: Experiment, folder: Path, contract: Mapping[st
             if old == table or _changes(old, table):
                 return
             if (path := folder / CONTRACT_FILE).exists():  # a comparison has none
-                contract = {**json.loads(path.read_text(encoding="utf-8")), "experiment": table}
+                tree = json.loads(read_text(path))
+                contract = {**{key: tree[key] for key in ("experiment", "files", "data", "seal")}, "experiment": table}
         else:
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
         if contract is not None:
-            write_whole(folder / CONTRACT_FILE, json.dumps(contract, indent=1, ensure_ascii=False) + "\n")
+            write_whole(folder / CONTRACT_FILE, contract_text(contract))
         write_whole(folder / CONFIG_FILE, toml_io.dumps(table))
     except OSError as error:
         raise FedstillError(
             f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
         ) from error
-
-
-@contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder of a run or a comparison while the block works there."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock(folder / RUNNING_FILE, wait=False))
-        except BlockingIOError:
-            who = holder(folder / RUNNING_FILE)
-            raise FedstillError(f"'{folder}' is at work already ({who}): wait for it, or use a new folder") from None
-        except OSError as error:
-            raise FedstillError(
-                f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"
-            ) from error
-        yield
 
 
 def make_contract(experiment: Experiment, federation: Federation) -> dict[str, Any]:
@@ -97,6 +79,12 @@ def make_contract(experiment: Experiment, federation: Federation) -> dict[str, A
         "data": contract.as_json(contract.contract_of(federation)),
     }
     return {**tree, "seal": _seal(tree)}
+
+
+def contract_text(tree: Mapping[str, Any]) -> str:
+    """Return contract.json: a contract with its seal, and a digest of all of it, of settings that may change, too."""
+    whole = hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return json.dumps({**tree, "digest": whole}, indent=1, ensure_ascii=False) + "\n"
 
 
 class Agreed(NamedTuple):
@@ -115,15 +103,21 @@ def read_contract(folder: Path) -> Agreed:
     if not path.is_file():
         raise FedstillError(f"'{folder}' was written by an older fedstill (no {CONTRACT_FILE}): run it again")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
+        tree = json.loads(text)
+        tree.pop("digest")
+        unchanged = text == contract_text(tree)  # to the last letter, its digest too
         seal = tree.pop("seal")
-        unchanged = seal == _seal(tree)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        unchanged = unchanged and seal == _seal(tree)
+        files = {str(place): str(made) for place, made in tree["files"].items()}
+        table, data = dict(tree["experiment"]), tree["data"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
     if not unchanged:
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
-    data = contract.from_json(tree["data"], where=str(path))
-    return Agreed(Experiment.model_validate(tree["experiment"]), data, tree["files"], seal)
+    agreed = contract.from_json(data, where=str(path))
+    check_code(table, path)
+    return Agreed(Experiment.model_validate(table), agreed, files, seal)
 
 
 def _seal(tree: Mapping[str, Any]) -> str:
@@ -133,67 +127,11 @@ def _seal(tree: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def own_files(*texts: str) -> list[str]:
-    """Return the Python files that texts name (FILE.py:function or module:function), by their full paths.
-
-    Neighbours that these files import are among them.
-    """
-    found: dict[str, None] = {}
-    queue = [path for text in texts for path in re.findall(r"([^+()>,\"']+\.py):", anchored(text))]
-    modules = {name for text in texts for name in re.findall(r"(?<![\w./\\])([A-Za-z_][\w.]*):[A-Za-z_]", text)}
-    queue += [path for name in modules if not name.endswith(".py") and (path := _file_of(name))]
-    while queue:
-        if (path := queue.pop()) not in found:
-            found[path] = None
-            queue += _imported_neighbours(Path(path))
-    return sorted(found)
-
-
-def _file_of(module: str) -> str | None:
-    """Return the file of a module that can be imported from this folder; None where there is none."""
-    here = Path.cwd() / module.replace(".", "/")
-    for file in (here.with_suffix(".py"), here / "__init__.py"):
-        if file.is_file():
-            return str(file)
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return spec.origin if spec is not None and spec.has_location else None
-
-
-def _imported_neighbours(path: Path) -> list[str]:
-    """Return the files in a file's own folder that it imports."""
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError):
-        return []  # the import itself reports it
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    places = (path.parent / name.replace(".", "/") for name in names)
-    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
-    return [str(file) for file in files if file.is_file()]
-
-
-def texts_of(experiment: Experiment) -> list[str]:
-    """Return every text of an experiment that may name a function of one's own."""
-    network, server = experiment.model, experiment.server
-    texts = [network.name, *network.options.get("prototypes", ()), experiment.method.name, experiment.evaluate]
-    return [*texts, experiment.engine.name, server.aggregate or ""]
-
-
-def file_digest(path: Path) -> str:
-    """Return a digest of a file; of a model's file only its tensors count, because its header has no fixed order."""
-    content = path.read_bytes()
-    if path.suffix == ".safetensors":
-        content = content[8 + int.from_bytes(content[:8], "little") :]
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def _files_of(experiment: Experiment) -> list[str]:
     """Return every file that decides a run beside its data: functions of one's own, and the model it starts from."""
     start = [] if experiment.model.start is None else [str(start_file(experiment.model.start))]
-    return [*own_files(*texts_of(experiment)), *start]
+    used = {**experiment.model_dump(), "compare": {}}  # methods that a comparison runs beside this one decide nothing
+    return [*own_files(code_names(used)), *start]
 
 
 def start_file(start: str) -> Path:
@@ -217,6 +155,7 @@ def check_same_experiment(experiment: Experiment, folder: Path) -> Agreed:
     Only the rounds, the trackers and the sections [early_stop] and [compare] may differ, because no round depends on
     them.
     """
+    speak(code_names(experiment.model_dump()))  # the user has named or allowed it, for this run
     agreed = read_contract(folder)
     if changed := _changes(_as_table(agreed.experiment), _as_table(experiment)):
         raise FedstillError(
@@ -327,7 +266,9 @@ def is_local(place: object) -> bool:
 
 def read_description(folder: Path) -> Experiment:
     """Return the experiment that a run wrote into its folder."""
-    return Experiment.model_validate(read_settings(folder))
+    table = read_settings(folder)
+    check_code(table, folder / CONFIG_FILE)
+    return Experiment.model_validate(table)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -390,7 +331,20 @@ def git_commit() -> str | None:
         return answer.stdout.strip()
 
     commit = git("rev-parse", "HEAD")
-    return commit and (f"{commit}+" if git("status", "--porcelain", "--untracked-files=no") else commit)
+    if commit is None or _git_runs_programs(git("config", "--list", "--show-scope", "--name-only") or ""):
+        return commit
+    changed = git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+" if changed else commit
+
+
+def _git_runs_programs(settings: str) -> bool:
+    """Return whether a repository's own settings name programs for `git status`: the folder may be somebody else's."""
+    keys = [
+        key
+        for scope, _, key in (line.partition("\t") for line in settings.splitlines())
+        if scope not in ("system", "global")
+    ]
+    return any(key.startswith(("filter.", "include")) for key in keys if key)
 
 
 def describe_device() -> dict[str, Any]:

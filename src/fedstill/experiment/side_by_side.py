@@ -20,6 +20,7 @@ from fedstill.experiment.worker_pool import DIED, Hear, WorkerPool
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import caution, each_once
 from fedstill.loop.history import Row
+from fedstill.storage.files import write_whole
 
 _log = logging.getLogger("fedstill.run")
 
@@ -109,7 +110,7 @@ class Worker:
         except Exception as error:
             job.folder.mkdir(parents=True, exist_ok=True)
             file = job.folder / "error.txt"
-            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            write_whole(file, "".join(traceback.format_exception(error)))
             return Event(number, "error", (f"{in_one_line(error)} (see {file})",))
 
 

@@ -4,6 +4,7 @@
                                    clients-0000.safetensors ...   client states, in parts
                                    state.json                     round, history, shape of the trees
                                    manifest.json                  blake2b of each of them and of itself
+                                   comment                        blake2b of all other bytes of the zip file
 
 One uncompressed zip file, because a file costs one fsync and a folder of files one each (5 ms here). It is
 written under a temporary name, fsynced, and renamed, so a kill at any moment leaves the one before; the newest
@@ -18,11 +19,11 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import safetensors
@@ -34,10 +35,12 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import flatten, leaves
 from fedstill.core.types import Tree, Weights
-from fedstill.storage.files import TEMPORARY, writing
+from fedstill.storage.files import MOST_BYTES, MOST_MODEL_BYTES, TEMPORARY, regular, writing
 
 KEEP = 3
 DIGEST_BYTES = 32
+NO_DIGEST = b"0" * 2 * DIGEST_BYTES  # stands where a digest comes
+ZIP_HEAD = 30  # bytes before the name of a part
 WEIGHTS_FILE = "weights.safetensors"
 _NAME = re.compile(r"round-(\d{6,})\.zip")
 
@@ -62,8 +65,13 @@ def save_checkpoint(state: RunState, folder: Path, *, keep: int = KEEP) -> Path:
     """Write one checkpoint below `folder` and remove all but the newest `keep`."""
     target = folder / f"round-{state.round:06d}.zip"
     try:
-        with writing(target) as file, zipfile.ZipFile(file, "w") as archive:
-            _write_parts(state, archive)
+        with writing(target) as file:
+            with zipfile.ZipFile(file, "w") as archive:
+                _write_parts(state, archive)
+                archive.comment = NO_DIGEST
+            digest = _frame_digest(file, archive.infolist())
+            file.seek(-len(NO_DIGEST), os.SEEK_END)
+            file.write(digest)
         for _, old in list_checkpoints(folder)[keep:]:
             old.unlink()
     except OSError as error:
@@ -96,28 +104,53 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
     """Read one checkpoint after every part of it was verified."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = _verify(archive)
+        with regular(path) as file, zipfile.ZipFile(file) as archive:
+            names = _verify(file, archive)
             state = json.loads(archive.read("state.json"))
             tensors = read_tensors(archive.read("state.safetensors"))
+        away = set(state["away"])
+        tensors = {name: leaf if name in away else leaf.to(device) for name, leaf in tensors.items()}
+        tree = _fill_shape(state["shape"], tensors)
+        parts = sorted(name for name in names if name.startswith("clients-"))
+        for _ in _read_clients(path, parts, state["client_shape"]):
+            pass  # so that a part that cannot be read is found here
+        found = RunState(
+            round=state["round"],
+            weights=tree["weights"],
+            server=tree["server"],
+            clients=_read_clients(path, parts, state["client_shape"]),
+            history=state["history"],
+            best=tree["best"],
+            identity=state["identity"],
+            targets_round=state["targets_round"],
+        )
+        _check_content(found, path)
     except MemoryError:
         raise
     except Exception as error:  # a damaged file can make zipfile raise nearly anything
         raise _Damaged(f"{type(error).__name__}: {error}") from None
-    away = set(state["away"])
-    tensors = {name: leaf if name in away else leaf.to(device) for name, leaf in tensors.items()}
-    tree = _fill_shape(state["shape"], tensors)
-    parts = sorted(name for name in names if name.startswith("clients-"))
-    return RunState(
-        round=state["round"],
-        weights=tree["weights"],
-        server=tree["server"],
-        clients=_read_clients(path, parts, state["client_shape"]),
-        history=state["history"],
-        best=tree["best"],
-        identity=state["identity"],
-        targets_round=state["targets_round"],
-    )
+    return found
+
+
+def _check_content(state: RunState, path: Path) -> None:
+    """Refuse what no run writes, because everybody can compute the digests of a checkpoint."""
+    named = _NAME.fullmatch(path.name)
+    if type(state.round) is not int or (named is not None and int(named[1]) != state.round):
+        raise ValueError(f"it is of round {state.round!r}")
+    if not isinstance(state.weights, Weights) or not isinstance(state.best, Weights | None):
+        raise ValueError("its model is no model")
+    if state.best is not None and not same_form(state.best, state.weights):
+        raise ValueError("its best model has another form")
+    if not isinstance(state.server, dict) or not isinstance(state.identity, dict):
+        raise ValueError("its server state is no table")
+    if type(state.targets_round) is not int or not set(state.history) <= {"rows", "audit"}:
+        raise ValueError("its history is none")
+    rows, audit = state.history.get("rows", []), state.history.get("audit", [])
+    numbers = [row["round"] for row in rows]
+    if numbers != sorted(set(numbers)) or any(type(number) is not int or number > state.round for number in numbers):
+        raise ValueError("its history has other rounds")
+    if not all(isinstance(record, dict) and {"round", "client", "reason"} <= record.keys() for record in audit):
+        raise ValueError("its audit is none")
 
 
 def save_weights(
@@ -135,10 +168,15 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], about: Mapping[str, str
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors in a safetensors file and its metadata; a file that does not fit its seal is refused."""
+    with regular(path) as opened:
+        if (size := os.fstat(opened.fileno()).st_size) > MOST_MODEL_BYTES:
+            raise FedstillError(f"'{path}' holds {size:,} bytes, and at most {MOST_MODEL_BYTES:,} are read")
     with safetensors.safe_open(path, framework="pt") as file:
         about = dict(file.metadata() or {})
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-    if "seal" in about and about.pop("seal") != _seal(tensors, about):
+    if "seal" not in about:
+        raise FedstillError(f"'{path}' has no seal: it is not a fedstill model, or was changed: restore a copy")
+    if about.pop("seal") != _seal(tensors, about):
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
     return tensors, about
 
@@ -164,6 +202,8 @@ def load_model(folder: str | Path, device: torch.device | str = "cpu") -> tuple[
         flat, about = load_tensors(path)
     except FileNotFoundError:
         raise FedstillError(f"no model at {path}: give the best/ or last/ folder of a finished run") from None
+    except OSError as error:
+        raise FedstillError(f"{path} cannot be read ({error.strerror or error})") from None
     except safetensors.SafetensorError as error:
         raise FedstillError(f"{path} is not a readable safetensors file: {error}") from None
     parts: dict[str, dict[str, Tensor]] = {"params": {}, "buffers": {}}
@@ -225,14 +265,42 @@ def _write_clients(clients: Iterable[tuple[np.ndarray, Tree]], write: Callable[[
 
 
 def _read_clients(path: Path, parts: list[str], shape: Any) -> Iterator[tuple[np.ndarray, Tree]]:
+    """Read the parts one after the other, because all of them may be more than memory holds."""
     with zipfile.ZipFile(path) as archive:
         for name in parts:
             tree = _fill_shape(shape, read_tensors(archive.read(name)))
             yield tree["ids"].numpy(), tree["states"]
 
 
-def _verify(archive: zipfile.ZipFile) -> list[str]:
-    """The names of a checkpoint's parts, once each of them has the recorded digest."""
+def _frame_digest(file: IO[bytes], members: Sequence[zipfile.ZipInfo]) -> bytes:
+    """The digest of all bytes of a zip file outside of its parts, but for the digest itself, which is its end.
+
+    The parts must be stored as they are, one behind the other, so that no byte escapes a digest and none is inflated.
+    """
+    hasher, end = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    for info in sorted(members, key=lambda info: info.header_offset):
+        if (
+            info.header_offset != end
+            or info.compress_type != zipfile.ZIP_STORED
+            or info.file_size != info.compress_size
+        ):
+            raise ValueError("its parts do not lie as they were written")
+        file.seek(end)
+        head = file.read(ZIP_HEAD)
+        lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        hasher.update(head + file.read(lengths))
+        end += ZIP_HEAD + lengths + info.file_size
+    file.seek(end)
+    if len(rest := file.read(MOST_BYTES)) < len(NO_DIGEST):
+        raise ValueError("its end is missing")
+    hasher.update(rest[: -len(NO_DIGEST)])
+    return hasher.hexdigest().encode()
+
+
+def _verify(file: IO[bytes], archive: zipfile.ZipFile) -> list[str]:
+    """The names of a checkpoint's parts, once each of them and the bytes between them have the recorded digest."""
+    if _frame_digest(file, archive.infolist()) != archive.comment:
+        raise ValueError("the frame of the zip file was changed")
     sealed = json.loads(archive.read("manifest.json"))
     if content_digest(sealed["manifest"].encode()) != sealed["blake2b"]:
         raise ValueError("manifest.json was changed")
@@ -244,6 +312,8 @@ def _verify(archive: zipfile.ZipFile) -> list[str]:
                 hasher.update(block)
             if hasher.hexdigest() != digest:
                 raise ValueError(f"{name} was changed")
+    if sorted(archive.namelist()) != sorted([*digests, "manifest.json"]):
+        raise ValueError("it holds other parts than it names")
     return list(digests)
 
 

@@ -53,7 +53,7 @@ from fedstill.loop.resume import Plan, SaveClock, log_to, restore, rows_digest, 
 from fedstill.loop.round import State, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
-from fedstill.storage.files import write_whole
+from fedstill.storage.files import working_in, write_whole
 
 MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
 MakePopulation = Callable[..., AbstractContextManager[Population]]  # (task, a client's first memory, folder=...)
@@ -247,6 +247,8 @@ def _run(
     template, phases = share_states_of(task.phases, state.weights, task.model)
     task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
+        if plan.folder is not None:
+            stack.enter_context(working_in(plan.folder))
         stack.enter_context(log_to(plan.folder))
         clients = stack.enter_context(make(task, template, folder=plan.folder))
         state, earlier = restore(plan, state, clients, resume=resume)

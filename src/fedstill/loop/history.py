@@ -16,7 +16,7 @@ from fedstill.core.types import Samples, Targets, Weights
 from fedstill.loop.evaluate import is_lower_better
 from fedstill.loop.guard import AuditRecord
 from fedstill.privacy.statement import PrivacyStatement
-from fedstill.storage.files import write_whole
+from fedstill.storage.files import appending, write_whole
 
 if TYPE_CHECKING:
     from fedstill.loop.references import References
@@ -193,4 +193,4 @@ def _line(record: Mapping[str, Any]) -> str:
 
 def _open_anew(path: Path, records: list[dict[str, Any]]) -> IO[str]:
     write_whole(path, "".join(_line(record) for record in records))
-    return path.open("a", encoding="utf-8")
+    return appending(path)

@@ -7,6 +7,7 @@ make the server allocate more than the template's own bytes plus the header limi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -23,7 +24,8 @@ from fedstill.core.tree import as_tree, byte_size, flatten, from_tree, tree_map
 from fedstill.core.types import Tree, Uploads
 
 ENVELOPE = "fedstill"
-VERSION = 1
+VERSION = 2
+NO_DIGEST = "0" * 64  # stands where the digest comes
 HEADER_LIMIT = 1 << 20  # a header of names and shapes; 5,000 tensors need about half of it
 
 _DTYPES = {
@@ -54,11 +56,31 @@ def on_meta(upload: Uploads) -> Uploads:
 
 def encode(upload: Uploads, *, round: int) -> bytes:
     """One client's upload as bytes. Who it is from and for which round is in the envelope."""
-    envelope = {"version": VERSION, "client": int(upload.ids), "round": round}
+    envelope = {"version": VERSION, "client": int(upload.ids), "round": round, "digest": NO_DIGEST}
     # clone: safetensors refuses tensors that share memory, as an extra that is a view of the params does
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in flatten(_body(upload)).items()}
     data: bytes = safetensors.torch.save(tensors, metadata={ENVELOPE: json.dumps(envelope)})
-    return data
+    return with_digest(data)
+
+
+def with_digest(data: bytes) -> bytes:
+    """Return a message that states the digest of its bytes in place of the one that it states."""
+    stated = _envelope_of(data)["digest"]
+    return data.replace(stated.encode(), _digest(data, stated).encode(), 1)
+
+
+def _envelope_of(data: bytes) -> Any:
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ENVELOPE])
+
+
+def _digest(data: bytes, stated: str) -> str:
+    """The digest of a message in which zeros stand for the digest that it states; it finds bits that flipped."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    hashed = hashlib.blake2b(data[:8], digest_size=len(NO_DIGEST) // 2)
+    hashed.update(data[8:end].replace(stated.encode(), NO_DIGEST.encode(), 1))
+    hashed.update(memoryview(data)[end:])
+    return hashed.hexdigest()
 
 
 def decode(data: bytes, template: Uploads, *, client: int, round: int) -> Uploads:
@@ -141,17 +163,20 @@ def _refill(tree: Tree, flat: Mapping[str, Tensor], prefix: str) -> Tree:
 
 def _check_envelope(data: bytes, *, client: int, round: int) -> None:
     """Right version, sender and round; a stale or borrowed message is refused. `data` already parsed once."""
-    (length,) = struct.unpack("<Q", data[:8])
     try:
-        envelope = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ENVELOPE])
+        envelope = _envelope_of(data)
         stated = (envelope["version"], envelope["client"], envelope["round"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        digest = envelope["digest"] if stated[0] == VERSION else ""
+        whole = len(digest) == len(NO_DIGEST) and _digest(data, digest) == digest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise FedstillError("message has no fedstill envelope") from None
     if stated != (VERSION, client, round):
         shown = ", ".join(
             f"{key} {str(value)[:20]}" for key, value in zip(("version", "client", "round"), stated, strict=True)
         )
         raise FedstillError(f"envelope says {shown}; expected version {VERSION}, client {client}, round {round}")
+    if not whole:
+        raise FedstillError("the message's checksum is wrong: it was damaged on the way")
 
 
 def _shown(names: list[str]) -> str:

@@ -7,10 +7,10 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from torch import Tensor
@@ -31,6 +31,7 @@ from fedstill.loop.checkpoint import (
 )
 from fedstill.loop.history import History
 from fedstill.loop.round import State
+from fedstill.storage.files import appending
 
 SAVE_SECONDS = 60.0  # without a checkpoint: a run that is stopped loses no more
 SAVE_SHARE = 0.05  # of a run's time at most goes into checkpoints that only time asks for
@@ -172,6 +173,20 @@ def _difference(key: str, then: Any, now: Any) -> str:
     return ", ".join(f"{key}.{name} was {then.get(name)} and is {now.get(name)} now" for name in other)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that follows no link. A full disk ends it without a traceback, because the run reports the disk."""
+
+    def _open(self) -> TextIO:  # type: ignore[override]
+        return appending(Path(self.baseFilename))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def log_to(folder: Path | None) -> Iterator[None]:
     """Send the run's log to log.txt of its folder, too."""
@@ -180,7 +195,7 @@ def log_to(folder: Path | None) -> Iterator[None]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+        handler = _LogFile(folder / "log.txt", encoding="utf-8")
     except OSError as error:
         raise FedstillError(
             f"cannot write into '{folder}' ({error.strerror or error}): choose another folder"

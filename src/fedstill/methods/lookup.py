@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -237,53 +231,3 @@ def _part(text: str, whole: str) -> Part:
             raise FedstillError(f"'{whole}' sets {key.strip()} twice")
         inner[last] = toml_io.parse_value(value.strip())
     return Part(name, options)
-
-
-def own_function(name: str, key: str) -> Callable[..., Any]:
-    """Return the user's function that FILE.py:function or module:function names; errors name the setting `key`."""
-    file = Path(name.rpartition(":")[0])
-    return _imported(name, key, file.resolve(), file.stat().st_mtime_ns if file.is_file() else 0)
-
-
-@cache
-def _imported(name: str, key: str, full: Path, written: int) -> Callable[..., Any]:
-    """Import a user's function once; `full` and `written` tell apart equal names in other folders and edited files."""
-    place, _, function = name.rpartition(":")
-    module = _module_of(place, f"{key} = '{name}'")
-    factory: Callable[..., Any] | None = getattr(module, function, None)
-    if not callable(factory):
-        known = [
-            key
-            for key, value in vars(module).items()
-            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module.__name__
-        ]
-        hint = suggest(function, known) if known else "it defines no functions"
-        raise FedstillError(f"{key} = '{name}': no function '{function}' in {place}: {hint}")
-    return factory
-
-
-def _module_of(place: str, setting: str) -> Any:
-    path = Path(place)
-    if place.endswith(".py") and not path.is_file():
-        raise FedstillError(f"{setting}: no file '{place}': give FILE.py:function")
-    folder = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # so that the file can import its neighbours, as with `python FILE.py`
-    try:
-        return load_file(path) if place.endswith(".py") else importlib.import_module(place)
-    except FedstillError:
-        raise
-    except Exception as error:
-        raise FedstillError(f"{setting}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
-
-
-def load_file(path: Path) -> Any:
-    """Import a user's file as a module, under a name that no other file has."""
-    mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"fedstill_own_{path.stem}_{mark}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -21,6 +21,7 @@ from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.limits import Example
 from fedstill.methods import METHODS
+from fedstill.methods.own_code import own_function
 from fedstill.models import MODELS
 from fedstill.models.mixed import MIXED, given, mixed
 from fedstill.partition import PARTITIONS
@@ -59,8 +60,6 @@ def find(kind: str, name: str) -> Callable[..., Any]:
     if kind == "model" and name == GIVEN:
         return given
     if ":" in name and kind in ("method", "model"):
-        from fedstill.methods.lookup import own_function
-
         return own_function(name, _NAME_KEY[kind])
     hint = " (your own: FILE.py:function)" if kind in ("method", "model") else ""
     if kind == "method":  # an aggregate may stand beside a method: fedavg+median

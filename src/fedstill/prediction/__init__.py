@@ -25,21 +25,16 @@ from fedstill.data.source import Unlabeled
 from fedstill.data.split import split_unlabeled
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.bundle import Trained, is_bundle, read_bundle
+from fedstill.experiment.code_names import code_names
 from fedstill.experiment.compare import RESULTS_FILE
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network
-from fedstill.experiment.run_folder import (
-    CONFIG_FILE,
-    check_files,
-    own_files,
-    read_contract,
-    read_description,
-    unlabeled_place,
-)
+from fedstill.experiment.run_folder import CONFIG_FILE, check_files, read_contract, read_description, unlabeled_place
 from fedstill.loop.calibrate import Calibration, at_temperature, reliability_of
 from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.loop.privacy_plan import STATEMENT_FILE
 from fedstill.methods.lookup import label
+from fedstill.methods.own_code import own_files
 from fedstill.prediction.answers import (
     MODELS,
     TARGETS,
@@ -54,6 +49,7 @@ from fedstill.prediction.answers import (
 )
 from fedstill.prediction.files import Part, write_summary, writing_tables
 from fedstill.prediction.stream import new_samples
+from fedstill.storage.files import read_text
 
 NO_ANSWER = "the model's answer is no finite number"
 
@@ -363,8 +359,8 @@ def open_run(folder: Path, model: Network | None = None) -> Opened:
     if not (folder / "last" / WEIGHTS_FILE).is_file():
         raise FedstillError(f"'{folder}' holds no trained model yet: finish the run with `fedstill resume {folder}`")
     agreed = read_contract(folder)
-    network = agreed.experiment.model  # no other code of the experiment has a part in an answer
-    check_files(agreed.files, own_files(network.name, *network.options.get("prototypes", ())))
+    network = agreed.experiment.model.model_dump()  # no other code of the experiment has a part in an answer
+    check_files(agreed.files, own_files(code_names({"model": network})))
     return Opened(folder, agreed.experiment, agreed.data, agreed.seal, model)
 
 
@@ -404,7 +400,7 @@ def _notes(folder: Path, experiment: Experiment) -> tuple[str, ...]:
     if done is None or done >= experiment.rounds:
         return ()
     try:
-        statement = json.loads((folder / STATEMENT_FILE).read_text(encoding="utf-8"))
+        statement = json.loads(read_text(folder / STATEMENT_FILE))
         ended = statement["stopped"] if statement["rounds"] == done else ""
     except (OSError, ValueError, KeyError, TypeError):
         ended = ""

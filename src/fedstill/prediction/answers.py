@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten
 from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.engine import build_engine
 from fedstill.experiment.bundle import Trained
 from fedstill.experiment.config import DataSection, Experiment
-from fedstill.experiment.model import Network, build_network, check_given_network
+from fedstill.experiment.model import Network, build_network, check_given_network, form_differences
 from fedstill.experiment.run_folder import is_local
 from fedstill.loop.calibrate import CALIBRATION_FILE, Calibration, Reliability, calibration_from, log_scores
 from fedstill.loop.checkpoint import WEIGHTS_FILE, content_digest, list_checkpoints, load_model, load_tensors
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
 from fedstill.methods.lookup import label
+from fedstill.storage.files import read_bytes
 
 MODELS = ("last", "best")
 TARGETS = "targets"
@@ -58,9 +60,13 @@ class Answer(NamedTuple):
 
 def last_round(folder: Path) -> int | None:
     """Return the round after which the model in last/ was written; None where the file does not say it."""
-    with safetensors.safe_open(folder / "last" / WEIGHTS_FILE, framework="pt") as file:
-        about = file.metadata() or {}
-    return int(about["round"]) if "round" in about else None
+    path = folder / "last" / WEIGHTS_FILE
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+        return int(about["round"]) if "round" in about else None
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
+        raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
 
 
 class Opened(NamedTuple):
@@ -126,6 +132,8 @@ def _check_model(run: Opened, which: str, about: Mapping[str, str]) -> None:
     newest = max((number for number, _ in list_checkpoints(run.folder / "checkpoints")), default=0)
     if about.get("contract") != run.seal:
         raise FedstillError(f"{path} was not written by this run: {cure}")
+    if not about.get("round", "").isdecimal() or not {"model", "calibration"} <= about.keys():
+        raise FedstillError(f"{path} does not say of which round it is: {cure}")
     if about["model"] != which:
         raise FedstillError(f"{path} holds the run's {about['model']} model: {cure}")
     if int(about["round"]) < newest:
@@ -144,14 +152,19 @@ def stored_calibrations(run: Opened, which: str, digest: str) -> list[Calibratio
     if not digest:
         why = f"not calibrated: the run has not ended; finish it with: fedstill resume {run.folder}"
         return [Calibration(None, why)]
-    content = path.read_bytes() if path.is_file() else b""
+    content = read_bytes(path) if path.is_file() else b""
     if content_digest(content) != digest:
         happened = "does not belong to the run's models" if content else "is gone"
         raise FedstillError(
             f"'{path}' {happened}: restore it from a copy of the run, or write it again with "
             f"`fedstill resume {run.folder}`"
         )
-    return [calibration_from(tree) for tree in json.loads(content)[which]]
+    try:
+        return [calibration_from(tree) for tree in json.loads(content)[which]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FedstillError(
+            f"'{path}' cannot be read ({' '.join(str(error).split())[:200]}): restore it from a copy of the run"
+        ) from error
 
 
 def scorer(trained: Trained, model: Network | None = None) -> Callable[[Tensor], Tensor]:
@@ -168,8 +181,11 @@ def scorer(trained: Trained, model: Network | None = None) -> Callable[[Tensor],
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
     engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)
-    stored, wanted = ({name: leaf.shape for name, leaf in x.params.items()} for x in (trained.weights, network.init(0)))
-    if stored != wanted:
+    stored, wanted = (
+        {name: leaf.dtype.is_floating_point for name, leaf in flatten(weights).items()}
+        for weights in (trained.weights, network.init(0))
+    )
+    if next(form_differences(trained.weights, network.init(0)), None) or stored != wanted:
         raise FedstillError(f"'{trained.place}' holds no {trained.experiment.model.name} of this run: restore its copy")
     weights = trained.weights.__class__(
         *({name: leaf.to(engine.device) for name, leaf in part.items()} for part in trained.weights)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.core.errors import FedstillError, in_one_line, printable
+from fedstill.storage.files import temporary_beside
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,12 +53,14 @@ def draw_all(pictures: Mapping[str, Callable[[Path], Any]], folder: Path) -> lis
     drawn, reasons = [], set()
     for name, draw in pictures.items():
         try:
-            draw(folder / name)
+            draw(unfinished := temporary_beside(folder / name))
+            os.replace(unfinished, folder / name)
             drawn.append(folder / name)
         except Exception as error:
             if (reason := in_one_line(error)) not in reasons:
                 _log.warning("no %s: %s", name, reason)
             reasons.add(reason)
+            temporary_beside(folder / name)  # removes what was begun
     return drawn
 
 

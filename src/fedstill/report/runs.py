@@ -14,6 +14,7 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.report.partition import COUNTS_FILE
+from fedstill.storage.files import read_text
 
 METRICS_FILE, AUDIT_FILE, RESULTS_FILE, CONFIG_FILE = "metrics.jsonl", "audit.jsonl", "results.json", "config.toml"
 DEEPEST = 3  # levels of folders below a comparison's folder
@@ -274,7 +275,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"larger than {MOST_BYTES:,} bytes")
     if path.exists() and not path.is_file():
         raise ValueError("not a file")
-    return path.read_text(encoding="utf-8")
+    return read_text(path)
 
 
 def _json(path: Path, gaps: list[str]) -> Mapping[str, Any]:

@@ -15,10 +15,9 @@ from fedstill.report import counted
 from fedstill.report.charts import Point, line_chart
 from fedstill.report.panels import Panel, Table, mean_line, percent
 from fedstill.report.runs import CONFIG_FILE, RESULTS_FILE, Run, Runs, list_of, number, table_of
-from fedstill.storage.files import is_held
+from fedstill.storage.files import RUNNING_FILE, is_held, read_text
 from fedstill.storage.toml import split_outside
 
-RUNNING_FILE = ".running"  # held as a lock while a process works in the folder of a run or a comparison
 LATEST = 20  # rounds whose seconds tell how long the next ones take
 MOST = 40  # runs in the table
 
@@ -172,7 +171,7 @@ def _work(folder: Path, runs: Sequence[Run]) -> Work:
         return Work(folder, runs, at_work, _whole(runs[0].config.get("rounds"), least=0))
     config: Mapping[str, Any] = {}
     with suppress(OSError, ValueError):  # a section names damaged files
-        config = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(folder / CONFIG_FILE))
     compare = table_of(config.get("compare"))
     seeds = _whole(compare.get("seeds"))
     entries = len(list_of(compare.get("methods")))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.core.errors import FedstillError
+from fedstill.storage.files import read_text
 
 LONGEST_FILE = 16_000_000  # letters
 _DEEP_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]++\s*+\.\s*+){64}""")  # tomllib takes the square of its parts
@@ -38,7 +39,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         hint = f"did you mean '{near[0]}'?" if near else "write one, or leave it out for the quick start"
         raise FedstillError(f"no experiment file '{path}': {hint}")
     try:
-        return loads(path.read_text(encoding="utf-8"), where=path.name)
+        return loads(read_text(path), where=path.name)
     except UnicodeDecodeError:
         raise FedstillError(f"{path.name}: not a text file: TOML is UTF-8 text") from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from fedstill.report.generated import PAIRS_PICTURE, SAMPLES_PICTURE
 from fedstill.report.panels import Panel
 from fedstill.report.runs import Runs
+from fedstill.storage.files import read_bytes
 
 MOST_BYTES = 600_000  # of a picture
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -34,7 +35,7 @@ def _png(path: Path) -> bytes:
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             return b""
-        content = path.read_bytes()
+        content = read_bytes(path)
     except OSError:
         return b""
     return content if content.startswith(PNG) else b""

@@ -8,6 +8,7 @@ from pathlib import Path
 from fedstill.report import counted
 from fedstill.report.panels import Panel
 from fedstill.report.runs import CONFIG_FILE, Runs, table_of
+from fedstill.storage.files import read_text
 
 MOST_FILES = 3  # experiment files on the page
 LONGEST = 20_000  # letters of one of them
@@ -45,7 +46,7 @@ def panel(runs: Runs) -> Panel:
 def _file(path: Path) -> str | None:
     """Return an experiment file as it is; None where it is missing, damaged or too long for a page."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         tomllib.loads(text)
     except (OSError, ValueError):
         return None

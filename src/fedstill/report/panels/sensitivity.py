@@ -17,6 +17,7 @@ from fedstill.report.sensitivity import (
     in_sentences,
     sensitivity,
 )
+from fedstill.storage.files import read_text
 
 SEARCH_FILE = "search.json"
 
@@ -47,7 +48,7 @@ def panel(runs: Runs) -> Panel | None:
 def _ended(folder: Path) -> list[str]:
     """Return the points that search.json says to have ended early."""
     try:
-        return [*table_of(table_of(json.loads((folder / SEARCH_FILE).read_text(encoding="utf-8"))).get("ended_early"))]
+        return [*table_of(table_of(json.loads(read_text(folder / SEARCH_FILE))).get("ended_early"))]
     except (OSError, ValueError, RecursionError):
         return []
 

@@ -12,6 +12,7 @@ from fedstill.report import counted
 from fedstill.report.charts import Point, line_chart
 from fedstill.report.panels import Panel, Table, percent
 from fedstill.report.runs import Runs, list_of, number, table_of
+from fedstill.storage.files import read_text
 
 CHOICE_FILE = "choose.json"
 MOST_ROWS = 60
@@ -80,7 +81,7 @@ def shown(score: float) -> str:
 
 def _read(folder: Path) -> Mapping[str, Any] | None:
     try:
-        record = json.loads((folder / CHOICE_FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_text(folder / CHOICE_FILE))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
