@@ -36,7 +36,7 @@ from fedstill.experiment.trackers import build_trackers
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.checkpoint import list_checkpoints
 from fedstill.loop.evaluate import label_counts
-from fedstill.loop.federate import Built, federate
+from fedstill.loop.federate import Built, closes_folder, federate
 from fedstill.loop.history import Result
 from fedstill.loop.references import REFERENCES_FILE, References, find_references
 from fedstill.methods.fedavg import fedavg
@@ -48,6 +48,7 @@ from fedstill.report.parties import PICTURE_FILE, parties_of, party_picture, wri
 from fedstill.report.partition import COUNTS_FILE, partition_picture, write_counts
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.report.table import reference_rows
+from fedstill.storage.secrets import secret_of
 
 _log = logging.getLogger("fedstill.run")
 
@@ -142,16 +143,18 @@ def run_built(
         experiment = with_given_data(experiment)
     experiment = experiment.with_scale_of(federation.train.mean, federation.train.std)
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
-    held = ExitStack()
+    held, closed = ExitStack(), folder is not None and closes_folder(built)
+    secret = secret_of(folder) if closed else b""
+    built = replace(built, secret=secret)
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
             check_run_folder(experiment, folder, asked="run_dir")
-            contract = make_contract(experiment, federation)
-            watchers = [_Describe(experiment, folder, federation, held, contract), *watchers]
+            contract = make_contract(experiment, federation, secret)
+            watchers = [_Describe(experiment, folder, federation, held, contract, closed=closed), *watchers]
             built = replace(built, contract=contract["seal"])
         elif resume or not list_checkpoints(folder / "checkpoints"):
-            built = replace(built, contract=check_same_run(experiment, federation, folder))
-            watchers = [_Describe(experiment, folder, federation, held), *watchers]
+            built = replace(built, contract=check_same_run(experiment, federation, folder, secret))
+            watchers = [_Describe(experiment, folder, federation, held, closed=closed), *watchers]
     stop = build_early_stop(experiment)
     watchers += [] if stop is None else [stop]
     with held, _threads_of(experiment):
@@ -166,7 +169,7 @@ def run_built(
         result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:
         known = [] if result.references is None else [result.references]
-        draw_pictures(experiment, federation, {result.method: [result]}, folder, known)
+        draw_pictures(experiment, federation, {result.method: [result]}, folder, known, closed=closed)
     if folder is not None and (parties := parties_of(federation, result)):
         write_parties(parties, folder)
         title = f"{result.method} on {federation.train.name}: {federation.partition}"
@@ -191,7 +194,8 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 class _Describe(Callback):
     """Writes contract.json, config.toml, env.json and partition.json once all checks have passed, before round 1.
 
-    held: keeps the folder's lock from then on.
+    held: keeps the folder's lock from then on. closed: how many samples clients hold is left out, see
+    loop/closed_folder.py.
     """
 
     def __init__(
@@ -201,16 +205,21 @@ class _Describe(Callback):
         federation: Federation,
         held: ExitStack,
         contract: Mapping[str, Any] | None = None,
+        *,
+        closed: bool = False,
     ) -> None:
         self._experiment, self._folder, self._federation = experiment, folder, federation
-        self._held, self._contract = held, contract
+        self._held, self._contract, self._closed = held, contract, closed
 
     def on_start(self, info: RunInfo) -> None:
         self._held.enter_context(working_in(self._folder))
         write_description(self._experiment, self._folder, self._contract)
         if not (self._folder / COUNTS_FILE).exists():
-            counts, federation = label_counts(self._federation).numpy(), self._federation
-            write_counts(counts, self._folder, classes=federation.train.classes, names=federation.names)
+            federation = self._federation
+            counts = label_counts(federation).numpy()
+            write_counts(
+                counts, self._folder, classes=federation.train.classes, names=federation.names, hidden=self._closed
+            )
 
 
 def resume_run(run_dir: str | Path, *, rounds: int | None = None, callbacks: Sequence[Callback] = ()) -> Result:
@@ -233,8 +242,13 @@ def draw_pictures(
     results: dict[str, list[Result]],
     folder: Path,
     references: Sequence[References] = (),
+    *,
+    closed: bool = False,
 ) -> list[Path]:
-    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths."""
+    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths.
+
+    closed: without partition.png, which shows what clients hold.
+    """
     title, classes = f"{federation.train.name}: {federation.partition}", federation.train.classes
     network = describe_model(experiment.model.name, experiment.model.options)
     trained = f"{title}; {network}" if experiment.model.name == MIXED else title
@@ -249,6 +263,8 @@ def draw_pictures(
     }
     if any(has_pseudo_labels(history) for histories in rows.values() for history in histories):
         pictures["pseudo_labels.png"] = lambda path: pseudo_label_picture(rows, path, title=title, classes=classes)
+    if closed:
+        del pictures["partition.png"]
     return draw_all(pictures, folder)
 
 

@@ -26,7 +26,7 @@ from fedstill.core.needs import check_fits, check_phases, needs_of
 from fedstill.core.population import Population, Stay
 from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
-from fedstill.core.tree import to_device, tree_map
+from fedstill.core.tree import byte_size, to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.engine import keep_optimizers
@@ -34,6 +34,7 @@ from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import Cautions
 from fedstill.loop.checkpoint import content_digest, list_checkpoints
+from fedstill.loop.closed_folder import OF_CLIENTS, closed_row, no_log
 from fedstill.loop.evaluate import Evaluate, accuracy_by_party, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
 from fedstill.loop.here import Here
@@ -41,6 +42,7 @@ from fedstill.loop.history import History, Journal, Result, Row
 from fedstill.loop.privacy_plan import (
     Promise,
     fingerprint,
+    is_noisy,
     make_promise,
     noise_of,
     noise_seed,
@@ -53,6 +55,7 @@ from fedstill.loop.round import State, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
 from fedstill.storage.files import write_whole
+from fedstill.storage.secrets import keep_secret, secret_of
 
 MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
 MakePopulation = Callable[..., AbstractContextManager[Population]]  # (task, a client's first memory, folder=...)
@@ -94,6 +97,7 @@ class Built:
     holders: the ids of clients that hold data elsewhere; None: the clients that have rows in the federation.
     stays: the rounds in which a client is a member, of those that are no members all the time. A resumed run may have
         others, which hold for the rounds that it plays.
+    secret: what noise that protects is drawn from; empty: `federate` takes that of `run_dir`, or makes a new one.
     spare: how many clients elsewhere are drawn beyond the cohort. The first to answer fill the cohort, so that a run
         depends on the clock: a resumed one may take others in the rounds that it plays again.
     """
@@ -116,6 +120,7 @@ class Built:
     holders: np.ndarray | None = None
     stays: Mapping[int, Stay] = field(default_factory=dict)
     spare: int = 0
+    secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -159,12 +164,29 @@ def federate(
     wanted, count = cohort_size(built.schedule.cohort, built.federation.population), len(task.clients)
     if wanted > count:
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
-    plan = _make_plan(task, built, None if run_dir is None else Path(run_dir))
+    folder, start = None if run_dir is None else Path(run_dir), first_weights(built, engines.trainer)
+    secret = built.secret or secret_of(folder) if has_secret(task) else b""
+    plan = _make_plan(task, built, folder, start, secret)
     if built.spare and built.population is None:
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
-    state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
+    task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", ""), secret))
+    state = _first_state(task, start, plan.identity["best"])
     make = partial(Here, budget=state_budget) if built.population is None else built.population
     return _run(task, plan, state, callbacks, make, resume=resume, began=began)
+
+
+def closes_folder(built: Built) -> bool:
+    """Return whether the run's folder will hold nothing that its claim of privacy does not cover."""
+    task = make_task(built, _suited(built), Engines(cast(CohortEngine, _Nowhere()), cast(Trainer, _Nowhere())))
+    if not has_secret(task):
+        return False
+    _, promise = _promised(task, built.label, built.model.init(0), built.schedule.rounds)
+    return promise.closed and built.schedule.best not in OF_CLIENTS
+
+
+def has_secret(task: Task) -> bool:
+    """Return whether the run's noise is drawn from a secret, and not from its seed."""
+    return is_noisy(task) and not task.privacy.reproducible
 
 
 def check_built(built: Built) -> None:
@@ -236,14 +258,16 @@ def _run(
     resume: bool,
     began: float,
 ) -> Result:
-    task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
+    promise = dataclasses.replace(promise, closed=promise.closed and plan.identity["best"] not in OF_CLIENTS)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
     template, phases = share_states_of(task.phases, state.weights, task.model)
     task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
-        stack.enter_context(log_to(plan.folder))
+        if plan.folder is not None and plan.secret:
+            keep_secret(plan.secret, plan.folder)
+        stack.enter_context(no_log(plan.folder) if promise.closed else log_to(plan.folder))
         clients = stack.enter_context(make(task, template, folder=plan.folder))
         state, earlier = restore(plan, state, clients, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
@@ -339,7 +363,7 @@ def make_task(
     )
 
 
-def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
+def _make_plan(task: Task, built: Built, folder: Path | None, start: Weights, secret: bytes) -> Plan:
     identity = {
         "method": built.label,
         "model": task.model.name,
@@ -351,7 +375,7 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
         "noise": noise_of(task.phases),
         "privacy": settings_of(task.privacy),
     }
-    if found := fingerprint(task, identity, built.settings):
+    if found := fingerprint(task, identity, built.settings, start=start, secret=secret):
         identity["fingerprint"] = found
     if built.contract:
         identity["contract"] = built.contract
@@ -367,6 +391,7 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
         identity=json.loads(json.dumps(identity)),
         unlabeled="" if folder is None or rows is None else rows_digest(rows, task.federation.unlabeled_ids),
         contract=built.contract,
+        secret=secret,
     )
 
 
@@ -404,9 +429,12 @@ def _loop(
         if plan.evaluates(state.round):
             state = look_at(task, state, row)
         row["seconds"] = time.perf_counter() - began
+        if promise.closed:
+            row, records = closed_row(row, task, byte_size(state.weights)), []
         answers = [callback.on_round(row) for callback in callbacks]
         if any(answers) and "accuracy" not in row:
             state = look_at(task, state, row)
+        row = closed_row(row, task, byte_size(state.weights)) if promise.closed else row
         state.history.rows.append(row)
         state.history.audit.extend(records)
         if journal is not None:

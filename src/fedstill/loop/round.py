@@ -21,7 +21,7 @@ from fedstill.compose.phases import carry_over, method_at
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.population import Order, Population, Stay
-from fedstill.core.seeds import Sampling, draw_cohort, seed_for
+from fedstill.core.seeds import Sampling, Secret, draw_cohort, seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, Messages, Trainer
 from fedstill.core.tree import clone, leaves, tree_map
@@ -77,7 +77,9 @@ class Task:
     cache: Cache | None = None
     sampling: Sampling = "fixed"
     privacy: Privacy = field(default_factory=Privacy)
-    noise_seed: Seed = 0  # of noise that protects: see promises.noise_seed
+    noise_seed: Seed = (
+        0  # of noise that protects, and of Poisson cohorts if it is a Secret: see privacy_plan.noise_seed
+    )
     spare: int = 0  # clients that are drawn beyond the cohort, of which the first to answer count
     stays: Mapping[int, Stay] = field(default_factory=dict)  # of clients that are no members in some rounds
 
@@ -99,7 +101,8 @@ class Task:
         """Return the ids of the clients that a round asks, drawn among its members."""
         members = self.members(round)
         if self.sampling == "poisson":  # a client's probability stays the same, whoever else is a member
-            ids = draw_cohort(self.clients, self.cohort, seed=self.seed, round=round, sampling="poisson")
+            seed = self.noise_seed if isinstance(self.noise_seed, Secret) else self.seed
+            ids = draw_cohort(self.clients, self.cohort, seed=seed, round=round, sampling="poisson")
             return ids[np.isin(ids, members)]
         return draw_cohort(members, min(self.cohort + self.spare, len(members)), seed=self.seed, round=round)
 
