@@ -21,6 +21,7 @@ from fedstill.methods import dp_fedavg, fedavg
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
+from fedstill.privacy.plan import Privacy
 
 START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"mean": torch.tensor([7.0])})
 MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5
@@ -143,7 +144,7 @@ def test_later_steps_of_the_server_see_only_the_noisy_mean():
     """FedDyn's step takes the mean of uploads anew: behind a seal it gets the noisy one."""
     step, seen = peeking()
     method = dp_fedavg(noise_multiplier=1.0)
-    result = run(dataclasses.replace(method, server=(step,)), rounds=1)
+    result = run(dataclasses.replace(method, server=(step,)), rounds=1, privacy=Privacy(reproducible=True))
     (uploads,) = seen
     assert uploads.size.tolist() == [1.0, 1.0]
     assert uploads.loss.tolist() == [0.0, 0.0]
