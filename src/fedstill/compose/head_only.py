@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedstill.compose.groups import in_union
+from fedstill.compose.sealed import as_before
 from fedstill.core.types import Method, Model, PerClient, Round, Seed, ServerStep, Tree, Uploads, Weights
 
 
@@ -36,7 +37,7 @@ def _with_extractor(step: ServerStep, names: tuple[str, ...]) -> ServerStep:
         made, state = step.apply(candidate, state, round)
         return Weights({**round.start.params, **head_of(made, names).params}, round.start.buffers), state
 
-    return replace(step, apply=apply)
+    return replace(step, apply=as_before(step, apply))
 
 
 def _on_heads(change: PerClient | None, names: tuple[str, ...]) -> PerClient | None:

@@ -327,6 +327,34 @@ class Round:
     teachers: dict[int, float] = field(default_factory=dict)  # a step may report how much each client counts as one
 
 
+class Sum(NamedTuple):
+    """What secure aggregation shows of a cohort: sums over its clients k of weight m_k, and nothing of one of them."""
+
+    weights: Weights  # sum_k m_k w_k in float64; integer buffers are left out
+    extra: Tree  # sum_k m_k of each slot that is sent beside the model
+    mass: Tensor  # () sum_k m_k, float64
+    clients: int  # that are in the sum
+    loss: Tensor  # () the plain sum of their mean training losses, float64
+
+
+@dataclass(frozen=True)
+class SealedRound:
+    """All that the server may look at where it sees no upload: `Round` without them, and sums in their place."""
+
+    number: int  # from 1
+    start: Weights  # the model that was sent
+    sums: Mapping[Literal["size", "uniform"], Sum]  # m_k = n_k, or 1 for each client that holds samples
+    model: Model
+    population: int
+    unlabeled: Tensor | None
+    seed: Seed
+    trainer: Trainer
+    metrics: dict[str, float] = field(default_factory=dict)
+    models: dict[str, Weights] = field(default_factory=dict)
+    validation: tuple[Tensor, Tensor] | None = None
+    weighting: Literal["size", "uniform"] = "uniform"
+
+
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
     return candidate, state
 

@@ -226,6 +226,7 @@ class ServerSection(_Section):
 
     aggregate: Annotated[str, AfterValidator(_checked_aggregate)] = Field(default="", examples=["median"])
     buffers: Literal["average", "pooled", "reset", "local"] = "average"  # BatchNorm statistics
+    sealed: bool = False  # its steps see sums over the cohort, and no upload
 
 
 class EngineSection(_Section):

@@ -21,6 +21,7 @@ from fedstill.compose.combine import bound_to, first_state, samples, targets
 from fedstill.compose.groups import as_it_is, check_groups, grouped, only, reported_name, split
 from fedstill.compose.head_only import heads_only
 from fedstill.compose.phases import phases_of, share_states
+from fedstill.compose.sealed import why_not_sealed
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits, check_phases, needs_of
 from fedstill.core.population import Population, Stay
@@ -97,6 +98,7 @@ class Built:
     holders: the ids of clients that hold data elsewhere; None: the clients that have rows in the federation.
     stays: the rounds in which a client is a member, of those that are no members all the time. A resumed run may have
         others, which hold for the rounds that it plays.
+    sealed: the server's steps see sums over a cohort and no upload; see compose/sealed.py.
     secret: what noise that protects is drawn from; empty: `federate` takes that of `run_dir`, or makes a new one.
     spare: how many clients elsewhere are drawn beyond the cohort. The first to answer fill the cohort, so that a run
         depends on the clock: a resumed one may take others in the rounds that it plays again.
@@ -121,6 +123,7 @@ class Built:
     stays: Mapping[int, Stay] = field(default_factory=dict)
     spare: int = 0
     secret: bytes = field(default=b"", repr=False)
+    sealed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -233,10 +236,25 @@ def _suited(built: Built) -> tuple[Phase, ...]:
     phases = phases_of(built.method)
     label = f"method.name = '{built.label}'" if built.label else "this method"
     check_phases(phases, model=model, federation=federation, training=training, label=label)
+    if built.sealed:
+        _check_sealed(built, phases, label)
     check_fits(model, len(federation.train.classes), tuple(federation.train.x.shape[1:]))
     if model.groups is not None:
         check_groups(model.groups, federation.population, holders_of(built).tolist())
     return suited(phases, model, training)
+
+
+def _check_sealed(built: Built, phases: Sequence[Phase], label: str) -> None:
+    """Refuse a sealed run in which a part needs single uploads, and name the part."""
+    where = f"server.sealed = true: {label} cannot run sealed"
+    for phase in phases:
+        if reasons := why_not_sealed(phase.method, len(built.model.networks)):
+            raise FedstillError(f"{where}: {'; '.join(reasons)}: set it to false, or use another method")
+    if built.population is not None:
+        raise FedstillError(
+            f"{where}: its clients live elsewhere, and their messages reach the server one by one: a deployment needs "
+            "a protocol of secure aggregation, which fedstill does not have"
+        )
 
 
 def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
@@ -259,6 +277,11 @@ def _run(
     began: float,
 ) -> Result:
     warn_of_kept_statistics(task)
+    if task.sealed and task.guard.norm_bound is None:
+        _log.warning(
+            "server.sealed: nobody looks at an upload before it is summed, so that one client can move the model as "
+            "far as it likes: set guard.norm_bound, which each client then cuts its own move to"
+        )
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
     promise = dataclasses.replace(promise, closed=promise.closed and plan.identity["best"] not in OF_CLIENTS)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
@@ -360,6 +383,7 @@ def make_task(
         privacy=built.privacy,
         spare=built.spare,
         stays=built.stays,
+        sealed=built.sealed,
     )
 
 
@@ -377,6 +401,8 @@ def _make_plan(task: Task, built: Built, folder: Path | None, start: Weights, se
     }
     if found := fingerprint(task, identity, built.settings, start=start, secret=secret):
         identity["fingerprint"] = found
+    if built.sealed:
+        identity["sealed"] = True
     if built.contract:
         identity["contract"] = built.contract
     identity["best"] = built.schedule.best

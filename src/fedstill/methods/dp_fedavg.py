@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fedstill.compose.sealed import of_sums
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import NotNegative, Positive
 from fedstill.core.tree import clone
-from fedstill.core.types import Mechanism, Method, Release, Round, ServerStep, Stage, Tree, Weights
+from fedstill.core.types import Mechanism, Method, Release, Round, SealedRound, ServerStep, Stage, Tree, Weights
 from fedstill.local.terms import cross_entropy
 from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
 from fedstill.server.aggregate import average
@@ -77,7 +78,7 @@ def dp_fedavg(
 def keep_statistics() -> ServerStep:
     """Keep the BatchNorm statistics that the server sent, and drop those that the aggregate made from the uploads."""
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
         return candidate._replace(buffers=clone(round.start.buffers)), state
 
-    return ServerStep("statistics", apply, stage=Stage.KEEP)
+    return ServerStep("statistics", of_sums(apply), stage=Stage.KEEP)
