@@ -1,14 +1,15 @@
 """Attack private runs: replay them from their published folders, cancel their noise, and measure what they give away.
 
-    python benchmarks/storm/privacy.py [replay] [pairs] [audit] [--trials 2000] [--seed 0] [--json FILE]
+    python benchmarks/storm/privacy.py [replay] [pairs] [audit] [--trials 8000] [--seed 0] [--json FILE]
 
 replay: an adversary knows the experiment and two worlds that differ in all that one client holds. It reads the run's
     folder, replays both worlds with fedstill, and says in which one the run was. Forty runs with a secret, and forty
     whose seed is public, which shows that the attack works where it can.
 pairs: 200 random pairs of settings, with public seeds and with secrets; the noise of a pair must have nothing in
     common.
-audit: whole runs in both of two worst worlds, many times. A client's one sample turns its move around, at the bound.
-    How often a threshold is right gives a lower bound of epsilon (Clopper-Pearson, 95 %), to be held against the claim.
+audit: whole runs in which each client holds one of the two worst samples, which turn its move around, at the bound.
+    Clients move along axes of their own, so that each of them is a trial. How often a threshold is right gives a lower
+    bound of epsilon (Clopper-Pearson, 95 %), to be held against the claim.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 
 import fedstill
 from fedstill.about.toy import trial_federation, trial_model
-from fedstill.core.types import Federation, Method, Training, Weights
+from fedstill.core.types import Federation, Method, ServerStep, Training, Weights
 from fedstill.engine import build_engines
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.run_folder import make_contract
@@ -40,6 +41,7 @@ from fedstill.loop.checkpoint import load_checkpoint, load_weights
 from fedstill.loop.federate import Built, Schedule, federate
 from fedstill.loop.guard import Guard
 from fedstill.methods import dp_fedavg
+from fedstill.privacy.accountant import analytic_gaussian_multiplier
 from fedstill.privacy.plan import Privacy
 
 DELTA = 1e-5
@@ -270,98 +272,111 @@ def cancelling_pairs(count: int, *, seed: int, reproducible: bool) -> dict[str, 
 # ---- Audits ---------------------------------------------------------------------------------------------------------
 
 CONFIDENCE = 0.95
-FEATURES = 4
+CANARIES = 40  # clients in a run, each with one sample on an axis of its own
 
 
 def linear_model() -> fedstill.Model:
     """Softmax regression of two classes without a bias, from zero: a sample moves it along its own features."""
-    layer = torch.nn.Linear(FEATURES, 2, bias=False)
+    layer = torch.nn.Linear(CANARIES, 2, bias=False)
     torch.nn.init.zeros_(layer.weight)
-    return fedstill.from_module(layer, input_shape=(FEATURES,), classes=2, check=False)
+    return fedstill.from_module(layer, input_shape=(CANARIES,), classes=2, check=False)
 
 
-def canary_world(label: int, clients: int) -> Federation:
-    """One client holds one sample, whose label turns its move around; the others' samples are zero and move nothing."""
-    nothing = (np.zeros((1, FEATURES), np.float32), np.zeros(1, np.int64))
-    canary = np.zeros((1, FEATURES), np.float32)
-    canary[0, 0] = 1.0
-    pairs = [(canary, np.array([label])), *([nothing] * (clients - 1))]
-    made = fedstill.federation_from_tensors(pairs, test=nothing, classes=["0", "1"], name="canary")
+def canaries(labels: np.ndarray) -> Federation:
+    """Client k holds one sample, on axis k, and its label turns the client's move around: the worst neighbours.
+
+    Axes and their noise are independent, so that one run is a trial of each client.
+    """
+    axes = np.eye(CANARIES, dtype=np.float32)
+    pairs = [(axes[k : k + 1], labels[k : k + 1]) for k in range(CANARIES)]
+    nothing = (np.zeros((1, CANARIES), np.float32), np.zeros(1, np.int64))
+    made = fedstill.federation_from_tensors(pairs, test=nothing, classes=["0", "1"], name="canaries")
     return replace(made, train=replace(made.train, mean=(0.0,), std=(1.0,)), public_facts=())
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of private run."""
+    """One kind of private run: the options of dp_fedavg, and how it is played."""
 
     name: str
-    method: Callable[[], Method]
+    options: Mapping[str, Any]
     rounds: int = 1
-    cohort: int = 3
-    clients: int = 3
     sampling: str = "fixed"
+    share: float = 1.0  # of the clients in a cohort
 
 
 def multiplier_of(epsilon: float, rounds: int) -> float:
     """z of dp_fedavg at which so many rounds of everybody cost this epsilon."""
-    return 2 * math.sqrt(rounds) * fedstill.privacy.accountant.analytic_gaussian_multiplier(epsilon, DELTA)
+    return 2 * math.sqrt(rounds) * analytic_gaussian_multiplier(epsilon, DELTA)
 
 
 CASES = (
-    Case("a trusted server, one round", lambda: dp_fedavg(noise_multiplier=multiplier_of(4, 1))),
-    Case("a trusted server, three rounds", lambda: dp_fedavg(noise_multiplier=multiplier_of(4, 3)), rounds=3),
-    Case("trust nobody, two rounds", lambda: dp_fedavg(noise_multiplier=multiplier_of(4, 2), trust="nobody"), rounds=2),
-    Case(
-        "a trusted server, Poisson cohorts",
-        lambda: dp_fedavg(noise_multiplier=1.0),
-        rounds=2,
-        cohort=2,
-        clients=4,
-        sampling="poisson",
-    ),
+    Case("a trusted server, one round", {"noise_multiplier": multiplier_of(4, 1)}),
+    Case("a trusted server, three rounds", {"noise_multiplier": multiplier_of(4, 3)}, rounds=3),
+    Case("a trusted server, a bound that adapts", {"noise_multiplier": multiplier_of(4, 2), "quantile": 0.5}, rounds=2),
+    Case("a trusted server, Poisson cohorts", {"noise_multiplier": 1.0}, rounds=2, sampling="poisson", share=0.5),
+    Case("each client's own noise, two rounds", {"noise_multiplier": multiplier_of(4, 2), "trust": "nobody"}, rounds=2),
 )
 
 
-def one_run(
-    case: Case, federation: Federation, model: fedstill.Model, start: torch.Tensor
-) -> tuple[torch.Tensor, float]:
-    """How far one run moved its model, and the epsilon that it claims."""
+def one_run(case: Case, labels: np.ndarray, model: fedstill.Model) -> tuple[np.ndarray, float]:
+    """Play one run; return how far each client's axis moved, as its adversary sees it, and the claimed epsilon.
+
+    Everybody but the server sees the models. Where no server is trusted it sees the uploads, one by one.
+    """
+    seen = np.zeros(CANARIES)
+
+    def look(candidate: Weights, state: Any, round: Any) -> tuple[Weights, Any]:
+        ids, sent = round.uploads.ids.numpy(), round.uploads.weights.params["weight"].double()
+        start = round.start.params["weight"].double()
+        if case.options.get("trust") == "nobody":
+            apart = (sent - start)[:, 0] - (sent - start)[:, 1]
+            seen[ids] += apart[np.arange(len(ids)), ids].numpy()
+        else:
+            moved = candidate.params["weight"].double() - start
+            seen[:] += (moved[0] - moved[1]).numpy() / bound[0]
+            bound[0] = float(state["clip"]) if "clip" in state else 1.0
+        return candidate, state
+
+    bound = [1.0]
+    method = dp_fedavg(**case.options)
+    method = replace(method, server=(*method.server, ServerStep("look", look)))
     made = federate(
         Built(
-            case.method(),
+            method,
             model,
-            federation,
+            canaries(labels),
             Training(batch_size=1, lr=1e6),  # so far that each round's move is cut to the bound
-            Schedule(rounds=case.rounds, cohort=case.cohort, sampling=case.sampling, evaluate_every=case.rounds),
-            partial(build_engines, "looped", "cpu"),
+            Schedule(
+                rounds=case.rounds,
+                cohort=round(case.share * CANARIES),
+                sampling=case.sampling,
+                evaluate_every=case.rounds,
+            ),
+            partial(build_engines, "batched", "cpu"),
             privacy=Privacy(delta=DELTA),
         )
     )
-    return vector(made.weights) - start, made.privacy.claim("client", "public").epsilon
+    return seen, made.privacy.claim("client", "public").epsilon
 
 
-def audited(case: Case, trials: int) -> dict[str, Any]:
-    """Run both worlds `trials` times each, and find the largest epsilon that their outcomes rule out."""
-    model = linear_model()
-    start, claims = vector(model.init(0)), set()
-    direction = torch.zeros(2, FEATURES, dtype=torch.float64)
-    direction[0, 0], direction[1, 0] = 1.0, -1.0  # of the canary's move with label 0
-
-    def outcomes(label: int) -> list[np.ndarray]:
-        federation, found = canary_world(label, case.clients), []
-        for _ in range(trials):
-            moved, epsilon = one_run(case, federation, model, start)
-            claims.add(epsilon)
-            found.append(moved.numpy())
-        return found
-
-    ours, theirs = outcomes(0), outcomes(1)
-    claimed = max(claims)
+def audited(case: Case, trials: int, *, seed: int = 0) -> dict[str, Any]:
+    """Play runs until there are so many trials of each label, and find the largest epsilon that they rule out."""
+    model, claims, found = linear_model(), set(), {0: [], 1: []}
+    draw = np.random.Generator(np.random.PCG64(seed))
+    while min(map(len, found.values())) < trials:
+        labels = draw.integers(0, 2, CANARIES)
+        seen, epsilon = one_run(case, labels, model)
+        claims.add(epsilon)
+        for label, outcomes in found.items():
+            outcomes += seen[labels == label].tolist()
+    (claimed,) = claims
     audit = AUDIT["audit"](
-        ours.__getitem__, theirs.__getitem__, claimed, DELTA, draws=trials, confidence=CONFIDENCE,
-        direction=direction.flatten().numpy(),
+        lambda i: np.array([found[0][i]]), lambda i: np.array([found[1][i]]), claimed, DELTA, draws=trials,
+        confidence=CONFIDENCE, direction=np.ones(1),
     )  # fmt: skip
-    return {"claimed": claimed, "at_least": audit.epsilon_at_least, "share": audit.epsilon_at_least / claimed}
+    shown = audit.epsilon_at_least
+    return {"claimed": claimed, "at_least": shown, "share": shown / claimed, "trials": trials}
 
 
 # ---- Script ---------------------------------------------------------------------------------------------------------
@@ -376,13 +391,13 @@ def storm(parts: list[str], *, trials: int, seed: int) -> Iterator[tuple[str, di
         yield "pairs, secrets", cancelling_pairs(200, seed=seed + 1, reproducible=False)
     if "audit" in parts:
         for case in CASES:
-            yield f"audit: {case.name}", audited(case, trials)
+            yield f"audit: {case.name}", audited(case, trials, seed=seed)
 
 
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("parts", nargs="*", default=["replay", "pairs", "audit"], choices=["replay", "pairs", "audit"])
-    reader.add_argument("--trials", type=int, default=2000, help="runs of each world in an audit")
+    reader.add_argument("--trials", type=int, default=8000, help="trials of each world in an audit")
     reader.add_argument("--seed", type=int, default=0)
     reader.add_argument("--json", default="", help="where the figures go")
     options = reader.parse_args()

@@ -404,6 +404,7 @@ class Mechanism:
 
     per_client: PerClient | None = None  # changes each upload before anybody but its client sees it
     on_cohort: OnCohort | None = None  # a trusted party: the server's steps see its result instead of the uploads
+    by_state: Callable[[Tree], OnCohort] | None = None  # the trusted party of a round, by the states of server steps
     releases: tuple[Release, ...] = ()  # what leaves clients with noise on it, for the privacy accountant
     questions: tuple[Question, ...] = ()  # that clients answer before the method's first round
 
@@ -435,6 +436,10 @@ class Method:
     def trusted(self) -> OnCohort | None:
         """The trusted party that stands before the server's steps, if there is one."""
         return next((mechanism.on_cohort for mechanism in self.way if mechanism.on_cohort is not None), None)
+
+    def trusted_in(self, state: Tree) -> OnCohort | None:
+        """The trusted party of a round that begins with these states of the server's steps."""
+        return next((stage.by_state(state) for stage in self.way if stage.by_state is not None), self.trusted)
 
     def __post_init__(self) -> None:
         names = [step.name for step in self.steps]

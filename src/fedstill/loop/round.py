@@ -290,8 +290,8 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | str, Row
     """Return the state after the server's steps, or why the old one stays, and the numbers that the steps noted."""
     method = task.method(state.round)
     seen = uploads
-    if method.trusted is not None:
-        seen = method.trusted(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
+    if (trusted := method.trusted_in(state.server)) is not None:
+        seen = trusted(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
     look = Round(
         number=state.round,
         start=state.weights,

@@ -45,18 +45,38 @@ def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
     return transmit
 
 
-def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
+BELOW = "below"  # the slot of a cohort's noisy share of moves that were no longer than the bound
+
+
+def bit_noise(noise_multiplier: float, expected: int) -> float:
+    """Return the noise on the number of moves below the bound: of the size that the paper has, at least the moves' z.
+
+    A bit counts as 1/2 or -1/2, so that this noise has a multiplier of twice its size, and costs at most a quarter of
+    what the round releases.
+    """
+    return max(expected / 20, noise_multiplier)
+
+
+def noisy_mean(clip: float, noise_multiplier: float, *, counts_below: bool = False) -> OnCohort:
     """A trusted party shows the server w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I), and nothing else.
 
     m is the expected size of a cohort, because the true size would say who took part. The server's steps get m uploads
     that are all the noisy mean, with sizes of 1, losses of 0 and the buffers of the sent model. An empty cohort is
     noise alone.
+
+    counts_below: the noisy share of moves that are no longer than C is shown, too, in the slot "below". The two are one
+    Gaussian release of multiplier z: the moves get a noise of z_d C with 1 / z_d^2 = 1 / z^2 - 1 / (2 s_b)^2.
     """
-    sigma, how = noise_multiplier * clip, f"clip {clip!r}, noise {noise_multiplier!r}"
+    how = f"clip {clip!r}, noise {noise_multiplier!r}"
 
     def seal(uploads: Uploads, start: Weights, seed: Seed, expected: int) -> Uploads:
         """a trusted party clips the moves and shows their mean with Gaussian noise, and nothing else"""
-        moves = clipped_moves(uploads, start, clip)
+        moves, sigma, extra = clipped_moves(uploads, start, clip), noise_multiplier * clip, {}
+        if counts_below:
+            noise = bit_noise(noise_multiplier, expected) if noise_multiplier else 0.0
+            below = _hidden_count(norms_of(uploads, start) <= clip, noise, seed_for(seed, "bits", how))
+            extra = {BELOW: torch.full((expected,), below / expected + 0.5, dtype=torch.float64)}
+            sigma = clip / math.sqrt(noise_multiplier**-2 - (2 * noise) ** -2) if noise_multiplier else 0.0
         hidden = _hidden_sum(moves, start, clip, sigma, seed_for(seed, "private mean", how))
         params: Params = {}
         for name, leaf in start.params.items():
@@ -70,12 +90,31 @@ def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
             numbers.to(uploads.steps),
             numbers.to(uploads.travel),
             torch.zeros_like(numbers).to(uploads.loss),
-            {},
+            extra,
             None,
             torch.arange(expected),
         )
 
     return seal
+
+
+def norms_of(uploads: Uploads, start: Weights) -> Tensor:
+    """Return the norm (C,) of each client's move over all parameters, in float64; NaN where it is not finite."""
+    params = uploads.weights.params
+    squares = [
+        (leaf.double() - start.params[name].double()).reshape(len(leaf), -1).square().sum(1)
+        for name, leaf in params.items()
+    ]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _hidden_count(bits: Tensor, sigma: float, seed: Seed) -> float:
+    """Return the sum of 1/2 for each true bit and -1/2 for each other one, with Gaussian noise, in whole steps."""
+    total = int(bits.sum()) - 0.5 * len(bits)
+    if not sigma:
+        return total
+    steps = steps_in(0.5, sigma)
+    return (int(2 * total) * steps + int(gaussian_steps(seed, (), 2 * sigma * steps))) / (2 * steps)
 
 
 def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Params]:
