@@ -137,7 +137,7 @@ def clipped(uploads: Uploads, start: Weights, bound: float | None, extra_bound: 
 
 def _share(moves: Params, bound: float) -> Tensor:
     """Return min(1, bound / norm) of each client over all tensors together."""
-    squares = torch.stack([move.double().flatten(1).square().sum(1) for move in moves.values()])
+    squares = torch.stack([move.double().reshape(len(move), -1).square().sum(1) for move in moves.values()])
     return bound / squares.sum(0).sqrt().clamp_min(bound)
 
 

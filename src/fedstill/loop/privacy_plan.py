@@ -282,10 +282,10 @@ def shared_rows(federation: Federation) -> str:
     holders = np.unique(federation.indices.cpu().numpy(), return_counts=True)[1]
     if not len(holders) or holders.max() == 1:
         return ""
-    most = int(holders.max())
+    most, count = int(holders.max()), int((holders > 1).sum())
     return (
-        f"NOT hidden as well: {int((holders > 1).sum()):,} rows that several clients hold. epsilon is for one client "
-        f"or sample in one place, and for a row with {most} clients it is {most} times as large"
+        f"NOT hidden as well: {count:,} row{'s' if count > 1 else ''} that several clients hold. epsilon is for one "
+        f"client or sample in one place, and for a row with {most} clients it is {most} times as large"
     )
 
 

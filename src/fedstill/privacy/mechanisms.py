@@ -67,7 +67,7 @@ def noisy_mean(clip: float, noise_multiplier: float, *, counts_below: bool = Fal
     counts_below: the noisy share of moves that are no longer than C is shown, too, in the slot "below". The two are one
     Gaussian release of multiplier z: the moves get a noise of z_d C with 1 / z_d^2 = 1 / z^2 - 1 / (2 s_b)^2.
     """
-    how = f"clip {clip!r}, noise {noise_multiplier!r}"
+    how = f"clip {clip!r}, noise {noise_multiplier!r}" + (", counts below" if counts_below else "")
 
     def seal(uploads: Uploads, start: Weights, seed: Seed, expected: int) -> Uploads:
         """a trusted party clips the moves and shows their mean with Gaussian noise, and nothing else"""
