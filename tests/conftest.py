@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ def pytest_configure(config: pytest.Config) -> None:
     quick = "not matrix" in config.option.markexpr
     settings.register_profile("fedstill", max_examples=20 if quick else 100, deadline=None)
     settings.load_profile("fedstill")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the secrets of tests' runs out of the user's own folder, in other processes too."""
+    os.environ["FEDSTILL_STATE"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(autouse=True)

@@ -296,7 +296,8 @@ def test_poisson_sampling_is_counted_for_a_trusted_server_only():
     loud = dp_fedavg(noise_multiplier=4.0)
     sampled = run(loud, cohort=1, sampling="poisson", rounds=3).privacy.claim("client", "public")
     assert sampled.epsilon == pytest.approx(epsilon_after([Event(2.0, 3, 0.25)], DELTA))
-    local = run(QUIET, cohort=1, sampling="poisson", rounds=3, seed=1).privacy.claim("client", "public")
+    repeated = Privacy(reproducible=True)
+    local = run(QUIET, cohort=1, sampling="poisson", rounds=3, seed=1, privacy=repeated).privacy.with_a_secret[0]
     visits = np.bincount(
         np.concatenate([draw_cohort(np.arange(4), 1, seed=1, round=r, sampling="poisson") for r in (1, 2, 3)])
     ).max()
@@ -321,7 +322,7 @@ def test_a_round_that_nobody_was_drawn_for_keeps_the_model_and_says_so(engine):
 
 
 def test_with_a_trusted_server_the_model_moves_by_noise_so_that_nobody_can_tell():
-    seed, how = empty_seed(), {"cohort": 1, "sampling": "poisson"}
+    seed, how = empty_seed(), {"cohort": 1, "sampling": "poisson", "privacy": Privacy(reproducible=True)}
     one, two = (run(dp_fedavg(clip=0.1), seed=seed, rounds=rounds, **how).weights.params for rounds in (1, 2))
     moves = torch.cat([(two[name] - one[name]).flatten() for name in one])
     assert float(moves.std()) == pytest.approx(0.1, rel=0.1)  # about 1,000 parameters
@@ -447,7 +448,7 @@ def test_clients_that_trust_nobody_do_not_tell_the_server_that_training_broke():
 
 
 def test_a_trusted_server_knows_that_and_adds_its_noise():
-    result = run_on(every_client_spoilt(), dp_fedavg())
+    result = run_on(every_client_spoilt(), dp_fedavg(), privacy=Privacy(reproducible=True))
     assert result.history.rows[0]["accepted"] == 0
     assert result.audit[-1]["reason"] == "no sound upload is left; the model moves by noise alone"
 
@@ -541,8 +542,8 @@ def test_a_client_sends_one_draw_of_noise_however_often_it_is_drawn(sampling):
 
 def test_a_resumed_run_sends_the_same_noise_and_is_charged_once(tmp_path):
     whole, cut, rest = [], [], []
-    all_of_it = run_pairs(counter(whole), privacy=DP)
-    where = {"privacy": DP, "run_dir": tmp_path / "run", "checkpoint_every": 1}
+    all_of_it = run_pairs(counter(whole), privacy=DP, secret=bytes(32))
+    where = {"privacy": DP, "secret": bytes(32), "run_dir": tmp_path / "run", "checkpoint_every": 1}
     run_pairs(counter(cut), rounds=3, **where)
     resumed = run_pairs(counter(rest), resume=True, **where)
     for (number, one), (same, other) in zip(whole, cut + rest, strict=True):

@@ -16,11 +16,13 @@ from fedstill.compose.join import join
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.tree import select, stack
-from fedstill.core.types import ServerStep, Stage, Uploads, Weights
+from fedstill.core.types import Round, ServerStep, Stage, Uploads, Weights
 from fedstill.methods import dp_fedavg, fedavg
+from fedstill.methods.dp_fedavg import follow_quantile
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
-from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
+from fedstill.privacy.mechanisms import bit_noise, noisy_mean, noisy_moves
+from fedstill.privacy.plan import Privacy
 
 START = Weights({"a": torch.tensor([1.0, 1.0]), "b": torch.tensor(2.0)}, {"mean": torch.tensor([7.0])})
 MOVES = [(3.0, 0.0, 4.0), (3.0, 4.0, 12.0), (0.0, 0.0, 0.0), (0.3, 0.0, 0.4)]  # of length 5, 13, 0 and 0.5
@@ -143,7 +145,7 @@ def test_later_steps_of_the_server_see_only_the_noisy_mean():
     """FedDyn's step takes the mean of uploads anew: behind a seal it gets the noisy one."""
     step, seen = peeking()
     method = dp_fedavg(noise_multiplier=1.0)
-    result = run(dataclasses.replace(method, server=(step,)), rounds=1)
+    result = run(dataclasses.replace(method, server=(step,)), rounds=1, privacy=Privacy(reproducible=True))
     (uploads,) = seen
     assert uploads.size.tolist() == [1.0, 1.0]
     assert uploads.loss.tolist() == [0.0, 0.0]
@@ -247,3 +249,60 @@ def test_impossible_options_are_one_line(options, told):
     with pytest.raises(FedstillError) as refused:
         build_method("dp_fedavg", options)
     assert str(refused.value).startswith(told)
+
+
+# A bound that follows a quantile of the moves.
+
+
+def test_the_bound_follows_the_share_of_moves_that_it_does_not_cut():
+    """Of lengths 5, 13, 0 and 0.5 two are at most 2: at a quantile of 1/4 the bound falls by exp(-0.2 / 4)."""
+    seen = noisy_mean(2.0, 0.0, counts_below=True)(uploads_of(MOVES), START, 0, 4)
+    assert seen.extra["below"].tolist() == [0.5] * 4
+    step = follow_quantile(2.0, 0.25, 0.2)
+    look = weighed_round(seen)
+    _, state = step.apply(START, step.init(START), look)
+    assert float(state["clip"]) == pytest.approx(2.0 * math.exp(-0.05))
+    assert look.metrics["clip"] == float(state["clip"])
+
+
+def weighed_round(uploads):
+    return Round(1, START, uploads, build_model("mlp", input_shape=(4,), classes=2, hidden=(2,)), 4, None, 0, None)
+
+
+def test_the_count_and_the_moves_are_one_release_of_the_noise_multiplier():
+    """1 / z^2 = 1 / z_d^2 + 1 / (2 s_b)^2, s_b = max(m / 20, z): a cohort of 20 at z = 2 has z_d = 2 / sqrt(3/4)."""
+    uploads, start = wide(4)
+    seen = noisy_mean(0.5, 2.0, counts_below=True)(uploads, start, 1, 20)
+    assert bit_noise(2.0, 20) == 2.0
+    assert bit_noise(2.0, 400) == 20.0
+    assert float(seen.weights.params["w"][0].std()) == pytest.approx(2 / math.sqrt(0.75) * 0.5 / 20, rel=0.025)
+    counts = [
+        float(noisy_mean(0.5, 2.0, counts_below=True)(*wide(4, 2), seed, 20).extra["below"][0]) for seed in range(2000)
+    ]
+    assert torch.tensor(counts).mean() == pytest.approx(0.5 + 2 / 20, abs=0.01)  # four bits of 1/2
+    assert torch.tensor(counts).std() == pytest.approx(2.0 / 20, rel=0.06)
+
+
+def test_the_bound_ends_at_the_quantile_of_the_moves_and_the_claim_stays():
+    plain = run(dp_fedavg(clip=8.0, noise_multiplier=0.001), cohort=4, rounds=40)
+    method = dp_fedavg(clip=8.0, noise_multiplier=0.001, quantile=0.5, clip_lr=0.5)
+    followed = run(method, cohort=4, rounds=40)
+    bounds = [row["server/clip"] for row in followed.history.rows]
+    assert bounds[-1] < 2.0 < bounds[0]
+    assert bounds[-1] == pytest.approx(bounds[-5], rel=0.5)
+    assert followed.privacy.claims[0].epsilon == plain.privacy.claims[0].epsilon
+
+
+def test_a_resumed_run_goes_on_with_its_bound(tmp_path):
+    method = dp_fedavg(clip=4.0, noise_multiplier=1.0, quantile=0.5)
+    how = {"privacy": Privacy(reproducible=True), "checkpoint_every": 1}
+    whole = run(method, rounds=4, run_dir=tmp_path / "whole", **how)
+    run(method, rounds=2, run_dir=tmp_path / "cut", **how)
+    resumed = run(method, rounds=4, run_dir=tmp_path / "cut", resume=True, **how)
+    assert all(torch.equal(leaf, whole.weights.params[name]) for name, leaf in resumed.weights.params.items())
+    assert resumed.history.rows[-1]["server/clip"] == whole.history.rows[-1]["server/clip"] != 4.0
+
+
+def test_a_quantile_needs_a_trusted_server():
+    with pytest.raises(FedstillError, match=r"method\.quantile needs method.trust = 'server'"):
+        dp_fedavg(trust="nobody", quantile=0.5)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import stat
 
 import pytest
 import safetensors.torch
@@ -13,7 +11,6 @@ from toy import same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Mechanism
-from fedstill.population.desk import SECRET_BYTES, read_secret
 from fedstill.population.wire import digest_of, pack_tree, seal, unpack_tree, unseal
 from fedstill.privacy.plan import Privacy
 
@@ -317,33 +314,6 @@ def test_other_rows_do_not_get_the_noise_of_the_run(tmp_path):
     quiet = a_run()
     desk_of(quiet, tmp_path / "quiet")
     desk_of(dataclasses.replace(quiet, federation=other), tmp_path / "quiet")
-
-
-def test_the_secret_is_its_user_s_alone_and_stays(tmp_path):
-    path = tmp_path / "secret"
-    secret = read_secret(path)
-    assert len(secret) == SECRET_BYTES
-    assert len(set(secret)) > 8
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_secret(path) == secret != read_secret(tmp_path / "other")
-    assert {entry.name for entry in tmp_path.iterdir()} == {"secret", "other"}
-
-
-@pytest.mark.skipif(os.name != "posix", reason="modes of files")
-def test_a_secret_that_others_can_read_is_refused(tmp_path):
-    path = tmp_path / "secret"
-    read_secret(path)
-    path.chmod(0o640)
-    with pytest.raises(FedstillError, match="chmod 600"):
-        read_secret(path)
-
-
-def test_half_a_secret_is_refused(tmp_path):
-    path = tmp_path / "secret"
-    path.touch(mode=0o600)
-    path.write_bytes(b"short")
-    with pytest.raises(FedstillError, match="holds 5 bytes, and a secret has 32"):
-        read_secret(path)
 
 
 def test_neither_secret_nor_rows_are_in_audit_or_answers(tmp_path):

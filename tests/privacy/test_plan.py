@@ -11,14 +11,14 @@ from running import changed_on_the_way, run_on_trial
 from students import student_of
 
 import fedstill
-from fedstill.about.toy import trial_federation
+from fedstill.about.toy import trial_federation, trial_model
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import private_normal, torch_generator
 from fedstill.core.tree import flatten
 from fedstill.core.types import Training
 from fedstill.experiment.config import Experiment
 from fedstill.loop.callbacks import Callback
 from fedstill.loop.checkpoint import list_checkpoints
+from fedstill.loop.guard import Guard
 from fedstill.methods import dp_fedavg, fedaux
 from fedstill.methods.lookup import build_method
 from fedstill.privacy.plan import Privacy
@@ -30,32 +30,20 @@ def run(method=FOUR, **how):
     return run_on_trial(method, **{"rounds": 1, "cohort": 4, **how})
 
 
+def repeated(method=FOUR, **how):
+    """A run whose noise follows from its seed, so that only what differs between two runs changes it."""
+    return run(method, privacy=Privacy(reproducible=True), **how)
+
+
 def vector(result) -> torch.Tensor:
     return torch.cat([leaf.double().flatten() for leaf in flatten(result.weights).values()])
 
 
-def test_all_64_bits_of_a_seed_count():
-    """Of torch's CPU generator 32 do: all of its streams were tried out in hours."""
-    assert torch.equal(
-        torch.randn(3, generator=torch_generator(5)), torch.randn(3, generator=torch_generator(5 + 2**32))
-    )
-    assert not torch.equal(private_normal(5, (3,)), private_normal(5 + 2**32, (3,)))
-    assert torch.equal(private_normal(5, (3,)), private_normal(5, (3,)))
-    assert private_normal(5, ()).shape == ()
-
-
-def test_noise_that_protects_is_normal():
-    drawn = private_normal(1, (200, 500))
-    assert drawn.dtype == torch.float64
-    assert abs(float(drawn.mean())) < 5 / 100_000**0.5
-    assert abs(float(drawn.std()) - 1) < 5 / 200_000**0.5
-
-
 def test_the_noise_of_compared_methods_does_not_cancel():
     """With one seed, twice the model at z = 4 less that at z = 8 was the model without noise, to six digits."""
-    exact = vector(run(dp_fedavg(clip=0.5, noise_multiplier=0.0)))
-    louder = vector(run(dp_fedavg(clip=0.5, noise_multiplier=8.0)))
-    left = 2 * vector(run()) - louder - exact
+    exact = vector(repeated(dp_fedavg(clip=0.5, noise_multiplier=0.0)))
+    louder = vector(repeated(dp_fedavg(clip=0.5, noise_multiplier=8.0)))
+    left = 2 * vector(repeated()) - louder - exact
     assert float(left.norm()) > 0.5 * float((louder - exact).norm())
 
 
@@ -74,8 +62,12 @@ def other_sample():
         {"training": Training(batch_size=8, lr=0.05 + 1e-9)},
         {"federation": other_sample()},
         {"seed": 1},
+        {"guard": Guard(size_cap=1e8)},
+        {"engine_options": {"precision": "bf16"}},
+        {"engine": "batched"},
+        {"start": trial_model().init(7)},
     ],
-    ids=["clip", "settings", "training", "one pixel", "seed"],
+    ids=["clip", "settings", "training", "one pixel", "seed", "guard", "precision", "engine", "start"],
 )
 @pytest.mark.parametrize("trust", ["server", "nobody"])
 def test_runs_that_differ_in_anything_share_no_noise(change, trust):
@@ -84,9 +76,9 @@ def test_runs_that_differ_in_anything_share_no_noise(change, trust):
     if "method" in change:
         change = {"method": dp_fedavg(clip=0.5 + 1e-9, noise_multiplier=4.0, **options)}
     plain = dp_fedavg(clip=0.5, noise_multiplier=4.0, **options)
-    one, other = vector(run(plain)), vector(run(**{"method": plain, **change}))
-    assert float((one - other).norm()) > 0.5 * float((one - vector(run(dp_fedavg(noise_multiplier=0.0)))).norm())
-    assert torch.equal(one, vector(run(plain)))
+    one, other = vector(repeated(plain)), vector(repeated(**{"method": plain, **change}))
+    assert float((one - other).norm()) > 0.5 * float((one - vector(repeated(dp_fedavg(noise_multiplier=0.0)))).norm())
+    assert torch.equal(one, vector(repeated(plain)))
 
 
 @pytest.mark.parametrize(("method", "same"), [("dp_fedavg", True), ("feddf(student.steps=1)+dp_fedavg", False)])
@@ -102,7 +94,7 @@ def test_the_server_s_own_data_count_where_it_learns_from_them(method, same):
     (inner,) = phase.method.per_client
     method, whole = changed_on_the_way(phase.method, watched), trial_federation()
     for federation in (whole, dataclasses.replace(whole, unlabeled=whole.unlabeled[1:])):
-        run(method, federation=federation)
+        repeated(method, federation=federation)
     assert (seeds[0] == seeds[1]) == same
 
 
@@ -122,7 +114,7 @@ def test_the_scores_of_two_epsilons_do_not_give_away_those_without_noise():
 
             return step.prepare(candidate, state, dataclasses.replace(look, ask=ask))
 
-        run(dataclasses.replace(method, server=(dataclasses.replace(step, prepare=watched),)))
+        repeated(dataclasses.replace(method, server=(dataclasses.replace(step, prepare=watched),)))
 
     for epsilon in (0.1, 0.2, None):
         scores(epsilon)
@@ -161,8 +153,8 @@ def test_without_noise_that_protects_a_run_draws_as_it_always_did():
 
 
 def test_a_private_run_is_resumed_for_more_rounds_with_another_budget(tmp_path):
-    fedstill.run(Experiment.model_validate(SETTING), run_dir=tmp_path / "cut")
-    more = Experiment.model_validate({**SETTING, "rounds": 5, "privacy": {"epsilon": 50.0}})
+    fedstill.run(Experiment.model_validate({**SETTING, "privacy": {"reproducible": True}}), run_dir=tmp_path / "cut")
+    more = Experiment.model_validate({**SETTING, "rounds": 5, "privacy": {"epsilon": 50.0, "reproducible": True}})
     (tmp_path / "cut" / "config.toml").write_text(more.to_toml())
     resumed = fedstill.resume_run(tmp_path / "cut")
     assert torch.equal(vector(resumed), vector(fedstill.run(more, run_dir=tmp_path / "whole")))

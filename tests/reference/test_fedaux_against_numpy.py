@@ -67,14 +67,14 @@ class Handed:
     def __init__(self) -> None:
         self.left = iter(NOISE)
 
-    def __call__(self, seed, shape):
-        return torch.from_numpy(next(self.left))
+    def __call__(self, seed, shape, sigma):
+        return torch.from_numpy(next(self.left) * sigma).round().long()
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(map(str, options.values())))
 def test_two_rounds_of_fedaux_equal_its_equations_in_numpy(options, monkeypatch):
     handed, seen = Handed(), []
-    monkeypatch.setattr(certainty, "private_normal", handed)
+    monkeypatch.setattr(certainty, "gaussian_steps", handed)
     words = {"lr" if key == "server_lr" else key: value for key, value in options.items() if key != "weighting"}
     method = form("fedaux", batch_size=64, distill_share=0.8, mechanism="classic", **words)
     method = weighed(method, options.get("weighting", "size"))

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedstill.about.defaults import sentences
 from fedstill.about.toy import CLASSES, SHAPE, UNLABELED, trial_model, trial_run
 from fedstill.compose.combine import run_step
+from fedstill.compose.sealed import OfSums, why_not_sealed
 from fedstill.core.needs import needs_of
 from fedstill.core.setup import AnyQuestion, Preparation, no_preparation
 from fedstill.core.tree import byte_size, flatten
@@ -69,6 +70,7 @@ def explain(name: str) -> dict[str, Any]:
         "parts": _union(map(parts_of, methods)),
         "needs": sorted({need.value for method in methods for need in needs_of(method)}),
         **{key: _union(flow[key] for flow in flows) for key in flows[0]},
+        "sealed": _union([why_not_sealed(method) for method in methods]),
         "privacy": privacy_of(phases),
         "differs_from_the_paper": words["Differs from the paper"],
         "reference": words["Reference"],
@@ -106,6 +108,7 @@ def _maker(function: Any) -> Callable[..., Any]:
 def _maker_of_step(step: ServerStep) -> Callable[..., Any]:
     """Return the function that made a step; a wrapper of fedstill.compose holds the step that it wraps."""
     hook: Any = step.prepare if step.apply is no_change else step.apply
+    hook = hook.function if isinstance(hook, OfSums) else hook
     cells = hook.__closure__ or () if hook.__module__.startswith("fedstill.compose") else ()
     wrapped = next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, ServerStep)), None)
     return _maker(hook) if wrapped is None else _maker_of_step(wrapped)

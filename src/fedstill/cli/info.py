@@ -108,6 +108,11 @@ def explain_text(facts: dict[str, Any]) -> str:
         "Leaves a client once, before the first round": facts["leaves_a_client_once"],
         "Stays on a client": facts["stays_on_a_client"] or nothing,
         "Sent to a client": facts["sent_to_a_client"] or nothing,
+        "Sealed (server.sealed = true)": [
+            f"cannot: {'; '.join(facts['sealed'])}"
+            if facts["sealed"]
+            else "can: its steps need sums over a cohort alone"
+        ],
         "Privacy": facts["privacy"],
         "Differs from the paper": [facts["differs_from_the_paper"]],
         "Reference": [facts["reference"]],

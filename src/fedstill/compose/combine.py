@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from fedstill.compose.sealed import OfSums
 from fedstill.core.author_mistakes import model_and_state, one_number
 from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import seed_for
@@ -22,12 +23,14 @@ from fedstill.core.types import (
     Output,
     Round,
     Samples,
+    SealedRound,
     Seed,
     ServerStep,
     Targets,
     Tree,
     Uploads,
     Weights,
+    no_change,
     no_finish,
 )
 
@@ -95,9 +98,20 @@ def bound_to(method: Method, model: Model) -> Method:
     return method if objective is method.objective else replace(method, objective=objective)
 
 
-def run_step(step: ServerStep, candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-    """Return the candidate and the state that a server step makes; a step that returns anything else is named."""
-    return model_and_state(step, candidate, step.apply(candidate, state, round))
+def run_step(step: ServerStep, candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+    """Return the candidate and the state that a server step makes; a step that returns anything else is named.
+
+    In a sealed round only steps run that read sums; others are refused before the first round.
+    """
+    if isinstance(step.apply, OfSums):
+        made = step.apply.function(candidate, state, round)
+    elif isinstance(round, Round):
+        made = step.apply(candidate, state, round)
+    elif step.apply is no_change:
+        made = candidate, state
+    else:
+        raise FedstillError(f"the server step '{step.name}' reads the uploads one by one, and this round is sealed")
+    return model_and_state(step, candidate, made)
 
 
 def first_state(method: Method, weights: Weights) -> Tree:
@@ -105,7 +119,7 @@ def first_state(method: Method, weights: Weights) -> Tree:
     return {step.name: step.init(weights) for step in method.steps}
 
 
-def run_steps(method: Method, candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+def run_steps(method: Method, candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
     """Run the method's server steps in order; states of steps that the method does not have stay as they are."""
     after, round = dict(state), replace(round, weighting=weighting_of(method))
     for step in method.steps:

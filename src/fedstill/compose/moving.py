@@ -7,7 +7,20 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedstill.compose.groups import in_union
-from fedstill.core.types import Method, Model, Params, PerClient, Round, Seed, ServerStep, Tree, Uploads, Weights
+from fedstill.compose.sealed import as_before
+from fedstill.core.types import (
+    Method,
+    Model,
+    Params,
+    PerClient,
+    Round,
+    SealedRound,
+    Seed,
+    ServerStep,
+    Tree,
+    Uploads,
+    Weights,
+)
 
 
 def head_names(model: Model) -> tuple[str, ...]:
@@ -73,13 +86,18 @@ def _of_part(step: ServerStep, model: Model, part: str) -> ServerStep:
     def init(weights: Weights) -> Tree:
         return step.init(moving(weights, model, part))
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        uploads = round.uploads._replace(weights=moving(round.uploads.weights, model, part))
-        look = replace(round, start=moving(round.start, model, part), uploads=uploads)
-        made, state = step.apply(moving(candidate, model, part), state, look)
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+        start, look = moving(round.start, model, part), round
+        if isinstance(round, SealedRound):
+            sums = {kind: of._replace(weights=moving(of.weights, model, part)) for kind, of in round.sums.items()}
+            look = replace(round, start=start, sums=sums)
+        else:
+            uploads = round.uploads._replace(weights=moving(round.uploads.weights, model, part))
+            look = replace(round, start=start, uploads=uploads)
+        made, state = step.apply(moving(candidate, model, part), state, look)  # type: ignore[arg-type]
         return with_rest(made, round.start), state
 
-    return replace(step, init=init, apply=apply)
+    return replace(step, init=init, apply=as_before(step, apply))
 
 
 def _on_part(change: PerClient | None, model: Model, part: str) -> PerClient | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedstill.compose.combine import run_step
+from fedstill.compose.sealed import as_before
 from fedstill.core.tree import interpolate
 from fedstill.core.types import Round, ServerStep, Stage, Tree, Weights
 
@@ -24,7 +25,7 @@ def _when(step: ServerStep, active: Callable[[int], bool]) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         return run_step(step, candidate, state, round) if active(round.number) else (candidate, state)
 
-    return replace(step, apply=apply)
+    return replace(step, apply=as_before(step, apply))
 
 
 def rollback(step: ServerStep, share: float) -> ServerStep:
@@ -34,7 +35,7 @@ def rollback(step: ServerStep, share: float) -> ServerStep:
         moved, state = run_step(step, candidate, state, round)
         return interpolate(candidate, moved, share), state
 
-    return replace(step, apply=apply)
+    return replace(step, apply=as_before(step, apply))
 
 
 def report_only(step: ServerStep) -> ServerStep:
@@ -44,7 +45,7 @@ def report_only(step: ServerStep) -> ServerStep:
         moved, slots = run_step(step, candidate, state, round)
         return candidate, {**slots, "reported": moved}
 
-    return replace(step, apply=apply, stage=Stage.REPORT)
+    return replace(step, apply=as_before(step, apply), stage=Stage.REPORT)
 
 
 def send_only(step: ServerStep) -> ServerStep:
@@ -58,7 +59,7 @@ def send_only(step: ServerStep) -> ServerStep:
         round.models["sent"] = moved
         return moved, {**slots, "reported": candidate}
 
-    return replace(step, apply=apply, stage=Stage.REPORT)
+    return replace(step, apply=as_before(step, apply), stage=Stage.REPORT)
 
 
 def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerStep:
@@ -80,4 +81,4 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
         return candidate, {**slots, "past": {str(i): one._asdict() for i, one in enumerate(newest)}}
 
     empty = step([])
-    return replace(empty, apply=apply, init=init)
+    return replace(empty, apply=as_before(empty, apply), init=init)

@@ -51,8 +51,34 @@ def _word(part: Any) -> Any:
     return int(part) % 2**64
 
 
+class Secret(int):
+    """A root of 256 bits that nobody may learn. Seeds below it are hashed, so that none of them leads to another."""
+
+    @classmethod
+    def of(cls, content: bytes) -> Secret:
+        return cls(int.from_bytes(hashlib.blake2b(content, digest_size=32).digest(), "little"))
+
+    def below(self, *path: Any) -> Secret:
+        """The secret at a path of texts and numbers."""
+        key = self.to_bytes(32, "little")
+        for part in path:
+            content = f"text {part}" if isinstance(part, str) else f"number {int(part)}"
+            key = hashlib.blake2b(content.encode(), key=key, digest_size=32).digest()
+        return Secret(int.from_bytes(key, "little"))
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    __str__ = __repr__
+
+
 def seed_for(root: Any, *path: Any) -> Any:
-    """The seed at a path below `root`; an array in the path gives an array of seeds (uint64)."""
+    """The seed at a path below `root`; an array in the path gives an array of seeds (uint64).
+
+    Below a Secret every seed is a Secret, and the path has no arrays.
+    """
+    if isinstance(root, Secret):
+        return root.below(*path)
     seed: Any = np.asarray(_word(root), np.uint64)
     for part in path:
         seed = bits(bits(seed, 0), _word(part))
@@ -63,9 +89,10 @@ def numpy_generator(seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed))
 
 
-def private_normal(seed: int, shape: Sequence[int]) -> Tensor:
-    """N(0, 1) in float64 from all 64 bits of a seed, on every device the same: noise that protects. 10 ns a number."""
-    return torch.from_numpy(np.asarray(numpy_generator(seed).standard_normal(tuple(shape))))
+def private_bits(seed: int, count: int) -> np.ndarray:
+    """`count` times 64 bits of SHAKE-128: whoever sees some of them learns nothing about the others. 13 ns a number."""
+    width = 32 if isinstance(seed, Secret) else 8
+    return np.frombuffer(hashlib.shake_128(int(seed).to_bytes(width, "little")).digest(8 * count), "<u8")
 
 
 def torch_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -142,7 +169,11 @@ def draw_cohort(clients: np.ndarray, count: int, *, seed: int, round: int, sampl
     poisson: each client takes part with probability count / clients, whoever else does; there may be none.
     """
     if sampling == "poisson":
-        coins = seed_for(seed, "poisson cohort", round, clients.astype(np.uint64)).astype(np.float64) / 2.0**64
+        if isinstance(seed, Secret):
+            numbers = private_bits(seed_for(seed, "poisson cohort", round), int(clients.max()) + 1)[clients]
+        else:
+            numbers = seed_for(seed, "poisson cohort", round, clients.astype(np.uint64))
+        coins = numbers.astype(np.float64) / 2.0**64
         return np.sort(clients[coins < count / len(clients)])
     generator = numpy_generator(seed_for(seed, "cohort", round))
     return np.sort(clients[generator.choice(len(clients), size=count, replace=False, shuffle=False)])

@@ -328,6 +328,34 @@ class Round:
     teachers: dict[int, float] = field(default_factory=dict)  # a step may report how much each client counts as one
 
 
+class Sum(NamedTuple):
+    """What secure aggregation shows of a cohort: sums over its clients k of weight m_k, and nothing of one of them."""
+
+    weights: Weights  # sum_k m_k w_k in float64; integer buffers are left out
+    extra: Tree  # sum_k m_k of each slot that is sent beside the model
+    mass: Tensor  # () sum_k m_k, float64
+    clients: int  # that are in the sum
+    loss: Tensor  # () the plain sum of their mean training losses, float64
+
+
+@dataclass(frozen=True)
+class SealedRound:
+    """All that the server may look at where it sees no upload: `Round` without them, and sums in their place."""
+
+    number: int  # from 1
+    start: Weights  # the model that was sent
+    sums: Mapping[Literal["size", "uniform"], Sum]  # m_k = n_k, or 1 for each client that holds samples
+    model: Model
+    population: int
+    unlabeled: Tensor | None
+    seed: Seed
+    trainer: Trainer
+    metrics: dict[str, float] = field(default_factory=dict)
+    models: dict[str, Weights] = field(default_factory=dict)
+    validation: tuple[Tensor, Tensor] | None = None
+    weighting: Literal["size", "uniform"] = "uniform"
+
+
 def no_change(candidate: Weights, state: Tree, _: Round) -> tuple[Weights, Tree]:
     return candidate, state
 
@@ -377,6 +405,7 @@ class Mechanism:
 
     per_client: PerClient | None = None  # changes each upload before anybody but its client sees it
     on_cohort: OnCohort | None = None  # a trusted party: the server's steps see its result instead of the uploads
+    by_state: Callable[[Tree], OnCohort] | None = None  # the trusted party of a round, by the states of server steps
     releases: tuple[Release, ...] = ()  # what leaves clients with noise on it, for the privacy accountant
     questions: tuple[Question, ...] = ()  # that clients answer before the method's first round
 
@@ -408,6 +437,10 @@ class Method:
     def trusted(self) -> OnCohort | None:
         """The trusted party that stands before the server's steps, if there is one."""
         return next((mechanism.on_cohort for mechanism in self.way if mechanism.on_cohort is not None), None)
+
+    def trusted_in(self, state: Tree) -> OnCohort | None:
+        """The trusted party of a round that begins with these states of the server's steps."""
+        return next((stage.by_state(state) for stage in self.way if stage.by_state is not None), self.trusted)
 
     def __post_init__(self) -> None:
         names = [step.name for step in self.steps]

@@ -45,6 +45,10 @@ class Rows:
     classes: tuple[int, ...] = ()  # how many rows of each class
 
 
+NO_ROWS = Rows(0, "", "", "")  # of rows about which nothing is said
+OF_CLIENTS = ("train", "client_test")
+
+
 @dataclass(frozen=True)
 class Contract:
     """All that a run fixed about its data.
@@ -65,8 +69,12 @@ class Contract:
         return f"Contract('{self.data.name}': {counts} of {self.population} clients, {len(self.data.classes)} classes)"
 
 
-def contract_of(federation: Federation) -> Contract:
-    """The contract of a run that begins with this federation."""
+def contract_of(federation: Federation, secret: bytes = b"") -> Contract:
+    """The contract of a run that begins with this federation.
+
+    secret: fingerprints of what clients hold are made with it, and nothing else is said of it, so that a reader cannot
+    compare them with those of other data.
+    """
     train, test = federation.train, federation.test
     rows = {"train": rows_of(train.x, train.y, train.classes), "test": rows_of(test.x, test.y, train.classes)}
     if federation.validation is not None:
@@ -80,7 +88,15 @@ def contract_of(federation: Federation) -> Contract:
         split.append(offsets.numpy())
     if federation.unlabeled is not None:
         rows["unlabeled"] = rows_of(federation.unlabeled)
-    return Contract(without_rows(train), rows, _digest(*split), federation.population)
+    owners = _digest(*split)
+    if secret:
+        own = {part: replace(NO_ROWS, inputs=_keyed(secret, rows[part])) for part in OF_CLIENTS if part in rows}
+        rows, owners = {**rows, **own}, _keyed(secret, owners)
+    return Contract(without_rows(train), rows, owners, federation.population)
+
+
+def _keyed(secret: bytes, content: object) -> str:
+    return hashlib.blake2b(repr(content).encode(), key=secret, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def without_rows(data: Dataset) -> Dataset:
@@ -327,6 +343,8 @@ def _row_differences(then: Contract, now: Contract) -> Iterator[str]:
             continue
         if old is None or new is None:
             yield f"there {'was no' if old is None else 'is no'} {part} set{' any more' if new is None else ''}"
+        elif not (old.count and new.count) and old.labels == new.labels == "":
+            yield f"{part}: its rows differ"
         elif old.count != new.count:
             yield f"{part} has {new.count:,} rows and had {old.count:,}"
         elif old.in_any_order == new.in_any_order:

@@ -86,8 +86,8 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
         )
     if by_sites and experiment.privacy.epsilon is not None:
         raise FedstillError(
-            f"evaluate = '{BY_SITES}': what a model gets right at a site has no noise, and privacy.epsilon is a budget; "
-            "name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
+            f"evaluate = '{BY_SITES}': what a model gets right at a site has no noise, and privacy.epsilon is a "
+            "budget; name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
         )
     built = build(experiment, federation)
     if by_sites and built.model.groups is not None:

@@ -275,6 +275,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         cache=Cache("prepared"),
         label=label(experiment.method.name),
         settings=experiment.options_text(),
+        sealed=server.sealed,
         start=None if start is None else start_weights(start, network, federation.train, experiment.seed),
     )
 

@@ -250,6 +250,7 @@ class ServerSection(_Section):
 
     aggregate: Annotated[str, AfterValidator(_checked_aggregate)] = Field(default="", examples=["median"])
     buffers: Literal["average", "pooled", "reset", "local"] = "average"  # BatchNorm statistics
+    sealed: bool = False  # its steps see sums over the cohort, and no upload
 
 
 class EngineSection(_Section):
@@ -413,11 +414,12 @@ class Experiment(_Section):
         return self.model_dump() | full
 
     def options_text(self) -> str:
-        """Return all options of method, model and guard as one text, which does not change when a user's file moves."""
+        """Return all options that decide a release as one text, which does not change when a user's file moves."""
         table = self.resolved()
         method = table["method"] | {"name": lookup.label(self.method.name)}
         model = {key: value for key, value in table["model"].items() if (key, value) != ("start", None)}
-        return json.dumps({"method": method, "model": model, "guard": table["guard"]}, sort_keys=True)
+        others = {section: table[section] for section in ("guard", "server", "engine")}
+        return json.dumps({"method": method, "model": model, **others}, sort_keys=True)
 
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
         """Return a copy that holds the numbers of scale = "unlabeled", because the unlabeled data may change later."""

@@ -35,7 +35,7 @@ from fedstill.experiment.trackers import build_trackers
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.checkpoint import list_checkpoints
 from fedstill.loop.evaluate import label_counts
-from fedstill.loop.federate import Built, federate
+from fedstill.loop.federate import Built, closes_folder, federate
 from fedstill.loop.history import Result
 from fedstill.loop.references import REFERENCES_FILE, References, find_references
 from fedstill.methods.fedavg import fedavg
@@ -48,6 +48,7 @@ from fedstill.report.partition import COUNTS_FILE, partition_picture, write_coun
 from fedstill.report.pseudo_labels import has_pseudo_labels, pseudo_label_picture
 from fedstill.report.table import reference_rows
 from fedstill.storage.files import working_in
+from fedstill.storage.secrets import secret_of
 
 _log = logging.getLogger("fedstill.run")
 
@@ -162,14 +163,17 @@ def _run_here(
     """Run an experiment in a folder that is ours for this time."""
     federation = built.federation
     watchers = [*callbacks, *(build_trackers(experiment, folder) if experiment.track else ())]
+    closed = folder is not None and closes_folder(built)
+    secret = secret_of(folder) if closed else b""
+    built = replace(built, secret=secret)
     if folder is not None:
         if not (folder / CONFIG_FILE).exists():
-            contract = make_contract(experiment, federation)
-            watchers = [_Describe(experiment, folder, federation, contract), *watchers]
+            contract = make_contract(experiment, federation, secret)
+            watchers = [_Describe(experiment, folder, federation, contract, closed=closed), *watchers]
             built = replace(built, contract=contract["seal"])
         elif resume or not list_checkpoints(folder / "checkpoints"):
-            built = replace(built, contract=check_same_run(experiment, federation, folder))
-            watchers = [_Describe(experiment, folder, federation), *watchers]
+            built = replace(built, contract=check_same_run(experiment, federation, folder, secret))
+            watchers = [_Describe(experiment, folder, federation, closed=closed), *watchers]
     stop = build_early_stop(experiment)
     watchers += [] if stop is None else [stop]
     result = federate(built, run_dir=folder, callbacks=watchers, resume=resume)
@@ -183,7 +187,7 @@ def _run_here(
         result = show_generated(result, federation, folder, seed=experiment.seed)
     if folder is not None and pictures:
         known = [] if result.references is None else [result.references]
-        draw_pictures(experiment, federation, {result.method: [result]}, folder, known)
+        draw_pictures(experiment, federation, {result.method: [result]}, folder, known, closed=closed)
     if folder is not None and (parties := parties_of(federation, result)):
         write_parties(parties, folder)
         title = f"{result.method} on {federation.train.name}: {federation.partition}"
@@ -206,19 +210,31 @@ def _threads_of(experiment: Experiment) -> AbstractContextManager[None]:
 
 
 class _Describe(Callback):
-    """Writes contract.json, config.toml, env.json and partition.json once all checks have passed, before round 1."""
+    """Writes contract.json, config.toml, env.json and partition.json once all checks have passed, before round 1.
+
+    closed: how many samples clients hold is left out, see loop/closed_folder.py.
+    """
 
     def __init__(
-        self, experiment: Experiment, folder: Path, federation: Federation, contract: Mapping[str, Any] | None = None
+        self,
+        experiment: Experiment,
+        folder: Path,
+        federation: Federation,
+        contract: Mapping[str, Any] | None = None,
+        *,
+        closed: bool = False,
     ) -> None:
         self._experiment, self._folder, self._federation = experiment, folder, federation
-        self._contract = contract
+        self._contract, self._closed = contract, closed
 
     def on_start(self, info: RunInfo) -> None:
         write_description(self._experiment, self._folder, self._contract)
         if not (self._folder / COUNTS_FILE).exists():
-            counts, federation = label_counts(self._federation).numpy(), self._federation
-            write_counts(counts, self._folder, classes=federation.train.classes, names=federation.names)
+            federation = self._federation
+            counts = label_counts(federation).numpy()
+            write_counts(
+                counts, self._folder, classes=federation.train.classes, names=federation.names, hidden=self._closed
+            )
 
 
 def resume_run(run_dir: str | Path, *, rounds: int | None = None, callbacks: Sequence[Callback] = ()) -> Result:
@@ -241,8 +257,13 @@ def draw_pictures(
     results: dict[str, list[Result]],
     folder: Path,
     references: Sequence[References] = (),
+    *,
+    closed: bool = False,
 ) -> list[Path]:
-    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths."""
+    """Draw partition.png, curves.png and, where a method makes pseudo-labels, pseudo_labels.png; return their paths.
+
+    closed: without partition.png, which shows what clients hold.
+    """
     title, classes = f"{federation.train.name}: {federation.partition}", federation.train.classes
     network = describe_model(experiment.model.name, experiment.model.options)
     trained = f"{title}; {network}" if experiment.model.name == MIXED else title
@@ -257,6 +278,8 @@ def draw_pictures(
     }
     if any(has_pseudo_labels(history) for histories in rows.values() for history in histories):
         pictures["pseudo_labels.png"] = lambda path: pseudo_label_picture(rows, path, title=title, classes=classes)
+    if closed:
+        del pictures["partition.png"]
     return draw_all(pictures, folder)
 
 

@@ -71,12 +71,15 @@ def write_description(experiment: Experiment, folder: Path, contract: Mapping[st
         ) from error
 
 
-def make_contract(experiment: Experiment, federation: Federation) -> dict[str, Any]:
-    """Return the content of contract.json: the experiment, its files and its data as the run begins, and a seal."""
+def make_contract(experiment: Experiment, federation: Federation, secret: bytes = b"") -> dict[str, Any]:
+    """Return the content of contract.json: the experiment, its files and its data as the run begins, and a seal.
+
+    secret: see data.contract.contract_of.
+    """
     tree = {
         "experiment": _as_table(experiment),
         "files": {path: file_digest(Path(path)) for path in _files_of(experiment)},
-        "data": contract.as_json(contract.contract_of(federation)),
+        "data": contract.as_json(contract.contract_of(federation, secret)),
     }
     return {**tree, "seal": _seal(tree)}
 
@@ -181,10 +184,10 @@ def check_same_comparison(experiment: Experiment, folder: Path, *, fixed: Collec
     return old
 
 
-def check_same_run(experiment: Experiment, federation: Federation, folder: Path) -> str:
+def check_same_run(experiment: Experiment, federation: Federation, folder: Path, secret: bytes = b"") -> str:
     """Refuse to resume a run as another experiment, with other data or with other code; return the contract's seal."""
     agreed = check_same_experiment(experiment, folder)
-    if others := contract.differences(agreed.data, contract.contract_of(federation)):
+    if others := contract.differences(agreed.data, contract.contract_of(federation, secret)):
         raise FedstillError(
             f"'{folder}' began with other data: {'; '.join(others)}: restore the data, or start a new run"
         )

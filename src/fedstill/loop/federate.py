@@ -21,12 +21,13 @@ from fedstill.compose.combine import bound_to, first_state, samples, targets
 from fedstill.compose.groups import check_groups, grouped, only, reported_name, split
 from fedstill.compose.moving import moving_only
 from fedstill.compose.phases import phases_of, share_states
+from fedstill.compose.sealed import why_not_sealed
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import check_fits, check_phases, needs_of
 from fedstill.core.population import Population, Stay
 from fedstill.core.seeds import Sampling, cohort_size, seed_for
 from fedstill.core.trainer import CohortEngine, Trainer
-from fedstill.core.tree import to_device, tree_map
+from fedstill.core.tree import byte_size, to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.engine import keep_optimizers
@@ -35,6 +36,7 @@ from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import Cautions
 from fedstill.loop.checkpoint import content_digest, list_checkpoints
+from fedstill.loop.closed_folder import OF_CLIENTS, closed_row, no_log
 from fedstill.loop.evaluate import Evaluate, accuracy_by_party, global_test, label_counts, make_test_set
 from fedstill.loop.guard import AuditRecord, Guard
 from fedstill.loop.here import Here
@@ -42,6 +44,7 @@ from fedstill.loop.history import History, Journal, Result, Row
 from fedstill.loop.privacy_plan import (
     Promise,
     fingerprint,
+    is_noisy,
     make_promise,
     noise_of,
     noise_seed,
@@ -54,6 +57,7 @@ from fedstill.loop.round import State, Task, look_at, play_round, reported
 from fedstill.privacy.plan import Privacy
 from fedstill.privacy.statement import PrivacyStatement
 from fedstill.storage.files import working_in, write_whole
+from fedstill.storage.secrets import keep_secret, secret_of
 
 MakeEngines = Callable[..., Engines]  # (model=..., federation=...)
 MakePopulation = Callable[..., AbstractContextManager[Population]]  # (task, a client's first memory, folder=...)
@@ -95,6 +99,8 @@ class Built:
     holders: the ids of clients that hold data elsewhere; None: the clients that have rows in the federation.
     stays: the rounds in which a client is a member, of those that are no members all the time. A resumed run may have
         others, which hold for the rounds that it plays.
+    sealed: the server's steps see sums over a cohort and no upload; see compose/sealed.py.
+    secret: what noise that protects is drawn from; empty: `federate` takes that of `run_dir`, or makes a new one.
     spare: how many clients elsewhere are drawn beyond the cohort. The first to answer fill the cohort, so that a run
         depends on the clock: a resumed one may take others in the rounds that it plays again.
     """
@@ -117,6 +123,8 @@ class Built:
     holders: np.ndarray | None = None
     stays: Mapping[int, Stay] = field(default_factory=dict)
     spare: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    sealed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -160,15 +168,32 @@ def federate(
     wanted, count = cohort_size(built.schedule.cohort, built.federation.population), len(task.clients)
     if wanted > count:
         _log.warning("only %d clients hold data: the cohort is %d instead of %d", count, count, wanted)
-    plan = _make_plan(task, built, None if run_dir is None else Path(run_dir))
+    folder, start = None if run_dir is None else Path(run_dir), first_weights(built, engines.trainer)
+    secret = built.secret or secret_of(folder) if has_secret(task) else b""
+    plan = _make_plan(task, built, folder, start, secret)
     if built.spare and built.population is None:
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
-    state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
+    task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", ""), secret))
+    state = _first_state(task, start, plan.identity["best"])
     make = partial(Here, budget=state_budget) if built.population is None else built.population
     # an engine with workers of its own needs no threads of torch, which wait for each other in small operations
     workers: Workers | None = getattr(engines.cohort, "workers", None)
     with nullcontext() if workers is None else workers.quiet():
         return _run(task, plan, state, callbacks, make, resume=resume, began=began)
+
+
+def closes_folder(built: Built) -> bool:
+    """Return whether the run's folder will hold nothing that its claim of privacy does not cover."""
+    task = make_task(built, _suited(built), Engines(cast(CohortEngine, _Nowhere()), cast(Trainer, _Nowhere())))
+    if not has_secret(task):
+        return False
+    _, promise = _promised(task, built.label, built.model.init(0), built.schedule.rounds)
+    return promise.closed and built.schedule.best not in OF_CLIENTS
+
+
+def has_secret(task: Task) -> bool:
+    """Return whether the run's noise is drawn from a secret, and not from its seed."""
+    return is_noisy(task) and not task.privacy.reproducible
 
 
 def check_built(built: Built) -> None:
@@ -215,10 +240,25 @@ def _suited(built: Built) -> tuple[Phase, ...]:
     phases = phases_of(built.method)
     label = f"method.name = '{built.label}'" if built.label else "this method"
     check_phases(phases, model=model, federation=federation, training=training, label=label)
+    if built.sealed:
+        _check_sealed(built, phases, label)
     check_fits(model, len(federation.train.classes), tuple(federation.train.x.shape[1:]))
     if model.groups is not None:
         check_groups(model.groups, federation.population, holders_of(built).tolist())
     return suited(phases, model, training)
+
+
+def _check_sealed(built: Built, phases: Sequence[Phase], label: str) -> None:
+    """Refuse a sealed run in which a part needs single uploads, and name the part."""
+    where = f"server.sealed = true: {label} cannot run sealed"
+    for phase in phases:
+        if reasons := why_not_sealed(phase.method, len(built.model.networks)):
+            raise FedstillError(f"{where}: {'; '.join(reasons)}: set it to false, or use another method")
+    if built.population is not None:
+        raise FedstillError(
+            f"{where}: its clients live elsewhere, and their messages reach the server one by one: a deployment needs "
+            "a protocol of secure aggregation, which fedstill does not have"
+        )
 
 
 def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
@@ -240,16 +280,23 @@ def _run(
     resume: bool,
     began: float,
 ) -> Result:
-    task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", "")))
     warn_of_kept_statistics(task)
+    if task.sealed and task.guard.norm_bound is None:
+        _log.warning(
+            "server.sealed: nobody looks at an upload before it is summed, so that one client can move the model as "
+            "far as it likes: set guard.norm_bound, which each client then cuts its own move to"
+        )
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
+    promise = dataclasses.replace(promise, closed=promise.closed and plan.identity["best"] not in OF_CLIENTS)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
     template, phases = share_states_of(task.phases, state.weights, task.model)
     task = dataclasses.replace(task, phases=phases)
     with ExitStack() as stack:
         if plan.folder is not None:
             stack.enter_context(working_in(plan.folder))
-        stack.enter_context(log_to(plan.folder))
+        if plan.folder is not None and plan.secret:
+            keep_secret(plan.secret, plan.folder)
+        stack.enter_context(no_log(plan.folder) if promise.closed else log_to(plan.folder))
         clients = stack.enter_context(make(task, template, folder=plan.folder))
         state, earlier = restore(plan, state, clients, resume=resume)
         journal = None if plan.folder is None else stack.enter_context(Journal(plan.folder, state.history))
@@ -344,10 +391,11 @@ def make_task(
         privacy=built.privacy,
         spare=built.spare,
         stays=built.stays,
+        sealed=built.sealed,
     )
 
 
-def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
+def _make_plan(task: Task, built: Built, folder: Path | None, start: Weights, secret: bytes) -> Plan:
     identity = {
         "method": built.label,
         "model": task.model.name,
@@ -359,8 +407,10 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
         "noise": noise_of(task.phases),
         "privacy": settings_of(task.privacy),
     }
-    if found := fingerprint(task, identity, built.settings):
+    if found := fingerprint(task, identity, built.settings, start=start, secret=secret):
         identity["fingerprint"] = found
+    if built.sealed:
+        identity["sealed"] = True
     if built.contract:
         identity["contract"] = built.contract
     identity["best"] = built.schedule.best
@@ -375,6 +425,7 @@ def _make_plan(task: Task, built: Built, folder: Path | None) -> Plan:
         identity=json.loads(json.dumps(identity)),
         unlabeled="" if folder is None or rows is None else rows_digest(rows, task.federation.unlabeled_ids),
         contract=built.contract,
+        secret=secret,
     )
 
 
@@ -412,9 +463,12 @@ def _loop(
         if plan.evaluates(state.round):
             state = look_at(task, state, row)
         row["seconds"] = time.perf_counter() - began
+        if promise.closed:
+            row, records = closed_row(row, task, byte_size(state.weights)), []
         answers = [callback.on_round(row) for callback in callbacks]
         if any(answers) and "accuracy" not in row:
             state = look_at(task, state, row)
+        row = closed_row(row, task, byte_size(state.weights)) if promise.closed else row
         state.history.rows.append(row)
         state.history.audit.extend(records)
         if journal is not None:

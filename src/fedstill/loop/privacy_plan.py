@@ -20,13 +20,25 @@ from fedstill.compose.combine import broadcast_of, first_state
 from fedstill.compose.moving import moving
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
-from fedstill.core.seeds import private_normal, seed_for
-from fedstill.core.types import Local, Method, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
+from fedstill.core.seeds import Secret, seed_for
+from fedstill.core.tree import leaves
+from fedstill.core.types import Federation, Local, Method, Model, Need, Phase, Release, Seed, Tree, Weights, no_finish
+from fedstill.loop.evaluate import global_test
 from fedstill.loop.history import History
 from fedstill.loop.round import OPEN_QUESTIONS, Task
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
+from fedstill.privacy.noise import gaussian_steps, steps_in
 from fedstill.privacy.plan import Privacy, rounds_within
-from fedstill.privacy.statement import Claim, PrivacyStatement, Stretch, statement
+from fedstill.privacy.statement import (
+    FOLDER,
+    OPEN_FOLDER,
+    Claim,
+    PrivacyStatement,
+    Stretch,
+    covers_the_public,
+    of_public_seed,
+    statement,
+)
 from fedstill.storage.files import write_whole
 
 STATEMENT_FILE = "privacy.json"
@@ -169,9 +181,12 @@ def _instead_of_trust(own: str, beside: Sequence[str]) -> str:
 def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
     """(N, K) with Gaussian noise, cut at 0: a replaced sample moves one count down and one up, by sqrt(2) together."""
     sigma = math.sqrt(2) * analytic_gaussian_multiplier(privacy.label_epsilon, privacy.delta)
-    seeds = seed_for(seed, "label counts", np.arange(len(counts))).tolist()
-    rows = [private_normal(one, counts.shape[1:]) for one in seeds]
-    return (counts + sigma * torch.stack(rows).to(counts)).clamp_min(0.0)
+    steps = steps_in(1.0, sigma)  # in one sample
+    drawn = [
+        gaussian_steps(seed_for(seed, "label counts", client), counts.shape[1:], sigma * steps)
+        for client in range(len(counts))
+    ]
+    return (counts + (torch.stack(drawn).double() / steps).to(counts)).clamp_min(0.0)
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,8 @@ class Promise:
     wanted: int
     privacy: Privacy
     after: Callable[[int], list[Stretch]] | None  # None: no part of the run speaks of privacy
+    closed: bool = False  # the run's folder holds nothing that the claim does not cover: see loop/closed_folder.py
+    shared: str = ""  # rows that several clients hold, in words
     known: dict[int, Claim | None] = field(default_factory=dict)  # after some rounds: the first one
 
     @property
@@ -198,7 +215,12 @@ class Promise:
             return None
         asked = {int(row["round"]) for row in history.rows if row.get(OPEN_QUESTIONS)}
         made = statement(self._stretches(asked, played), self.privacy.delta, stopped=self._ended(played))
-        return replace(made, spent=self._spent(asked, made))
+        if not self.closed:
+            assumed = tuple(OPEN_FOLDER if line == FOLDER else line for line in made.assumptions)
+            made = replace(made, assumptions=assumed)
+        notes = (*made.notes, self.shared) if self.shared and made.claims else made.notes
+        made = replace(made, spent=self._spent(asked, made), notes=notes)
+        return of_public_seed(made) if self.privacy.reproducible and made.claims else made
 
     def _spent(self, asked: Collection[int], made: PrivacyStatement) -> tuple[tuple[int, float], ...]:
         """Return the epsilon of the first claim after evenly spaced rounds and at the end.
@@ -249,7 +271,34 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
     probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
     how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
     after = stretches_of(task.phases, weights, privacy, sent=_sent_of(weights, task), **how)
-    return task, Promise(rounds_within(privacy, after, rounds), rounds, privacy, after)
+    allowed, shared = rounds_within(privacy, after, rounds), shared_rows(task.federation)
+    return task, Promise(
+        allowed, rounds, privacy, after, closed=can_be_closed(task, weights, after(rounds)), shared=shared
+    )
+
+
+def shared_rows(federation: Federation) -> str:
+    """Say which rows several clients hold, because what hides one client does not hide them; empty: there are none."""
+    holders = np.unique(federation.indices.cpu().numpy(), return_counts=True)[1]
+    if not len(holders) or holders.max() == 1:
+        return ""
+    most, count = int(holders.max()), int((holders > 1).sum())
+    return (
+        f"NOT hidden as well: {count:,} row{'s' if count > 1 else ''} that several clients hold. epsilon is for one "
+        f"client or sample in one place, and for a row with {most} clients it is {most} times as large"
+    )
+
+
+def can_be_closed(task: Task, weights: Weights, stretches: Sequence[Stretch]) -> bool:
+    """Return whether the run's folder can hold nothing that its claim does not cover.
+
+    It cannot where clients keep memories, which lie in checkpoints, where they test on rows of their own, and where a
+    function of the user's measures the model, because it may look at anything.
+    """
+    made = statement(stretches, task.privacy.delta)
+    remembered = any(phase.method.objective.init(weights) for phase in task.phases)
+    measured = task.evaluate is not global_test or task.federation.client_test is not None
+    return covers_the_public(made.claims) and not (task.privacy.reproducible or remembered or measured)
 
 
 def with_sent_counts(task: Task) -> Task:
@@ -311,29 +360,41 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
     return [f"{until(one)}: {'; '.join(map(in_words, one.method.releases)) or 'no noise'}" for one in phases]
 
 
-def fingerprint(task: Task, identity: Mapping[str, Any], settings: str) -> str:
+def is_noisy(task: Task) -> bool:
+    """Return whether a part of the run adds noise that protects."""
+    noisy = any(one.multiplier is not None for phase in task.phases for one in phase.method.releases)
+    return noisy or task.privacy.label_counts == "dp"
+
+
+def fingerprint(task: Task, identity: Mapping[str, Any], settings: str, *, start: Weights, secret: bytes = b"") -> str:
     """What tells a run with noise that protects from all others, its data among it; empty where there is none.
 
-    settings: the options that `identity` does not say.
+    It covers all that changes a release. With a secret nobody can compare it with the fingerprint of other data.
+    settings: the options that `identity` does not say. start: the model of round 0.
     """
-    noisy = any(one.multiplier is not None for phase in task.phases for one in phase.method.releases)
-    if task.privacy.label_counts != "dp" and not noisy:
+    if not is_noisy(task):
         return ""
-    federation, train = task.federation, task.federation.train
-    words = json.dumps([identity, settings, train.mean, train.std], sort_keys=True)
-    hashed = hashlib.blake2b(words.encode(), digest_size=16)
-    parts = (train.x, train.y, federation.indices, federation.offsets, task.unlabeled, *(task.validation or ()))
-    for part in (part for part in parts if part is not None):
+    federation, train, engine = task.federation, task.federation.train, task.engine
+    how = [engine.name, torch.device(engine.device).type, str(getattr(engine, "precision", ""))]
+    stays = {str(client): stay for client, stay in sorted(task.stays.items())}
+    rules = [asdict(task.guard), how, stays, task.spare, task.clients.tolist()]
+    words = json.dumps([identity, settings, train.mean, train.std, rules], sort_keys=True)
+    hashed = hashlib.blake2b(words.encode(), digest_size=16, key=secret)
+    data = (train.x, train.y, federation.indices, federation.offsets, task.unlabeled, *(task.validation or ()))
+    for part in (part for part in (*data, *leaves(start)) if part is not None):
+        hashed.update(f"{part.dtype} {tuple(part.shape)} ".encode())
         hashed.update(np.ascontiguousarray(part.cpu().numpy()).data)
     return hashed.hexdigest()
 
 
-def noise_seed(seed: Seed, run: str) -> Seed:
+def noise_seed(seed: Seed, run: str, secret: bytes = b"") -> Seed:
     """Where the noise comes from: runs that differ in anything share none, or it would cancel in what they differ by.
 
     So several runs add up, with one seed too: other options, one more sample, compared methods.
-    run: its fingerprint.
+    run: its fingerprint. secret: of the run, without which the noise follows from the seed.
     """
+    if secret and run:
+        return Secret.of(secret).below("noise that protects", run)
     return seed_for(seed, "noise that protects", run) if run else seed
 
 

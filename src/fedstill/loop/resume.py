@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,6 +52,7 @@ class Plan:
     identity: dict[str, Any]
     unlabeled: str = ""  # digest of the rows that targets are about
     contract: str = ""  # seal of the run's contract: its models and targets carry it
+    secret: bytes = field(default=b"", repr=False)  # what its noise is drawn from; empty: its seed
 
     def evaluates(self, number: int) -> bool:
         return number % self.evaluate_every == 0 or number == self.rounds

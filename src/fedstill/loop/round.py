@@ -19,10 +19,11 @@ from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import bytes_received, bytes_sent, only
 from fedstill.compose.moving import moving, with_rest
 from fedstill.compose.phases import carry_over, method_at
+from fedstill.compose.sealed import clipped, sealed_round
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.population import Order, Population, Stay
-from fedstill.core.seeds import Sampling, draw_cohort, seed_for
+from fedstill.core.seeds import Sampling, Secret, draw_cohort, seed_for
 from fedstill.core.setup import Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, Messages, Trainer
 from fedstill.core.tree import clone, leaves, tree_map
@@ -79,9 +80,12 @@ class Task:
     cache: Cache | None = None
     sampling: Sampling = "fixed"
     privacy: Privacy = field(default_factory=Privacy)
-    noise_seed: Seed = 0  # of noise that protects: see promises.noise_seed
+    noise_seed: Seed = (
+        0  # of noise that protects, and of Poisson cohorts if it is a Secret: see privacy_plan.noise_seed
+    )
     spare: int = 0  # clients that are drawn beyond the cohort, of which the first to answer count
     stays: Mapping[int, Stay] = field(default_factory=dict)  # of clients that are no members in some rounds
+    sealed: bool = False  # the server's steps see sums over the cohort, and no upload
 
     @property
     def text(self) -> str:
@@ -101,7 +105,8 @@ class Task:
         """Return the ids of the clients that a round asks, drawn among its members."""
         members = self.members(round)
         if self.sampling == "poisson":  # a client's probability stays the same, whoever else is a member
-            ids = draw_cohort(self.clients, self.cohort, seed=self.seed, round=round, sampling="poisson")
+            seed = self.noise_seed if isinstance(self.noise_seed, Secret) else self.seed
+            ids = draw_cohort(self.clients, self.cohort, seed=seed, round=round, sampling="poisson")
             return ids[np.isin(ids, members)]
         return draw_cohort(members, min(self.cohort + self.spare, len(members)), seed=self.seed, round=round)
 
@@ -256,6 +261,8 @@ def _moved(task: Task, uploads: Uploads) -> Uploads:
 
 def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State) -> Admitted:
     method = task.method(state.round)
+    if task.sealed and isinstance(uploads, Uploads):
+        return _admit_unseen(uploads, start, task.guard, state.round)
     # what a method changes on the way may be the size
     exact = task.privacy.label_counts == "exact" and not method.per_client
     noisy = any(release.multiplier is not None for release in method.releases)
@@ -267,6 +274,15 @@ def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State
         return admitted
     whole = with_rest(admitted.uploads.weights, start, width=len(admitted.uploads.ids))
     return admitted._replace(uploads=admitted.uploads._replace(weights=whole))
+
+
+def _admit_unseen(uploads: Uploads, start: Weights, guard: Guard, number: int) -> Admitted:
+    """Nobody sees an upload before it is summed: each client looks at its own, and cuts it to the norm bounds."""
+    own = replace(guard, norm_bound=None, extra_bound=None, outlier=0.0)
+    admitted = admit(uploads, start, own, round=number)
+    if admitted.uploads is None:
+        return admitted
+    return admitted._replace(uploads=clipped(admitted.uploads, start, guard.norm_bound, guard.extra_bound))
 
 
 def _past_scales(task: Task, state: State) -> list[Scale]:
@@ -285,8 +301,8 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | str, Row
     """Return the state after the server's steps, or why the old one stays, and the numbers that the steps noted."""
     method = task.method(state.round)
     seen = uploads
-    if method.trusted is not None:
-        seen = method.trusted(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
+    if (trusted := method.trusted_in(state.server)) is not None:
+        seen = trusted(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
     look = Round(
         number=state.round,
         start=state.weights,
@@ -298,7 +314,8 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | str, Row
         trainer=task.trainer,
         validation=task.validation if Need.VALIDATION in needs_of(method) else None,
     )
-    candidate, server = run_steps(method, state.weights, state.server, look)
+    shown = sealed_round(look, seen) if task.sealed else look
+    candidate, server = run_steps(method, state.weights, state.server, shown)
     kept = (candidate, server)  # an overflow in a server's moments would spoil every round to come
     sums = [leaf.sum().double().to(uploads.loss.device) for leaf in leaves(kept) if leaf.is_floating_point()]
     moves = [(leaf - state.weights.params[name]).double().square().sum() for name, leaf in candidate.params.items()]
@@ -326,12 +343,12 @@ def _exploded(task: Task, state: State, uploads: Uploads, move: float) -> str:
     past = [row[MOVE] for row in _rows_of_method(task, state) if row.get(MOVE)]
     if not task.guard.outlier or len(past) < LEAST or move <= task.guard.outlier * max(past):
         return ""
+    moved = f"the server's model moved by {move:.3g}, and by at most {max(past):.3g} before"
+    if task.sealed:
+        return f"{moved}: nobody can say by whose upload, because the round is sealed"
     moves = norms(uploads.weights.params, state.weights.params)
     first = uploads.ids[moves.argsort(descending=True).cpu()][:SUSPECTS].tolist()
-    return (
-        f"the server's model moved by {move:.3g}, and by at most {max(past):.3g} before: the largest uploads of the "
-        f"round are of the clients {', '.join(map(str, first))}"
-    )
+    return f"{moved}: the largest uploads of the round are of the clients {', '.join(map(str, first))}"
 
 
 def _formed(targets: Targets | None, before: Targets | None) -> bool:

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
+import torch
+
+from fedstill.compose.sealed import of_sums
 from fedstill.core.errors import FedstillError
-from fedstill.core.limits import NotNegative, Positive
+from fedstill.core.limits import Example, NotNegative, OpenShare, Positive
 from fedstill.core.tree import clone
-from fedstill.core.types import Mechanism, Method, Release, Round, ServerStep, Stage, Tree, Weights
+from fedstill.core.types import (
+    Mechanism,
+    Method,
+    OnCohort,
+    Release,
+    Round,
+    SealedRound,
+    ServerStep,
+    Stage,
+    Tree,
+    Weights,
+)
 from fedstill.local.terms import cross_entropy
-from fedstill.privacy.mechanisms import noisy_mean, noisy_moves
+from fedstill.privacy.mechanisms import BELOW, noisy_mean, noisy_moves
 from fedstill.server.aggregate import average
 
+BOUND = "clip_bound"  # the server step that keeps the bound
 LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
 
 
 def dp_fedavg(
-    *, clip: Positive = 1.0, noise_multiplier: NotNegative = 1.0, trust: Literal["server", "nobody"] = "server"
+    *,
+    clip: Positive = 1.0,
+    noise_multiplier: NotNegative = 1.0,
+    trust: Literal["server", "nobody"] = "server",
+    quantile: Annotated[OpenShare | None, Example(0.5)] = None,
+    clip_lr: Positive = 0.2,
 ) -> Method:
     """DP-FedAvg: FedAvg with bounded moves and noise, so that the models do not show any client's data.
 
         d_k = (w_k - w) min(1, C / ||w_k - w||)
         trust the server:  w <- w + (sum_{k in S} d_k + z C e) / m,           e   ~ N(0, I),  m = E|S|
         trust nobody:      w <- w + (1 / |S|) sum_{k in S} (d_k + z C e_k),   e_k ~ N(0, I)
+
+        with a quantile q:    C <- C exp(-eta_C (b - q)),  b = the noisy share of moves that are no longer than C
 
     Replacing all that one client holds moves a sum by at most 2 C, so a round is a Gaussian mechanism of multiplier
     z / 2. The rounds are composed over the run; with sampling = "poisson" and a trusted server each client's chance to
@@ -42,15 +65,20 @@ def dp_fedavg(
         trust: "server": a trusted server adds the noise once, to the sum, and shows its steps nothing else; the claim
             holds against everybody else. "nobody": every client adds its own; the claim holds against the server too,
             at the price of sqrt(|S|) times as much noise in the average.
+        quantile: the share of moves that the bound shall not cut (gamma): the bound goes there from `clip`, by a noisy
+            count that is part of the same release. None keeps the bound. It needs trust = "server".
+        clip_lr: how fast the bound goes there, in its logarithm a round (eta_C).
 
-    Tries: clip = 0.3, 1.0, 3.0.
+    Tries: clip = 0.3, 1.0, 3.0; quantile = none, 0.5.
     Reveals: with trust = "server" the trained model, its size and loss go to the server as in FedAvg, and the noisy
         mean to everybody else; with trust = "nobody" a noisy model, and in place of size, steps, loss and BatchNorm
         statistics the same constants from everybody.
     Differs from the paper: clients count alike. Neighbouring federations differ in a client's data being replaced, not
         in the client being there or not, so our epsilon at the same z is larger (about twice for small ones).
         Without Poisson sampling no amplification is claimed. trust = "nobody" is not in the paper.
-    Reference: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, Algorithm 1.
+        With a quantile the count's noise is at least z, so that moves never pay more than 15 % for it.
+    Reference: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, Algorithm 1;
+        Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1 (the quantile).
     """
     if noise_multiplier and not LEAST <= noise_multiplier <= MOST:
         raise FedstillError(
@@ -58,6 +86,11 @@ def dp_fedavg(
             "(usual are 0.5 to 20), or 0 for no noise and no claim"
         )
     local = trust == "nobody"
+    if local and quantile is not None:
+        raise FedstillError(
+            "method.quantile needs method.trust = 'server', which counts the moves: leave quantile out, or trust the "
+            "server"
+        )
     release = Release(
         "model updates",
         unit="client",
@@ -70,14 +103,42 @@ def dp_fedavg(
     )
     moves = noisy_moves(clip, noise_multiplier) if local else None
     mean = None if local else noisy_mean(clip, noise_multiplier)
-    stage = Mechanism(per_client=moves, on_cohort=mean, releases=(release,))
-    return Method(cross_entropy(), average("uniform"), (keep_statistics(),), way=(stage,))
+    if quantile is None:
+        stage = Mechanism(per_client=moves, on_cohort=mean, releases=(release,))
+        return Method(cross_entropy(), average("uniform"), (keep_statistics(),), way=(stage,))
+
+    def by_state(state: Tree) -> OnCohort:
+        bound = float(state[BOUND]["clip"]) if BOUND in state else clip
+        return noisy_mean(bound, noise_multiplier, counts_below=True)
+
+    stage = Mechanism(on_cohort=mean, by_state=by_state, releases=(release,))
+    steps = (keep_statistics(), follow_quantile(clip, quantile, clip_lr))
+    return Method(cross_entropy(), average("uniform"), steps, way=(stage,))
+
+
+def follow_quantile(clip: float, quantile: float, lr: float) -> ServerStep:
+    """C <- C exp(-lr (b - quantile)), b the noisy share of moves that were no longer than C; the model passes through.
+
+    Slot: "clip" (float64), from `clip` on and within a factor of a million of it. Reports: clip, the next bound.
+    """
+
+    def init(weights: Weights) -> Tree:
+        return {"clip": torch.tensor(clip, dtype=torch.float64)}
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        below = float(round.uploads.extra[BELOW][0])
+        bound = float(state["clip"]) * math.exp(-lr * (min(max(below, 0.0), 1.0) - quantile))
+        bound = min(max(bound, clip * 1e-6), clip * 1e6)
+        round.metrics["clip"] = bound
+        return candidate, {"clip": torch.tensor(bound, dtype=torch.float64)}
+
+    return ServerStep(BOUND, apply, init, stage=Stage.KEEP)
 
 
 def keep_statistics() -> ServerStep:
     """Keep the BatchNorm statistics that the server sent, and drop those that the aggregate made from the uploads."""
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
         return candidate._replace(buffers=clone(round.start.buffers)), state
 
-    return ServerStep("statistics", apply, stage=Stage.KEEP)
+    return ServerStep("statistics", of_sums(apply), stage=Stage.KEEP)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedstill.compose.combine import combine
+from fedstill.compose.sealed import of_sums
 from fedstill.core.limits import NotNegative
 from fedstill.core.tree import add, subtract, zeros_like
 from fedstill.core.types import (
@@ -21,13 +22,14 @@ from fedstill.core.types import (
     Output,
     Params,
     Round,
+    SealedRound,
     ServerStep,
     Stage,
     Tree,
     Weights,
 )
 from fedstill.local.terms import cross_entropy
-from fedstill.server.aggregate import average, weighted_sum
+from fedstill.server.aggregate import average, sum_slot
 
 Fisher = Literal["per_batch", "per_sample"]
 _ENTRIES = 1 << 24  # of gradients of single samples at once: 64 MiB a client
@@ -147,12 +149,11 @@ def sum_curvature() -> ServerStep:
     def init(weights: Weights) -> Tree:
         return {slot: zeros_like(weights.params) for slot in _SLOTS}
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        present = (round.uploads.size > 0).double()
-        changes = {slot: weighted_sum(round.uploads.extra[f"{slot}_delta"], present) for slot in _SLOTS}
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+        changes = {slot: sum_slot(round, f"{slot}_delta") for slot in _SLOTS}
         return candidate, {slot: add(state[slot], changes[slot]) for slot in _SLOTS}
 
     def broadcast(state: Tree) -> Tree:
         return {slot: state[slot] for slot in _SLOTS}
 
-    return ServerStep("curvature", apply, init, broadcast, stage=Stage.KEEP)
+    return ServerStep("curvature", of_sums(apply), init, broadcast, stage=Stage.KEEP)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.compose.sealed import of_sums
 from fedstill.core.limits import Positive
 from fedstill.core.tree import add, zeros_like
-from fedstill.core.types import Method, Round, ServerStep, Stage, Tree, Weights
+from fedstill.core.types import Method, Round, SealedRound, ServerStep, Stage, Tree, Weights
 from fedstill.local.terms import cross_entropy, dynamic_regularization
-from fedstill.server.aggregate import average, participation, shares, weighted_sum
+from fedstill.server.aggregate import average, mean_move, participation
 
 
 def dynamic_correction(alpha: float) -> ServerStep:
@@ -20,13 +21,12 @@ def dynamic_correction(alpha: float) -> ServerStep:
     def init(weights: Weights) -> Tree:
         return {"dyn_mean": zeros_like(weights.params)}
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        moves = {name: now - round.start.params[name] for name, now in round.uploads.weights.params.items()}
-        move = weighted_sum(moves, shares(round.uploads, round.weighting))
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+        move = mean_move(round, round.weighting)
         mean = add(state["dyn_mean"], move, -alpha * participation(round))
         return candidate._replace(params=add(candidate.params, mean, -1.0 / alpha)), {"dyn_mean": mean}
 
-    return ServerStep("dyn", apply, init, stage=Stage.MOVE)
+    return ServerStep("dyn", of_sums(apply), init, stage=Stage.MOVE)
 
 
 def feddyn(*, alpha: Positive = 0.01) -> Method:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fedstill.compose.combine import combine
+from fedstill.compose.sealed import of_sums
 from fedstill.core.limits import Positive
 from fedstill.core.tree import add, zeros_like
-from fedstill.core.types import Method, Round, ServerStep, Stage, Tree, Weights
+from fedstill.core.types import Method, Round, SealedRound, ServerStep, Stage, Tree, Weights
 from fedstill.local.terms import ControlOption, control_variates, cross_entropy
-from fedstill.server.aggregate import Weighting, average, participation, shares, weighted_sum
+from fedstill.server.aggregate import Weighting, average, mean_slot, participation
 from fedstill.server.optimizers import sgd
 
 
@@ -23,15 +24,14 @@ def update_control(weighting: Weighting | None = None) -> ServerStep:
     def init(weights: Weights) -> Tree:
         return {"control": zeros_like(weights.params)}
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        share = shares(round.uploads, weighting or round.weighting)
-        delta = weighted_sum(round.uploads.extra["control_delta"], share)
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+        delta = mean_slot(round, "control_delta", weighting or round.weighting)
         return candidate, {"control": add(state["control"], delta, participation(round))}
 
     def broadcast(state: Tree) -> Tree:
         return {"control": state["control"]}
 
-    return ServerStep("control", apply, init, broadcast, stage=Stage.KEEP)
+    return ServerStep("control", of_sums(apply), init, broadcast, stage=Stage.KEEP)
 
 
 def scaffold(*, option: ControlOption = "II", global_lr: Positive = 1.0) -> Method:

@@ -24,6 +24,7 @@ from fedstill.compose.moving import moving, with_rest
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.population import Order
+from fedstill.core.seeds import Secret
 from fedstill.core.tree import rows, select, stack, to_device
 from fedstill.core.types import Dataset, Federation, Tree, Uploads, Weights
 from fedstill.loop.federate import Built, first_weights, make_task, share_states_of, suited
@@ -44,13 +45,13 @@ from fedstill.population.wire import (
     unpack_tree,
     unseal,
 )
-from fedstill.storage.files import TEMPORARY, lock, write_whole
+from fedstill.storage.files import lock, write_whole
+from fedstill.storage.secrets import read_secret
 
 LARGEST_ORDER = 1 << 30  # bytes
 AUDIT_FILE, SPENT_FILE, SECRET_FILE, ROWS_FILE = "audit.jsonl", "spent.jsonl", "secret", "rows"
 SPENT_LOCK = "spent.lock"
 EVALUATION = "evaluation"  # a question that every client knows, whatever its method: how good a model is
-SECRET_BYTES = 32
 
 
 class Made(NamedTuple):
@@ -268,7 +269,8 @@ class Desk:
         The noise of an order is drawn once, so that it would cancel between two sets of rows, and noisy label counts
         leave once a run.
         """
-        now, path = fingerprint(self.task, self.run, ""), self.folder / ROWS_FILE
+        now = fingerprint(self.task, self.run, "", start=self._first, secret=self._secret)
+        path = self.folder / ROWS_FILE
         if not now:
             return
         if not path.exists():
@@ -279,43 +281,17 @@ class Desk:
                 "or begin a run of another name in another folder"
             )
 
-    def _seed(self, *parts: bytes) -> int:
-        """Return 64 bits that follow from the client's secret, the bytes of an order, and the memory it goes on from.
+    def _seed(self, *parts: bytes) -> Secret:
+        """Return a secret that follows from the client's own, the bytes of an order, and the memory it goes on from.
 
         So the same order gets the same noise, and asking again tells nothing new. Any other order, or the same one with
         another memory, gets other noise, because equal noise would cancel between two uploads that differ.
         """
-        hashed = hashlib.blake2b(key=self._secret, digest_size=8)
+        hashed = hashlib.blake2b(key=self._secret)
         for part in parts:
             hashed.update(len(part).to_bytes(8, "little"))
             hashed.update(part)
-        return int.from_bytes(hashed.digest(), "little")
-
-
-def read_secret(path: Path) -> bytes:
-    """Return a client's secret, which only its user can read; make it of the system's entropy if there is none."""
-    if not path.exists():
-        temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-        temporary.unlink(missing_ok=True)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(os.urandom(SECRET_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(temporary, path)  # whole or absent; a second process keeps the first one's
-        except FileExistsError:
-            pass
-        finally:
-            temporary.unlink()
-    if os.name == "posix" and path.stat().st_mode & 0o077:
-        raise FedstillError(f"{path} can be read by other users: chmod 600 {path}")
-    secret = path.read_bytes()
-    if len(secret) != SECRET_BYTES:
-        raise FedstillError(
-            f"{path} holds {len(secret)} bytes, and a secret has {SECRET_BYTES}: restore it from a copy"
-        )
-    return secret
+        return Secret.of(hashed.digest())
 
 
 def held_by(federation: Federation, client: int) -> Federation:

@@ -116,7 +116,7 @@ def _training(trained: Trained) -> Iterator[str]:
         "options of the network": options or "defaults",
         "parties": f"{contract.population}",
         "rounds": f"{trained.round or experiment.rounds}, {experiment.cohort} parties in each",
-        **{f"{part} rows": f"{rows.count:,}" for part, rows in contract.rows.items()},
+        **{f"{part} rows": f"{rows.count:,}" for part, rows in contract.rows.items() if rows.count},
         "split": experiment.partition.scheme,
     }
     yield "| | |\n|---|---|"

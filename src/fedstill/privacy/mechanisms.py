@@ -1,21 +1,23 @@
 """Clipped moves with Gaussian noise, for `dp_fedavg` and `update_noise`.
 
-Clipping and sums are in float64, one client at a time, because rounding must not add to a client's influence.
+A move is clipped in float64 and counted in whole steps before anything is added to it: see privacy/noise.py. Without
+noise it stays in float64, because there is nothing to protect.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.seeds import private_normal, seed_for, torch_generator
+from fedstill.core.seeds import seed_for, torch_generator
 from fedstill.core.tree import rows
 from fedstill.core.types import OnCohort, Params, PerClient, Seed, Uploads, Weights
+from fedstill.privacy.noise import gaussian_steps, in_whole_steps, steps_in
 
 
 def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
@@ -31,10 +33,9 @@ def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
         """the move is clipped and hidden in Gaussian noise by the client; sizes, losses and BatchNorm stay with it"""
         params: dict[str, list[Tensor]] = {name: [] for name in start.params}
         for client, move in zip(uploads.ids.tolist(), clipped_moves(uploads, start, clip), strict=True):
-            for name, leaf in move.items():
-                noise = gaussian_like(leaf, seed_for(seed, "private move", how, name, client)) if sigma else 0.0
-                sent = start.params[name].double() + leaf + sigma * noise
-                params[name].append(sent.to(start.params[name].dtype))
+            hidden = _hidden(move, clip, sigma, seed_for(seed, "private move", how, client))
+            for name, leaf in hidden.items():
+                params[name].append((start.params[name].double() + leaf).to(start.params[name].dtype))
         buffers = {name: leaf.expand(len(uploads.ids), *leaf.shape) for name, leaf in start.buffers.items()}
         weights = Weights({name: torch.stack(sent) for name, sent in params.items()}, buffers)
         ones = torch.ones_like(uploads.size)
@@ -44,25 +45,42 @@ def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
     return transmit
 
 
-def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
+BELOW = "below"  # the slot of a cohort's noisy share of moves that were no longer than the bound
+
+
+def bit_noise(noise_multiplier: float, expected: int) -> float:
+    """Return the noise on the number of moves below the bound: of the size that the paper has, at least the moves' z.
+
+    A bit counts as 1/2 or -1/2, so that this noise has a multiplier of twice its size, and costs at most a quarter of
+    what the round releases.
+    """
+    return max(expected / 20, noise_multiplier)
+
+
+def noisy_mean(clip: float, noise_multiplier: float, *, counts_below: bool = False) -> OnCohort:
     """A trusted party shows the server w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I), and nothing else.
 
     m is the expected size of a cohort, because the true size would say who took part. The server's steps get m uploads
     that are all the noisy mean, with sizes of 1, losses of 0 and the buffers of the sent model. An empty cohort is
     noise alone.
+
+    counts_below: the noisy share of moves that are no longer than C is shown, too, in the slot "below". The two are one
+    Gaussian release of multiplier z: the moves get a noise of z_d C with 1 / z_d^2 = 1 / z^2 - 1 / (2 s_b)^2.
     """
-    sigma, how = noise_multiplier * clip, f"clip {clip!r}, noise {noise_multiplier!r}"
+    how = f"clip {clip!r}, noise {noise_multiplier!r}" + (", counts below" if counts_below else "")
 
     def seal(uploads: Uploads, start: Weights, seed: Seed, expected: int) -> Uploads:
         """a trusted party clips the moves and shows their mean with Gaussian noise, and nothing else"""
-        total = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in start.params.items()}
-        for move in clipped_moves(uploads, start, clip):
-            for name, leaf in move.items():
-                total[name] += leaf
+        moves, sigma, extra = clipped_moves(uploads, start, clip), noise_multiplier * clip, {}
+        if counts_below:
+            noise = bit_noise(noise_multiplier, expected) if noise_multiplier else 0.0
+            below = _hidden_count(norms_of(uploads, start) <= clip, noise, seed_for(seed, "bits", how))
+            extra = {BELOW: torch.full((expected,), below / expected + 0.5, dtype=torch.float64)}
+            sigma = clip / math.sqrt(noise_multiplier**-2 - (2 * noise) ** -2) if noise_multiplier else 0.0
+        hidden = _hidden_sum(moves, start, clip, sigma, seed_for(seed, "private mean", how))
         params: Params = {}
         for name, leaf in start.params.items():
-            noise = gaussian_like(total[name], seed_for(seed, "private mean", how, name)) if sigma else 0.0
-            mean = leaf.double() + (total[name] + sigma * noise) / expected
+            mean = leaf.double() + hidden[name] / expected
             params[name] = mean.to(leaf.dtype).expand(expected, *leaf.shape)
         numbers = uploads.size.new_ones(expected)
         buffers = {name: leaf.expand(expected, *leaf.shape) for name, leaf in start.buffers.items()}
@@ -72,12 +90,31 @@ def noisy_mean(clip: float, noise_multiplier: float) -> OnCohort:
             numbers.to(uploads.steps),
             numbers.to(uploads.travel),
             torch.zeros_like(numbers).to(uploads.loss),
-            {},
+            extra,
             None,
             torch.arange(expected),
         )
 
     return seal
+
+
+def norms_of(uploads: Uploads, start: Weights) -> Tensor:
+    """Return the norm (C,) of each client's move over all parameters, in float64; NaN where it is not finite."""
+    params = uploads.weights.params
+    squares = [
+        (leaf.double() - start.params[name].double()).reshape(len(leaf), -1).square().sum(1)
+        for name, leaf in params.items()
+    ]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _hidden_count(bits: Tensor, sigma: float, seed: Seed) -> float:
+    """Return the sum of 1/2 for each true bit and -1/2 for each other one, with Gaussian noise, in whole steps."""
+    total = int(bits.sum()) - 0.5 * len(bits)
+    if not sigma:
+        return total
+    steps = steps_in(0.5, sigma)
+    return (int(2 * total) * steps + int(gaussian_steps(seed, (), 2 * sigma * steps))) / (2 * steps)
 
 
 def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Params]:
@@ -93,9 +130,27 @@ def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Par
         yield move
 
 
-def gaussian_like(leaf: Tensor, seed: Seed) -> Tensor:
-    """Draw N(0, 1) of the leaf's shape in float64, a pure function of the seed."""
-    return private_normal(seed, leaf.shape).to(leaf.device)
+def _hidden_sum(moves: Iterable[Params], start: Weights, clip: float, sigma: float, seed: Seed) -> Params:
+    """Return the sum of clipped moves with Gaussian noise, added in whole steps of the bound."""
+    if not sigma:
+        total = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in start.params.items()}
+        for move in moves:
+            total = {name: leaf + move[name] for name, leaf in total.items()}
+        return total
+    steps = steps_in(clip, sigma)
+    whole = {
+        name: gaussian_steps(seed_for(seed, name), leaf.shape, sigma / clip * steps).to(leaf.device)
+        for name, leaf in start.params.items()
+    }
+    for move in moves:
+        counted = in_whole_steps(move, clip, steps)
+        whole = {name: leaf + counted[name] for name, leaf in whole.items()}
+    return {name: leaf.double() * (clip / steps) for name, leaf in whole.items()}
+
+
+def _hidden(move: Params, clip: float, sigma: float, seed: Seed) -> Params:
+    """Return one client's clipped move with its noise."""
+    return _hidden_sum([move], Weights(move, {}), clip, sigma, seed)
 
 
 def clip_and_noise(sigma: float, clip: float | None = None) -> PerClient | None:
@@ -141,7 +196,7 @@ def _noise_like(stacked: Tensor, name: str, seed: Seed, ids: np.ndarray) -> Tens
 
     Torch's threads share the clients, because a number takes 3.5 ns on one CPU thread (10 uploads of VGG8: 0.16 s).
     """
-    seeds = seed_for(seed, "noise", name, ids).tolist()
+    seeds = [seed_for(seed, "noise", name, client) for client in ids.tolist()]
     drawn = torch.empty(stacked.shape, dtype=torch.float32, device=stacked.device)
     threads = 1 if stacked.is_cuda else torch.get_num_threads()
 

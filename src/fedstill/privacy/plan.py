@@ -24,6 +24,8 @@ class Privacy:
     partial: the budget may cover a part of a client's messages (FedAUX's scores), and leave the others unprotected.
     label_counts: how methods that need each client's label counts get them: exact, dp (Gaussian noise, once, at
     label_epsilon and delta) or none (such a method is refused).
+    reproducible: noise and cohorts follow from the run's seed, as everything else does, so that another run repeats
+    them. Whoever knows the seed can take the noise away, and the run claims nothing.
     """
 
     __pydantic_config__ = SECTION
@@ -34,6 +36,7 @@ class Privacy:
     partial: Flag = False
     label_counts: LabelCounts = "exact"
     label_epsilon: Positive = 1.0
+    reproducible: Flag = False
 
     def __post_init__(self) -> None:
         check_limits("privacy", self)

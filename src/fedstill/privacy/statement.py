@@ -30,11 +30,15 @@ AGAINST: dict[Against, str] = {
     "server": "against everybody, the server included",
     "public": "against everybody but the server, which must be trusted",
 }
-SEED = (
-    "the noise and the cohorts are drawn from the run's seed and stay unknown: whoever knows the seed can take the "
-    "noise away (a simulation writes it into config.toml)"
+SECRET = (
+    "the noise and Poisson cohorts follow from a secret of the system's entropy, which is not in the run's folder: it "
+    "stays with whoever adds the noise, and whoever has it can take the noise away"
 )
-NUMBERS = "numbers are drawn and rounded as floating point does it; attacks on that are out of scope"
+NUMBERS = (
+    "what is hidden and its noise are whole numbers of steps, drawn exactly, so that no last bits of floating point "
+    "give a value away; how long a computation takes is not covered"
+)
+PUBLIC_SEED = "no claim: the seed is public (privacy.reproducible = true), and whoever knows it can take the noise away"
 NEIGHBOURS = (
     "who the clients are, that each holds at least one sample, the classes, and the columns of a table with their "
     "words are public; what is protected is what clients hold, whatever else it might be"
@@ -46,7 +50,14 @@ ONE_RUN = (
 ALWAYS = (
     "a round is played however few uploads are sound, by noise alone where there is none: a quorum above 1 is refused"
 )
-FOLDER = "losses, accuracies and cohorts in the run's folder are measurements of the simulation and not covered"
+FOLDER = (
+    "the run's folder holds the release and what follows from it and from public data; what clients' own data say is "
+    "left out (but for references.json, if the experiment asks for it: it is not covered)"
+)
+OPEN_FOLDER = (
+    "the run's folder holds more than the claim covers (training losses, how many samples of each class a client "
+    "holds, digests of the data): it is not to be published where the claim is to hold"
+)
 MEANT_DELTA = (
     "delta is to be far below 1 / (number of clients; of samples, where these are the unit): to publish one of them "
     "outright, whichever chance picks, has a delta of that size"
@@ -116,6 +127,7 @@ class PrivacyStatement:
     stopped: str = ""  # why the run ended early
     notes: tuple[str, ...] = ()  # further lines of the text
     spent: tuple[tuple[int, float], ...] = ()  # (round, epsilon of the first claim after it), the last one at the end
+    with_a_secret: tuple[Claim, ...] = ()  # of a run whose seed is public: what it would claim if it were not
 
     @property
     def not_covered(self) -> tuple[str, ...]:
@@ -126,11 +138,12 @@ class PrivacyStatement:
 
     def strongest(self) -> tuple[Claim, ...]:
         """Return the claims that follow from no other claim."""
-        return tuple(claim for claim in self.claims if not any(_implies(other, claim) for other in self.claims))
+        return _strongest(self.claims)
 
     def text(self) -> str:
         """Return the statement for people, mostly two or three lines."""
-        lines = [claim.text() for claim in self.strongest()] or ["no claim"]
+        lines = [claim.text() for claim in self.strongest()] or [PUBLIC_SEED if self.with_a_secret else "no claim"]
+        lines += [f"with a secret seed: {claim.text()}" for claim in _strongest(self.with_a_secret)]
         lines += [f"no claim for {release}" for release in self.refused]
         public = self.open_to_public
         server = {part: since for part, since in self.open_to_server.items() if public.get(part) != since}
@@ -139,9 +152,20 @@ class PrivacyStatement:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        claims = [claim.as_dict() for claim in self.claims]
+        claims, others = ([claim.as_dict() for claim in some] for some in (self.claims, self.with_a_secret))
         spent = [[number, epsilon if math.isfinite(epsilon) else None] for number, epsilon in self.spent]
-        return {**asdict(self), "claims": claims, "spent": spent, "not_covered": self.not_covered, "text": self.text()}
+        text = {"not_covered": self.not_covered, "text": self.text()}
+        return {**asdict(self), "claims": claims, "with_a_secret": others, "spent": spent, **text}
+
+
+def of_public_seed(made: PrivacyStatement) -> PrivacyStatement:
+    """Return the statement of the same run where everybody knows the seed that its noise was drawn from."""
+    assumed = tuple(line for line in made.assumptions if line not in (SECRET, SECRET_COHORT))
+    return replace(made, claims=(), with_a_secret=made.claims, spent=(), assumptions=assumed)
+
+
+def _strongest(claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    return tuple(claim for claim in claims if not any(_implies(other, claim) for other in claims))
 
 
 def _unprotected_lines(whom: str, parts: Mapping[str, int]) -> list[str]:
@@ -309,12 +333,18 @@ def _assumptions(stretches: Sequence[Stretch], claims: Sequence[Claim]) -> tuple
     ]
     pairs = [(release, stretch) for stretch in stretches for release in stretch.releases if release.when == "round"]
     drawn = [SECRET_COHORT if _amplified(release, stretch) else _drawn(stretch) for release, stretch in pairs]
+    folder = FOLDER if covers_the_public(claims) else OPEN_FOLDER
     always = [ALWAYS] if any(stretch.sealed for stretch in stretches) else []
     return tuple(
         dict.fromkeys(
-            [NEIGHBOURS, ONE_RUN, SEED, MEANT_DELTA, *filter(None, drawn), *always, *reasons, FOLDER, NUMBERS]
+            [NEIGHBOURS, ONE_RUN, SECRET, MEANT_DELTA, *filter(None, drawn), *always, *reasons, folder, NUMBERS]
         )
     )
+
+
+def covers_the_public(claims: Sequence[Claim]) -> bool:
+    """Return whether a claim covers everything that reaches those who see what the server publishes."""
+    return any(claim.complete and claim.against == "public" for claim in claims)
 
 
 def _drawn(stretch: Stretch) -> str:

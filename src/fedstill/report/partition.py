@@ -27,14 +27,18 @@ _LONGEST_NAME = 24
 _WIDEST = 9.5  # inches of the picture: its text stays legible where a page shows it 900 pixels wide
 
 
-def write_counts(counts: np.ndarray, folder: Path, *, classes: Sequence[str], names: Sequence[str] = ()) -> None:
+def write_counts(
+    counts: np.ndarray, folder: Path, *, classes: Sequence[str], names: Sequence[str] = (), hidden: bool = False
+) -> None:
     """Write partition.json: class counts (clients, classes), the names of the classes and of the clients, if any.
 
-    Of a federation with more than four million counts, the file holds as many clients as fit.
+    Of a federation with more than four million counts, the file holds as many clients as fit. hidden: it has no
+    counts, because they are not to be published.
     """
     counts = np.asarray(counts)
     shown = counts[: max(1, _MOST_COUNTS // max(1, counts.shape[1]))].astype(int).tolist()
-    tree = {"clients": len(counts), "classes": list(classes), "names": list(names[: len(shown)]), "counts": shown}
+    tree = {"clients": len(counts), "classes": list(classes), "names": list(names[: len(shown)])}
+    tree["counts"] = [] if hidden else shown
     write_whole(folder / COUNTS_FILE, json.dumps(tree, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 

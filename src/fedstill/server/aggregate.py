@@ -13,9 +13,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fedstill.compose.combine import run_step
+from fedstill.compose.sealed import as_before, mean_of, of_sums
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.tree import clone, rows, select
-from fedstill.core.types import Aggregate, Need, Params, Round, ServerStep, Tree, Uploads, Weights
+from fedstill.core.tree import clone, rows, select, subtract
+from fedstill.core.types import Aggregate, Need, Params, Round, SealedRound, ServerStep, Tree, Uploads, Weights
 
 Weighting = Literal["size", "uniform"]
 BufferPolicy = Literal["average", "pooled", "reset", "local"]
@@ -31,9 +33,43 @@ def shares(uploads: Uploads, weighting: Weighting) -> Tensor:
     return mass / total
 
 
-def participation(round: Round) -> float:
+def participation(round: Round | SealedRound) -> float:
     """|S| / N: the share of the population that sent something this round."""
+    if isinstance(round, SealedRound):
+        return round.sums["uniform"].clients / round.population
     return float((round.uploads.size > 0).sum()) / round.population
+
+
+def mean_model(round: Round | SealedRound, weighting: Weighting) -> Weights:
+    """Return sum_k p_k w_k, from uploads or from their sum."""
+    if isinstance(round, SealedRound):
+        return mean_of(round.sums[weighting], round.start)
+    share = shares(round.uploads, weighting)
+    return Weights(*(weighted_sum(part, share) for part in round.uploads.weights))
+
+
+def mean_move(round: Round | SealedRound, weighting: Weighting) -> Params:
+    """Return sum_k p_k (w_k - w), from uploads or from their sum."""
+    if isinstance(round, SealedRound):
+        return subtract(mean_of(round.sums[weighting], round.start).params, round.start.params)
+    moves = {name: now - round.start.params[name] for name, now in round.uploads.weights.params.items()}
+    return weighted_sum(moves, shares(round.uploads, weighting))
+
+
+def mean_slot(round: Round | SealedRound, slot: str, weighting: Weighting) -> Params:
+    """Return sum_k p_k of a slot that is sent beside the model, from uploads or from their sum."""
+    if isinstance(round, SealedRound):
+        sums = round.sums[weighting]
+        return {name: (leaf / sums.mass).to(round.start.params[name].dtype) for name, leaf in sums.extra[slot].items()}
+    return weighted_sum(round.uploads.extra[slot], shares(round.uploads, weighting))
+
+
+def sum_slot(round: Round | SealedRound, slot: str) -> Params:
+    """Return the sum over the cohort of a slot that is sent beside the model, from uploads or as it is."""
+    if isinstance(round, SealedRound):
+        sums = round.sums["uniform"].extra[slot]
+        return {name: leaf.to(round.start.params[name].dtype) for name, leaf in sums.items()}
+    return weighted_sum(round.uploads.extra[slot], (round.uploads.size > 0).double())
 
 
 def weighted_sum(stacked: Params, weight: Tensor) -> Params:
@@ -63,11 +99,10 @@ def average(weighting: Weighting = "size") -> ServerStep:
     if weighting not in get_args(Weighting):
         raise FedstillError(f"weighting '{weighting}' is unknown: {suggest(weighting, get_args(Weighting))}")
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        share = shares(round.uploads, weighting)
-        return Weights(*(weighted_sum(part, share) for part in round.uploads.weights)), state
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+        return mean_model(round, weighting), state
 
-    return _AVERAGES.setdefault(weighting, Aggregate("average", apply, weighting=weighting))
+    return _AVERAGES.setdefault(weighting, Aggregate("average", of_sums(apply), weighting=weighting))
 
 
 _AVERAGES: dict[Weighting, ServerStep] = {}
@@ -255,15 +290,17 @@ def with_buffers(step: ServerStep, policy: BufferPolicy) -> ServerStep:
     if policy == "average":
         return step
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        sent = round.uploads.weights
-        if policy == "pooled":
-            raw = {name: _raw_variance(name, sent.buffers) for name in sent.buffers}
-            round = replace(round, uploads=round.uploads._replace(weights=sent._replace(buffers=raw)))
-        made, state = step.apply(candidate, state, round)
-        return made._replace(buffers=_by_policy(policy, made.buffers, round)), state
+    def by_policy(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
+        made, state = run_step(step, candidate, state, round)
+        return made._replace(buffers=_by_policy(policy, made.buffers, round.start)), state
 
-    return replace(step, apply=apply)
+    def pooled(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        sent = round.uploads.weights
+        raw = {name: _raw_variance(name, sent.buffers) for name in sent.buffers}
+        round = replace(round, uploads=round.uploads._replace(weights=sent._replace(buffers=raw)))
+        return by_policy(candidate, state, round)
+
+    return replace(step, apply=pooled if policy == "pooled" else as_before(step, by_policy))
 
 
 def _raw_variance(name: str, buffers: Params) -> Tensor:
@@ -272,9 +309,9 @@ def _raw_variance(name: str, buffers: Params) -> Tensor:
     return buffers[name] + buffers[name.removesuffix("var") + "mean"].square()
 
 
-def _by_policy(policy: BufferPolicy, made: Params, round: Round) -> Params:
+def _by_policy(policy: BufferPolicy, made: Params, start: Weights) -> Params:
     if policy == "local":
-        return clone(round.start.buffers)
+        return clone(start.buffers)
     buffers = dict(made)
     for name, leaf in made.items():
         if policy == "reset" and name.endswith(("running_mean", "running_var", "num_batches_tracked")):

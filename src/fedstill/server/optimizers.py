@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedstill.compose.sealed import of_sums
 from fedstill.core.tree import zeros_like
-from fedstill.core.types import Params, Round, ServerStep, Stage, Tree, Weights
+from fedstill.core.types import Params, Round, SealedRound, ServerStep, Stage, Tree, Weights
 
 AdaptiveRule = Literal["adagrad", "yogi", "adam"]
 
@@ -26,7 +27,7 @@ def sgd(lr: float = 1.0, *, momentum: float = 0.0) -> ServerStep:
     def init(weights: Weights) -> Tree:
         return {"velocity": zeros_like(weights.params)} if momentum else {}
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
         moved: Params = {}
         velocity: Params = {}
         for name, now in candidate.params.items():
@@ -38,7 +39,7 @@ def sgd(lr: float = 1.0, *, momentum: float = 0.0) -> ServerStep:
                 velocity[name] = momentum * past + gradient
         return candidate._replace(params=moved), {"velocity": velocity} if momentum else {}
 
-    return ServerStep("optimizer", apply, init, stage=Stage.MOVE)
+    return ServerStep("optimizer", of_sums(apply), init, stage=Stage.MOVE)
 
 
 def _second_moment(rule: AdaptiveRule, past: Tensor, square: Tensor, beta2: float) -> Tensor:
@@ -63,7 +64,7 @@ def adaptive(
         second = {name: torch.full_like(leaf, tau**2) for name, leaf in weights.params.items()}
         return {"momentum": zeros_like(weights.params), "second": second}
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
         moved: Params = {}
         first: Params = {}
         second: Params = {}
@@ -74,7 +75,7 @@ def adaptive(
             moved[name] = start + lr * first[name] / (second[name].sqrt() + tau)
         return candidate._replace(params=moved), {"momentum": first, "second": second}
 
-    return ServerStep("optimizer", apply, init, stage=Stage.MOVE)
+    return ServerStep("optimizer", of_sums(apply), init, stage=Stage.MOVE)
 
 
 def adam(lr: float, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> ServerStep:
@@ -84,7 +85,7 @@ def adam(lr: float, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e
         moments = {"momentum": zeros_like(weights.params), "second": zeros_like(weights.params)}
         return {**moments, "count": torch.zeros((), dtype=torch.int64)}
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def apply(candidate: Weights, state: Tree, round: Round | SealedRound) -> tuple[Weights, Tree]:
         count = int(state["count"]) + 1
         moved: Params = {}
         first: Params = {}
@@ -97,4 +98,4 @@ def adam(lr: float, *, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e
             moved[name] = start + lr * first[name] / (1.0 - beta1**count) / size
         return candidate._replace(params=moved), {"momentum": first, "second": second, "count": state["count"] + 1}
 
-    return ServerStep("optimizer", apply, init, stage=Stage.MOVE)
+    return ServerStep("optimizer", of_sums(apply), init, stage=Stage.MOVE)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fedstill.core.seeds import private_normal, seed_for
+from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation, Question, Tools
 from fedstill.core.types import ClientData, Need, Round, Seed, Tree, Weights
+from fedstill.privacy.noise import gaussian_steps, steps_in
 from fedstill.server.distill.targets import TeacherShares
 from fedstill.server.distill.teachers import teacher_ids
 
@@ -171,14 +172,24 @@ def client_answer(private: Tensor, negatives: Tensor, scoring: Scoring, seed: Se
     solved = fit_logistic(points, sign, lam=scoring.lam, form=scoring.form, intercept=scoring.intercept)
     w = solved.w
     if scoring.noise:
-        drawn = private_normal(seed, w.shape).to(w)
-        w = w + scoring.noise * sensitivity(scoring.lam, len(points)) * drawn
+        w = hidden(w, sensitivity(scoring.lam, len(points)), scoring.noise, seed)
     answer = {"w": w.float()}
     if scoring.intercept:
         answer["intercept"] = solved.intercept.float()
     if scoring.gamma == "both":
         answer["bound"] = bound.float()
     return answer
+
+
+def hidden(w: Tensor, bound: float, noise: float, seed: Seed) -> Tensor:
+    """Return w with Gaussian noise of a standard deviation of `noise` bounds, added in whole steps of the bound.
+
+    Rounding moves each of F numbers by at most half a step, and so two solutions apart by at most sqrt(F) steps.
+    """
+    steps = steps_in(bound, noise * bound)
+    whole = (w * (steps / bound)).round().to(torch.int64)
+    drawn = gaussian_steps(seed, w.shape, noise * (steps + math.sqrt(w.numel())))
+    return (whole + drawn.to(w.device)).to(w.dtype) * (bound / steps)
 
 
 def norm_bound(features: Tensor) -> Tensor:
