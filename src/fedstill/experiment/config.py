@@ -81,6 +81,12 @@ def _checked_aggregate(text: str) -> str:
     return text
 
 
+def _checked_attack(text: str) -> str:
+    with collected():
+        lookup.attack_parts(text)
+    return text
+
+
 def _checked_engine(name: str) -> str:
     with collected():
         return check_engine(name)
@@ -228,6 +234,13 @@ class ServerSection(_Section):
     buffers: Literal["average", "pooled", "reset", "local"] = "average"  # BatchNorm statistics
 
 
+class AttackSection(_Section):
+    """What hostile clients of this simulation do; the run's seed chooses who they are. A deployment has no attacks."""
+
+    name: Annotated[str, AfterValidator(_checked_attack)] = Field(default="", examples=["sign(factor=4.0)"])
+    share: float = Field(default=0.2, gt=0, le=1)  # of the clients that hold data
+
+
 class EngineSection(_Section):
     """The engine that trains the clients, and the device it runs on."""
 
@@ -246,6 +259,7 @@ class CompareSection(_Section):
     """The methods, or a sweep's points, and the number of seeds that `compare` takes when its caller names none."""
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
+    attacks: tuple[str, ...] = Field(default=(), strict=False, examples=[["sign:0.2"]])  # each method also under each
     over: tuple[str, ...] = Field(default=(), strict=False, examples=[["local.lr=0.01,0.1"]])  # a sweep, not methods
     search: int = Field(default=0, ge=0)  # trials that search the ranges of `over`; 0: every point of the grid
     seeds: int = Field(default=3, ge=1)
@@ -327,6 +341,7 @@ class Experiment(_Section):
     method: Annotated[MethodSection, _section("name")] = MethodSection()
     server: Annotated[ServerSection, _section("aggregate")] = ServerSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
+    attack: Annotated[AttackSection, _section("name")] = AttackSection()
     guard: Annotated[Guard, _section()] = Guard()
     privacy: Annotated[Privacy, _section()] = Privacy()
     compare: Annotated[CompareSection, AfterValidator(_checked_references)] = CompareSection()
@@ -390,7 +405,9 @@ class Experiment(_Section):
         table = self.resolved()
         method = table["method"] | {"name": lookup.label(self.method.name)}
         model = {key: value for key, value in table["model"].items() if (key, value) != ("start", None)}
-        return json.dumps({"method": method, "model": model, "guard": table["guard"]}, sort_keys=True)
+        known = {"method": method, "model": model, "guard": table["guard"]}
+        known |= {"attack": table["attack"]} if self.attack.name else {}
+        return json.dumps(known, sort_keys=True)
 
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
         """Return a copy that holds the numbers of scale = "unlabeled", because the unlabeled data may change later."""

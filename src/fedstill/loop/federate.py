@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.attack.kinds import Attack
 from fedstill.compose.combine import bound_to, first_state, samples, targets
 from fedstill.compose.groups import as_it_is, check_groups, grouped, only, reported_name, split
 from fedstill.compose.head_only import heads_only
@@ -30,6 +31,7 @@ from fedstill.core.tree import to_device, tree_map
 from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, Seed, Targets, Training, Tree, Weights
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.engine import keep_optimizers
+from fedstill.loop.attacked import Attacked
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import Cautions
@@ -96,6 +98,7 @@ class Built:
         others, which hold for the rounds that it plays.
     spare: how many clients elsewhere are drawn beyond the cohort. The first to answer fill the cohort, so that a run
         depends on the clock: a resumed one may take others in the rounds that it plays again.
+    attack: what some clients of a simulation do instead of their part; None: all are honest.
     """
 
     method: Method | Sequence[Phase]
@@ -116,6 +119,7 @@ class Built:
     holders: np.ndarray | None = None
     stays: Mapping[int, Stay] = field(default_factory=dict)
     spare: int = 0
+    attack: Attack | None = None
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -137,6 +141,8 @@ class Built:
             if not fine:
                 given = type(getattr(self, key)).__name__
                 raise FedstillError(f"{key}: {given} is no fedstill.{kind}: give fedstill.{cure}")
+        if self.attack is not None and self.population is not None:
+            raise FedstillError("attack.name: an attack is part of a simulation, and these clients live elsewhere: remove [attack]")
 
 
 def federate(
@@ -163,7 +169,10 @@ def federate(
     if built.spare and built.population is None:
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
     state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
-    make = partial(Here, budget=state_budget) if built.population is None else built.population
+    here: MakePopulation = partial(Here, budget=state_budget)
+    if built.attack is not None:
+        here = partial(Attacked, attack=built.attack, engines=built.engines, budget=state_budget)
+    make = here if built.population is None else built.population
     return _run(task, plan, state, callbacks, make, resume=resume, began=began)
 
 

@@ -107,19 +107,22 @@ def median() -> ServerStep:
     Reference: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
-    def middle(stacked: Params) -> Params:
-        def of(leaf: Tensor) -> Tensor:
-            low, high = (len(leaf) - 1) // 2, len(leaf) // 2
-            ordered = leaf.sort(dim=0).values
-            return ordered[low] if low == high or not leaf.is_floating_point() else ordered[low : high + 1].mean(0)
-
-        return {name: of(leaf) for name, leaf in stacked.items()}
-
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         params, buffers = map(middle, _counted(round.uploads).weights)
         return Weights(params, buffers), state
 
     return Aggregate("median", apply, needs=_ALONE)
+
+
+def middle(stacked: Params) -> Params:
+    """The median of each number over the cohort; of an even number the mean of the middle two."""
+
+    def of(leaf: Tensor) -> Tensor:
+        low, high = (len(leaf) - 1) // 2, len(leaf) // 2
+        ordered = leaf.sort(dim=0).values
+        return ordered[low] if low == high or not leaf.is_floating_point() else ordered[low : high + 1].mean(0)
+
+    return {name: of(leaf) for name, leaf in stacked.items()}
 
 
 def trimmed_mean(share: float = 0.1) -> ServerStep:
@@ -192,17 +195,16 @@ def krum(f: int = 1, m: int = 1) -> ServerStep:
     if f < 0 or m < 1:
         raise FedstillError(f"krum(f={f!r}, m={m!r}): use f of at least 0 and m of at least 1")
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def kept(round: Round) -> Uploads:
         uploads = _counted(round.uploads)
         count = len(uploads.ids)
         squares = squared_distances(uploads.weights.params, round.start.params)
         near = squares.sort(dim=1).values[:, 1 : 1 + max(1, count - f - 2)].sum(1)  # the first is the upload itself
         by_id = uploads.ids.to(near.device).argsort()  # among equals the smallest id, whatever the cohort's order
         best = by_id[near[by_id].argsort(stable=True)[: min(m, count)]]
-        share = torch.zeros_like(near).index_fill(0, best, 1.0 / len(best))
-        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
+        return select(uploads, best.sort().values.cpu())
 
-    return Aggregate("krum", apply, needs=_ALONE)
+    return _plain_mean_of("krum", kept)
 
 
 def norm_bound(bound: float = 1.0) -> ServerStep:
@@ -216,17 +218,67 @@ def norm_bound(bound: float = 1.0) -> ServerStep:
     if not bound > 0:
         raise FedstillError(f"norm_bound(bound={bound!r}): use a positive number")
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        uploads = _counted(round.uploads)
-        start, share = round.start.params, shares(uploads, "uniform")
-        moves = {name: leaf - start[name] for name, leaf in uploads.weights.params.items()}
-        squares = [move.reshape(len(move), -1).double().square().sum(1) for move in moves.values()]
-        norm = torch.stack(squares).sum(0).sqrt()  # (C,)
-        mean = weighted_sum(moves, share * (bound / norm.clamp_min(bound)))
-        params = {name: leaf + mean[name] for name, leaf in start.items()}
-        return Weights(params, weighted_sum(uploads.weights.buffers, share)), state
+    def shortened(round: Round) -> Uploads:
+        return within(_counted(round.uploads), round.start.params, lambda norm: bound)
 
-    return Aggregate("norm_bound", apply, needs=_ALONE)
+    return _plain_mean_of("norm_bound", shortened)
+
+
+def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
+    """w = a centre that moves by the mean of the uploads' distances from it, none longer than a bound (CC).
+
+        v = the median of the uploads,  then `iterations` times:  v <- v + mean_k (w_k - v) min(1, tau / ||w_k - v||)
+        tau = bound times the median of ||w_k - v||
+
+    Args:
+        bound: of an upload's distance from the centre, in medians of these distances.
+        iterations: how often the centre moves.
+
+    Reference: Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
+    """
+    if not bound > 0 or iterations < 1:
+        raise FedstillError(f"centred_clipping({bound!r}, {iterations!r}): use a positive number and at least 1")
+
+    def near_the_centre(round: Round) -> Uploads:
+        uploads = _counted(round.uploads)
+        params, share = uploads.weights.params, shares(uploads, "uniform")
+        centre = middle(params)
+        for _ in range(iterations - 1):
+            near = within(uploads, centre, lambda norm: bound * float(norm.median()))
+            centre = weighted_sum(near.weights.params, share)
+        return within(uploads, centre, lambda norm: bound * float(norm.median()))
+
+    return _plain_mean_of("centred_clipping", near_the_centre)
+
+
+def within(uploads: Uploads, centre: Params, most: Callable[[Tensor], float]) -> Uploads:
+    """Return the uploads with their parameters drawn towards a centre, none farther away than `most` of distances."""
+    away = {name: leaf - centre[name] for name, leaf in uploads.weights.params.items()}
+    squares = [move.reshape(len(move), -1).double().square().sum(1) for move in away.values()]
+    norm = torch.stack(squares).sum(0).sqrt()  # (C,)
+    bound = most(norm)
+    near = norm <= bound
+    if bool(near.all()):
+        return uploads
+
+    def drawn(name: str, leaf: Tensor) -> Tensor:
+        shape = (-1, *[1] * (leaf.dim() - 1))
+        part = (bound / norm.clamp_min(bound)).to(leaf).reshape(shape)
+        return torch.where(near.reshape(shape), leaf, centre[name] + part * away[name])
+
+    params = {name: drawn(name, leaf) for name, leaf in uploads.weights.params.items()}
+    return uploads._replace(weights=uploads.weights._replace(params=params))
+
+
+def _plain_mean_of(name: str, taken: Callable[[Round], Uploads]) -> ServerStep:
+    """The uniform mean of the uploads as `taken` gives them; the steps that follow see no others."""
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        uploads = taken(round)
+        share = shares(uploads, "uniform")
+        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
+
+    return Aggregate(name, apply, needs=_ALONE, hands_on=taken)
 
 
 def squared_distances(params: Params, start: Params) -> Tensor:
@@ -292,4 +344,5 @@ AGGREGATES: dict[str, Callable[..., ServerStep]] = {
     "geometric_median": geometric_median,
     "krum": krum,
     "norm_bound": norm_bound,
+    "centred_clipping": centred_clipping,
 }
