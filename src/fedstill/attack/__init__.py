@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedstill.attack.kinds import (
-    Attack,
-    Kind,
-    adaptive,
-    backdoor,
-    gaussian,
-    label_flip,
-    scale,
-    sign,
-    sure,
-    together,
-)
+from fedstill.attack.kinds import Attack, Kind, adaptive, backdoor, gaussian, label_flip, scale, sign, sure, together
 
 ATTACKS: dict[str, Callable[..., Kind]] = {
     "sign": sign,

@@ -61,7 +61,7 @@ class Attack:
         return sorted(ids[place] for place in order[: max(1, round(self.share * len(ids)))])
 
     def poisoned(self, federation: Federation, hostile: Iterable[int], seed: Seed) -> Federation:
-        """Return the federation in which hostile clients hold poisoned copies of their rows, and others what they had."""
+        """Return the federation in which hostile clients hold poisoned copies of their rows."""
         poison, train = self.kind.poison, federation.train
         if poison is None:
             return federation
@@ -144,11 +144,7 @@ def adaptive(quantile: PositiveShare = TOP) -> Kind:
 
 
 def backdoor(
-    target: CountOrNone = 0,
-    part: PositiveShare = 0.5,
-    size: Count = 3,
-    factor: Positive = 5.0,
-    adaptive: bool = False,
+    target: CountOrNone = 0, part: PositiveShare = 0.5, size: Count = 3, factor: Positive = 5.0, adaptive: bool = False
 ) -> Kind:
     """Train a part of the rows with a pattern in them on one class, and send the move so many times as far.
 

@@ -149,8 +149,7 @@ class RunOptions:
     settings: Set = None
     references: References = False
     attack: Annotated[
-        str | None,
-        typer.Option(metavar="KIND", help="Some clients are hostile: sign:0.2, scale:20, backdoor, ... (compare: several)."),
+        str | None, typer.Option(metavar="KIND", help="Some clients are hostile: sign:0.2, scale:20, backdoor ...")
     ] = None
     out: Out = None
     quiet: Quiet = False

@@ -55,8 +55,8 @@ from fedstill.methods.lookup import label, split_methods
 from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
 from fedstill.report.sensitivity import ON_HELD_BACK, PICTURE_FILE, in_letters, in_sentences
-from fedstill.storage.toml import toml_value
 from fedstill.report.table import MethodSummary, plain_table, prepared_text, reference_lines, rich_table, table_legend
+from fedstill.storage.toml import toml_value
 
 
 def run_command(options: RunOptions) -> None:
@@ -76,7 +76,7 @@ def compare_command(options: CompareOptions) -> None:
         raise FedstillError("--methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
     entries, inside = choose_methods(experiment, asked), experiment.compare
     count = inside.seeds if options.seeds is None else options.seeds
-    changed = changes or count != inside.seeds or options.attack is not None or (asked and tuple(entries) != inside.methods)
+    changed = changes or options.attack or count != inside.seeds or (asked and tuple(entries) != inside.methods)
     section = {**inside.model_dump(), "methods": list(entries), "seeds": count, "over": [], "search": 0}
     if options.attack is not None:
         section["attacks"] = split_methods(options.attack)

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import broadcast_of, first_state, handed_on, reported, run_step, samples, targets, weighting_of
+from fedstill.compose.combine import (
+    broadcast_of,
+    first_state,
+    handed_on,
+    reported,
+    run_step,
+    samples,
+    targets,
+    weighting_of,
+)
 from fedstill.compose.phases import NETWORKS
 from fedstill.core.errors import FedstillError
 from fedstill.core.setup import AnyQuestion, Preparation, no_preparation

@@ -18,7 +18,8 @@ from fedstill.methods.lookup import attack_parts, write
 from fedstill.storage import toml as toml_io
 
 _CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
-_WORDS = {**_CHOICES, "data": "source", "server": "aggregate", "engine": "name", "attack": "name"}  # the key that a bare word stands for
+# the key that a bare word stands for
+_WORDS = {**_CHOICES, "data": "source", "server": "aggregate", "engine": "name", "attack": "name"}
 _SHORT_FORMS = {
     "seed": "seed",
     "rounds": "rounds",

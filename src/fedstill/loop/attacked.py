@@ -1,9 +1,9 @@
-"""A simulation some of whose clients are hostile. An attack stands here, between clients and server, and nowhere else."""
+"""A simulation some of whose clients are hostile: an attack stands between clients and server, and nowhere else."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,13 +35,20 @@ class Attacked(Here):
     """
 
     def __init__(
-        self, task: Task, first: Tree, *, attack: Attack, engines: Any, budget: int | None = None, folder: Path | None
+        self,
+        task: Task,
+        first: Tree,
+        *,
+        attack: Attack,
+        engines: Callable[..., Engines],
+        budget: int | None = None,
+        folder: Path | None,
     ) -> None:
         self.attack = attack
         self.hostile = attack.hostile(task.clients.tolist(), task.seed)
         federation = attack.poisoned(task.federation, self.hostile, task.seed)
         if federation is not task.federation:
-            made: Engines = engines(model=task.model, federation=federation)
+            made = engines(model=task.model, federation=federation)
             counts = None if task.counts is None else label_counts(federation).to(task.counts.device)
             task = replace(task, federation=federation, engine=made.cohort, counts=counts)
         names = ", ".join(map(str, self.hostile))
@@ -67,8 +74,10 @@ class Attacked(Here):
     ) -> Iterator[tuple[int, Answer]]:
         lie = self.attack.kind.lie
         for client, answer in super().ask(question, ids, round=round, sent=sent):
-            lies = lie is not None and client in self.hostile and not isinstance(answer, str)
-            yield client, lie(answer, sent) if lies and lie is not None and not isinstance(answer, str) else answer
+            if lie is None or client not in self.hostile or isinstance(answer, str):
+                yield client, answer
+            else:
+                yield client, lie(answer, sent)
 
 
 def measured_under(attack: Attack | None, evaluate: Evaluate) -> Evaluate:

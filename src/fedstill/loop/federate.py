@@ -142,7 +142,7 @@ class Built:
                 given = type(getattr(self, key)).__name__
                 raise FedstillError(f"{key}: {given} is no fedstill.{kind}: give fedstill.{cure}")
         if self.attack is not None and self.population is not None:
-            raise FedstillError("attack.name: an attack is part of a simulation, and these clients live elsewhere: remove [attack]")
+            raise FedstillError("attack.name: these clients live elsewhere, and attacks are for simulations: remove it")
 
 
 def federate(

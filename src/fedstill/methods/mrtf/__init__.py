@@ -73,7 +73,9 @@ def mrtf(
         whole local objective, so terms of a joined method count.
     Reference: Li et al., MrTF: Model Refinery for Transductive Federated Learning, 2023, Eqs. 6, 10-12.
     """
-    form = Refinery(stabilise, rectify, refine, sharpness, refine_sharpness, refine_share, floor, bounded, largest_share, warm_up)
+    form = Refinery(
+        stabilise, rectify, refine, sharpness, refine_sharpness, refine_share, floor, bounded, largest_share, warm_up
+    )
     step = rectified_distillation(student, form)
     step = every_so_often(every, step) if every > 1 else step
     return Method(cross_entropy(), average("uniform"), (step if feedback else report_only(step),))

@@ -65,7 +65,7 @@ def median(members: Tensor, share: Tensor | None = None) -> Tensor:
     >>> median(torch.tensor([1.0, 2.0, 3.0, 50.0]).reshape(4, 1, 1), torch.tensor([0.6, 0.2, 0.1, 0.1])).item()
     1.0
     """
-    ordered, below, above = _sorted(members, share)
+    ordered, _, above = _sorted(members, share)
     low = (above < 0.5 - HALF).sum(dim=0, keepdim=True)
     high = (above <= 0.5 + HALF).sum(dim=0, keepdim=True).clamp_max(len(members) - 1)
     return (ordered.gather(0, low) + ordered.gather(0, high))[0] / 2
