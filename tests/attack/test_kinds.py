@@ -59,7 +59,7 @@ def test_an_adaptive_backdoor_keeps_the_direction_of_its_training():
 
 
 def test_labels_are_turned_round():
-    x, y = label_flip().poison(train_of(torch.zeros(3, 2)), torch.zeros(3, 2), torch.tensor([0, 1, 2]), 0)
+    _, y = label_flip().poison(train_of(torch.zeros(3, 2)), torch.zeros(3, 2), torch.tensor([0, 1, 2]), 0)
     assert y.tolist() == [2, 1, 0]
 
 

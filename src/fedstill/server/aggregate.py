@@ -219,7 +219,7 @@ def norm_bound(bound: float = 1.0) -> ServerStep:
         raise FedstillError(f"norm_bound(bound={bound!r}): use a positive number")
 
     def shortened(round: Round) -> Uploads:
-        return within(_counted(round.uploads), round.start.params, lambda norm: bound)
+        return within(_counted(round.uploads), Weights(round.start.params, {}), lambda norm: bound)
 
     return _plain_mean_of("norm_bound", shortened)
 
@@ -229,6 +229,8 @@ def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
 
         v = the median of the uploads,  then `iterations` times:  v <- v + mean_k (w_k - v) min(1, tau / ||w_k - v||)
         tau = bound times the median of ||w_k - v||
+
+    BatchNorm statistics are averaged; an upload that is drawn nearer counts with the median of them.
 
     Args:
         bound: of an upload's distance from the centre, in medians of these distances.
@@ -241,33 +243,38 @@ def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
 
     def near_the_centre(round: Round) -> Uploads:
         uploads = _counted(round.uploads)
-        params, share = uploads.weights.params, shares(uploads, "uniform")
-        centre = middle(params)
+        share, centre = shares(uploads, "uniform"), Weights(*map(middle, uploads.weights))
         for _ in range(iterations - 1):
             near = within(uploads, centre, lambda norm: bound * float(norm.median()))
-            centre = weighted_sum(near.weights.params, share)
+            centre = centre._replace(params=weighted_sum(near.weights.params, share))
         return within(uploads, centre, lambda norm: bound * float(norm.median()))
 
     return _plain_mean_of("centred_clipping", near_the_centre)
 
 
-def within(uploads: Uploads, centre: Params, most: Callable[[Tensor], float]) -> Uploads:
-    """Return the uploads with their parameters drawn towards a centre, none farther away than `most` of distances."""
-    away = {name: leaf - centre[name] for name, leaf in uploads.weights.params.items()}
+def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -> Uploads:
+    """Return the uploads with their parameters drawn towards a centre, none farther away than `most` of distances.
+
+    An upload that was drawn nearer gets the buffers of the centre that have a name there.
+    """
+    away = {name: leaf - centre.params[name] for name, leaf in uploads.weights.params.items()}
     squares = [move.reshape(len(move), -1).double().square().sum(1) for move in away.values()]
     norm = torch.stack(squares).sum(0).sqrt()  # (C,)
     bound = most(norm)
-    near = norm <= bound
+    near, part = norm <= bound, bound / norm.clamp_min(bound)
     if bool(near.all()):
         return uploads
 
-    def drawn(name: str, leaf: Tensor) -> Tensor:
-        shape = (-1, *[1] * (leaf.dim() - 1))
-        part = (bound / norm.clamp_min(bound)).to(leaf).reshape(shape)
-        return torch.where(near.reshape(shape), leaf, centre[name] + part * away[name])
+    def drawn(leaf: Tensor, nearer: Tensor) -> Tensor:
+        return torch.where(near.reshape(-1, *[1] * (leaf.dim() - 1)), leaf, nearer)
 
-    params = {name: drawn(name, leaf) for name, leaf in uploads.weights.params.items()}
-    return uploads._replace(weights=uploads.weights._replace(params=params))
+    def shortened(name: str) -> Tensor:
+        move = away[name]
+        return centre.params[name] + part.to(move).reshape(-1, *[1] * (move.dim() - 1)) * move
+
+    params = {name: drawn(leaf, shortened(name)) for name, leaf in uploads.weights.params.items()}
+    buffers = {name: drawn(leaf, centre.buffers.get(name, leaf)) for name, leaf in uploads.weights.buffers.items()}
+    return uploads._replace(weights=Weights(params, buffers))
 
 
 def _plain_mean_of(name: str, taken: Callable[[Round], Uploads]) -> ServerStep:
