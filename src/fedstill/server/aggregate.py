@@ -181,7 +181,7 @@ def geometric_median(iterations: int = 20, smoothing: float = 1e-6) -> ServerSte
     return Aggregate("geometric_median", apply, needs=_ALONE)
 
 
-def krum(f: int = 1, m: int = 1) -> ServerStep:
+def krum(f: int = 1, m: int = 1, lengthen: bool = False) -> ServerStep:
     """w = the mean of the m uploads that are nearest to their neighbours (Multi-Krum).
 
     An upload's score is the sum of its squared distances to the |S| - f - 2 nearest others; a small one is good.
@@ -189,6 +189,8 @@ def krum(f: int = 1, m: int = 1) -> ServerStep:
     Args:
         f: clients that may be hostile; at least one neighbour counts, however small the cohort is.
         m: uploads that are kept; the cohort's size or more is the uniform average.
+        lengthen: judge a move that is shorter than the median as if it were as long. Short moves are near to all
+            others, so without it a hostile client is kept if it sends a short one. The uploads stay as they are.
 
     Reference: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
     """
@@ -198,7 +200,7 @@ def krum(f: int = 1, m: int = 1) -> ServerStep:
     def kept(round: Round) -> Uploads:
         uploads = _counted(round.uploads)
         count = len(uploads.ids)
-        squares = squared_distances(uploads.weights.params, round.start.params)
+        squares = squared_distances(uploads.weights.params, round.start.params, lengthen=lengthen)
         near = squares.sort(dim=1).values[:, 1 : 1 + max(1, count - f - 2)].sum(1)  # the first is the upload itself
         by_id = uploads.ids.to(near.device).argsort()  # among equals the smallest id, whatever the cohort's order
         best = by_id[near[by_id].argsort(stable=True)[: min(m, count)]]
@@ -288,10 +290,17 @@ def _plain_mean_of(name: str, taken: Callable[[Round], Uploads]) -> ServerStep:
     return Aggregate(name, apply, needs=_ALONE, hands_on=taken)
 
 
-def squared_distances(params: Params, start: Params) -> Tensor:
-    """(C, C) squared distances between the uploads over all parameters together, in float64."""
+def squared_distances(params: Params, start: Params, *, lengthen: bool = False) -> Tensor:
+    """(C, C) squared distances between the uploads over all parameters together, in float64.
+
+    lengthen: moves that are shorter than the median are taken to be as long.
+    """
     moves = ((leaf.double() - start[name].double()).flatten(1) for name, leaf in params.items())
     products = torch.stack([move @ move.T for move in moves]).sum(0)
+    if lengthen:
+        norm = products.diagonal().clamp_min(0.0).sqrt()
+        factor = torch.where(norm > 0, norm.median() / norm, 1.0).clamp_min(1.0)
+        products = factor.unsqueeze(1) * products * factor
     own = products.diagonal()
     apart = (own.unsqueeze(0) + own.unsqueeze(1) - 2.0 * products).clamp_min(0.0)
     return apart.fill_diagonal_(0.0)
