@@ -6,6 +6,7 @@ import pytest
 import torch
 from cli_runs import answer, fedstill
 
+from fedstill.attack import ATTACKS
 from fedstill.engine import ENGINES
 from fedstill.loop.evaluate import EVALUATIONS, METRICS
 from fedstill.methods import METHODS
@@ -19,6 +20,7 @@ from fedstill.partition import PARTITIONS
         ("methods", METHODS),
         ("partitions", PARTITIONS),
         ("models", MODELS),
+        ("attacks", ATTACKS),
         ("datasets", ["digits", "fashion-mini"]),
         ("engines", ENGINES),
         ("metrics", METRICS),

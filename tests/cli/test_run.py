@@ -468,3 +468,13 @@ def test_compare_grows_its_own_folder_and_refuses_another_experiment_in_one_line
     assert "`fedstill resume grows --rounds N` plays more rounds" in line
     assert "already holds a run" in mistake("compare", "small.toml", "--out", "grows/fedavg/seed-0")
     assert "--jobs" in mistake("compare", "small.toml", "--jobs", "2", "--set", "compare.jobs=3")
+
+
+def test_hostile_clients_are_one_word_on_the_command_line(folder):
+    fedstill("run", "small.toml", "--attack", "sign:0.5", "--rounds", "1", "--out", "run", "--quiet")
+    assert Experiment.from_toml(folder / "run" / "config.toml").attack.share == 0.5
+    words = ("compare", "small.toml", "--methods", "fedavg", "--attack", "sign:0.5,backdoor", "--rounds", "1")
+    text = fedstill(*words, "--seeds", "1", "--out", "all", "--set", "evaluate_every=1").stdout
+    assert all(name in text for name in ("fedavg under sign:0.5", "fedavg under backdoor", "backdoor %"))
+    assert "Next: fedstill explain fedavg" in text
+    assert "'signs' is unknown" in mistake("run", "small.toml", "--attack", "signs")

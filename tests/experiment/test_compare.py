@@ -183,3 +183,25 @@ def test_the_same_method_under_two_names_is_no_difference_shown():
     assert twin["accuracies"] == rows["fedavg"]["accuracies"]
     assert (twin["from_fedavg"]["verdict"], twin["from_fedavg"]["p"]) == ("no difference shown", 1.0)
     assert twin["group"] == rows["fedavg"]["group"]
+
+
+def test_each_method_also_runs_under_each_attack_on_the_same_data(tmp_path):
+    attacked = SMALL.replace(rounds=1, compare={"attacks": ["sign:0.5", "backdoor:0.5:3"]})
+    comparison = compare(attacked, ["fedavg", "fedprox"], seeds=1, run_dir=tmp_path / "all")
+    names = [
+        f"{method}{under}"
+        for method in ("fedavg", "fedprox")
+        for under in ("", " under sign:0.5", " under backdoor:0.5:3")
+    ]
+    assert list(comparison.results) == names
+    plain = compare(SMALL.replace(rounds=1), ["fedavg"], seeds=1)
+    assert (
+        comparison.results["fedavg"][0].history.last["accuracy"] == plain.results["fedavg"][0].history.last["accuracy"]
+    )
+    measured = {name for name, (result,) in comparison.results.items() if "backdoor_success" in result.history.last}
+    assert measured == {name for name in names if "backdoor" in name}
+    assert "backdoor %" in plain_table(comparison.summaries)
+    own = Experiment.from_toml(tmp_path / "all" / "fedavg-under-sign-0.5" / "seed-0" / "config.toml")
+    assert (own.attack.name, own.attack.share) == ("sign", 0.5)
+    grown = compare(attacked, ["fedavg", "fedprox"], seeds=1, run_dir=tmp_path / "all", resume=True)
+    assert list(grown.results) == names

@@ -7,7 +7,7 @@ import pytest
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment, quickstart_table
-from fedstill.experiment.overrides import apply_settings, parse_method, with_short_forms
+from fedstill.experiment.overrides import apply_settings, attack_table, parse_method, with_short_forms
 from fedstill.methods.lookup import split_methods
 from fedstill.storage import toml as toml_io
 
@@ -129,3 +129,36 @@ def test_a_method_takes_its_options_or_else_those_of_the_experiment():
     assert parse_method("fedprox(mu=0.1)", experiment).options == {"mu": 0.1}
     assert parse_method("fedprox()", experiment).options == {}
     assert parse_method("fedavg", experiment).options == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("sign", {"name": "sign"}),
+        ("scale:20", {"name": "scale(factor=20.0)"}),
+        ("sign:0.3:8", {"name": "sign(factor=8.0)", "share": 0.3}),
+        (
+            "backdoor(target=1, adaptive=true):0.1+sure",
+            {"name": "backdoor(target=1, adaptive=true)+sure", "share": 0.1},
+        ),
+    ],
+)
+def test_an_attack_in_short_is_its_section(text, table):
+    assert attack_table(text) == table
+    assert Experiment(attack=attack_table(text)).attack.name == table["name"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("sing:0.2", "did you mean 'sign'"),
+        ("sign:much", "'much' is neither a share below 1 nor a factor"),
+        ("sign:-3", "'-3' is neither a share below 1 nor a factor"),
+        ("sign:0.2+sure:0.3", "several shares"),
+        ("label_flip:20", "unknown key 'attack.factor' for label_flip"),
+        (":0.2", "write a kind of attack"),
+    ],
+)
+def test_an_attack_that_cannot_be_read_is_told_in_one_line(text, line):
+    with pytest.raises(FedstillError, match=re.escape(line)):
+        attack_table(text)

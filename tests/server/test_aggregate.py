@@ -10,14 +10,17 @@ from hostile import SignFlippers
 from running import federate
 
 import fedstill
+from fedstill.compose.combine import run_steps
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Need, Stage, Training, Weights
+from fedstill.core.types import Method, Need, ServerStep, Stage, Training, Weights
 from fedstill.engine import build_engines
+from fedstill.local.terms import cross_entropy
 from fedstill.methods.lookup import build_method
 from fedstill.partition import PARTITIONS
 from fedstill.server import (
     AGGREGATES,
     average,
+    centred_clipping,
     geometric_median,
     krum,
     median,
@@ -204,6 +207,7 @@ ROBUST = {
     "geometric_median": geometric_median(),
     "krum": krum(f=1, m=2),
     "norm_bound": norm_bound(0.5),
+    "centred_clipping": centred_clipping(0.5),
 }
 every_aggregate = pytest.mark.parametrize("name", ROBUST)
 
@@ -272,12 +276,18 @@ def test_against_numpy():
     for _ in range(20):
         weight = 1.0 / np.maximum(1e-6, np.linalg.norm(each - point, axis=1))
         point = (weight[:, None] * each).sum(0) / weight.sum()
+    centre = np.median(each, axis=0)
+    for _ in range(3):
+        away = each - centre
+        apart_from_it = np.linalg.norm(away, axis=1, keepdims=True)
+        centre = centre + (away * np.minimum(1.0, 0.5 * np.median(apart_from_it) / apart_from_it)).mean(0)
     wanted = {
         "median": np.median(each, axis=0),
         "trimmed_mean": ordered[1:-1].mean(0),
         "geometric_median": point,
         "krum": each[np.argsort(scores)[:2]].mean(0),
         "norm_bound": (each * np.minimum(1.0, 0.5 / norms)).mean(0),
+        "centred_clipping": centre,
     }
     for name, step in ROBUST.items():
         np.testing.assert_allclose(weights_of([aggregated(step)])[0], wanted[name], atol=1e-6, err_msg=name)
@@ -302,6 +312,35 @@ def test_one_client_at_a_million_moves_it_no_further_than_the_others_reach(name)
     if name != "norm_bound":  # it bounds the parameters alone
         assert abs(float(made.buffers["norm.running_mean"])) < 10.0
     assert np.abs(weights_of([aggregated(average("uniform"), far)])).max() > 1e5
+
+
+@pytest.mark.parametrize(
+    ("step", "seen"),
+    [
+        (krum(f=0, m=2), [[1.0], [1.1]]),
+        (norm_bound(1.05), [[1.0], [1.05], [1.05]]),
+        # the median is 1.1 and the distances 0.1, 0, 7.9: the median distance is 0.1
+        (centred_clipping(1.0, 1), [[1.0], [1.1], [1.2]]),
+    ],
+)
+def test_the_steps_that_follow_see_the_uploads_as_the_aggregate_took_them(step, seen):
+    """So an upload that is left out, or shortened, teaches accordingly."""
+    start, models = Weights({"w": torch.zeros(1)}, {}), [Weights({"w": torch.tensor([x])}, {}) for x in (1.0, 1.1, 9.0)]
+    heard = []
+
+    def listen(candidate, state, round):
+        heard.append(round.uploads.weights.params["w"])
+        return candidate, state
+
+    method = Method(cross_entropy(), step, (ServerStep("listen", listen),))
+    made, _ = run_steps(method, start, {}, round_of(start, uploads_of(models, [1.0] * 3)))
+    assert heard[0].tolist() == [[pytest.approx(x)] for (x,) in seen]
+    assert float(made.params["w"]) == pytest.approx(sum(x for (x,) in seen) / len(seen))
+
+
+@pytest.mark.parametrize("step", [median(), trimmed_mean(0.2), geometric_median(), average()])
+def test_an_aggregate_that_works_coordinate_by_coordinate_hands_all_uploads_on(step):
+    assert step.hands_on is None
 
 
 @pytest.mark.parametrize("step", [trimmed_mean(0.0), krum(f=1, m=7), krum(f=0, m=99), norm_bound(1e9)])
@@ -358,6 +397,7 @@ def test_all_look_at_every_upload_alone_but_the_averages():
         ("fedavg+krum(m=0)", "m of at least 1"),
         ("fedavg+norm_bound(bound=0.0)", "positive"),
         ("fedavg+geometric_median(iterations=0)", "at least 1"),
+        ("fedavg+centred_clipping(iterations=0)", "at least 1"),
         ("fedavg+median+krum", "median and krum both make one model"),
         ("median", "write a method beside it, e.g. fedavg[+]median"),
         ("fedavg+krum(g=2)", "unknown key 'aggregate.g' for krum"),

@@ -175,6 +175,9 @@ class RunOptions:
     device: Annotated[str | None, typer.Option(metavar="D", help="Short for --set engine.device=D.")] = None
     settings: Set = None
     references: References = False
+    attack: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Some clients are hostile: sign:0.2, scale:20, backdoor ...")
+    ] = None
     out: Out = None
     allow_code: AllowCode = False
     quiet: Quiet = False

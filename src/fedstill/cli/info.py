@@ -15,7 +15,13 @@ from fedstill.loop.evaluate import EVALUATIONS, METRICS
 from fedstill.methods.options import defaults, find, parameters, registry
 from fedstill.storage.toml import toml_value
 
-KINDS = {"methods": "method", "aggregates": "aggregate", "partitions": "partition", "models": "model"}
+KINDS = {
+    "methods": "method",
+    "aggregates": "aggregate",
+    "partitions": "partition",
+    "models": "model",
+    "attacks": "attack",
+}
 
 
 def listing(what: str) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import describe_model
 from fedstill.experiment.more_rounds import with_rounds
 from fedstill.experiment.overrides import (
+    attack_table,
     describe_partition,
     parse_method,
     read_experiment,
@@ -56,6 +57,7 @@ from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
 from fedstill.report.sensitivity import ON_HELD_BACK, PICTURE_FILE, in_letters, in_sentences
 from fedstill.report.table import MethodSummary, plain_table, prepared_text, reference_lines, rich_table, table_legend
+from fedstill.storage.toml import toml_value
 
 
 def run_command(options: RunOptions) -> None:
@@ -75,8 +77,10 @@ def compare_command(options: CompareOptions) -> None:
         raise FedstillError("--methods is empty: name some, e.g. --methods fedavg,fedprox,scaffold")
     entries, inside = choose_methods(experiment, asked), experiment.compare
     count = inside.seeds if options.seeds is None else options.seeds
-    changed = changes or count != inside.seeds or (asked and tuple(entries) != inside.methods)
+    changed = changes or options.attack or count != inside.seeds or (asked and tuple(entries) != inside.methods)
     section = {**inside.model_dump(), "methods": list(entries), "seeds": count, "over": [], "search": 0}
+    if options.attack is not None:
+        section["attacks"] = split_methods(options.attack)
     _begin_or_grow(experiment.replace(compare=section), options, changed=bool(changed))
 
 
@@ -104,7 +108,10 @@ def settings_of(options: RunOptions) -> list[str]:
     short = {"seed": options.seed, "rounds": options.rounds, "device": options.device}
     jobs = options.jobs if isinstance(options, (CompareOptions, SweepOptions, ChooseOptions)) else None
     flag = "true" if options.references else None
-    return with_short_forms(options.settings or [], {**short, "references": flag, "jobs": jobs})
+    settings = with_short_forms(options.settings or [], {**short, "references": flag, "jobs": jobs})
+    if options.attack is None or isinstance(options, CompareOptions):  # `compare` runs each method also without it
+        return settings
+    return [*settings, *(f"attack.{key}={toml_value(value)}" for key, value in attack_table(options.attack).items())]
 
 
 def resume_command(run_dir: Path, rounds: int | None, *, quiet: bool, as_json: bool) -> None:
@@ -318,7 +325,7 @@ def _after_comparison(experiment: Experiment, best: str, file: Path | None) -> s
     alpha, command = experiment.partition.options.get("alpha"), _compare_again(file)
     seeds = 5 if experiment.compare.seeds < 5 else 2 * experiment.compare.seeds
     sections = {label(entry): parse_method(entry, experiment) for entry in experiment.compare.methods}
-    winner = without_defaults(sections[best])  # files with their folders, unlike in the table
+    winner = without_defaults(sections[best.partition(" under ")[0]])  # files with their folders, unlike in the table
     other = f"{command} --set partition.alpha={10 * alpha:g}  (milder skew)" if alpha else f"{command} --seeds {seeds}"
     return f"fedstill explain {shlex.quote(winner)}, or {other}"
 

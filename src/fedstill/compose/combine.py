@@ -124,7 +124,15 @@ def run_steps(method: Method, candidate: Weights, state: Tree, round: Round | Se
     after, round = dict(state), replace(round, weighting=weighting_of(method))
     for step in method.steps:
         candidate, after[step.name] = run_step(step, candidate, state.get(step.name, {}), round)
+        round = handed_on(step, round)
     return candidate, after
+
+
+def handed_on(step: ServerStep, round: Round) -> Round:
+    """Return the round as the steps after `step` see it: an aggregate may leave uploads out, or shorten them."""
+    if not isinstance(step, Aggregate) or step.hands_on is None:
+        return round
+    return replace(round, uploads=step.hands_on(round))
 
 
 def weighting_of(method: Method) -> Literal["size", "uniform"]:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.compose.combine import broadcast_of, first_state, reported, run_step, samples, targets, weighting_of
+from fedstill.compose.combine import (
+    broadcast_of,
+    first_state,
+    handed_on,
+    reported,
+    run_step,
+    samples,
+    targets,
+    weighting_of,
+)
 from fedstill.compose.phases import NETWORKS
 from fedstill.core.errors import FedstillError
 from fedstill.core.setup import AnyQuestion, Preparation, no_preparation
@@ -273,6 +282,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
             if len(look.uploads.ids) or step.stage in (Stage.REFINE, Stage.REPORT):
                 moved = run_step(step, parts[prototype], each[prototype].get(step.name, {}), look)
                 parts[prototype], each[prototype][step.name] = moved
+                rounds[prototype] = handed_on(step, look)
         _hand_up(round, rounds)
         return merge(parts), {"each": each, **_slots(each)}
 

@@ -25,6 +25,7 @@ Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]
 NotNegative = Annotated[float, Strict(), AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Strict(), AllowInfNan(False), Ge(0), Le(1)]
 PositiveShare = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Le(1)]
+LargestShare = Annotated[float, Strict(), AllowInfNan(False), Ge(1)]  # in even shares, 1 / |S| each
 OpenShare = Annotated[float, Strict(), AllowInfNan(False), Gt(0), Lt(1)]
 Decay = Annotated[float, Strict(), AllowInfNan(False), Ge(0), Lt(1)]
 Temperature = Annotated[float, Strict(), AllowInfNan(False), Ge(1e-3), Le(1e3)]  # beyond, its square leaves float32

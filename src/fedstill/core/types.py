@@ -393,6 +393,8 @@ class Aggregate(ServerStep):
 
     stage: Stage = Stage.AGGREGATE
     weighting: Literal["size", "uniform"] = "uniform"  # how much an upload counts, also for steps that follow it
+    # the uploads as later steps see them: without those that it left out, or shortened as it did; None: all as they are
+    hands_on: Callable[[Round], Uploads] | None = None
 
 
 PerClient = Callable[[Uploads, Weights, Seed], Uploads]  # (uploads, the model that was sent, seed) -> uploads

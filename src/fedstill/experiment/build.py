@@ -39,10 +39,11 @@ from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.overrides import describe_partition
 from fedstill.experiment.warm_start import start_weights
+from fedstill.loop.attacked import measured_under
 from fedstill.loop.callbacks import EarlyStop
 from fedstill.loop.evaluate import EVALUATIONS, Evaluate
 from fedstill.loop.federate import Built, Schedule
-from fedstill.methods.lookup import aggregate_part, build_phases, label
+from fedstill.methods.lookup import aggregate_part, build_attack, build_phases, label
 from fedstill.methods.options import find, parameters
 from fedstill.methods.own_code import own_function
 from fedstill.partition import SHARES_ROWS
@@ -258,6 +259,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
     server = experiment.server  # the method first, so that two parts that clash are reported before the data are read
     aggregate = aggregate_part(server.aggregate)
     method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
+    attack = build_attack(experiment.attack.name, experiment.attack.share)
     federation = build_federation(experiment) if federation is None else federation
     engine, start = experiment.engine, experiment.model.start
     how = engine.model_dump(exclude={"name", "device", "threads"})
@@ -271,12 +273,13 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         engines=partial(_engines, engine.name, engine.device, **how),
         guard=experiment.guard,
         privacy=experiment.privacy,
-        evaluate=_evaluation(experiment.evaluate),
+        evaluate=measured_under(attack, _evaluation(experiment.evaluate)),
         cache=Cache("prepared"),
         label=label(experiment.method.name),
         settings=experiment.options_text(),
         sealed=server.sealed,
         start=None if start is None else start_weights(start, network, federation.train, experiment.seed),
+        attack=attack,
     )
 
 

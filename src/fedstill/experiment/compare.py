@@ -20,7 +20,7 @@ from fedstill.core.types import Federation
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
-from fedstill.experiment.overrides import parse_method, without_defaults
+from fedstill.experiment.overrides import attack_table, parse_method, without_defaults
 from fedstill.experiment.points import as_texts, best_experiment, points_of, read_axes, united
 from fedstill.experiment.run import draw_pictures, measure_references, read_data, run_built
 from fedstill.experiment.run_folder import (
@@ -217,8 +217,24 @@ def entries_of(experiment: Experiment) -> dict[str, Experiment]:
     """Return the experiment of each row of the table by its text: of each method, or of each point of a sweep."""
     if experiment.compare.over:
         return points_of(experiment)
-    sections = choose_methods(experiment)
-    return {text: experiment.model_copy(update={"method": section}) for text, section in sections.items()}
+    sections, entries = choose_methods(experiment), {}
+    attacks = {text: experiment.replace(attack=attack_table(text)).attack for text in experiment.compare.attacks}
+    for text, section in sections.items():
+        entries[text] = experiment.model_copy(update={"method": section})
+        entries |= {
+            under(text, name): experiment.model_copy(update={"method": section, "attack": attack})
+            for name, attack in attacks.items()
+        }
+    return entries
+
+
+def under(method: str, attack: str) -> str:
+    """Return the name in the table of a method that is attacked.
+
+    >>> under("fedavg+median", "sign:0.2")
+    'fedavg+median under sign:0.2'
+    """
+    return f"{method} under {attack}"
 
 
 Variants = Mapping[str, Sequence[tuple[Experiment, Built]]]  # by the name in the table, one for each seed
@@ -337,6 +353,7 @@ def grown(experiment: Experiment, folder: Path, *, fixed: Collection[str] = ()) 
         methods.setdefault(name, text)
     more = {"methods": list(methods.values()), "seeds": max(old.seeds, asked.seeds)}
     more["references"] = old.references or asked.references
+    more["attacks"] = list(dict.fromkeys([*old.attacks, *asked.attacks]))
     return experiment.replace(compare={**asked.model_dump(), **more})
 
 
@@ -368,8 +385,8 @@ def _as_texts(methods: object) -> list[str]:
 
 def _stands_for(entry: str, section: MethodSection) -> str:
     """Return the method with its options where the entry is a bare name that does not show them, else no text."""
-    full = label(without_defaults(section))
-    return full if entry == label(section.name) != full else ""
+    full, name = label(without_defaults(section)), label(section.name)
+    return full if entry.partition(" under ")[0] == name != full else ""
 
 
 def folder_name(entry: str) -> str:

@@ -82,6 +82,12 @@ def _checked_aggregate(text: str) -> str:
     return text
 
 
+def _checked_attack(text: str) -> str:
+    with collected():
+        lookup.attack_parts(text)
+    return text
+
+
 def _checked_engine(name: str) -> str:
     with collected():
         return check_engine(name)
@@ -253,6 +259,13 @@ class ServerSection(_Section):
     sealed: bool = False  # its steps see sums over the cohort, and no upload
 
 
+class AttackSection(_Section):
+    """What hostile clients of this simulation do; the run's seed chooses who they are. A deployment has no attacks."""
+
+    name: Annotated[str, AfterValidator(_checked_attack)] = Field(default="", examples=["sign(factor=4.0)"])
+    share: float = Field(default=0.2, gt=0, le=1)  # of the clients that hold data
+
+
 class EngineSection(_Section):
     """The engine that trains the clients, and the device it runs on."""
 
@@ -271,6 +284,7 @@ class CompareSection(_Section):
     """The methods, or a sweep's points, and the number of seeds that `compare` takes when its caller names none."""
 
     methods: tuple[str, ...] = Field(default=(), strict=False, examples=[["fedavg", "fedntd"]])
+    attacks: tuple[str, ...] = Field(default=(), strict=False, examples=[["sign:0.2"]])  # each method also under each
     over: tuple[str, ...] = Field(default=(), strict=False, examples=[["local.lr=0.01,0.1"]])  # a sweep, not methods
     search: int = Field(default=0, ge=0)  # trials that search the ranges of `over`; 0: every point of the grid
     seeds: int = Field(default=3, ge=1)
@@ -352,6 +366,7 @@ class Experiment(_Section):
     method: Annotated[MethodSection, _section("name")] = MethodSection()
     server: Annotated[ServerSection, _section("aggregate")] = ServerSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
+    attack: Annotated[AttackSection, _section("name")] = AttackSection()
     guard: Annotated[Guard, _section()] = Guard()
     privacy: Annotated[Privacy, _section()] = Privacy()
     compare: Annotated[CompareSection, AfterValidator(_checked_references)] = CompareSection()
@@ -418,8 +433,13 @@ class Experiment(_Section):
         table = self.resolved()
         method = table["method"] | {"name": lookup.label(self.method.name)}
         model = {key: value for key, value in table["model"].items() if (key, value) != ("start", None)}
-        others = {section: table[section] for section in ("guard", "server", "engine")}
-        return json.dumps({"method": method, "model": model, **others}, sort_keys=True)
+        known = {
+            "method": method,
+            "model": model,
+            **{section: table[section] for section in ("guard", "server", "engine")},
+        }
+        known |= {"attack": table["attack"]} if self.attack.name else {}
+        return json.dumps(known, sort_keys=True)
 
     def with_scale_of(self, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
         """Return a copy that holds the numbers of scale = "unlabeled", because the unlabeled data may change later."""

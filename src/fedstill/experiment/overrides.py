@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from fedstill.experiment.code_names import check_code, code_names
 from fedstill.experiment.config import Experiment, MethodSection, quickstart_table
 from fedstill.experiment.config_errors import keys_in
 from fedstill.methods import options
-from fedstill.methods.lookup import write
+from fedstill.methods.lookup import attack_parts, write
 from fedstill.storage import toml as toml_io
 
 _CHOICES = {"partition": "scheme", "model": "name", "method": "name"}
-_WORDS = {**_CHOICES, "data": "source", "server": "aggregate", "engine": "name"}  # the key that a bare word stands for
+# the key that a bare word stands for
+_WORDS = {**_CHOICES, "data": "source", "server": "aggregate", "engine": "name", "attack": "name"}
 _SHORT_FORMS = {
     "seed": "seed",
     "rounds": "rounds",
@@ -28,6 +30,48 @@ _SHORT_FORMS = {
 }
 _KEPT = {"clients"}  # stays when another scheme is chosen
 _NOTHING = "none"
+
+
+def attack_table(text: str) -> dict[str, Any]:
+    """Return the section [attack] that a short text stands for: kinds joined with +, each with numbers after colons.
+
+    A number below 1 is the share of hostile clients, another one is the factor of the kind.
+
+    >>> attack_table("sign:0.3")
+    {'name': 'sign', 'share': 0.3}
+    >>> attack_table("backdoor(target=1):0.1:5 + sure")
+    {'name': 'backdoor(target=1, factor=5.0)+sure', 'share': 0.1}
+    """
+    kinds, shares = [], set[float]()
+    for piece in toml_io.split_outside(text, "+"):
+        kind, *numbers = (word.strip() for word in toml_io.split_outside(piece, ":"))
+        (part, *more) = attack_parts(kind) or (None,)
+        if part is None or more:
+            raise FedstillError(f"--attack {text}: write a kind of attack, e.g. sign, sign:0.3 or scale:20")
+        options = dict(part.options)
+        for number in numbers:
+            value = _number(number, text)
+            if value < 1:
+                shares.add(value)
+            else:
+                options["factor"] = value
+        attack_parts(whole := write(part.name, options))
+        kinds.append(whole)
+    if len(shares) > 1:
+        raise FedstillError(f"--attack {text} names several shares of hostile clients: name one")
+    return {"name": "+".join(kinds), **({"share": shares.pop()} if shares else {})}
+
+
+def _number(word: str, text: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise FedstillError(
+            f"--attack {text}: '{word}' is neither a share below 1 nor a factor: write e.g. sign:0.3 or scale:20"
+        )
+    return value
 
 
 def read_experiment(file: Path | None, settings: Iterable[str]) -> Experiment:

@@ -116,6 +116,7 @@ METRICS: dict[str, Metric] = {
     "client_worst": Metric(lambda answers: expected_by_client(answers).min().double()),
     "train_loss": Metric(None, lower_is_better=True),
     "forgetting": Metric(None, lower_is_better=True),
+    "backdoor_success": Metric(None, lower_is_better=True, column="backdoor %"),
 }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.attack.kinds import Attack
 from fedstill.compose.combine import bound_to, first_state, samples, targets
 from fedstill.compose.groups import check_groups, grouped, only, reported_name, split
 from fedstill.compose.moving import moving_only
@@ -32,6 +33,7 @@ from fedstill.core.types import Cache, Federation, Method, Model, Need, Phase, S
 from fedstill.engine import Engines, build_engines
 from fedstill.engine.engine import keep_optimizers
 from fedstill.engine.workers import Workers
+from fedstill.loop.attacked import Attacked
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import Cautions
@@ -103,6 +105,7 @@ class Built:
     secret: what noise that protects is drawn from; empty: `federate` takes that of `run_dir`, or makes a new one.
     spare: how many clients elsewhere are drawn beyond the cohort. The first to answer fill the cohort, so that a run
         depends on the clock: a resumed one may take others in the rounds that it plays again.
+    attack: what some clients of a simulation do instead of their part; None: all are honest.
     """
 
     method: Method | Sequence[Phase]
@@ -146,6 +149,8 @@ class Built:
             if not fine:
                 given = type(getattr(self, key)).__name__
                 raise FedstillError(f"{key}: {given} is no fedstill.{kind}: give fedstill.{cure}")
+        if self.attack is not None and self.population is not None:
+            raise FedstillError("attack.name: these clients live elsewhere, and attacks are for simulations: remove it")
 
 
 def federate(
@@ -173,6 +178,7 @@ def federate(
     plan = _make_plan(task, built, folder, start, secret)
     if built.spare and built.population is None:
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
+<<<<<<< HEAD
     task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", ""), secret))
     state = _first_state(task, start, plan.identity["best"])
     make = partial(Here, budget=state_budget) if built.population is None else built.population
@@ -194,6 +200,14 @@ def closes_folder(built: Built) -> bool:
 def has_secret(task: Task) -> bool:
     """Return whether the run's noise is drawn from a secret, and not from its seed."""
     return is_noisy(task) and not task.privacy.reproducible
+=======
+    state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
+    here: MakePopulation = partial(Here, budget=state_budget)
+    if built.attack is not None:
+        here = partial(Attacked, attack=built.attack, engines=built.engines, budget=state_budget)
+    make = here if built.population is None else built.population
+    return _run(task, plan, state, callbacks, make, resume=resume, began=began)
+>>>>>>> robust
 
 
 def check_built(built: Built) -> None:

@@ -47,7 +47,10 @@ def feddf(
 
     Args:
         student: how the average learns; with student.steps = 0 it is FedAvg (of the same weighting) bit for bit.
-        pool: "logits" averages the teachers' logits, "probabilities" their softmax outputs.
+        pool: "logits" averages the teachers' logits, "probabilities" their softmax outputs. Of hostile teachers a
+            minority cannot move: the "median" of the logits of each class, their "trimmed" mean without a fifth of the
+            teachers at either end, and a "vote", in which each teacher names one class. They cost accuracy if clients
+            differ; an aggregate that leaves uploads out as teachers too costs less (docs/attacks.md).
         exponent: power of the pooled probabilities, which are then normalised again; below 1 they get softer.
         labels: "soft", the pooled probabilities; "hard", one class a sample, where teachers are sure enough of it.
         rule: of hard labels: "max", the surest teacher decides; "mean", the mean of the teachers' probabilities does.

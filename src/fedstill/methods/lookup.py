@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fedstill.attack import ATTACKS, Attack, together
 from fedstill.compose.join import join
 from fedstill.core.author_mistakes import name_of
 from fedstill.core.errors import FedstillError, noting, suggest
@@ -73,6 +74,29 @@ def aggregate_part(text: str) -> Part | None:
         raise FedstillError(f"server.aggregate = '{text}' is unknown: {suggest(name, AGGREGATES)}")
     check("aggregate", part.name, part.options)
     return part
+
+
+def attack_parts(text: str) -> tuple[Part, ...]:
+    """Return the kinds of attack that [attack] name joins with +, with their options checked; none for an empty text.
+
+    >>> attack_parts("sign(factor=20)+sure")
+    (Part(name='sign', options={'factor': 20}), Part(name='sure', options={}))
+    """
+    if not text:
+        return ()
+    phases = parse(text)
+    for part in (part for phase in phases for part in phase.parts):
+        check("attack", part.name, part.options)
+    if len(phases) > 1:
+        raise FedstillError(f"attack.name = '{text}': an attack lasts the whole run: name kinds joined with +")
+    return phases[0].parts
+
+
+def build_attack(text: str, share: float) -> Attack | None:
+    """Return the attack that [attack] describes; None for an empty text."""
+    parts = attack_parts(text)
+    kinds = [ATTACKS[part.name](**check("attack", part.name, part.options)) for part in parts]
+    return Attack(together(kinds), share) if kinds else None
 
 
 def _build(parts: Sequence[Part], aggregate: Part | None, buffers: BufferPolicy) -> Method:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from fedstill.attack import ATTACKS
 from fedstill.core.data import GIVEN
 from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.limits import Example
@@ -34,6 +35,7 @@ _NAME_KEY = {
     "model": "model.name",
     "method": "method.name",
     "aggregate": "server.aggregate",
+    "attack": "attack.name",
 }
 _COLUMNS = {("natural", "keys"): str | list[str]}  # a file names the columns whose values the function takes
 _FILLED_IN = {  # parameters that are no options, because the run gives them
@@ -46,10 +48,10 @@ _LIMITS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), L
 
 
 def registry(kind: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions that can be chosen by name: partitions, models, methods or aggregates."""
+    """Return the functions that can be chosen by name: partitions, models, methods, aggregates or attacks."""
     models: dict[str, Callable[..., Any]] = {**MODELS, MIXED: mixed}
     kinds: dict[str, Mapping[str, Callable[..., Any]]] = {"partition": PARTITIONS, "model": models}
-    return (kinds | {"method": METHODS, "aggregate": AGGREGATES})[kind]
+    return (kinds | {"method": METHODS, "aggregate": AGGREGATES, "attack": ATTACKS})[kind]
 
 
 def find(kind: str, name: str) -> Callable[..., Any]:

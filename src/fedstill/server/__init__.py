@@ -3,6 +3,7 @@
 from fedstill.server.aggregate import (
     AGGREGATES,
     average,
+    centred_clipping,
     geometric_median,
     krum,
     median,
@@ -18,6 +19,7 @@ __all__ = [
     "adam",
     "adaptive",
     "average",
+    "centred_clipping",
     "distill",
     "geometric_median",
     "krum",

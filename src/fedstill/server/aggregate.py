@@ -142,19 +142,22 @@ def median() -> ServerStep:
     Reference: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018.
     """
 
-    def middle(stacked: Params) -> Params:
-        def of(leaf: Tensor) -> Tensor:
-            low, high = (len(leaf) - 1) // 2, len(leaf) // 2
-            ordered = leaf.sort(dim=0).values
-            return ordered[low] if low == high or not leaf.is_floating_point() else ordered[low : high + 1].mean(0)
-
-        return {name: of(leaf) for name, leaf in stacked.items()}
-
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         params, buffers = map(middle, _counted(round.uploads).weights)
         return Weights(params, buffers), state
 
     return Aggregate("median", apply, needs=_ALONE)
+
+
+def middle(stacked: Params) -> Params:
+    """The median of each number over the cohort; of an even number the mean of the middle two."""
+
+    def of(leaf: Tensor) -> Tensor:
+        low, high = (len(leaf) - 1) // 2, len(leaf) // 2
+        ordered = leaf.sort(dim=0).values
+        return ordered[low] if low == high or not leaf.is_floating_point() else ordered[low : high + 1].mean(0)
+
+    return {name: of(leaf) for name, leaf in stacked.items()}
 
 
 def trimmed_mean(share: float = 0.1) -> ServerStep:
@@ -213,7 +216,7 @@ def geometric_median(iterations: int = 20, smoothing: float = 1e-6) -> ServerSte
     return Aggregate("geometric_median", apply, needs=_ALONE)
 
 
-def krum(f: int = 1, m: int = 1) -> ServerStep:
+def krum(f: int = 1, m: int = 1, lengthen: bool = False) -> ServerStep:
     """w = the mean of the m uploads that are nearest to their neighbours (Multi-Krum).
 
     An upload's score is the sum of its squared distances to the |S| - f - 2 nearest others; a small one is good.
@@ -221,23 +224,24 @@ def krum(f: int = 1, m: int = 1) -> ServerStep:
     Args:
         f: clients that may be hostile; at least one neighbour counts, however small the cohort is.
         m: uploads that are kept; the cohort's size or more is the uniform average.
+        lengthen: judge a move that is shorter than the median as if it were as long. Short moves are near to all
+            others, so without it a hostile client is kept if it sends a short one. The uploads stay as they are.
 
     Reference: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017.
     """
     if f < 0 or m < 1:
         raise FedstillError(f"krum(f={f!r}, m={m!r}): use f of at least 0 and m of at least 1")
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def kept(round: Round) -> Uploads:
         uploads = _counted(round.uploads)
         count = len(uploads.ids)
-        squares = squared_distances(uploads.weights.params, round.start.params)
+        squares = squared_distances(uploads.weights.params, round.start.params, lengthen=lengthen)
         near = squares.sort(dim=1).values[:, 1 : 1 + max(1, count - f - 2)].sum(1)  # the first is the upload itself
         by_id = uploads.ids.to(near.device).argsort()  # among equals the smallest id, whatever the cohort's order
         best = by_id[near[by_id].argsort(stable=True)[: min(m, count)]]
-        share = torch.zeros_like(near).index_fill(0, best, 1.0 / len(best))
-        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
+        return select(uploads, best.sort().values.cpu())
 
-    return Aggregate("krum", apply, needs=_ALONE)
+    return _plain_mean_of("krum", kept)
 
 
 def norm_bound(bound: float = 1.0) -> ServerStep:
@@ -251,23 +255,87 @@ def norm_bound(bound: float = 1.0) -> ServerStep:
     if not bound > 0:
         raise FedstillError(f"norm_bound(bound={bound!r}): use a positive number")
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+    def shortened(round: Round) -> Uploads:
+        return within(_counted(round.uploads), Weights(round.start.params, {}), lambda norm: bound)
+
+    return _plain_mean_of("norm_bound", shortened)
+
+
+def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
+    """w = a centre that moves by the mean of the uploads' distances from it, none longer than a bound (CC).
+
+        v = the median of the uploads,  then `iterations` times:  v <- v + mean_k (w_k - v) min(1, tau / ||w_k - v||)
+        tau = bound times the median of ||w_k - v||
+
+    BatchNorm statistics are averaged; an upload that is drawn nearer counts with the median of them.
+
+    Args:
+        bound: of an upload's distance from the centre, in medians of these distances.
+        iterations: how often the centre moves.
+
+    Reference: Karimireddy et al., Learning from History for Byzantine Robust Optimization, ICML 2021.
+    """
+    if not bound > 0 or iterations < 1:
+        raise FedstillError(f"centred_clipping({bound!r}, {iterations!r}): use a positive number and at least 1")
+
+    def near_the_centre(round: Round) -> Uploads:
         uploads = _counted(round.uploads)
-        start, share = round.start.params, shares(uploads, "uniform")
-        moves = {name: leaf - start[name] for name, leaf in uploads.weights.params.items()}
-        squares = [move.reshape(len(move), -1).double().square().sum(1) for move in moves.values()]
-        norm = torch.stack(squares).sum(0).sqrt()  # (C,)
-        mean = weighted_sum(moves, share * (bound / norm.clamp_min(bound)))
-        params = {name: leaf + mean[name] for name, leaf in start.items()}
-        return Weights(params, weighted_sum(uploads.weights.buffers, share)), state
+        share, centre = shares(uploads, "uniform"), Weights(*map(middle, uploads.weights))
+        for _ in range(iterations - 1):
+            near = within(uploads, centre, lambda norm: bound * float(norm.median()))
+            centre = centre._replace(params=weighted_sum(near.weights.params, share))
+        return within(uploads, centre, lambda norm: bound * float(norm.median()))
 
-    return Aggregate("norm_bound", apply, needs=_ALONE)
+    return _plain_mean_of("centred_clipping", near_the_centre)
 
 
-def squared_distances(params: Params, start: Params) -> Tensor:
-    """(C, C) squared distances between the uploads over all parameters together, in float64."""
+def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -> Uploads:
+    """Return the uploads with their parameters drawn towards a centre, none farther away than `most` of distances.
+
+    An upload that was drawn nearer gets the buffers of the centre that have a name there.
+    """
+    away = {name: leaf - centre.params[name] for name, leaf in uploads.weights.params.items()}
+    squares = [move.reshape(len(move), -1).double().square().sum(1) for move in away.values()]
+    norm = torch.stack(squares).sum(0).sqrt()  # (C,)
+    bound = most(norm)
+    near, part = norm <= bound, bound / norm.clamp_min(bound)
+    if bool(near.all()):
+        return uploads
+
+    def drawn(leaf: Tensor, nearer: Tensor) -> Tensor:
+        return torch.where(near.reshape(-1, *[1] * (leaf.dim() - 1)), leaf, nearer)
+
+    def shortened(name: str) -> Tensor:
+        move = away[name]
+        return centre.params[name] + part.to(move).reshape(-1, *[1] * (move.dim() - 1)) * move
+
+    params = {name: drawn(leaf, shortened(name)) for name, leaf in uploads.weights.params.items()}
+    buffers = {name: drawn(leaf, centre.buffers.get(name, leaf)) for name, leaf in uploads.weights.buffers.items()}
+    return uploads._replace(weights=Weights(params, buffers))
+
+
+def _plain_mean_of(name: str, taken: Callable[[Round], Uploads]) -> ServerStep:
+    """The uniform mean of the uploads as `taken` gives them; the steps that follow see no others."""
+
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        uploads = taken(round)
+        share = shares(uploads, "uniform")
+        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
+
+    return Aggregate(name, apply, needs=_ALONE, hands_on=taken)
+
+
+def squared_distances(params: Params, start: Params, *, lengthen: bool = False) -> Tensor:
+    """(C, C) squared distances between the uploads over all parameters together, in float64.
+
+    lengthen: moves that are shorter than the median are taken to be as long.
+    """
     moves = ((leaf.double() - start[name].double()).flatten(1) for name, leaf in params.items())
     products = torch.stack([move @ move.T for move in moves]).sum(0)
+    if lengthen:
+        norm = products.diagonal().clamp_min(0.0).sqrt()
+        factor = torch.where(norm > 0, norm.median() / norm, 1.0).clamp_min(1.0)
+        products = factor.unsqueeze(1) * products * factor
     own = products.diagonal()
     apart = (own.unsqueeze(0) + own.unsqueeze(1) - 2.0 * products).clamp_min(0.0)
     return apart.fill_diagonal_(0.0)
@@ -329,4 +397,5 @@ AGGREGATES: dict[str, Callable[..., ServerStep]] = {
     "geometric_median": geometric_median,
     "krum": krum,
     "norm_bound": norm_bound,
+    "centred_clipping": centred_clipping,
 }

@@ -1,6 +1,8 @@
 import dataclasses
 import math
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from by_hand import number
@@ -16,6 +18,8 @@ from fedstill.core.types import Need
 from fedstill.methods import avglogit
 from fedstill.server.distill.student import divergence
 from fedstill.server.distill.targets import (
+    Pool,
+    capped,
     cluster_labels,
     confident_share,
     entropy,
@@ -23,6 +27,7 @@ from fedstill.server.distill.targets import (
     hard_targets,
     maximum_rule,
     mean_rule,
+    median,
     mix,
     pool_targets,
     shares_by_accuracy,
@@ -63,7 +68,7 @@ def test_one_loud_teacher_captures_averaged_logits_but_not_probabilities(pool, e
     assert pool_targets(logits, pool)[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("pool", ["logits", "probabilities"])
+@pytest.mark.parametrize("pool", ["logits", "probabilities", "median", "trimmed"])
 def test_a_single_teacher_is_its_own_target_and_so_is_one_that_has_all_the_share(pool):
     logits = several_teachers()
     torch.testing.assert_close(pool_targets(logits[:1], pool), torch.softmax(logits[0], -1))
@@ -71,7 +76,7 @@ def test_a_single_teacher_is_its_own_target_and_so_is_one_that_has_all_the_share
     torch.testing.assert_close(alone, torch.softmax(logits[1], -1))
 
 
-@given(ensembles(), st.sampled_from(["logits", "probabilities"]), st.floats(0.2, 5.0))
+@given(ensembles(), st.sampled_from(get_args(Pool)), st.floats(0.2, 5.0))
 def test_targets_are_probabilities(logits, pool, temperature):
     targets = pool_targets(logits, pool, temperature=temperature)
     assert (targets >= 0).all()
@@ -86,6 +91,64 @@ def test_averaged_logits_are_the_geometric_mean_of_probabilities_and_averaged_pr
     torch.testing.assert_close(pool_targets(several_teachers(), share=share), expected)
     arithmetic = (share.reshape(-1, 1, 1) * probabilities).sum(0)
     torch.testing.assert_close(pool_targets(several_teachers(), "probabilities", share=share), arithmetic)
+
+
+THREE = number([[[2.0, 0.0]], [[1.0, 0.0]], [[-60.0, 0.0]]])  # centred: 1, 0.5 and -30 for the first class
+
+
+@pytest.mark.parametrize(
+    ("pool", "share", "first"),
+    [
+        ("median", None, 1 / (1 + math.exp(-1.0))),
+        ("median", [0.1, 0.2, 0.7], 1 / (1 + math.exp(60.0))),  # most of the weight is no minority
+        ("median", [0.25, 0.25, 0.5], 1 / (1 + math.exp(29.5))),  # halfway between -30 and 0.5
+        ("vote", None, 2 / 3),
+        ("vote", [0.5, 0.2, 0.3], 0.7),
+        # a fifth at either end leaves 2/15 of a third of each outer teacher: (1 x 2 + 0.5 x 5 - 30 x 2) / 9
+        ("trimmed", None, 1 / (1 + math.exp(2 * 55.5 / 9))),
+    ],
+)
+def test_pools_that_a_minority_does_not_move_as_worked_by_hand(pool, share, first):
+    found = pool_targets(THREE, pool, share=None if share is None else number(share))
+    assert found[0].tolist() == pytest.approx([first, 1 - first], rel=1e-9)
+
+
+@given(ensembles(teachers=(3, 7)), st.sampled_from(["median", "vote"]), st.floats(-1e6, 1e6))
+def test_what_one_loud_teacher_says_moves_such_a_pool_no_farther_than_an_honest_one_could(logits, pool, loud):
+    """The pooled logits of each class stay between those of the others, and a vote moves by one vote."""
+    captured = logits.clone()
+    captured[0] = 0.0
+    captured[0, :, 0] = loud
+    if pool == "vote":
+        moved = (pool_targets(captured, pool) - pool_targets(logits, pool)).abs().max()
+        assert float(moved) <= 1 / len(logits) + 1e-9
+        return
+    level = captured - captured.mean(-1, keepdim=True)
+    middle = median(level)
+    assert bool((middle >= level[1:].amin(0) - 1e-9).all() and (middle <= level[1:].amax(0) + 1e-9).all())
+
+
+@given(ensembles(teachers=(1, 6)), st.permutations(range(6)))
+def test_the_median_of_equal_teachers_is_that_of_numpy_in_any_order(logits, order):
+    shuffled = logits[[place for place in order if place < len(logits)]]
+    assert torch.allclose(median(shuffled), torch.from_numpy(np.median(logits.numpy(), axis=0)))
+
+
+@given(arrays("float64", st.tuples(st.integers(1, 9), st.integers(1, 3)), elements=st.floats(0, 5)), st.floats(1, 9))
+def test_no_share_is_above_the_cap_and_all_shares_still_sum_to_one(raw, cap):
+    assume((raw.sum(0) > 1e-6).all())
+    share = torch.from_numpy(raw / raw.sum(0))
+    found = capped(share, cap)
+    torch.testing.assert_close(found.sum(0), torch.ones(share.shape[1], dtype=torch.float64))
+    assert float(found.max()) <= max(cap, 1.0) / len(share) + 1e-9
+    if float(share.max()) <= cap / len(share):
+        assert torch.equal(found, share)
+
+
+def test_what_is_above_the_cap_goes_to_the_others_in_their_proportions():
+    assert capped(number([0.7, 0.2, 0.1, 0.0]), 1.6).tolist() == pytest.approx([0.4, 0.4, 0.2, 0.0])
+    assert capped(number([1.0, 0.0, 0.0, 0.0]), 2.0).tolist() == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6])
+    assert capped(number([0.9, 0.1]), None).tolist() == [0.9, 0.1]
 
 
 def test_every_sample_may_weigh_the_teachers_in_its_own_way():
@@ -106,7 +169,7 @@ def test_a_constant_on_a_teachers_logits_changes_nothing_but_a_scale_does(pool):
     assert not torch.allclose(pool_targets(scaled, pool), pool_targets(several_teachers(), pool), atol=1e-3)
 
 
-@pytest.mark.parametrize("pool", ["logits", "probabilities"])
+@pytest.mark.parametrize("pool", get_args(Pool))
 def test_temperature_divides_every_teacher(pool):
     logits = several_teachers()
     torch.testing.assert_close(pool_targets(logits, pool, temperature=2.0), pool_targets(logits / 2.0, pool))

@@ -49,6 +49,7 @@ from fedstill.methods.data_free.inventing import (
     same_form,
     with_samples,
 )
+from fedstill.server.distill.targets import capped
 
 NoiseKind = Literal["uniform", "normal"]
 ClassWeights = Literal["sample", "uniform"]
@@ -103,6 +104,7 @@ class GeneratorTraining:
         counts: all clients count alike and every class is asked for.
     label_weight, match_weight: a and b of round 1; in round t max(floor, a decay^(t - 1)). 0 stays 0.
     spread: the shares (C, B) of a batch -> the shares that its cross-entropies count by.
+    largest_share: most that a client counts for a class, in even shares; see `capped`.
     """
 
     generator: FeatureGenerator = FeatureGenerator()
@@ -112,6 +114,7 @@ class GeneratorTraining:
     decay: float = 0.98
     floor: float = 1e-4
     spread: Callable[[Tensor], Tensor] = each_by_its_own
+    largest_share: float | None = None
 
     def strength(self, weight: float, rounds: int) -> float:
         """A weight after so many rounds."""
@@ -234,7 +237,7 @@ def _trained(player: Player, how: GeneratorTraining, own: Tree, counts: Tensor, 
         {"generator": replace(player, training=replace(player.training, lr=rate))},
         {"generator": _weights_of(own)},
         draw_requests(how, seen_labels(counts), seed, like),
-        {"heads": _heads(round), "shares": label_shares(counts).to(like)},
+        {"heads": _heads(round), "shares": capped(label_shares(counts), how.largest_share).to(like)},
         seed,
         optimizers={"generator": own.get("optimizer", {}) if how.generator.keep_optimizer else {}},
     )["generator"]

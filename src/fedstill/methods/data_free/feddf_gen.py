@@ -34,7 +34,8 @@ def feddf_gen(
         student: how the average learns each round; with student.steps = 0 it is FedAvg (of the same weighting) bit for
             bit, and no generator is trained.
         batch_size: invented samples in a step of either.
-        pool: "logits" averages the teachers' logits, as FedDF does, "probabilities" their softmax outputs.
+        pool: "logits" averages the teachers' logits, as FedDF does, "probabilities" their softmax outputs; "median",
+            "trimmed" and "vote" as in feddf.
         labels: classes y are asked for in the proportions that the cohort's clients hold ("quota"), or all as often
             ("uniform"), for which nobody must tell them.
         ensemble: teachers count alike ("uniform"), or for class y by the share of it that they hold ("class").

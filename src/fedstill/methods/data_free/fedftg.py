@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fedstill.compose.wrappers import send_only
-from fedstill.core.limits import CountOrNone, Several
+from fedstill.core.limits import CountOrNone, LargestShare, Several
 from fedstill.core.types import Method
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.data_free.hard_samples import Contest, Distance, Ensemble, Labels, Level, hard_samples, hardness
@@ -27,6 +27,7 @@ def fedftg(
     discrepancy: Discrepancy = "l1",
     labels: Labels = "quota",
     ensemble: Ensemble = "class",
+    largest_share: LargestShare | None = None,
     report: Report = "tuned",
 ) -> Method:
     """FedFTG: the averaged model learns from the clients' models on samples that a generator finds hard for it.
@@ -52,6 +53,8 @@ def fedftg(
             "mse" of the logits, or "none": no search for hard samples.
         labels: classes are asked for in the cohort's proportions ("quota") or all as often ("uniform").
         ensemble: clients count by their share of the class ("class") or all alike, 1 / |S| ("uniform").
+        largest_share: most that a client counts for a class, in even shares 1 / |S|; what is above goes to the others.
+            None: no bound, and a client that claims to hold a class alone decides about it alone.
         report: the run's model, whose accuracy is told: the "tuned" one, which the next clients start from, or the
             "average" of this round's clients, which is better with student.batch_norm = "train". Training is the same.
             Nothing may refine the model after "average".
@@ -78,6 +81,7 @@ def fedftg(
         input=input,
         labels=labels,
         ensemble=ensemble,
+        largest_share=largest_share,
         hardness=None if discrepancy == "none" else hardness(SOUGHT[discrepancy]),
     )
     step = hard_samples(generator.invents(features=input == "feature"), contest)

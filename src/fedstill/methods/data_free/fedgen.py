@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedstill.compose.combine import combine
-from fedstill.core.limits import Count, NotNegative, Share
+from fedstill.core.limits import Count, LargestShare, NotNegative, Share
 from fedstill.core.types import Method, Model, ServerStep
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.data_free.feature_generator import (
@@ -27,6 +29,7 @@ def fedgen(
     ratio: NotNegative = 1.0,
     generator: FeatureGenerator = FeatureGenerator(),
     class_weights: ClassWeights = "sample",
+    largest_share: LargestShare | None = None,
 ) -> Method:
     """FedGen: clients also learn from features that a generator on the server invents for every class.
 
@@ -50,6 +53,8 @@ def fedgen(
         generator: the generator on the server and how it learns each round.
         class_weights: a client's cross-entropy counts by its share of the sample's class ("sample"); "uniform" needs no
             label counts: omega = 1 / |S|, all classes.
+        largest_share: most that a client counts for a class, in even shares 1 / |S|; what is above goes to the others.
+            None: no bound, and a client that claims to hold a class alone decides about it alone.
 
     Tries: label_weight = 1.0, 3.0, 10.0; match_weight = 0.0, 1.0; generator.lr = 0.0003, 0.001.
     Reveals: the trained model, the number of samples n_k and how many of them are of each class (unless class_weights
@@ -68,6 +73,7 @@ def fedgen(
         Non-IID Federated Learning, CVPR 2022.
     """
     how = GeneratorTraining(generator, class_weights, label_weight, match_weight, decay, floor)
+    how = replace(how, largest_share=largest_share)
     return with_generated_features(how, average(), gen_batch=gen_batch, ratio=ratio)
 
 

@@ -127,6 +127,7 @@ class Contest:
     iterations: exchanges of generator and student in a round. batch_size: invented samples in a step.
     generator, student: `steps` are those of an exchange, rates those of round 1.
     hardness: the distance that the generator seeks; None: it seeks none. lesson: the student's loss.
+    largest_share: most that a client counts for a class, in even shares; see `capped`.
     recognise: the teachers' cross-entropy in the generator's loss.
     one_by_one: the generator takes its steps for each client in turn, not on all of them together.
     statistics: (model, weights, x, seed) -> the student's buffers after the round, from all samples x of the round,
@@ -139,6 +140,7 @@ class Contest:
     student: InventedStudent = InventedStudent()
     labels: Labels = "quota"
     ensemble: Ensemble = "class"
+    largest_share: float | None = None
     input: Level = "sample"
     hardness: Compare | None = hardness("l1")
     lesson: Compare = forward_kl_per_class
@@ -354,7 +356,7 @@ def _last_layer(model: Model) -> Net:
 
 def _teaching(contest: Contest, net: Net, round: Round) -> Tree:
     """The teachers, how much each counts for a class (T, K), and 1 for classes that somebody holds (K,)."""
-    share = teacher_shares(round, by_class=contest.ensemble == "class")
+    share = teacher_shares(round, by_class=contest.ensemble == "class", largest_share=contest.largest_share)
     held = wanted_classes(round, quota=contest.counts) > 0
     held = (held | ~held.any()).to(share)  # without any count nobody knows
     return {"teachers": net.part(round.uploads.weights), "share": share, "held": held}

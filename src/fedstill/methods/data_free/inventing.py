@@ -21,6 +21,7 @@ from fedstill.core.setup import Preparation
 from fedstill.core.tree import flatten, leaves, tree_map
 from fedstill.core.types import Model, Outlook, Round, Seed, Training, Tree, Weights
 from fedstill.methods.data_free.generators import build_generator, check_generator
+from fedstill.server.distill.targets import capped
 
 BatchNorm = Literal["train", "frozen", "restore"]
 GeneratorFor = Callable[[Model], Model]  # the generator that invents samples (or features) for a run's model
@@ -118,14 +119,17 @@ def class_shares(counts: Tensor) -> Tensor:
     return counts / (counts.sum(0) + 1e-6)
 
 
-def teacher_shares(round: Round, *, by_class: bool) -> Tensor:
-    """(C, K) how much client k counts for class y: its share of the class, or all alike; alike where nobody has it."""
+def teacher_shares(round: Round, *, by_class: bool, largest_share: float | None = None) -> Tensor:
+    """(C, K) how much client k counts for class y: its share of the class, or all alike; alike where nobody has it.
+
+    largest_share: see `capped`.
+    """
     like, cohort = next(leaves(round.start)), len(round.uploads.ids)
     even = like.new_full((cohort, round.model.classes), 1.0 / cohort)
     if not by_class:
         return even
     counts = label_counts(round)
-    return torch.where(counts.sum(0) > 0, class_shares(counts).to(like), even)
+    return capped(torch.where(counts.sum(0) > 0, class_shares(counts).to(like), even), largest_share)
 
 
 def wanted_classes(round: Round, *, quota: bool) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fedstill.compose.wrappers import after, report_only
 from fedstill.core.errors import FedstillError
-from fedstill.core.limits import CountOrNone, OpenShare, Positive
+from fedstill.core.limits import CountOrNone, LargestShare, OpenShare, Positive
 from fedstill.core.types import Mechanism, Method, Release
 from fedstill.local.terms import cross_entropy
 from fedstill.methods.fedaux.certainty import (
@@ -43,6 +43,7 @@ def fedaux(
     intercept: bool = False,
     gamma: Bound = "negatives",
     score: ScoreMode = "probability",
+    largest_share: LargestShare | None = None,
     epsilon: Positive | None = None,
     delta: OpenShare = 1e-5,
     mechanism: NoiseRule = "analytic",
@@ -76,13 +77,16 @@ def fedaux(
             are clipped; or the largest of "both" (the paper), which reveals something about private data.
         score: s as above ("probability") or s / (1 - s) ("odds", which a perfect classifier has in proportion to the
             client's share of such samples).
+        largest_share: most that a client counts for a sample, in even shares 1 / |S|; what is above goes to the others.
+            None: no bound, and clients that claim to be sure of everything decide alone.
         epsilon: privacy of w_i towards the server, for one sample of a client (epsilon); needs form = "mean",
             gamma = "negatives" and no intercept. None: no noise and no claim.
         delta: delta that belongs to this epsilon (delta).
         mechanism: how the noise is sized: "analytic" (exact for every epsilon) or "classic" (the paper's formula; it
             adds noise also where nothing is proven, and then makes no claim).
         distill_share: part of the unlabeled rows that is distilled on; the other rows are D-.
-        pool: "logits" weighs the teachers' logits, "probabilities" their softmax outputs.
+        pool: "logits" weighs the teachers' logits, "probabilities" their softmax outputs; "median", "trimmed" and
+            "vote" as in feddf, with these weights.
         warm_up: first rounds without distillation.
         feedback: the student is sent to the clients; false: it is reported, and clients get the average.
 
@@ -104,7 +108,7 @@ def fedaux(
     step = distill(
         student,
         pool=soft_belief(pool, temperature=student.temperature),
-        shares=certainty_shares(scoring),
+        shares=certainty_shares(scoring, largest_share),
         distill_share=distill_share,
     )
     step = after(warm_up, step) if warm_up else step

@@ -16,7 +16,7 @@ from fedstill.core.seeds import seed_for
 from fedstill.core.setup import Preparation, Question, Tools
 from fedstill.core.types import ClientData, Need, Round, Seed, Tree, Weights
 from fedstill.privacy.noise import gaussian_steps, steps_in
-from fedstill.server.distill.targets import TeacherShares
+from fedstill.server.distill.targets import TeacherShares, capped
 from fedstill.server.distill.teachers import teacher_ids
 
 Scorer = Literal["logistic", "uniform", "kde", "isolation_forest", "one_class_svm", "two_class_svm"]
@@ -56,11 +56,12 @@ def sensitivity(lam: float, count: int) -> float:
     return 2.0 / (lam * count)
 
 
-def certainty_shares(scoring: Scoring) -> TeacherShares:
+def certainty_shares(scoring: Scoring, largest_share: float | None = None) -> TeacherShares:
     """Weigh each teacher for each sample by its score: s_i(x) / sum_j s_j(x) over the clients j of the round.
 
         s_i(x) = 1 / (1 + exp(-<w_i, h_0(x) / gamma>)) + xi,    w_i parts D_i from the public D-minus
 
+    largest_share: most that a teacher counts for a sample, in even shares; see `capped`.
     Slot: "scores" (N, rows that are distilled on), made once and the same in every round.
     Reports before the first round: scored_clients; largest_share, the mean over samples of the largest share when all
     clients take part (1 / N: all alike).
@@ -68,7 +69,7 @@ def certainty_shares(scoring: Scoring) -> TeacherShares:
 
     def of(round: Round, state: Tree) -> Tensor:
         table: Tensor = state["scores"]
-        return normalised(table[teacher_ids(round).to(table.device)])
+        return capped(normalised(table[teacher_ids(round).to(table.device)]), largest_share)
 
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         return candidate, {**state, "scores": score_table(candidate, state["distilled"], preparation, scoring)}

@@ -15,6 +15,7 @@ from fedstill.server.distill.step import loss_of
 from fedstill.server.distill.student import Student, divergence, learner
 from fedstill.server.distill.targets import (
     agreement,
+    capped,
     cluster_labels,
     confident_share,
     everything,
@@ -41,6 +42,7 @@ class Refinery:
     refine_share: RefineShare = "disagreement"
     floor: float = 0.25
     bounded: bool = True
+    largest_share: float | None = None
     warm_up: int = 5
 
     def refines(self, round: Round) -> bool:
@@ -61,12 +63,12 @@ def stable(logits: Tensor, form: Refinery) -> Tensor:
     return standardised(logits, form.sharpness) if form.stabilise else torch.softmax(full_precision(logits), dim=-1)
 
 
-def rectified(clients: Tensor, known: Tensor, u: float) -> Tensor:
+def rectified(clients: Tensor, known: Tensor, u: float, largest_share: float | None = None) -> Tensor:
     """u sum_k w_k q_k + (1 - u) mean of the global models, w = softmax_k(-entropy of q_k) for each sample (Eq. 10).
 
-    clients: (T, M, K); known: (G, M, K), the model that was sent and the average.
+    clients: (T, M, K); known: (G, M, K), the model that was sent and the average. largest_share: see `capped`.
     """
-    return u * mix(clients, confident_share(clients)) + (1.0 - u) * mix(known)
+    return u * mix(clients, capped(confident_share(clients), largest_share)) + (1.0 - u) * mix(known)
 
 
 def share_of_clusters(logits: Tensor, belief: Tensor, form: Refinery) -> float:
@@ -82,8 +84,8 @@ def make_targets(logits: Tensor, average: Output, u: float, round: Round, form: 
     if form.rectify:
         sent = round.trainer.outputs(round.start, unlabeled_data(round), features=False).logits
         clients = stable(logits, form)
-        report_teachers(round, confident_share(clients))
-        belief = rectified(clients, stable(torch.stack([sent, average.logits]), form), u)
+        report_teachers(round, capped(confident_share(clients), form.largest_share))
+        belief = rectified(clients, stable(torch.stack([sent, average.logits]), form), u, form.largest_share)
     else:
         belief = mix(stable(logits, form)) if form.stabilise else pool_targets(logits)
     if form.refines(round):

@@ -16,7 +16,8 @@ from fedstill.core.types import Need, Round, Targets, Tree, Weights, nothing
 from fedstill.server.aggregate import shares
 from fedstill.server.distill.teachers import teaching
 
-Pool = Literal["logits", "probabilities"]
+Pool = Literal["logits", "probabilities", "median", "trimmed", "vote"]
+TRIM = 0.2  # of the teachers' weight that "trimmed" leaves out at either end
 
 
 def pool_targets(
@@ -26,6 +27,11 @@ def pool_targets(
 
         logits:        softmax(sum_t share_t z_t / temperature)      (AvgLogit)
         probabilities: sum_t share_t softmax(z_t / temperature)      (AvgProb)
+        median:        softmax(median_t (z_t - mean_c z_tc) / temperature)
+        trimmed:       the same, with the mean without a fifth of the teachers at either end in place of the median
+        vote:          sum_t share_t [c is the class that t names]
+
+    With the last three no minority of teachers, counted by share, can take a sample wherever it wants.
 
     >>> ensemble = torch.tensor([[[2.0, 0.0]], [[0.0, 4.0]]])
     >>> [round(p, 4) for p in pool_targets(ensemble)[0].tolist()]
@@ -34,6 +40,11 @@ def pool_targets(
     [0.4494, 0.5506]
     """
     scores = full_precision(logits) / temperature
+    if pool == "vote":
+        return mix(torch.zeros_like(scores).scatter(-1, scores.argmax(-1, keepdim=True), 1.0), share)
+    if pool in ("median", "trimmed"):
+        level = scores - scores.mean(dim=-1, keepdim=True)  # a teacher that adds a number to all logits says the same
+        return torch.softmax(median(level, share) if pool == "median" else trimmed(level, share), dim=-1)
     members = scores if pool == "logits" else torch.softmax(scores, dim=-1)
     pooled = mix(members, share)
     return torch.softmax(pooled, dim=-1) if pool == "logits" else pooled
@@ -44,6 +55,70 @@ def mix(members: Tensor, share: Tensor | None = None) -> Tensor:
     count = len(members)
     weight = members.new_full((count,), 1.0 / count) if share is None else share.to(members)
     return (members * weight.reshape(count, -1, 1)).sum(0)
+
+
+def median(members: Tensor, share: Tensor | None = None) -> Tensor:
+    """Return the weighted median over teachers of each number, (T, M, K) -> (M, K); between two the mean of them.
+
+    >>> median(torch.tensor([1.0, 2.0, 3.0, 50.0]).reshape(4, 1, 1)).item()
+    2.5
+    >>> median(torch.tensor([1.0, 2.0, 3.0, 50.0]).reshape(4, 1, 1), torch.tensor([0.6, 0.2, 0.1, 0.1])).item()
+    1.0
+    """
+    ordered, _, above = _sorted(members, share)
+    low = (above < 0.5 - HALF).sum(dim=0, keepdim=True)
+    high = (above <= 0.5 + HALF).sum(dim=0, keepdim=True).clamp_max(len(members) - 1)
+    return (ordered.gather(0, low) + ordered.gather(0, high))[0] / 2
+
+
+def trimmed(members: Tensor, share: Tensor | None = None, *, trim: float = TRIM) -> Tensor:
+    """Return the mean over teachers of each number, without the part `trim` of their weight at either end.
+
+    A teacher at a cut counts by the part of its weight that is inside.
+
+    >>> trimmed(torch.tensor([1.0, 2.0, 4.0, 50.0]).reshape(4, 1, 1), trim=0.25).item()
+    3.0
+    """
+    ordered, below, above = _sorted(members, share)
+    inside = (above.clamp_max(1.0 - trim) - below.clamp_min(trim)).clamp_min(0.0)
+    return (ordered * (inside / inside.sum(dim=0)).to(ordered)).sum(dim=0)
+
+
+HALF = 1e-9  # rounding of a sum of shares in float64
+
+
+def _sorted(members: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the numbers in order, and the weight (float64) below each and up to each."""
+    count = len(members)
+    weight = members.new_full((count,), 1.0 / count, dtype=torch.float64) if share is None else share.double()
+    ordered, place = members.sort(dim=0)
+    weight = (weight / weight.sum(dim=0)).reshape(count, -1, 1).expand_as(members).gather(0, place)
+    above = weight.cumsum(0)
+    return ordered, above - weight, above
+
+
+def capped(share: Tensor, cap: float | None) -> Tensor:
+    """Return shares (T,) or (T, M) of which none is above cap / T; what is above goes to the others in proportion.
+
+    >>> capped(torch.tensor([0.75, 0.125, 0.125]), 1.5).tolist()
+    [0.5, 0.25, 0.25]
+    """
+    if cap is None:
+        return share
+    most = max(cap, 1.0) / len(share)
+    full = torch.zeros_like(share, dtype=torch.bool)
+    for _ in range(len(share)):
+        over = (share > most * (1.0 + 1e-9)) & ~full
+        if not bool(over.any()):
+            break
+        full = full | over
+        left = 1.0 - most * full.sum(dim=0)
+        others = torch.where(full, 0.0, share)
+        total = others.sum(dim=0)
+        even = (~full).to(share) / (~full).sum(dim=0).clamp_min(1)
+        scaled = torch.where(total > 0, others / total.clamp_min(torch.finfo(share.dtype).tiny), even) * left
+        share = torch.where(full, most, scaled)
+    return share
 
 
 def standardised(logits: Tensor, sharpness: float = 4.0) -> Tensor:
