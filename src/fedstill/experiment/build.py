@@ -31,6 +31,7 @@ from fedstill.data import (
 )
 from fedstill.data.load import Options
 from fedstill.engine import Engines, build_engines
+from fedstill.experiment.cluster import in_one_process, population_of
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.overrides import describe_partition
@@ -174,7 +175,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
     aggregate = aggregate_part(server.aggregate)
     method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
     federation = build_federation(experiment) if federation is None else federation
-    engine, start = experiment.engine, experiment.model.start
+    engine, start = in_one_process(experiment).engine, experiment.model.start
     how = engine.model_dump(exclude={"name", "device", "threads"})
     network = build_network(experiment, federation, model)
     return Built(
@@ -191,6 +192,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         label=label(experiment.method.name),
         settings=experiment.options_text(),
         start=None if start is None else start_weights(start, network, federation.train),
+        population=population_of(experiment, None if model is None else network),
     )
 
 

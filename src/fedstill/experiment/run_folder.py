@@ -32,7 +32,9 @@ from fedstill.storage.files import holder, lock, write_whole
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
 RUNNING_FILE = ".running"  # held as a lock while a process works in the folder
-MAY_CHANGE = ("rounds", "early_stop", "track", "compare", "privacy.epsilon")  # settings on which no round depends
+MAY_CHANGE = (  # settings on which no round depends
+    "rounds", "early_stop", "track", "compare", "privacy.epsilon", "cluster.address", "cluster.actors", "cluster.gpus",
+)  # fmt: skip
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
@@ -175,11 +177,11 @@ def _imported_neighbours(path: Path) -> list[str]:
     return [str(file) for file in files if file.is_file()]
 
 
-def _texts_of(experiment: Experiment) -> list[str]:
+def texts_of(experiment: Experiment) -> list[str]:
     """Return every text of an experiment that may name a function of one's own."""
     network, server = experiment.model, experiment.server
     texts = [network.name, *network.options.get("prototypes", ()), experiment.method.name, experiment.evaluate]
-    return [*texts, experiment.engine.name, server.aggregate or ""]
+    return [*texts, experiment.engine.name, experiment.cluster.engine, server.aggregate or ""]
 
 
 def file_digest(path: Path) -> str:
@@ -193,7 +195,7 @@ def file_digest(path: Path) -> str:
 def _files_of(experiment: Experiment) -> list[str]:
     """Return every file that decides a run beside its data: functions of one's own, and the model it starts from."""
     start = [] if experiment.model.start is None else [str(start_file(experiment.model.start))]
-    return [*own_files(*_texts_of(experiment)), *start]
+    return [*own_files(*texts_of(experiment)), *start]
 
 
 def start_file(start: str) -> Path:
@@ -274,7 +276,7 @@ def _may_change(key: str) -> bool:
 
 
 def _as_table(experiment: Experiment) -> dict[str, Any]:
-    return toml_io.loads(toml_io.dumps(_anchored(experiment).resolved()))
+    return toml_io.loads(toml_io.dumps(with_full_paths(experiment).resolved()))
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -285,7 +287,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _anchored(experiment: Experiment) -> Experiment:
+def with_full_paths(experiment: Experiment) -> Experiment:
     """Return the experiment with full paths of its files and folders, so that it can be resumed from anywhere."""
     data, model, method = experiment.data, experiment.model, experiment.method
     places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
@@ -304,6 +306,7 @@ def _anchored(experiment: Experiment) -> Experiment:
             "method": method.model_copy(update={"name": anchored(method.name)}),
             "evaluate": anchored(experiment.evaluate),
             "engine": experiment.engine.model_copy(update={"name": anchored(experiment.engine.name)}),
+            "cluster": experiment.cluster.model_copy(update={"engine": anchored(experiment.cluster.engine)}),
             "compare": experiment.compare.model_copy(update={"methods": methods, "over": over}),
         }
     )
@@ -367,6 +370,7 @@ EXTRAS = {
     "report": ("vl-convert-python",),
     "watch": ("starlette", "uvicorn"),
     "search": ("optuna",),
+    "ray": ("ray",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 
