@@ -85,6 +85,16 @@ def room_for(ray: Any, count: int, share: Share) -> tuple[int, float]:
     return min(count, sum(fits)), each
 
 
+class Actor(Worker):
+    """A worker that reads what it needs from the object store."""
+
+    def __init__(self, held: list[Any], device: str) -> None:
+        import ray
+
+        kit, rows = ray.get(held)
+        super().__init__(kit, rows, device)
+
+
 class RayCrew:
     """Workers that are Ray actors; see scattered.Crew."""
 
@@ -92,12 +102,12 @@ class RayCrew:
         self._ray = ray
         self.size, gpus = room_for(ray, count, share)
         device = _device_of(kit.device, gpus)
-        self._rows, self._kit = ray.put(rows), ray.put(kit)  # an actor that begins again needs them: they stay held
-        actor = ray.remote(Worker).options(
+        self._held = [ray.put(kit), ray.put(rows)]  # an actor that begins again needs them, so the driver holds them
+        actor = ray.remote(Actor).options(
             num_cpus=share.cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(kit.threads)}},
         )  # fmt: skip
-        self._actors = [actor.remote(self._kit, self._rows, device) for _ in range(self.size)]
+        self._actors = [actor.remote(self._held, device) for _ in range(self.size)]
         self._calls: dict[Any, tuple[int, bool]] = {}  # what a worker was asked, and whether it was to begin
         self._ready: set[int] = set()
         for worker in range(self.size):

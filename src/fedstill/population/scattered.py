@@ -63,7 +63,10 @@ class Crew(Protocol):
         ...
 
     def next(self, patience: float) -> tuple[int, Any] | None:
-        """Wait for the next event: a worker and its result, Up or Lost; None when the patience has passed."""
+        """Wait for the next event: a worker and its result, Up or Lost; None when the patience has passed.
+
+        Raises why a worker cannot begin.
+        """
         ...
 
 
@@ -153,7 +156,7 @@ class Scattered:
 
     def _cut(self, ids: np.ndarray) -> list[np.ndarray]:
         """Return places in `ids`, in pieces of about equal cost."""
-        while self.crew.next(0) is not None:  # who died or began since the last round
+        while self._next(0) is not None:  # who died or began since the last round
             pass
         return pieces_of(self._costs[ids], max(1, len(self.crew.ready())))
 
@@ -187,10 +190,9 @@ class Scattered:
                 yield piece, event
 
     def _next(self, patience: float) -> tuple[int, Any] | None:
-        """Wait for an event; a worker that cannot begin ends the run."""
         event = self.crew.next(patience)
-        if event is not None and isinstance(event[1], Lost):
-            _log.info("worker %d: %s", event[0], event[1].reason)
+        if event is not None and isinstance(event[1], Up):
+            _log.info("worker %d is %s", event[0], event[1].name)
         return event
 
     def _note_loss(self, worker: int, lost: Lost, ids: Sequence[int], seconds: float) -> None:
