@@ -20,6 +20,7 @@ from fedstill.loop.history import Result
 from fedstill.methods.lookup import build_method
 from fedstill.population import over_loopback
 
+
 def both_ways(here: Built, folder: Path) -> tuple[Result, Result]:
     """Play a run in one process, and over the wire; nothing is refused in either."""
     plain, wired = loop.federate(here), loop.federate(over_loopback(here, folder))

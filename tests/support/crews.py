@@ -64,7 +64,9 @@ class InTurn:
 
 
 @contextmanager
-def in_turn(kit: Kit, rows: Arrays, *, count: int = 2, deadly: Collection[int] = (), seen: Any = None) -> Iterator[InTurn]:
+def in_turn(
+    kit: Kit, rows: Arrays, *, count: int = 2, deadly: Collection[int] = (), seen: Any = None
+) -> Iterator[InTurn]:
     crew = InTurn(kit, rows, count, deadly)
     if seen is not None:
         seen.append(crew)
@@ -73,6 +75,4 @@ def in_turn(kit: Kit, rows: Arrays, *, count: int = 2, deadly: Collection[int] =
 
 def over(recipe: RecipeOf, crew: MakeCrew) -> Built:
     """The same run with its clients trained by a crew."""
-    return replace(
-        recipe.run(), population=partial(scattered, crew=crew, recipe=recipe, device="cpu", threads=1)
-    )
+    return replace(recipe.run(), population=partial(scattered, crew=crew, recipe=recipe, device="cpu", threads=1))

@@ -5,33 +5,59 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
-from crews import over
-from elsewhere import RecipeOf
 
-from fedstill.loop.federate import Built
-from fedstill.population.on_ray import ray_crew
+from fedstill.population.on_ray import RayCrew, ray_crew
+from fedstill.population.scattered import MakeCrew
+from fedstill.population.worker import Arrays, Kit
 
 STORE = 300 << 20  # bytes
 
 
-@pytest.fixture(scope="module")
-def actors() -> Iterator[None]:
-    """Room for two actors, which find the modules of the tests."""
+@contextmanager
+def local_ray(**how: Any) -> Iterator[Any]:
+    """Connect to Ray so that its workers find the modules of the tests."""
     import ray
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    ray.init(address="local", num_cpus=2, num_gpus=0, object_store_memory=STORE, include_dashboard=False)
-    yield
-    ray.shutdown()
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        ray.init(**how)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
-def over_ray(recipe: RecipeOf, count: int = 2) -> Built:
-    """The same run with its clients trained by Ray actors."""
-    return over(recipe, partial(ray_crew, count=count))
+@pytest.fixture(scope="module")
+def room_for_two() -> Iterator[None]:
+    """A cluster of this machine with room for two actors."""
+    with local_ray(address="local", num_cpus=2, num_gpus=0, object_store_memory=STORE, include_dashboard=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_actors(room_for_two: None) -> Iterator[MakeCrew]:
+    """A crew of two actors that are used for one run after another, because a process needs seconds to start."""
+    import ray
+
+    crews: list[RayCrew] = []
+
+    @contextmanager
+    def make(kit: Kit, rows: Arrays) -> Iterator[RayCrew]:
+        if not crews:
+            crews.append(stack.enter_context(ray_crew(kit, rows, count=2)))
+        else:
+            held = [ray.put(kit), ray.put(rows)]
+            ray.get([actor.__ray_call__.remote(_made_again, held) for actor in crews[0]._actors])
+        yield crews[0]
+
+    with ExitStack() as stack:
+        yield make
+
+
+def _made_again(actor: Any, held: list[Any]) -> None:
+    vars(actor).clear()
+    actor.__init__(held, "cpu")

@@ -20,8 +20,8 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.population import Answer, Order
 from fedstill.core.setup import AnyQuestion, Question
 from fedstill.core.trainer import Trained
-from fedstill.core.tree import from_tree, to_device
-from fedstill.core.types import Seed, Tree, Uploads
+from fedstill.core.tree import from_tree, tree_map
+from fedstill.core.types import Params, Seed, Tree, Uploads, Weights
 from fedstill.loop.here import Here
 from fedstill.loop.round import Task
 from fedstill.loop.site import Site
@@ -46,7 +46,10 @@ class Lost(NamedTuple):
 
 
 class Crew(Protocol):
-    """Workers in other processes, by their numbers. Each does one task at a time, and one that dies is begun again."""
+    """Workers in other processes, by their numbers. Each does one task at a time, and one that dies is begun again.
+
+    A result is good until its worker gets another task.
+    """
 
     size: int  # workers that there are when all have begun
 
@@ -120,18 +123,19 @@ class Scattered:
         tensors = arrays_of({"start": order.start._asdict(), "received": order.received})
         places, memories = self._cut(ids), arrays_of(states)
         pieces = [(ids[part], _rows(memories, part), noise_seed) for part in places]
-        done = dict(self._spread("play", {"round": order.round, "tensors": tensors}, pieces))
+        whole: Arrays = {}
+        for piece, (sent, after) in self._spread("play", {"round": order.round, "tensors": tensors}, pieces):
+            _put(whole, {"uploads": sent, "states": after}, places[piece], len(ids))
         device = self.task.engine.device
-        sent = _gathered([(part, done[piece][0]) for piece, part in enumerate(places)], len(ids))
-        after = _gathered([(part, done[piece][1]) for piece, part in enumerate(places)], len(ids))
-        uploads = from_tree(to_device(sent, device))
-        return Trained(self._completed(uploads, order), to_device(after, device))
+        found = tree_map(lambda array: torch.from_numpy(array).to(device), whole)
+        return Trained(self._completed(from_tree(found["uploads"]), order), found["states"])
 
     def answers(
         self, question: AnyQuestion, ids: Collection[int], sent: Any, *, round: int, noise_seed: Seed
     ) -> Iterator[tuple[int, Answer]]:
         """Ask the clients in pieces. A plain function is answered in this process, because code does not travel."""
-        if not isinstance(question, Question) or question not in self.task.method(round).questions:
+        known = {own.name for own in self.task.method(round).questions}
+        if not isinstance(question, Question) or question.name not in known:
             self._own = self._own or Site(self.task)
             yield from self._own.answers(question, ids, sent, round=round, noise_seed=noise_seed)
             return
@@ -143,16 +147,19 @@ class Scattered:
                 yield client, answer if isinstance(answer, str) else tensors_of(answer, device)
 
     def _completed(self, uploads: Uploads, order: Order) -> Uploads:
-        """Put tensors that clients do not train, and so do not send, into their uploads."""
-        own, count = uploads.weights, len(uploads.ids)
+        """Put tensors that clients do not train, and so do not send, into their uploads, in the model's order."""
+        own, networks = uploads.weights, self.task.model.networks
 
-        def filled(sent: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {name: sent[name] if name in sent else leaf.expand(count, *leaf.shape) for name, leaf in start.items()}
+        def filled(sent: Params, start: Params) -> Params:
+            count = len(uploads.ids)
+            return {
+                name: sent[name] if name in sent else leaf.expand(count, *leaf.shape) for name, leaf in start.items()
+            }
 
-        whole = own._replace(
-            params=filled(own.params, order.start.params), buffers=filled(own.buffers, order.start.buffers)
-        )
-        return uploads._replace(weights=whole)
+        weights = Weights(filled(own.params, order.start.params), filled(own.buffers, order.start.buffers))
+        several = self.task.model.groups is not None
+        extra = {name: uploads.extra[name] for name in networks if name in uploads.extra} if several else uploads.extra
+        return uploads._replace(weights=weights, extra=extra)
 
     def _cut(self, ids: np.ndarray) -> list[np.ndarray]:
         """Return places in `ids`, in pieces of about equal cost."""
@@ -228,17 +235,15 @@ def _rows(tree: Any, places: np.ndarray) -> Any:
     return tree[places]
 
 
-def _gathered(parts: Sequence[tuple[np.ndarray, Any]], count: int) -> Any:
-    """Put the rows of pieces into whole tensors at their places. A slot that a piece has not is zero in its rows."""
-    first = max((tree for _, tree in parts), key=len)
-    if isinstance(first, dict):
-        names = dict.fromkeys(name for tree in (first, *(tree for _, tree in parts)) for name in tree)
-        return {name: _gathered([(at, tree[name]) for at, tree in parts if name in tree], count) for name in names}
-    make = np.empty if sum(len(places) for places, _ in parts) == count else np.zeros
-    whole = make((count, *first.shape[1:]), first.dtype)
-    for places, rows in parts:
-        whole[places] = rows
-    return torch.from_numpy(whole)
+def _put(whole: Arrays, piece: Arrays, places: np.ndarray, count: int) -> None:
+    """Put the rows of a piece at their places in a cohort of `count`. Rows of a slot that some pieces lack are zero."""
+    for name, rows in piece.items():
+        if isinstance(rows, dict):
+            _put(whole.setdefault(name, {}), rows, places, count)
+        else:
+            if name not in whole:
+                whole[name] = np.zeros((count, *rows.shape[1:]), rows.dtype)
+            whole[name][places] = rows
 
 
 def _some(ids: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -18,12 +19,16 @@ import numpy as np
 import torch
 
 from fedstill.core.errors import FedstillError
+from fedstill.population.area import Area
 from fedstill.population.scattered import Lost, Up
 from fedstill.population.worker import Arrays, Failed, Kit, Worker
 
 FALSE_STARTS = 3  # of one worker in a row, after which the run ends
 END = 5.0  # seconds that a worker has to end by itself
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+AREAS = ("orders", "results")  # of each worker: files in which the arrays of messages lie
+MEMORY = "/dev/shm"  # Linux: files here lie in memory
+LEAST_ROOM, SPARE = 1 << 30, 2  # bytes beside so many times the rows that must be free there
 
 
 @contextmanager
@@ -32,7 +37,7 @@ def spawned_crew(kit: Kit, rows: Arrays, *, count: int, use_gpus: bool = True) -
 
     The rows lie in files that all workers map into memory, so they take their place once.
     """
-    with tempfile.TemporaryDirectory(prefix="fedstill-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fedstill-", dir=_folder_in_memory(rows)) as folder:
         for name, array in rows.items():
             np.save(Path(folder) / f"{name}.npy", array, allow_pickle=False)
         crew = SpawnedCrew(kit, Path(folder), count, use_gpus=use_gpus)
@@ -51,6 +56,7 @@ class SpawnedCrew:
         self._context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._gpus = _visible_gpus() if use_gpus and kit.device in ("auto", "cuda") else []
         self._device = "cpu" if not use_gpus and kit.device == "auto" else kit.device
+        self._orders, self._results = ([Area(folder / f"{name}-{i}") for i in range(count)] for name in AREAS)
         self._ends: dict[int, Connection] = {}
         self._processes: dict[int, SpawnProcess] = {}
         self._begun: set[int] = set()
@@ -68,7 +74,7 @@ class SpawnedCrew:
     def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
         self._busy.add(worker)
         try:
-            self._ends[worker].send((task, shared, *own))
+            self._ends[worker].send(self._orders[worker].lay((task, shared, *own)))
         except OSError:  # it died; its pipe says so to `next`
             pass
 
@@ -87,7 +93,7 @@ class SpawnedCrew:
                 self._false_starts[worker] = 0
                 return worker, Up(said)
             self._busy.discard(worker)
-            return worker, said
+            return worker, self._results[worker].read(said)
         return None
 
     def close(self) -> None:
@@ -101,9 +107,9 @@ class SpawnedCrew:
                 process.kill()
                 process.join()
 
-    def pids(self) -> dict[int, int]:
-        """Return the process of each worker."""
-        return {worker: process.pid for worker, process in self._processes.items() if process.pid is not None}
+    def place_of(self, worker: int) -> tuple[str, str | None]:
+        """Return the device on which a worker trains, and the only GPU that it sees, where it has one of its own."""
+        return ("cuda", self._gpus[worker % len(self._gpus)]) if self._gpus else (self._device, None)
 
     def _begin_again(self, worker: int) -> Lost:
         process = self._processes[worker]
@@ -124,8 +130,7 @@ class SpawnedCrew:
 
     def _start(self, worker: int) -> None:
         here, there = self._context.Pipe()
-        gpu = self._gpus[worker % len(self._gpus)] if self._gpus else None
-        arguments = (there, self._kit, self._folder, self._device if gpu is None else "cuda", gpu)
+        arguments = (there, self._kit, self._folder, worker, *self.place_of(worker))
         process = self._context.Process(target=_serve, args=arguments, daemon=True, name=f"fedstill worker {worker}")
         try:
             process.start()
@@ -143,7 +148,15 @@ def _visible_gpus() -> list[str]:
     return names[:count] if names else [str(number) for number in range(count)]
 
 
-def _serve(end: Connection, kit: Kit, folder: Path, device: str, gpu: str | None) -> None:
+def _folder_in_memory(rows: Arrays) -> str | None:
+    """Return a folder that lies in memory where there is one with room to spare, because a disk is slower."""
+    if not os.access(MEMORY, os.W_OK):
+        return None
+    room = shutil.disk_usage(MEMORY).free
+    return MEMORY if room > SPARE * sum(array.nbytes for array in rows.values()) + LEAST_ROOM else None
+
+
+def _serve(end: Connection, kit: Kit, folder: Path, number: int, device: str, gpu: str | None) -> None:
     """Do tasks until the driver closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and the driver ends its workers
     if gpu is not None:
@@ -153,10 +166,11 @@ def _serve(end: Connection, kit: Kit, folder: Path, device: str, gpu: str | None
         for name in ("x", "y", "indices", "offsets")
     }
     worker = Worker(kit, rows, device)
+    orders, results = (Area(folder / f"{name}-{number}") for name in AREAS)
     try:
         end.send(worker.begin())
         while True:
-            task, common, *own = end.recv()
-            end.send(worker.do(task, common, *own))
+            task, common, *own = orders.read(end.recv())
+            end.send(results.lay(worker.do(task, common, *own)))
     except (EOFError, OSError):
         return

@@ -145,5 +145,3 @@ def _failed(error: Exception) -> Failed:
     if isinstance(error, FedstillError):
         return Failed(error.lines)
     return Failed((in_one_line(error),), "".join(traceback.format_exception(error)))
-
-
