@@ -2,8 +2,8 @@
 
     python tools/measure_workers.py [--ray] [--repeats 15]
 
-Both ways take turns, so that whatever else the machine does hits both. "Idle" is a round in which clients take no step: what
-is left is the way of orders, uploads and memories there and back. One torch thread a process.
+Both ways take turns, so that whatever else the machine does hits both. "Idle" is a round in which clients take no step:
+what is left is the way of orders, uploads and memories there and back. One torch thread a process.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ def population_of(experiment: Experiment, network: Model | None) -> MakePopulati
     engine, cluster = experiment.engine, experiment.cluster
     if engine.name not in CREWS:
         return None
-    from fedstill.population.scattered import scattered
+    from fedstill.population.scattered import MakeCrew, scattered
 
     if engine.name == "ray":
         from fedstill.population.on_ray import Share, ray_crew
 
         share = Share(cluster.cpus, cluster.gpus)
-        crew = partial(ray_crew, count=cluster.actors, address=cluster.address, share=share)
+        crew: MakeCrew = partial(ray_crew, count=cluster.actors, address=cluster.address, share=share)
     else:
         from fedstill.population.spawned import spawned_crew
 

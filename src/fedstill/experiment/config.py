@@ -41,7 +41,6 @@ from fedstill.models.mixed import MIXED
 from fedstill.privacy.plan import Privacy
 from fedstill.storage import toml as toml_io
 
-
 CREWS = ("ray", "spawned")  # values of engine.name by which clients are trained in other processes: see [cluster]
 
 

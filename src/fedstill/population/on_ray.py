@@ -37,9 +37,8 @@ def connected(address: str) -> Iterator[Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Ray's own defaults to come
-            ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR) if address == LOCAL else (
-                ray.init(address=address, logging_level=logging.ERROR)
-            )
+            how = {"include_dashboard": False} if address == LOCAL else {}
+            ray.init(address=address, logging_level=logging.ERROR, **how)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FedstillError(
@@ -53,10 +52,12 @@ def connected(address: str) -> Iterator[Any]:
 
 
 @contextmanager
-def ray_crew(kit: Kit, rows: Arrays, *, count: int, address: str = LOCAL, share: Share = Share()) -> Iterator[RayCrew]:
+def ray_crew(
+    kit: Kit, rows: Arrays, *, count: int, address: str = LOCAL, share: Share | None = None
+) -> Iterator[RayCrew]:
     """Start `count` actors, or as many as the cluster has room for. The rows lie once in each machine's object store."""
     with connected(address) as ray:
-        crew = RayCrew(ray, kit, rows, count, share)
+        crew = RayCrew(ray, kit, rows, count, share or Share())
         try:
             yield crew
         finally:
@@ -132,7 +133,7 @@ class RayCrew:
         worker, begins = self._calls.pop(done[0])
         try:
             said = self._ray.get(done[0])
-        except _deaths(self._ray) as error:
+        except deaths_of(self._ray) as error:
             if not begins:
                 self._begin(worker)
             return worker, Lost(_reason(error))
@@ -160,7 +161,7 @@ def _device_of(device: str, gpus: float) -> str:
     return device.partition(":")[0]
 
 
-def _deaths(ray: Any) -> tuple[type[Exception], ...]:
+def deaths_of(ray: Any) -> tuple[type[Exception], ...]:
     """Return the errors that say that an actor, its machine or its result is gone."""
     known = ray.exceptions
     return (

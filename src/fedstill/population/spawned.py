@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -73,10 +73,8 @@ class SpawnedCrew:
 
     def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
         self._busy.add(worker)
-        try:
+        with suppress(OSError):  # where it died, its pipe says so to `next`
             self._ends[worker].send(self._orders[worker].lay((task, shared, *own)))
-        except OSError:  # it died; its pipe says so to `next`
-            pass
 
     def next(self, patience: float) -> tuple[int, Any] | None:
         places = {end: worker for worker, end in self._ends.items()}

@@ -20,7 +20,7 @@ from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError, in_one_line
 from fedstill.core.population import Order
 from fedstill.core.tree import as_tree, tree_map
-from fedstill.core.types import Federation, Seed, Tree, Uploads, Weights
+from fedstill.core.types import Federation, Seed, Uploads, Weights
 from fedstill.loop.federate import Built, first_weights, make_task, share_states_of, suited
 from fedstill.loop.privacy_plan import with_sent_counts
 from fedstill.loop.site import Site
@@ -66,7 +66,8 @@ def tensors_of(tree: Any, device: torch.device | str) -> Any:
 def rows_of(federation: Federation) -> Arrays:
     """Return the rows of all clients, and who holds which, as arrays."""
     train = federation.train
-    return arrays_of({"x": train.x, "y": train.y, "indices": federation.indices, "offsets": federation.offsets})
+    rows: Arrays = arrays_of({"x": train.x, "y": train.y, "indices": federation.indices, "offsets": federation.offsets})
+    return rows
 
 
 def outline_of(federation: Federation) -> Federation:
