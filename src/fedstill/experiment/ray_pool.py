@@ -30,13 +30,8 @@ class Runner:
     ) -> None:
         """Take the functions of a worker, and two folders of the driver: of the runs, and the one it works in."""
         self._messages: deque[Any] = deque()
-        self._mistake = (
-            ""
-            if Path(place).is_dir()
-            else (
-                f"{platform.node()} has no folder '{place}': runs on a cluster need one on a disk that all machines share"
-            )
-        )
+        missing = f"{platform.node()} has no folder '{place}': runs on a cluster need a disk that all machines share"
+        self._mistake = "" if Path(place).is_dir() else missing
         if Path(folder).is_dir():
             os.chdir(folder)  # paths of data and methods are read from there
         torch.set_num_threads(threads)
@@ -53,7 +48,7 @@ class Runner:
 
 
 class RayPool:
-    """Takes the place of a WorkerPool where engine.name is "ray". The runs' folders lie on a disk that all machines share.
+    """Takes the place of a WorkerPool where engine.name is "ray". Runs have folders on a disk that all machines share.
 
     place: the folder of all runs. again: returns a job that goes on where a dead actor left it.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from fedstill.population.scattered import Lost, Up
 from fedstill.population.worker import Arrays, Failed, Kit, Worker
 
 LOCAL = "local"  # the address of a cluster of this machine alone, which lasts as long as the run
+KNOCK = 5.0  # seconds in which a cluster accepts a connection
 _log = logging.getLogger("fedstill.run")
 
 
@@ -35,10 +37,11 @@ def connected(address: str) -> Iterator[Any]:
         yield ray
         return
     try:
+        _knock(address)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Ray's own defaults to come
             how = {"include_dashboard": False} if address == LOCAL else {}
-            ray.init(address=address, logging_level=logging.ERROR, **how)
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **how)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FedstillError(
@@ -51,11 +54,18 @@ def connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
+def _knock(address: str) -> None:
+    """Raise an error at once where nobody listens, because Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "//" not in host:
+        socket.create_connection((host, int(port)), KNOCK).close()
+
+
 @contextmanager
 def ray_crew(
     kit: Kit, rows: Arrays, *, count: int, address: str = LOCAL, share: Share | None = None
 ) -> Iterator[RayCrew]:
-    """Start `count` actors, or as many as the cluster has room for. The rows lie once in each machine's object store."""
+    """Start `count` actors, or as many as there is room for. The rows lie once in each machine's object store."""
     with connected(address) as ray:
         crew = RayCrew(ray, kit, rows, count, share or Share())
         try:
