@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests" / room) for room in ("support", "conformance")]
 
 import mixed_runs  # noqa: E402
+from elsewhere import REFINED, RUNS, a_run  # noqa: E402
 from method_rows import ROWS  # noqa: E402
-from test_loopback import REFINED, RUNS, a_run  # noqa: E402
 from toy import same_bits  # noqa: E402
 
 from fedstill.core.trainer import Messages  # noqa: E402

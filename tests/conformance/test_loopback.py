@@ -7,43 +7,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mixed_runs
 import pytest
-from method_rows import COHORT, HARD_SAMPLES, ROUNDS, ROWS, TRAINING, Row, federation, network, row_of
+from elsewhere import REFINED, RUNS, a_run
+from method_rows import ROWS, Row, network, row_of
 from quick import first_quick, quick_if
-from running import built
 from toy import same_bits
 
 from fedstill.loop import federate as loop
 from fedstill.loop.federate import Built
 from fedstill.loop.history import Result
-from fedstill.methods.lookup import build_method, write
+from fedstill.methods.lookup import build_method
 from fedstill.population import over_loopback
-
-REFINED = "student.steps=5, student.batch_size=8"
-RUNS: dict[str, dict[str, Any]] = {
-    "mixture": {"method": f"fedlmd+scaffold+mrtf({REFINED})"},
-    "phases": {"method": f"scaffold until 2 then fedaux({REFINED})"},
-    "fedaux": {"method": f"fedaux({REFINED})+fedprox(mu=0.1)"},
-    "fedftg": {"method": f"scaffold+{write('fedftg', HARD_SAMPLES)}"},
-    "head": {"method": "scaffold", "part": "head"},
-    "adapters": {"method": f"fedlmd+scaffold+feddf({REFINED})", "net": "adapted"},
-    "optimizers": {"method": "fedlmd", "keep_optimizer": True, "optimizer": "adam"},
-    "median": {"method": "fedprox(mu=0.1)+median"},
-    "poisson": {"method": "feddyn", "sampling": "poisson", "cohort": 0.5},
-}
-
-
-def a_run(method: Any, net: str = "mlp", **changes: Any) -> Built:
-    training = {name: changes.pop(name) for name in ("part", "keep_optimizer", "optimizer") if name in changes}
-    settings = {
-        "method": method, "model": network(net), "federation": federation(net),
-        "training": replace(TRAINING, **training),
-        "rounds": ROUNDS, "cohort": COHORT, "seed": 5, "engine": "looped", "device": "cpu",
-    }  # fmt: skip
-    return built(**{**settings, **changes})
 
 
 def both_ways(here: Built, folder: Path) -> tuple[Result, Result]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fedstill.core.setup import AnyQuestion
-from fedstill.core.trainer import Messages
-from fedstill.core.types import Tree, Uploads, Weights
+from fedstill.core.trainer import Messages, Trained
+from fedstill.core.types import Seed, Tree, Uploads, Weights
 
 ClientRows = tuple[np.ndarray, Tree]  # (ids, what they remember, stacked in that order)
 Answer = Tree | str  # or the reason why there is none
@@ -56,4 +56,21 @@ class Population(Protocol):
 
     def restore(self, parts: Iterable[ClientRows]) -> None:
         """Take up what `snapshot` gave."""
+        ...
+
+
+class Host(Protocol):
+    """Trains clients whose memories its caller keeps: this process, or several that are as good as it."""
+
+    def play(self, order: Order, ids: np.ndarray, states: Tree, noise_seed: Seed) -> Trained:
+        """Train the clients `ids`, whose memories are `states`; return what leaves them, and their memories after it.
+
+        noise_seed: of the noise that they put on their uploads.
+        """
+        ...
+
+    def answers(
+        self, question: AnyQuestion, ids: Collection[int], sent: Any, *, round: int, noise_seed: Seed
+    ) -> Iterator[tuple[int, Answer]]:
+        """Yield the answer of each client as it comes, or the error in which it ended."""
         ...

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,10 +21,10 @@ from fedstill.engine.mixed import MixedEngine
 PRECISIONS = ("auto", "float32", "float64", "tf32", "bf16")
 
 
-def check_engine(name: str) -> str:
-    """The name of a registered engine, or FILE.py:function, as it is; any other is refused."""
+def check_engine(name: str, others: Collection[str] = ()) -> str:
+    """The name of a registered engine, or FILE.py:function, as it is; any other is refused. others: known elsewhere."""
     if ":" not in name and name not in ENGINES:
-        raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, ENGINES)}")
+        raise FedstillError(f"engine.name: unknown engine '{name}'; {suggest(name, (*ENGINES, *others))}")
     return name
 
 

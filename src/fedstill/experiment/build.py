@@ -35,6 +35,7 @@ from fedstill.data.source import statistics
 from fedstill.data.split import match_storage
 from fedstill.data.tokens import read_tokenizer
 from fedstill.engine import Engines, build_engines
+from fedstill.experiment.cluster import in_one_process, population_of
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network, build_network
 from fedstill.experiment.overrides import describe_partition
@@ -261,7 +262,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
     method = build_phases(experiment.method.phases, aggregate=aggregate, buffers=server.buffers)
     attack = build_attack(experiment.attack.name, experiment.attack.share)
     federation = build_federation(experiment) if federation is None else federation
-    engine, start = experiment.engine, experiment.model.start
+    engine, start = in_one_process(experiment).engine, experiment.model.start
     how = engine.model_dump(exclude={"name", "device", "threads"})
     network = build_network(experiment, federation, model)
     return Built(
@@ -280,6 +281,7 @@ def build(experiment: Experiment, federation: Federation | None = None, model: N
         sealed=server.sealed,
         start=None if start is None else start_weights(start, network, federation.train, experiment.seed),
         attack=attack,
+        population=population_of(experiment, None if model is None else network),
     )
 
 

@@ -27,6 +27,7 @@ from fedstill.core.types import Federation, Need
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source
 from fedstill.experiment.candidates import Candidates, one_of_each_kind
+from fedstill.experiment.cluster import in_one_process
 from fedstill.experiment.code_names import check_code
 from fedstill.experiment.compare import Comparison, compare, folder_name
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
@@ -363,7 +364,7 @@ class Tournament:
                 for folder in [self._place(place, text, seed)]
             ]
             with suppress(FedstillError):  # the run is repeated below, and its failure noted
-                run_side_by_side(work, jobs, callbacks=lambda method, seed: (), warned=self._warned)
+                run_side_by_side(work, self.experiment, callbacks=lambda method, seed: (), warned=self._warned)
         for text in texts:
             for seed in seeds:
                 known = self._known.get((place, text, seed))
@@ -396,7 +397,8 @@ class Tournament:
 
     def _experiment(self, text: str, seed: int, rounds: int) -> Experiment:
         section = MethodSection.model_validate({"name": text})
-        return self._scored.model_copy(update={"method": section, "seed": seed, "rounds": rounds})
+        run = self._scored.model_copy(update={"method": section, "seed": seed, "rounds": rounds})
+        return in_one_process(run) if self.experiment.compare.jobs > 1 else run  # runs are spread, not their clients
 
     def _place(self, place: int, text: str, seed: int) -> Path:
         return self.folder / PLAYING / str(place) / folder_name(label(text)) / f"seed-{seed}"

@@ -40,6 +40,7 @@ def _names(table: Mapping[str, Any]) -> Iterator[str]:
     for key in ("method", "model", "engine"):
         for name in _texts(_word(table.get(key), "name")):
             yield from _in_method(name) if key == "method" else [name]
+    yield from _texts(_section(table, "cluster").get("engine"))
     model, compare = (_section(table, key) for key in ("model", "compare"))
     for text in (*_texts(model.get("prototypes")), *_texts(compare.get("methods"))):
         for piece in (text, *split_methods(text)):

@@ -19,6 +19,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Federation
 from fedstill.data import Source
 from fedstill.experiment.build import build, build_federation, load_source, split_settings
+from fedstill.experiment.cluster import in_one_process
 from fedstill.experiment.config import Experiment, MethodSection, checked_experiment
 from fedstill.experiment.overrides import attack_table, parse_method, without_defaults
 from fedstill.experiment.points import as_texts, best_experiment, points_of, read_axes, united
@@ -261,6 +262,7 @@ class _Player:
             pairs = []
             for shift in range(self.experiment.compare.seeds):
                 run = experiment.model_copy(update={"seed": experiment.seed + shift, "compare": alone})
+                run = in_one_process(run) if self.experiment.compare.jobs > 1 else run  # runs are spread, not clients
                 if (split := split_settings(run)) not in self.federations:
                     self.federations[split] = build_federation(run, self.source)
                 pairs.append((run, build(run, self.federations[split])))
@@ -278,7 +280,7 @@ class _Player:
                 for entry, pairs in variants.items()
                 for run, _ in pairs
             ]
-            ahead = run_side_by_side(jobs, self.experiment.compare.jobs, callbacks=self.callbacks, warned=self.warned)
+            ahead = run_side_by_side(jobs, self.experiment, callbacks=self.callbacks, warned=self.warned)
         for entry, pairs in variants.items():
             results = []
             for run, built in pairs:

@@ -42,6 +42,8 @@ from fedstill.models.mixed import MIXED
 from fedstill.privacy.plan import Privacy
 from fedstill.storage import toml as toml_io
 
+CREWS = ("ray", "spawned")  # values of engine.name by which clients are trained in other processes: see [cluster]
+
 
 class _Section(BaseModel):
     """The rules that all sections share.
@@ -90,6 +92,13 @@ def _checked_attack(text: str) -> str:
 
 def _checked_engine(name: str) -> str:
     with collected():
+        return name if name in CREWS else check_engine(name, CREWS)
+
+
+def _checked_workers_engine(name: str) -> str:
+    with collected():
+        if name in CREWS:
+            raise FedstillError(f"cluster.engine = '{name}' has workers of its own: choose auto, batched or looped")
         return check_engine(name)
 
 
@@ -280,6 +289,16 @@ class EngineSection(_Section):
     threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
 
 
+class ClusterSection(_Section):
+    """The workers of engine.name = "ray" (actors of a Ray cluster) or "spawned" (processes of this machine)."""
+
+    address: str = Field(default="local", min_length=1, examples=["auto"])  # of Ray: local, auto, or host:port
+    actors: int = Field(default=2, ge=1)
+    cpus: float = Field(default=1.0, gt=0)  # of an actor; whole ones are its torch threads, unless engine.threads says
+    gpus: float | None = Field(default=None, ge=0, examples=[0.5])  # of an actor; None: all GPUs, divided among them
+    engine: Annotated[str, AfterValidator(_checked_workers_engine)] = "auto"  # of each worker, and of the server
+
+
 class CompareSection(_Section):
     """The methods, or a sweep's points, and the number of seeds that `compare` takes when its caller names none."""
 
@@ -367,6 +386,7 @@ class Experiment(_Section):
     server: Annotated[ServerSection, _section("aggregate")] = ServerSection()
     engine: Annotated[EngineSection, _section("name")] = EngineSection()
     attack: Annotated[AttackSection, _section("name")] = AttackSection()
+    cluster: Annotated[ClusterSection, _section("address")] = ClusterSection()
     guard: Annotated[Guard, _section()] = Guard()
     privacy: Annotated[Privacy, _section()] = Privacy()
     compare: Annotated[CompareSection, AfterValidator(_checked_references)] = CompareSection()

@@ -29,7 +29,9 @@ from fedstill.storage.files import read_text, write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
-MAY_CHANGE = ("rounds", "early_stop", "track", "compare", "privacy.epsilon")  # settings on which no round depends
+MAY_CHANGE = (  # settings on which no round depends
+    "rounds", "early_stop", "track", "compare", "privacy.epsilon", "cluster.address", "cluster.actors", "cluster.gpus",
+)  # fmt: skip
 
 
 def new_run_dir(experiment: Experiment, root: str | Path = "runs") -> Path:
@@ -216,7 +218,7 @@ def _may_change(key: str) -> bool:
 
 
 def _as_table(experiment: Experiment) -> dict[str, Any]:
-    return toml_io.loads(toml_io.dumps(_anchored(experiment).resolved()))
+    return toml_io.loads(toml_io.dumps(with_full_paths(experiment).resolved()))
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -227,7 +229,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _anchored(experiment: Experiment) -> Experiment:
+def with_full_paths(experiment: Experiment) -> Experiment:
     """Return the experiment with full paths of its files and folders, so that it can be resumed from anywhere."""
     data, model, method = experiment.data, experiment.model, experiment.method
     places = {"source": data.source, "unlabeled": unlabeled_place(experiment)}
@@ -246,6 +248,7 @@ def _anchored(experiment: Experiment) -> Experiment:
             "method": method.model_copy(update={"name": anchored(method.name)}),
             "evaluate": anchored(experiment.evaluate),
             "engine": experiment.engine.model_copy(update={"name": anchored(experiment.engine.name)}),
+            "cluster": experiment.cluster.model_copy(update={"engine": anchored(experiment.cluster.engine)}),
             "compare": experiment.compare.model_copy(update={"methods": methods, "over": over}),
         }
     )
@@ -312,6 +315,7 @@ EXTRAS = {
     "watch": ("starlette", "uvicorn"),
     "search": ("optuna",),
     "flower": ("flwr",),
+    "ray": ("ray",),
     "track": ("tensorboard", "mlflow", "wandb", "trackio"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from fedstill.experiment.build import build_federation, load_source, split_setti
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run import run
 from fedstill.experiment.search import EndBelow, Floor
-from fedstill.experiment.worker_pool import DIED, Hear, WorkerPool
+from fedstill.experiment.worker_pool import DIED, Hear, Pool, WorkerPool
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import caution, each_once
 from fedstill.loop.history import Row
@@ -44,9 +45,11 @@ class Event(NamedTuple):
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], at_once: int, *, callbacks: Callable[[str, int], Sequence[Callback]], warned: set[str]
+    jobs: Sequence[Job], asked: Experiment, *, callbacks: Callable[[str, int], Sequence[Callback]], warned: set[str]
 ) -> set[Path]:
-    """Do the runs in `at_once` processes, each in its folder, and return their folders.
+    """Do the runs in several processes, each in its folder, and return their folders.
+
+    asked: says in compare.jobs how many processes there are, and in engine.name whether they stand on a Ray cluster.
 
     callbacks: called with the method and the seed, returns callbacks; they hear of the start, the preparations and the
         rounds of their run in this process. They cannot stop it.
@@ -72,13 +75,29 @@ def run_side_by_side(
     silent = logging.NullHandler()  # with a handler of the log, `caution` itself prints a line
     _log.addHandler(silent)
     try:
-        WorkerPool(at_once, Worker, lambda number: Event(number, "error", (DIED,))).do(jobs, hear)
+        pool_of(asked, jobs).do(jobs, hear)
     finally:
         _log.removeHandler(silent)
     if errors:
         others = f" ({len(errors) - 1} more failed)" if len(errors) > 1 else ""
         raise FedstillError(f"{errors[0]}{others}")
     return {job.folder for job in jobs}
+
+
+def pool_of(asked: Experiment, jobs: Sequence[Job]) -> Pool:
+    """Return the processes for the runs of a comparison."""
+    at_once = asked.compare.jobs
+
+    def died(number: int) -> Event:
+        return Event(number, "error", (DIED,))
+
+    if asked.engine.name != "ray":
+        return WorkerPool(at_once, Worker, died)
+    from fedstill.experiment.ray_pool import RayPool
+
+    place = Path(os.path.commonpath([job.folder.resolve().parent for job in jobs]))
+    place.mkdir(parents=True, exist_ok=True)
+    return RayPool(asked, at_once, Worker, died, place=place, again=lambda job: job._replace(resume=True))
 
 
 class Worker:

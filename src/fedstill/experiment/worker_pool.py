@@ -29,6 +29,14 @@ class Worker(Protocol):
         ...
 
 
+class Pool(Protocol):
+    """Processes that do jobs, each the next one."""
+
+    def do(self, jobs: Sequence[Any], hear: Hear) -> None:
+        """Do all jobs; `hear` gets every message in this process, and a job's last message last."""
+        ...
+
+
 def threads_for(at_once: int) -> int:
     """Return the torch threads of each worker, so that all together use no more than this process's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

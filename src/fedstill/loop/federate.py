@@ -128,6 +128,7 @@ class Built:
     spare: int = 0
     secret: bytes = field(default=b"", repr=False)
     sealed: bool = False
+    attack: Attack | None = None
 
     def __post_init__(self) -> None:
         """Refuse a value of another type, with the call that makes the right one."""
@@ -178,10 +179,12 @@ def federate(
     plan = _make_plan(task, built, folder, start, secret)
     if built.spare and built.population is None:
         raise FedstillError(f"spare = {built.spare}: in one process no client answers first: set spare = 0")
-<<<<<<< HEAD
     task = dataclasses.replace(task, noise_seed=noise_seed(task.seed, plan.identity.get("fingerprint", ""), secret))
     state = _first_state(task, start, plan.identity["best"])
-    make = partial(Here, budget=state_budget) if built.population is None else built.population
+    here: MakePopulation = partial(Here, budget=state_budget)
+    if built.attack is not None:
+        here = partial(Attacked, attack=built.attack, engines=built.engines, budget=state_budget)
+    make = here if built.population is None else built.population
     # an engine with workers of its own needs no threads of torch, which wait for each other in small operations
     workers: Workers | None = getattr(engines.cohort, "workers", None)
     with nullcontext() if workers is None else workers.quiet():
@@ -200,14 +203,6 @@ def closes_folder(built: Built) -> bool:
 def has_secret(task: Task) -> bool:
     """Return whether the run's noise is drawn from a secret, and not from its seed."""
     return is_noisy(task) and not task.privacy.reproducible
-=======
-    state = _first_state(task, first_weights(built, engines.trainer), plan.identity["best"])
-    here: MakePopulation = partial(Here, budget=state_budget)
-    if built.attack is not None:
-        here = partial(Attacked, attack=built.attack, engines=built.engines, budget=state_budget)
-    make = here if built.population is None else built.population
-    return _run(task, plan, state, callbacks, make, resume=resume, began=began)
->>>>>>> robust
 
 
 def check_built(built: Built) -> None:

@@ -1,4 +1,4 @@
-"""A population in this process: a site trains its clients, and a store holds their memories."""
+"""A population whose memories lie in a store of this process, wherever its clients are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill.core.population import Answer, ClientRows, Order
+from fedstill.core.population import Answer, ClientRows, Host, Order
 from fedstill.core.seeds import seed_for
 from fedstill.core.setup import AnyQuestion
 from fedstill.core.trainer import Messages
@@ -25,11 +25,20 @@ class Here:
     """The clients of a simulation. Close it (or use it in a `with`), because memories may live on disk.
 
     first: the memory of a client before its first round.
+    host: trains the clients; None: this process.
     budget: bytes of memories that may lie on the device; see ClientStore.
     """
 
-    def __init__(self, task: Task, first: Tree, *, budget: int | None = None, folder: Path | None = None) -> None:
-        self.task, self.site = task, Site(task)
+    def __init__(
+        self,
+        task: Task,
+        first: Tree,
+        *,
+        host: Host | None = None,
+        budget: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.task, self.host = task, Site(task) if host is None else host
         population = task.federation.population
         self.store = ClientStore(first, population, device=task.engine.device, budget=budget, folder=folder)
         self._played: tuple[np.ndarray, Tree] = (np.zeros(0, np.int64), {})
@@ -42,7 +51,7 @@ class Here:
 
     def play(self, order: Order, ids: np.ndarray) -> Uploads | Messages:
         seed = seed_for(self.task.noise_seed, "transmit", order.round)
-        uploads, states = self.site.play(order, ids, self.store.read(ids), seed)
+        uploads, states = self.host.play(order, ids, self.store.read(ids), seed)
         self._played = ids, states
         return uploads
 
@@ -61,8 +70,7 @@ class Here:
         self, question: AnyQuestion, ids: Collection[int], *, round: int, sent: Any
     ) -> Iterator[tuple[int, Answer]]:
         seed = seed_for(self.task.noise_seed, "prepare", round)
-        for client in ids:
-            yield client, self.site.answer(question, client, sent, round=round, noise_seed=seed)
+        return self.host.answers(question, ids, sent, round=round, noise_seed=seed)
 
     def snapshot(self) -> Iterator[ClientRows]:
         return self.store.snapshot()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,10 +32,7 @@ class Site:
         self._tried: set[int] = set()
 
     def play(self, order: Order, ids: np.ndarray, states: Tree, noise_seed: Seed) -> Trained:
-        """Train the clients `ids`, whose memories are `states`; return what leaves them, and their memories after it.
-
-        noise_seed: of the noise that they put on their uploads.
-        """
+        """Train some clients in this process; see core.population.Host."""
         task, method = self.task, self.task.method(order.round)
         work = LocalWork(
             method.objective, task.training, order.start, order.received, order.round, task.seed, task.text
@@ -57,6 +57,13 @@ class Site:
         if task.counts is not None and Need.LABEL_COUNTS_UPLOADED in needs_of(method):
             counts = task.counts[torch.as_tensor(ids, device=task.counts.device)]
         return on_the_way(method, uploads._replace(label_counts=counts), order.start, noise_seed)
+
+    def answers(
+        self, question: AnyQuestion, ids: Collection[int], sent: Any, *, round: int, noise_seed: Seed
+    ) -> Iterator[tuple[int, Answer]]:
+        """Ask some clients, one after another; see core.population.Host."""
+        for client in ids:
+            yield client, self.answer(question, client, sent, round=round, noise_seed=noise_seed)
 
     def answer(self, question: AnyQuestion, client: int, sent: Tree, *, round: int, noise_seed: Seed) -> Answer:
         """Return a client's answer to a question, or the error in which it ended; a user's mistake ends the run."""

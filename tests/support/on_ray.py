@@ -1,0 +1,63 @@
+"""A Ray cluster of this machine for tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from fedstill.population.on_ray import RayCrew, ray_crew
+from fedstill.population.scattered import MakeCrew
+from fedstill.population.worker import Arrays, Kit
+
+STORE = 300 << 20  # bytes
+
+
+@contextmanager
+def local_ray(**how: Any) -> Iterator[Any]:
+    """Connect to Ray so that its workers find the modules of the tests."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        ray.init(**how)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def room_for_two() -> Iterator[None]:
+    """A cluster of this machine with room for two actors."""
+    with local_ray(address="local", num_cpus=2, num_gpus=0, object_store_memory=STORE, include_dashboard=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_actors(room_for_two: None) -> Iterator[MakeCrew]:
+    """A crew of two actors that are used for one run after another, because a process needs seconds to start."""
+    import ray
+
+    crews: list[RayCrew] = []
+
+    @contextmanager
+    def make(kit: Kit, rows: Arrays) -> Iterator[RayCrew]:
+        if not crews:
+            crews.append(stack.enter_context(ray_crew(kit, rows, count=2)))
+        else:
+            held = [ray.put(kit), ray.put(rows)]
+            ray.get([actor.__ray_call__.remote(_made_again, held) for actor in crews[0]._actors])
+        yield crews[0]
+
+    with ExitStack() as stack:
+        yield make
+
+
+def _made_again(actor: Any, held: list[Any]) -> None:
+    vars(actor).clear()
+    actor.__init__(held, "cpu")

@@ -1,0 +1,120 @@
+"""Measure what it costs to spread a cohort over two workers, beside the same cohort in one process.
+
+    python tools/measure_workers.py [--ray] [--repeats 15]
+
+Both ways take turns, so that whatever else the machine does hits both. "Idle" is a round in which clients take no step:
+what is left is the way of orders, uploads and memories there and back. One torch thread a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from fedstill.compose.combine import broadcast_of, first_state
+from fedstill.compose.phases import phases_of
+from fedstill.core.population import Order
+from fedstill.core.tree import flatten, stack
+from fedstill.core.types import Dataset, Federation, Training
+from fedstill.engine import build_engines
+from fedstill.loop.federate import Built, Schedule, first_weights, make_task, share_states_of, suited
+from fedstill.loop.site import Site
+from fedstill.methods.lookup import build_method
+from fedstill.models import build_model
+from fedstill.population.on_ray import ray_crew
+from fedstill.population.scattered import Scattered
+from fedstill.population.spawned import spawned_crew
+from fedstill.population.worker import Kit, outline_of, rows_of
+
+SHAPES = {"mlp": (1, 28, 28), "cnn": (3, 32, 32)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cohort; it is the recipe of the workers, too."""
+
+    method: str
+    network: str
+    cohort: int
+    rows: int  # of each client
+    steps: int
+
+    def built(self, federation: Federation) -> Built:
+        options = {"hidden": (64,)} if self.network == "mlp" else {}
+        return Built(
+            method=build_method(self.method),
+            model=build_model(self.network, input_shape=SHAPES[self.network], classes=10, **options),
+            federation=federation,
+            training=Training(batch_size=32, lr=0.05, steps=self.steps),
+            schedule=Schedule(rounds=1, cohort=self.cohort),
+            engines=partial(build_engines, "looped" if self.network == "cnn" else "auto", "cpu"),
+        )
+
+    def __call__(self, federation: Federation, device: str) -> Built:
+        return self.built(federation)
+
+    def federation(self) -> Federation:
+        count, noise = self.cohort * self.rows, np.random.Generator(np.random.PCG64(0))
+        x = torch.from_numpy(noise.integers(0, 255, (count, *SHAPES[self.network])).astype(np.uint8))
+        data = Dataset("noise", x, torch.arange(count) % 10, tuple("abcdefghij"))
+        return Federation(data, data, torch.arange(count), torch.arange(self.cohort + 1) * self.rows)
+
+
+def measure(case: Case, on_ray: bool, repeats: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each play in one process, and on two workers."""
+    built = case.built(case.federation())
+    engines = built.engines(model=built.model, federation=built.federation)
+    task = make_task(built, suited(phases_of(built.method), built.model, built.training), engines)
+    weights = first_weights(built, engines.trainer)
+    first, phases = share_states_of(task.phases, weights, built.model)
+    task = replace(task, phases=phases)
+    method, ids = task.method(1), np.arange(case.cohort)
+    order = Order(1, weights, broadcast_of(method, first_state(method, weights)))
+    states = stack([first] * case.cohort)
+    kit, alone = Kit(case, outline_of(built.federation), "cpu", 0, 1), Site(task)
+    crew, times = (ray_crew if on_ray else spawned_crew), ([], [])
+    with ExitStack() as open_crews:
+        host = Scattered(task, open_crews.enter_context(crew(kit, rows_of(built.federation), count=2)))
+        host.gather()
+        for turn in range(repeats + 1):
+            found = []
+            for place, where in enumerate((alone, host)):
+                began = time.perf_counter()
+                found.append(where.play(order, ids, states, 0))
+                if turn:  # the first one warms up
+                    times[place].append(time.perf_counter() - began)
+            if case.network == "cnn":  # looped: the same bits
+                one, two = (flatten(each.uploads.weights) for each in found)
+                assert all(torch.equal(one[name], leaf) for name, leaf in two.items())
+    return times
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--ray", action="store_true", help="Ray actors instead of spawned processes")
+    words.add_argument("--repeats", type=int, default=15)
+    words.add_argument("--idle", action="store_true", help="only rounds without a step")
+    said = words.parse_args()
+    torch.set_num_threads(1)
+    print("milliseconds, min / median              one process        two workers")
+    for method in ("fedavg", "scaffold"):
+        for network, cohort, rows, steps in (("mlp", 50, 300, 10), ("cnn", 10, 160, 5)):
+            for taken in (0,) if said.idle else (0, steps):
+                case = Case(method, network, cohort, rows, taken)
+                columns = [
+                    f"{1000 * min(t):.0f} / {1000 * statistics.median(t):.0f}"
+                    for t in measure(case, said.ray, said.repeats)
+                ]
+                what = f"{method}, {network}, {cohort} clients, {'idle' if not taken else f'{taken} steps'}"
+                print(f"{what:36} {columns[0]:>15} {columns[1]:>18}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
