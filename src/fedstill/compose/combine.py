@@ -128,9 +128,9 @@ def run_steps(method: Method, candidate: Weights, state: Tree, round: Round | Se
     return candidate, after
 
 
-def handed_on(step: ServerStep, round: Round) -> Round:
+def handed_on(step: ServerStep, round: Round | SealedRound) -> Round | SealedRound:
     """Return the round as the steps after `step` see it: an aggregate may leave uploads out, or shorten them."""
-    if not isinstance(step, Aggregate) or step.hands_on is None:
+    if not isinstance(step, Aggregate) or step.hands_on is None or isinstance(round, SealedRound):
         return round
     return replace(round, uploads=step.hands_on(round))
 

@@ -35,7 +35,7 @@ class Batched:
                 self._replay(_part_of(plan, piece), inputs, piece, results)
             return results.ordered(order)
 
-        def work(_: int, waiting: Iterator[slice]) -> None:
+        def work(worker: int, waiting: Iterator[slice]) -> None:
             for piece in waiting:
                 part, here = _part_of(plan, piece), columns_of(inputs, piece)
                 stack = Stack(results.piece(piece), len(part.steps), self.program.training)
