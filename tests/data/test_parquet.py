@@ -10,7 +10,7 @@ from PIL import Image
 
 from fedstill.core.errors import FedstillError
 from fedstill.data import load
-from fedstill.data.parquet import ParquetFile, read_json_lines
+from fedstill.data.parquet import ParquetFile, _chunks, read_json_lines
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -93,3 +93,30 @@ def test_a_name_of_one_line_is_an_empty_cell_of_all_others(tmp_path: Path):
     file.write_text('{"a": 1}\n[1]\n')
     with pytest.raises(FedstillError, match="line 2 of .* is no JSON object"):
         read_json_lines(file)
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
+def test_the_footer_says_what_pyarrow_reads_in_it(tmp_path: Path, compression: str):
+    file = written(
+        tmp_path / "x.parquet", {"a": list(range(20)), "b": ["x", None] * 10}, row_group_size=7, compression=compression
+    )
+    metadata = parquet.read_metadata(file)
+    expected = [metadata.row_group(group).column(column) for group in range(3) for column in range(2)]
+    found = _chunks(file)
+    assert [chunk.unpacked for chunk in found] == [chunk.total_uncompressed_size for chunk in expected]
+    assert [chunk.values for chunk in found] == [chunk.num_values for chunk in expected]
+    assert [chunk.start for chunk in found] == [chunk.dictionary_page_offset for chunk in expected]
+
+
+def test_a_footer_whose_statistics_are_wrong_does_not_end_the_process(tmp_path: Path):
+    """pyarrow 26 ends the process where a histogram has another length than the column's levels say."""
+    pictures = [{"bytes": png(grey), "path": "a.png"} for grey in range(20)]
+    file = written(tmp_path / "x.parquet", {"image": pictures, "label": Y})
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[-8:-4], "little")
+    for place in range(len(whole) - 8 - length, len(whole) - 8, 3):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            ParquetFile(file)
+        except FedstillError as error:
+            assert len(str(error).splitlines()) == 1
