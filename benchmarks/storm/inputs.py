@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Files and messages to damage, by kind: valid ones, hostile ones made by hand, and the reader of each kind.
 
 A `Kind` has a function for each of the three. What depends on a trained model comes from one small run in a folder.

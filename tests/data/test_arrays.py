@@ -35,7 +35,7 @@ class Open:
 
 def test_objects_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FedstillError, match="'x' of .* holds Python objects, and reading them would run code"):
+    with pytest.raises(FedstillError, match=r"'x' of .* holds Python objects, and reading them would run code"):
         read(tmp_path, x=np.array([Open()] * 40), y=Y)
     assert not (tmp_path / "pickle-was-read").exists()
 

@@ -35,7 +35,7 @@ def test_a_link_out_of_the_folder_is_refused_and_one_inside_is_followed(classes:
     (classes / "a" / "inside.png").symlink_to(classes / "b" / "1.png")
     assert len(load(classes, cache_dir=tmp_path / "cache").train.x) == 4
     (classes / "a" / "outside.png").symlink_to(image(tmp_path / "private.png"))
-    with pytest.raises(FedstillError, match="outside.png' is a link to a place outside of the data's folder"):
+    with pytest.raises(FedstillError, match=r"outside.png' is a link to a place outside of the data's folder"):
         load(classes, cache_dir=tmp_path / "cache")
 
 

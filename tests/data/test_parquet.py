@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from PIL import Image
 
 from fedstill.core.errors import FedstillError
 from fedstill.data import load
-from fedstill.data.parquet import ParquetFile, read_json_lines
+from fedstill.data.parquet import ParquetFile, _chunks, read_json_lines
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -40,14 +41,14 @@ def test_pieces_have_as_many_rows_as_asked_for_and_hold_every_row(tmp_path: Path
 def test_a_word_that_stands_once_for_many_rows_is_counted_in_each(tmp_path: Path):
     words = arrow.DictionaryArray.from_arrays(arrow.array(np.zeros(2000, np.int32)), arrow.array(["x" * 500_000]))
     file = written(tmp_path / "x.parquet", {"word": words, "label": [0, 1] * 1000})
-    with pytest.raises(FedstillError, match="would take .* of memory"), ParquetFile(file) as opened:
+    with pytest.raises(FedstillError, match=r"would take .* of memory"), ParquetFile(file) as opened:
         opened.table()
 
 
 def test_rows_of_a_few_bytes_are_counted(tmp_path: Path):
     file = written(tmp_path / "x.parquet", {"a": np.zeros(4_000_000, np.int8)})
     assert file.stat().st_size < 100_000
-    with pytest.raises(FedstillError, match="would take 288.0 MB of memory"):
+    with pytest.raises(FedstillError, match=r"would take 288.0 MB of memory"):
         ParquetFile(file)
 
 
@@ -91,5 +92,30 @@ def test_a_name_of_one_line_is_an_empty_cell_of_all_others(tmp_path: Path):
     with pytest.raises(FedstillError, match="write the same names in every line"):
         read_json_lines(file)
     file.write_text('{"a": 1}\n[1]\n')
-    with pytest.raises(FedstillError, match="line 2 of .* is no JSON object"):
+    with pytest.raises(FedstillError, match=r"line 2 of .* is no JSON object"):
         read_json_lines(file)
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "none"])
+def test_the_footer_says_what_pyarrow_reads_in_it(tmp_path: Path, compression: str):
+    file = written(
+        tmp_path / "x.parquet", {"a": list(range(20)), "b": ["x", None] * 10}, row_group_size=7, compression=compression
+    )
+    metadata = parquet.read_metadata(file)
+    expected = [metadata.row_group(group).column(column) for group in range(3) for column in range(2)]
+    found = _chunks(file)
+    assert [chunk.unpacked for chunk in found] == [chunk.total_uncompressed_size for chunk in expected]
+    assert [chunk.values for chunk in found] == [chunk.num_values for chunk in expected]
+    assert [chunk.start for chunk in found] == [chunk.dictionary_page_offset for chunk in expected]
+
+
+def test_a_footer_whose_statistics_are_wrong_does_not_end_the_process(tmp_path: Path):
+    """pyarrow 26 ends the process where a histogram has another length than the column's levels say."""
+    pictures = [{"bytes": png(grey), "path": "a.png"} for grey in range(20)]
+    file = written(tmp_path / "x.parquet", {"image": pictures, "label": Y})
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[-8:-4], "little")
+    for place in range(len(whole) - 8 - length, len(whole) - 8, 3):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with contextlib.suppress(FedstillError):
+            ParquetFile(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from fedstill.core.errors import FedstillError
 from fedstill.data.bounds import FLOOR, OF_A_ROW, check_columns, check_lines, check_size, readable
@@ -13,8 +13,8 @@ from fedstill.data.source import require_extra
 
 MOST_ROWS = 32_768  # unpacked at once
 OF_A_CELL = 8
-REPEATING = {"PLAIN_DICTIONARY", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"}  # encodings that write a long cell once for many
-LONGEST_PAGE_HEAD = 256  # bytes that hold the sizes of a page
+LONGEST_PAGE_HEAD = 8192  # bytes
+BYTES, DICTIONARY, DELTA_BYTE_ARRAY = (6, 7), 2, 7  # numbers of the format: types of words, a page, an encoding
 CURE = "if it is sound, write it without compression and dictionaries, or in several files"
 
 
@@ -72,7 +72,7 @@ class ParquetFile:
 
     def _batches(self, columns: list[str] | None) -> Iterator[Any]:
         """Return an iterator of rows, so few at once that no dictionary can fill the memory before they are counted."""
-        at_once = max(1, min(MOST_ROWS, FLOOR // max(1, self._longest_cell())))
+        at_once = max(1, min(MOST_ROWS, FLOOR // max(1, self._longest_cell)))
         for batch in self._opened.iter_batches(batch_size=at_once, columns=columns):
             yield _without_dictionaries(batch)
 
@@ -81,33 +81,97 @@ class ParquetFile:
 
     def _check(self, footer: Any) -> None:
         check_columns(footer.num_columns, self.what)
-        wanted = footer.num_rows * (OF_A_ROW + OF_A_CELL * footer.num_columns)
-        for chunk in self._chunks():
-            wanted += max(0, chunk.total_uncompressed_size) + OF_A_CELL * max(0, chunk.num_values - footer.num_rows)
+        rows, self._longest_cell = footer.num_rows, 1
+        wanted = rows * (OF_A_ROW + OF_A_CELL * footer.num_columns)
+        for chunk in _chunks(self.file):
+            wanted += max(0, chunk.unpacked) + OF_A_CELL * max(0, chunk.values - rows)
+            if chunk.kind in BYTES:
+                self._longest_cell = max(self._longest_cell, self._repeated(chunk))
         check_size(wanted, self.on_disk, self.what, CURE)
 
-    def _chunks(self) -> Iterator[Any]:
-        footer = self._opened.metadata
-        for group in range(footer.num_row_groups):
-            for column in range(footer.num_columns):
-                yield footer.row_group(group).column(column)
-
-    def _longest_cell(self) -> int:
-        """Return the bytes that one cell can take which stands for many: at most those of its dictionary."""
-        longest = 1
-        for chunk in self._chunks():
-            if chunk.physical_type in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY") and REPEATING & set(chunk.encodings):
-                longest = max(longest, self._dictionary_size(chunk))
-        return longest
-
-    def _dictionary_size(self, chunk: Any) -> int:
-        whole = int(chunk.total_uncompressed_size)
-        if "DELTA_BYTE_ARRAY" in chunk.encodings or chunk.dictionary_page_offset is None:
-            return whole
+    def _repeated(self, chunk: _Chunk) -> int:
+        """Return the bytes that one cell can take which is stored once for many: at most those of the dictionary."""
         with self.file.open("rb") as file:
-            file.seek(chunk.dictionary_page_offset)
-            stated = _page_size(file.read(LONGEST_PAGE_HEAD))
-        return whole if stated is None else stated
+            file.seek(chunk.start)
+            page = _page(file.read(LONGEST_PAGE_HEAD))
+        if page is None or DELTA_BYTE_ARRAY in chunk.encodings:
+            return chunk.unpacked
+        return page[1] if page[0] == DICTIONARY else 1
+
+
+class _Chunk(NamedTuple):
+    """One column of a group of rows, as the footer describes it."""
+
+    kind: int
+    encodings: list[int]
+    values: int
+    unpacked: int  # bytes
+    start: int  # of its first page
+
+
+def _chunks(file: Path) -> list[_Chunk]:
+    """Read the footer without pyarrow, which ends the process where the statistics in a footer are wrong."""
+    with file.open("rb") as opened:
+        opened.seek(-8, 2)
+        length = int.from_bytes(opened.read(4), "little")
+        opened.seek(-8 - length, 2)
+        groups = _Thrift(opened.read(length)).struct().get(4, [])
+    found = []
+    for column in (column for group in groups for column in group[1]):
+        about = column[3]
+        start = min(about[9], about.get(11) or about[9])
+        found.append(_Chunk(about[1], about[2], about[5], about[6], start))
+    return found
+
+
+class _Thrift:
+    """Reads the compact form of Thrift, in which a footer is written: dicts of values by the number of their field."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.place = data, 0
+
+    def struct(self) -> dict[int, Any]:
+        fields, number = dict[int, Any](), 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._zigzag()
+            kind = head & 15
+            fields[number] = kind == 1 if kind in (1, 2) else self._value(kind)
+        return fields
+
+    def _value(self, kind: int) -> Any:
+        if kind in (1, 2, 3):
+            return self._byte()
+        if kind in (4, 5, 6):
+            return self._zigzag()
+        if kind in (7, 8):
+            size = 8 if kind == 7 else self._number()
+            self.place += size
+            if self.place > len(self.data):
+                raise ValueError("a footer that is cut off")
+            return self.data[self.place - size : self.place]
+        if kind in (9, 10):
+            head = self._byte()
+            count = head >> 4 if head >> 4 < 15 else self._number()
+            return [self._value(head & 15) for _ in range(count)]
+        if kind == 12:
+            return self.struct()
+        raise ValueError(f"a footer with a value of kind {kind}")
+
+    def _byte(self) -> int:
+        self.place += 1
+        return self.data[self.place - 1]
+
+    def _number(self) -> int:
+        number, shift = 0, 0
+        while (byte := self._byte()) > 127:
+            number, shift = number | (byte & 127) << shift, shift + 7
+            if shift > 63:
+                raise ValueError("a footer with a number of more than 64 bits")
+        return number | byte << shift
+
+    def _zigzag(self) -> int:
+        number = self._number()
+        return number >> 1 ^ -(number & 1)
 
 
 def _without_dictionaries(batch: Any) -> Any:
@@ -117,26 +181,17 @@ def _without_dictionaries(batch: Any) -> Any:
     return arrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _page_size(head: bytes) -> int | None:
-    """Return the unpacked bytes of a page by its head (Thrift's compact form): field 1 its kind, field 2 this size.
+def _page(head: bytes) -> tuple[int, int] | None:
+    """Return the kind of a page and its unpacked bytes by its head, whose first fields these are.
 
-    >>> _page_size(bytes([0x15, 0x04, 0x15, 0x80, 0x02]))
-    128
+    >>> _page(bytes([0x15, 0x04, 0x15, 0x80, 0x02]))
+    (2, 128)
     """
-    numbers, place = [], 0
-    for _ in range(2):
-        if head[place : place + 1] != b"\x15":  # the next field, a number of 32 bits
-            return None
-        number, shift, place = 0, 0, place + 1
-        while True:
-            if place >= len(head):
-                return None
-            number |= (head[place] & 127) << shift
-            shift, place = shift + 7, place + 1
-            if head[place - 1] < 128:
-                break
-        numbers.append(number >> 1)
-    return numbers[1]
+    try:
+        fields = _Thrift(head[:LONGEST_PAGE_HEAD] + bytes(1)).struct()
+        return int(fields[1]), int(fields[2])
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _features(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:

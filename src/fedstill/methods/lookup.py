@@ -156,6 +156,8 @@ def parse(text: str) -> tuple[PhaseText, ...]:
     >>> [(len(phase.parts), phase.until) for phase in parse("fedlmd_tf until 50 then fedlmd+fedavgm")]
     [(1, 50), (2, None)]
     """
+    if "\0" in text:
+        raise FedstillError("a method's text holds a zero byte: write it again")
     pieces = split_outside(text if '"' in text else " ".join(text.split()), " then ")
     phases = tuple(_phase(piece, text) for piece in pieces)
     for phase in phases[:-1]:
