@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten
 from fedstill.data.contract import Contract, federation_without_rows
 from fedstill.engine import build_engine
 from fedstill.experiment.bundle import Trained
@@ -180,7 +181,11 @@ def scorer(trained: Trained, model: Network | None = None) -> Callable[[Tensor],
     precision = "auto" if options.precision == "bf16" else options.precision  # three digits are little for confidences
     name = "auto" if ":" in options.name else options.name  # an engine of one's own trains cohorts, and no more
     engine = build_engine(name, device, model=network, federation=federation, chunk=options.chunk, precision=precision)
-    if next(form_differences(trained.weights, network.init(0)), None):
+    stored, wanted = (
+        {name: leaf.dtype.is_floating_point for name, leaf in flatten(weights).items()}
+        for weights in (trained.weights, network.init(0))
+    )
+    if next(form_differences(trained.weights, network.init(0)), None) or stored != wanted:
         raise FedstillError(f"'{trained.place}' holds no {trained.experiment.model.name} of this run: restore its copy")
     weights = trained.weights.__class__(
         *({name: leaf.to(engine.device) for name, leaf in part.items()} for part in trained.weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,11 @@ from fedstill.core.types import Weights
 from fedstill.data.contract import Contract
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import Network
+from fedstill.experiment.recorded import read_rows
 from fedstill.loop.checkpoint import load_weights
 from fedstill.loop.history import History, Result, Row
 from fedstill.methods.lookup import label
 from fedstill.prediction import Predictions, open_run, predict
-from fedstill.storage.files import read_text
 
 if TYPE_CHECKING:
     import pandas
@@ -74,8 +73,7 @@ def load_run(folder: str | Path, *, model: Network | None = None) -> LoadedRun:
     model: the network of a run that was started with a network in Python.
     """
     run = open_run(Path(folder), model)
-    lines = read_text(run.folder / "metrics.jsonl").splitlines()
-    history = History([json.loads(line) for line in lines])
+    history = History(read_rows(run.folder))
     last, best = (load_weights(run.folder / which) for which in ("last", "best"))
     seconds = history.total("seconds")
     result = Result(history, last, best, label(run.experiment.method.name), seconds, run.folder, run.experiment.target)
