@@ -169,7 +169,7 @@ def test_without_a_folder_there_is_nothing_to_save(now):
         run_nine_rounds(callbacks=[Slow(now, 100.0)])
 
 
-KILLS, ENDLESS = 20, 10**6
+KILLS, ENDLESS = 25, 10**6
 
 
 def run_and_kill(folder: Path, engine: str, moment: float, *, wait: bool) -> None:
@@ -194,7 +194,7 @@ def newest(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_twenty_kills_and_resumes_give_the_bits_of_an_uninterrupted_run(tmp_path, engine):
+def test_twenty_five_kills_and_resumes_give_the_bits_of_an_uninterrupted_run(tmp_path, engine):
     generator = numpy_generator(int.from_bytes(engine.encode(), "little"))
     folder, reached = tmp_path / "killed", []
     for kill in range(KILLS):

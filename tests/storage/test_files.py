@@ -1,8 +1,13 @@
 """A file is replaced whole or not at all, and leaves nothing beside it."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
-from fedstill.storage.files import is_held, lock, write_whole, writing
+from fedstill.core.errors import FedstillError
+from fedstill.storage.files import RUNNING_FILE, appending, is_held, lock, read_bytes, working_in, write_whole, writing
 
 
 def test_text_and_bytes_replace_the_old_content_and_make_the_folder(tmp_path):
@@ -42,3 +47,41 @@ def test_a_lock_is_held_while_its_block_runs_and_a_file_that_a_killed_process_le
     path.write_text("12345\n")
     assert not is_held(path)
     assert path.read_text() == "12345\n"
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(b"12345")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="no regular file"):
+            read_bytes(path)
+    with pytest.raises(OSError, match="5 bytes, and at most 4 are read"):
+        read_bytes(tmp_path / "long", most=4)
+    assert read_bytes(tmp_path / "long", most=5) == b"12345"
+
+
+@pytest.mark.parametrize(
+    "write", [lambda path: appending(path).close(), lambda path: lock(path, wait=False).__enter__()]
+)
+def test_nothing_is_opened_through_a_link(tmp_path, write):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError):
+        write(tmp_path / "link")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_link_is_replaced_and_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "link").read_text() == "new"
+
+
+def test_the_thread_that_works_in_a_folder_may_enter_it_again(tmp_path):
+    with working_in(tmp_path / "new"), working_in(tmp_path / "new"):
+        assert is_held(tmp_path / "new" / RUNNING_FILE)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(FedstillError, match="No space left"), working_in(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

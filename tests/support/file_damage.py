@@ -1,7 +1,7 @@
 """Damage to files of a run, and hostile files with right digests: each must end in one line, or be passed over.
 
-`flips(folder, seed, count)`, `links(folder)` and `contents(folder)` yield the name of each attempt and what came of it:
-REFUSED in one line, or what went wrong. `folder` holds a finished run of `make_run`.
+`flips`, `links`, `contents`, `full_disks` and `double_starts` yield the name of each attempt and what came of it: REFUSED
+in one line, with nothing lost, or what went wrong. `folder` holds a finished run of `make_run`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import random
 import shutil
 import socket
+import time
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 
 import fedstill
 from fedstill.core.errors import FedstillError
+from fedstill.core.tree import flatten
 from fedstill.experiment.run_folder import _seal, contract_text
 from fedstill.loop import checkpoint
 from fedstill.loop.checkpoint import load_model, load_weights, save_weights
@@ -279,3 +282,87 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "a huge contract": lambda run: os.truncate(run / "contract.json", 1 << 40),
     "a huge model": lambda run: os.truncate(run / "last/weights.safetensors", 1 << 40),
 }
+
+
+def full_disks(folder: Path, seed: int, count: int) -> Iterator[tuple[str, str]]:
+    """Let the disk be full from a random byte of a random file on, then resume with room: nothing may be lost.
+
+    The system refuses to write beyond a length of every file (RLIMIT_FSIZE), as a full disk does: partly, at any write.
+    """
+    import resource
+
+    draw = random.Random(seed)
+    whole = flatten(load_weights(folder / "last"))
+    sizes = sorted(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    room = folder.with_name("full")
+    for number in range(count):
+        shutil.rmtree(room, ignore_errors=True)
+        limit = draw.randrange(1, draw.choice(sizes) + 1)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard[1]))
+        try:
+            came = outcome_of(lambda: fedstill.run(experiment(), run_dir=room, pictures=False))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, hard)
+        if came != REFUSED:
+            yield f"{number}: no byte beyond {limit}", came
+            continue
+        before = rounds_of(room)
+        result = fedstill.run(experiment(), run_dir=room, pictures=False, resume=(room / "config.toml").exists())
+        after = flatten(result.weights)
+        same = all(torch.equal(leaf, after[name]) for name, leaf in whole.items())
+        lost = rounds_of(room) != list(range(1, ROUNDS + 1)) or before != sorted(set(before))
+        yield f"{number}: no byte beyond {limit}", REFUSED if same and not lost else f"lost something: {before}"
+
+
+def double_starts(folder: Path, seed: int, count: int) -> Iterator[tuple[str, str]]:
+    """Let two processes start, or go on with, one run at nearly the same moment.
+
+    One of them may be refused in one line. The run must be whole, and equal to a run that nobody disturbed.
+    """
+    import multiprocessing
+
+    draw = random.Random(seed)
+    whole = flatten(load_weights(folder / "last"))
+    room = folder.with_name("shared")
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    workers = [context.Process(target=_start_each, args=(end,), daemon=True) for _, end in pipes]
+    for worker in workers:
+        worker.start()
+    for number in range(count):
+        shutil.rmtree(room, ignore_errors=True)
+        kind = draw.choice(["start twice", "start and resume", "resume twice"])
+        if kind == "resume twice":
+            shutil.copytree(folder, room)
+            for path in list((room / "checkpoints").iterdir())[1:]:
+                path.unlink()
+        later = draw.choice([0, draw.uniform(0, 0.3)])
+        for place, (ours, _) in enumerate(pipes):
+            ours.send((room, kind == "resume twice" or (kind == "start and resume" and place == 1), place * later))
+        came = [ours.recv() for ours, _ in pipes]
+        after = flatten(load_weights(room / "last"))
+        same = all(torch.equal(leaf, after[name]) for name, leaf in whole.items())
+        fine = set(came) <= {REFUSED, "accepted"} and "accepted" in came
+        whole_lines = rounds_of(room) == list(range(1, ROUNDS + 1))
+        yield f"{number}: {kind}, {later:.2f} s apart", REFUSED if fine and same and whole_lines else f"{came} {same}"
+    for (ours, _), worker in zip(pipes, workers, strict=True):
+        ours.send(None)
+        worker.join()
+
+
+def _start_each(orders: Any) -> None:
+    """Run what each order says, in a process of its own."""
+    torch.set_num_threads(1)
+    while (order := orders.recv()) is not None:
+        room, resume, later = order
+        time.sleep(later)
+        orders.send(outcome_of(partial(fedstill.run, experiment(), run_dir=room, pictures=False, resume=resume)))
+
+
+def rounds_of(folder: Path) -> list[int]:
+    """Return the rounds that metrics.jsonl has whole lines of."""
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+    return [json.loads(line)["round"] for line in lines]
