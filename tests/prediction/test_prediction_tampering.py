@@ -251,6 +251,10 @@ def earlier_model(world: Path) -> None:
     save_weights(world / "table" / "last", weights, {**about, "round": "1"})
 
 
+def allow_own(world: Path) -> None:
+    fedstill.allow(world / "own.py")
+
+
 def without_metadata(world: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -346,6 +350,7 @@ SETTINGS = [
     (r"^quorum = .*", "quorum = 0.9", r"guard\.quorum was"),
 ]
 
+OWN_EDITS = [("own.py", "HIDDEN, classes", "HIDDEN,  classes"), ("width.py", "5", "5  # cm")]
 WEIGHTS = "table/last/weights.safetensors"
 NEWEST = "checkpoints/round-000002.zip"
 
@@ -532,19 +537,18 @@ CASES = [
     Case("checkpoint: none is left", lambda world: shutil.rmtree(world / "table/checkpoints"), "resume table", SAME),
     Case("checkpoint: none is left", lambda world: shutil.rmtree(world / "table/checkpoints"), "predict table", SAME),
     # code of one's own
-    Case(
-        "own.py: edited",
-        text("own.py", "HIDDEN, classes", "HIDDEN,  classes"),
-        "predict own",
-        "own.py' has changed since the run",
+    *(
+        Case(f"{file}: edited", text(file, old, new), words, "names code, '.*own.py:network'.*fedstill allow")
+        for file, old, new in OWN_EDITS
+        for words in ("predict own", "resume own")
     ),
-    Case(
-        "own.py: edited",
-        text("own.py", "HIDDEN, classes", "HIDDEN,  classes"),
-        "resume own",
-        "own.py' has changed since the run",
+    *(
+        Case(
+            f"{file}: edited and allowed", several(text(file, old, new), allow_own), words, f"{file}' has changed since"
+        )
+        for file, old, new in OWN_EDITS
+        for words in ("predict own", "resume own")
     ),
-    Case("own.py: imports an edited file", text("width.py", "5", "5  # cm"), "predict own", "width.py' has changed"),
     Case("own.py: is gone", remove("own.py"), "predict own", "no file '.*own.py'"),
     # the run's folder, and data that were handed over in Python
     Case(

@@ -1,7 +1,7 @@
 """Damage to files of a run, and hostile files with right digests: each must end in one line, or be passed over.
 
-`flips`, `links`, `contents`, `full_disks` and `double_starts` yield the name of each attempt and what came of it: REFUSED
-in one line, with nothing lost, or what went wrong. `folder` holds a finished run of `make_run`.
+`flips`, `links`, `contents`, `full_disks` and `double_starts` yield the name of each attempt and what came of it:
+REFUSED in one line, with nothing lost, or what went wrong. `folder` holds a finished run of `make_run`.
 """
 
 from __future__ import annotations
