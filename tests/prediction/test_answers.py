@@ -84,7 +84,7 @@ def test_targets_of_an_earlier_round_say_so(tmp_path):
 def test_targets_that_are_absent_or_cannot_be_read_are_one_line(tmp_path):
     folder = run(tmp_path / "run", FEDDF)
     save_file(load_file(folder / TARGETS_FILE), folder / TARGETS_FILE)  # without a word on its rows
-    assert "targets.safetensors cannot be read" in refused(folder)
+    assert "targets.safetensors' has no seal" in refused(folder)
     (folder / TARGETS_FILE).unlink()
     (folder / TARGETS_FILE).mkdir()
     assert "targets.safetensors cannot be read" in refused(folder)

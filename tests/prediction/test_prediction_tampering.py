@@ -502,7 +502,7 @@ CASES = [
         "the run's best model",
     ),
     Case("weights: of an earlier round", earlier_model, "predict table", "after round 1, and the run has played 2"),
-    Case("weights: saved by another program", without_metadata, "predict table", "not written by this run"),
+    Case("weights: saved by another program", without_metadata, "predict table", "has no seal"),
     Case(
         "weights: cut off",
         lambda world: (world / WEIGHTS).write_bytes((world / WEIGHTS).read_bytes()[:200]),

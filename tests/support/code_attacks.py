@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import fedstill
 from fedstill.cli import app
-from fedstill.experiment.run_folder import _seal
+from fedstill.experiment.run_folder import _seal, contract_text
 from fedstill.methods import own_code
 
 ONE_LINE, WENT_ON, RAN = "one line", "carried on", "ran its code"
@@ -82,7 +82,7 @@ class Attacker:
         path.write_text(SMALL.format(rounds=rounds, lines="\n".join(lines)))
         return path
 
-    def run_with(self, key: str, value: str, *, contract: bool = True) -> Path:
+    def run_with(self, key: str, value: str) -> Path:
         """Return a copy of the finished run that names code, with a right seal."""
         copy = self.folder / "theirs"
         shutil.rmtree(copy, ignore_errors=True)
@@ -90,15 +90,10 @@ class Attacker:
         section, _, name = key.partition(".")
         path = copy / "contract.json"
         tree = json.loads(path.read_text())
-        own = tree.pop("seal")
-        if contract:
-            table = tree["experiment"]
-            table[section] = value if not name else {**table[section], name: value}
-        tree.pop("whole", None)
-        seal = _seal(tree) if contract else own
-        path.write_text(json.dumps({**tree, "seal": seal}, indent=1, ensure_ascii=False) + "\n")
-        if not contract:
-            return copy
+        del tree["seal"], tree["digest"]
+        table = tree["experiment"]
+        table[section] = value if not name else {**table[section], name: value}
+        path.write_text(contract_text({**tree, "seal": _seal(tree)}))
         config = (copy / "config.toml").read_text()
         if name:
             config = re.sub(

@@ -276,7 +276,9 @@ class _Player:
         ahead: set[Path] = set()
         if self.folder is not None and self.experiment.compare.jobs > 1:
             jobs = [
-                Job(entry, run, self.folder / run_folder(entry, run.seed), self.resume, floor)
+                Job(
+                    entry, run, self.folder / run_folder(entry, run.seed), self.resume, dict(floor)
+                )  # a proxy cannot be sent
                 for entry, pairs in variants.items()
                 for run, _ in pairs
             ]
