@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ from fedstill.core.types import (
     no_change,
     no_finish,
 )
+
+AnyRound = TypeVar("AnyRound", bound=Round | SealedRound)
 
 
 def _merge(kind: str, parts: list[Tree]) -> Tree:
@@ -128,11 +130,11 @@ def run_steps(method: Method, candidate: Weights, state: Tree, round: Round | Se
     return candidate, after
 
 
-def handed_on(step: ServerStep, round: Round | SealedRound) -> Round | SealedRound:
+def handed_on(step: ServerStep, round: AnyRound) -> AnyRound:
     """Return the round as the steps after `step` see it: an aggregate may leave uploads out, or shorten them."""
-    if not isinstance(step, Aggregate) or step.hands_on is None or isinstance(round, SealedRound):
-        return round
-    return replace(round, uploads=step.hands_on(round))
+    if isinstance(step, Aggregate) and step.hands_on is not None and isinstance(round, Round):
+        return replace(round, uploads=step.hands_on(round))
+    return round
 
 
 def weighting_of(method: Method) -> Literal["size", "uniform"]:
