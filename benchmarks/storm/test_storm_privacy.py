@@ -13,6 +13,7 @@ def test_a_replay_is_right_about_a_public_seed_and_guesses_about_a_secret():
     assert found["by"] == {"the direction of the first move": 24}  # no digest and no number of the folder tells
 
 
+@pytest.mark.slow
 def test_no_pair_of_settings_shares_noise():
     """One pair for each setting that may change, and some that differ in several."""
     assert cancelling_pairs(len(CHANGES) + 4, seed=5, reproducible=True)["alike"] == []
