@@ -1,4 +1,4 @@
-"""Noise that protects depends on engine, order and data, so that no two runs share it: here it follows from the seed."""
+"""Noise that protects depends on engine, order and data, because runs share none: here it follows from the seed."""
 
 from __future__ import annotations
 
