@@ -65,7 +65,7 @@ def baseline() -> str:
 def study(options: argparse.Namespace) -> Runs:
     found: Runs = {}
     for seed in range(options.seeds):
-        setting = SETTING.replace(seed=seed, rounds=options.rounds)
+        setting = SETTING.replace(seed=seed, rounds=options.rounds, privacy={"reproducible": True})
         federation = build_federation(setting)
         cells = {(row, lam): method(row, lam, options.score) for row in ROWS for lam in LAMBDAS}
         for cell, text in {BASELINE: baseline(), **cells}.items():

@@ -17,6 +17,7 @@ compositions by trials, because a choice by the seeds of the table would look be
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -125,7 +126,8 @@ def measure(experiment: Experiment, folder: Path) -> Record:
     data = experiment.data
     if data.source.endswith(".csv"):
         data = data.model_copy(update={"source": str(folder / data.source)})
-    placed = experiment.model_copy(update={"data": data})
+    repeated = dataclasses.replace(experiment.privacy, reproducible=True)  # a record is to be repeated
+    placed = experiment.model_copy(update={"data": data, "privacy": repeated})
     federation = build_federation(placed, load_source(placed))
     try:
         result = run_built(placed, build(placed, federation), pictures=False)

@@ -19,6 +19,7 @@ from fedstill.core.tree import flatten
 from fedstill.core.types import Dataset, Federation, Method, Model, Need, Output, Tokenizer, Training
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
+from fedstill.privacy.plan import Privacy
 from fedstill.server.aggregate import average
 
 
@@ -262,6 +263,7 @@ def run(method: Method, *, net: str = "mlp", **how: Any):
     settings = {
         "method": method, "model": network(net), "federation": federation(net), "training": TRAINING,
         "rounds": ROUNDS, "cohort": COHORT, "seed": 5, "engine": "batched", "device": "cpu",
+        "privacy": Privacy(reproducible=True),
     }  # fmt: skip
     return federate(**{**settings, **how})
 

@@ -72,6 +72,13 @@ def test_all_bits_of_a_seed_count_and_the_same_seed_gives_the_same_draws():
     assert gaussian_steps(5, (), 2.0).shape == ()
 
 
+def test_a_long_tensor_is_drawn_in_pieces_that_share_nothing(monkeypatch):
+    monkeypatch.setattr(noise, "AT_ONCE", 100)
+    drawn = gaussian_steps(SECRET, (250,), 1e6)
+    assert not set(drawn[:100].tolist()) & set(drawn[100:].tolist())
+    assert float(drawn[200:].double().std()) == pytest.approx(1e6, rel=0.4)
+
+
 @pytest.mark.parametrize("clip", [1.0, 0.1, 3.7e-5])
 def test_a_move_in_whole_steps_is_no_longer_than_its_bound(clip):
     """Ten thousand equal numbers whose norm is the bound but for rounding."""

@@ -65,6 +65,12 @@ def test_a_state_folder_that_cannot_be_written_is_one_line(run, tmp_path, monkey
         keep_secret(secret_of(run), run)
 
 
+def test_a_folder_keeps_the_secret_of_the_run_that_began_there(run):
+    keep_secret(secret_of(run), run)
+    with pytest.raises(FedstillError, match="another process has begun a run"):
+        keep_secret(os.urandom(SECRET_BYTES), run)
+
+
 @posix
 def test_the_secret_is_its_users_alone_and_stays(tmp_path):
     path = tmp_path / "secret"

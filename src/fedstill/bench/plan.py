@@ -10,7 +10,7 @@ import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -92,7 +92,8 @@ def make_jobs(cells: Sequence[Cell], *, preset: str, seeds: int, device: str, ou
     for seed in range(seeds):
         for cell in cells:
             engine = {**cell.experiment.engine.model_dump(), "device": device}
-            experiment = cell.experiment.replace(seed=seed, engine=engine)
+            privacy = {**asdict(cell.experiment.privacy), "reproducible": True}  # a record is to be repeated
+            experiment = cell.experiment.replace(seed=seed, engine=engine, privacy=privacy)
             key = cell_key(experiment)
             job = Job(cell.row, cell.column, preset, key, experiment, run_folder(out, experiment, key))
             jobs.setdefault(job.run_id, job)

@@ -95,10 +95,13 @@ def cell_key(experiment: Experiment) -> str:
 
     Values equal to a section's default are left out, because new keys must not change old names. An option whose
     default has changed is left out at its former default and written otherwise, because a record keeps its name. The
-    folders of data and of users' files are left out, too.
+    folders of data and of users' files are left out, too, and that noise follows from the seed.
     """
     table = experiment.model_dump(mode="json", exclude_defaults=True, exclude=NOT_THE_CELL)
-    data = table.get("data", {})
+    data, privacy = table.get("data", {}), table.get("privacy", {})
+    privacy.pop("reproducible", None)  # every recorded run is
+    if "privacy" in table and not privacy:
+        del table["privacy"]
     if "method" in table:
         table["method"] = _method_as_recorded(experiment, table["method"])
         table["method"]["name"] = expression.label(table["method"]["name"])

@@ -100,7 +100,6 @@ def _sum(uploads: Uploads, mass: Tensor, start: Weights) -> Sum:
         tree_map(total, uploads.extra),
         mass.sum(),
         int((uploads.size > 0).sum()),
-        uploads.loss.double().sum(),
     )
 
 

@@ -335,7 +335,6 @@ class Sum(NamedTuple):
     extra: Tree  # sum_k m_k of each slot that is sent beside the model
     mass: Tensor  # () sum_k m_k, float64
     clients: int  # that are in the sum
-    loss: Tensor  # () the plain sum of their mean training losses, float64
 
 
 @dataclass(frozen=True)

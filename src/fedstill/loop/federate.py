@@ -197,7 +197,12 @@ def closes_folder(built: Built) -> bool:
     if not has_secret(task):
         return False
     _, promise = _promised(task, built.label, built.model.init(0), built.schedule.rounds)
-    return promise.closed and built.schedule.best not in OF_CLIENTS
+    return promise.closed and _closable(built)
+
+
+def _closable(built: Built) -> bool:
+    """Where clients live elsewhere, the folder is the server's own, and its audit says who was late or refused."""
+    return built.population is None and built.schedule.best not in OF_CLIENTS
 
 
 def has_secret(task: Task) -> bool:
@@ -296,7 +301,7 @@ def _run(
             "far as it likes: set guard.norm_bound, which each client then cuts its own move to"
         )
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
-    promise = dataclasses.replace(promise, closed=promise.closed and plan.identity["best"] not in OF_CLIENTS)
+    promise = dataclasses.replace(promise, closed=promise.closed and plan.closable)
     plan = dataclasses.replace(plan, rounds=promise.rounds)
     template, phases = share_states_of(task.phases, state.weights, task.model)
     task = dataclasses.replace(task, phases=phases)
@@ -434,6 +439,7 @@ def _make_plan(task: Task, built: Built, folder: Path | None, start: Weights, se
         identity=json.loads(json.dumps(identity)),
         unlabeled="" if folder is None or rows is None else rows_digest(rows, task.federation.unlabeled_ids),
         contract=built.contract,
+        closable=_closable(built),
         secret=secret,
     )
 

@@ -52,6 +52,7 @@ class Plan:
     identity: dict[str, Any]
     unlabeled: str = ""  # digest of the rows that targets are about
     contract: str = ""  # seal of the run's contract: its models and targets carry it
+    closable: bool = False  # the folder may be closed where the claim allows it: see loop/closed_folder.py
     secret: bytes = field(default=b"", repr=False)  # what its noise is drawn from; empty: its seed
 
     def evaluates(self, number: int) -> bool:
@@ -167,7 +168,7 @@ def _check_same_run(plan: Plan, state: State, saved: RunState) -> None:
 
 def _difference(key: str, then: Any, now: Any) -> str:
     if key == "fingerprint":
-        return "its noise belongs to other data, another split or other options"
+        return "its noise belongs to other data, another split, other options or another secret"
     if not (isinstance(then, dict) and isinstance(now, dict)):
         return f"{key} was {then} and is {now} now"
     other = [name for name in {**then, **now} if then.get(name) != now.get(name)]

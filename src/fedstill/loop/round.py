@@ -6,9 +6,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
 from fedstill.core.population import Order, Population, Stay
 from fedstill.core.seeds import Sampling, Secret, draw_cohort, seed_for
-from fedstill.core.setup import Preparation, no_preparation
+from fedstill.core.setup import Answers, AnyQuestion, Preparation, no_preparation
 from fedstill.core.trainer import CohortEngine, Messages, Trainer
 from fedstill.core.tree import clone, leaves, tree_map
 from fedstill.core.types import (
@@ -219,7 +219,7 @@ def prepare(task: Task, state: State, population: Population) -> Played:
         run_seed=task.seed,
         noise_seed=seed_for(task.noise_seed, "prepare", state.round),
         trainer=task.trainer,
-        ask=asked.ask,
+        ask=_sealed_ask if task.sealed else asked.ask,
         cache=task.cache,
         tell=task.tell,
         inputs={"mean": list(task.federation.train.mean), "std": list(task.federation.train.std)},
@@ -237,6 +237,10 @@ def prepare(task: Task, state: State, population: Population) -> Played:
         spent[OPEN_QUESTIONS] = asked.questions_open
     row = plain({**facts, **spent, "seconds_prepared": time.perf_counter() - began})
     return Played(replace(state, weights=candidate, server=server), row, asked.records)
+
+
+def _sealed_ask(question: AnyQuestion, /, among: Collection[int] | None = None, **how: Any) -> Answers:
+    raise FedstillError("server.sealed = true: this method asks each client before its first round: set it to false")
 
 
 def _labeled(task: Task) -> tuple[Tensor, Tensor]:

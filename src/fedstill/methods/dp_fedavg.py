@@ -28,6 +28,7 @@ from fedstill.privacy.mechanisms import BELOW, noisy_mean, noisy_moves
 from fedstill.server.aggregate import average
 
 BOUND = "clip_bound"  # the server step that keeps the bound
+CLIP_LR = 0.2  # eta_C of Andrew et al., who found it to serve all of their tasks
 LEAST, MOST = 1e-4, 1e6  # epsilon of a round: 2e8 and, at a delta of 1e-5, 0
 
 
@@ -37,15 +38,13 @@ def dp_fedavg(
     noise_multiplier: NotNegative = 1.0,
     trust: Literal["server", "nobody"] = "server",
     quantile: Annotated[OpenShare | None, Example(0.5)] = None,
-    clip_lr: Positive = 0.2,
 ) -> Method:
     """DP-FedAvg: FedAvg with bounded moves and noise, so that the models do not show any client's data.
 
         d_k = (w_k - w) min(1, C / ||w_k - w||)
         trust the server:  w <- w + (sum_{k in S} d_k + z C e) / m,           e   ~ N(0, I),  m = E|S|
         trust nobody:      w <- w + (1 / |S|) sum_{k in S} (d_k + z C e_k),   e_k ~ N(0, I)
-
-        with a quantile q:    C <- C exp(-eta_C (b - q)),  b = the noisy share of moves that are no longer than C
+        with a quantile q: C <- C exp(-0.2 (b - q)),  b = the noisy share of moves that are no longer than C
 
     Replacing all that one client holds moves a sum by at most 2 C, so a round is a Gaussian mechanism of multiplier
     z / 2. The rounds are composed over the run; with sampling = "poisson" and a trusted server each client's chance to
@@ -67,7 +66,6 @@ def dp_fedavg(
             at the price of sqrt(|S|) times as much noise in the average.
         quantile: the share of moves that the bound shall not cut (gamma): the bound goes there from `clip`, by a noisy
             count that is part of the same release. None keeps the bound. It needs trust = "server".
-        clip_lr: how fast the bound goes there, in its logarithm a round (eta_C).
 
     Tries: clip = 0.3, 1.0, 3.0; quantile = none, 0.5.
     Reveals: with trust = "server" the trained model, its size and loss go to the server as in FedAvg, and the noisy
@@ -112,12 +110,12 @@ def dp_fedavg(
         return noisy_mean(bound, noise_multiplier, counts_below=True)
 
     stage = Mechanism(on_cohort=mean, by_state=by_state, releases=(release,))
-    steps = (keep_statistics(), follow_quantile(clip, quantile, clip_lr))
+    steps = (keep_statistics(), follow_quantile(clip, quantile))
     return Method(cross_entropy(), average("uniform"), steps, way=(stage,))
 
 
-def follow_quantile(clip: float, quantile: float, lr: float) -> ServerStep:
-    """C <- C exp(-lr (b - quantile)), b the noisy share of moves that were no longer than C; the model passes through.
+def follow_quantile(clip: float, quantile: float) -> ServerStep:
+    """C <- C exp(-0.2 (b - quantile)), b the noisy share of moves that were no longer than C; the model passes through.
 
     Slot: "clip" (float64), from `clip` on and within a factor of a million of it. Reports: clip, the next bound.
     """
@@ -127,7 +125,7 @@ def follow_quantile(clip: float, quantile: float, lr: float) -> ServerStep:
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         below = float(round.uploads.extra[BELOW][0])
-        bound = float(state["clip"]) * math.exp(-lr * (min(max(below, 0.0), 1.0) - quantile))
+        bound = float(state["clip"]) * math.exp(-CLIP_LR * (min(max(below, 0.0), 1.0) - quantile))
         bound = min(max(bound, clip * 1e-6), clip * 1e6)
         round.metrics["clip"] = bound
         return candidate, {"clip": torch.tensor(bound, dtype=torch.float64)}

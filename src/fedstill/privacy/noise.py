@@ -27,6 +27,7 @@ FINEST = 2**24  # steps in the bound of a value: a step is as fine as float32 be
 MOST_STEPS = 2**30  # in a standard deviation of the noise: of a finer grid too many draws would need the digits
 SURE = 2.0**-46  # relative error of scipy's ndtri and what follows it; its authors measured 2^-50
 MORE_BITS = 192
+AT_ONCE = 2**20  # draws, because a draw takes 60 bytes on its way
 DIGITS = 120
 DENSITY = Decimal(  # 1 / sqrt(2 pi)
     "0.3989422804014326779399460599343818684758586311649346576659258296706579258993018385012523339073069364303"
@@ -42,7 +43,11 @@ def steps_in(bound: float, sigma: float) -> int:
 
 def gaussian_steps(seed: Seed, shape: Sequence[int], sigma: float) -> Tensor:
     """Draw round(sigma e), e ~ N(0, 1), in int64: a pure function of the seed, the same on every machine."""
-    return torch.from_numpy(_rounded(seed, math.prod(shape), sigma)).reshape(tuple(shape))
+    count = math.prod(shape)
+    drawn = np.empty(count, np.int64)
+    for first in range(0, count, AT_ONCE):
+        drawn[first : first + AT_ONCE] = _rounded(seed_for(seed, "from", first), min(AT_ONCE, count - first), sigma)
+    return torch.from_numpy(drawn).reshape(tuple(shape))
 
 
 def in_whole_steps(move: Params, bound: float, steps: int) -> Params:

@@ -54,11 +54,14 @@ def keep_secret(secret: bytes, folder: Path) -> None:
             _write(place, secret)
         if not (folder / ID_FILE).exists():
             write_whole(folder / ID_FILE, id_of(secret) + "\n")
+        held = (folder / ID_FILE).read_bytes()[:64].decode("utf-8", "replace").strip()
     except OSError as error:
         raise FedstillError(
             f"cannot keep the secret of the run in '{place.parent}' ({error.strerror or error}): set FEDSTILL_STATE to "
             "a folder of yours"
         ) from error
+    if held != id_of(secret):
+        raise FedstillError(f"another process has begun a run in '{folder}' with its own secret: use a new folder")
 
 
 def id_of(secret: bytes) -> str:

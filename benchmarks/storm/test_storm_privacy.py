@@ -1,0 +1,26 @@
+"""A small part of the attacks on private runs; `python benchmarks/storm/privacy.py` plays all of them."""
+
+import pytest
+from storm.privacy import CASES, CHANGES, audited, cancelling_pairs, replay_attack
+
+
+@pytest.mark.slow
+def test_a_replay_is_right_about_a_public_seed_and_guesses_about_a_secret():
+    """Of 24 fair coins 22 or more fall as they are called once in 50,000 runs; epsilon = 0.19 allows hardly more."""
+    assert replay_attack(24, seed=5, reproducible=True)["right"] == 24
+    found = replay_attack(24, seed=5, reproducible=False)
+    assert found["right"] < 22
+    assert found["by"] == {"the direction of the first move": 24}  # no digest and no number of the folder tells
+
+
+@pytest.mark.slow
+def test_no_pair_of_settings_shares_noise():
+    """One pair for each setting that may change, and some that differ in several."""
+    assert cancelling_pairs(len(CHANGES) + 4, seed=5, reproducible=True)["alike"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_an_audit_of_whole_runs_shows_some_of_the_claim_and_never_more(case):
+    found = audited(case, 2000, seed=5)
+    assert 0.1 < found["share"] < 1.0
