@@ -7,8 +7,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
+RAY_TESTS ?= ray
 
-.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-wheel format leaderboard pages docs clean
+.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-ray test-wheel format leaderboard pages docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,17 +28,20 @@ unit: .venv/for-test
 	$(PYTEST) -n $(WORKERS) src tests benchmarks
 
 test-all: lint .venv/for-test  ## lint and every test that needs no GPU (the whole matrix, slow ones too); prints the coverage
-	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not browser' --cov --cov-report=term:skip-covered
-	$(PYTEST) -m 'slow and not gpu'  # without coverage, because some of them measure seconds
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not browser and not ray' --cov --cov-report=term:skip-covered
+	$(PYTEST) -m 'slow and not gpu and not ray'  # without coverage, because some of them measure seconds
 
 test-slow: .venv/for-test  ## tests that take longer than a few seconds each
-	$(PYTEST) -m 'slow and not gpu'
+	$(PYTEST) -m 'slow and not gpu and not ray'
 
 test-gpu: .venv/for-test  ## tests that need a CUDA device
 	$(PYTEST) -m gpu
 
 test-browser: .venv/for-test  ## tests that drive a page in Chromium (chromium and chromedriver of the system)
 	$(PYTEST) -m browser
+
+test-ray: .venv-ray/made  ## tests that need the extra `ray`, in an environment of their own; RAY_TESTS='ray and not matrix' takes some
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m "$(RAY_TESTS)" tests/population/test_on_ray.py tests/experiment/test_cluster.py tests/conformance/test_on_ray.py
 
 test-wheel: .venv/for-test  ## build the wheel, install it in a fresh environment, run it and predict from bundles outside this folder
 	tools/try_wheel.sh $(PYTHON)
@@ -59,7 +63,7 @@ docs: .venv/for-docs  ## build the documentation as a site; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment and the caches of the tools, and the site; runs/ and ~/.cache/fedstill stay
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-ray site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 .venv/made:
 	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
@@ -74,6 +78,13 @@ clean:  ## remove the environment and the caches of the tools, and the site; run
 .venv/for-test: .venv/made pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	@touch $@ .venv/for-run .venv/for-docs
+
+.venv-ray/made: pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
+	test -x .venv-ray/bin/pip || $(PYTHON) -m venv .venv-ray
+	@echo 'Installing into .venv-ray; the first time this takes a few minutes.'
+	.venv-ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[dev,ray]'
+	@touch $@
 
 .venv/for-docs: .venv/made pyproject.toml constraints.txt
 	$(PIP) -e '.[docs]'

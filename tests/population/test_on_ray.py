@@ -62,9 +62,9 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
 
 @pytest.mark.ray
 def test_a_wrong_address_is_one_line():
-    with pytest.raises(FedstillError, match=r"cluster.address = '127\.0\.0\.1:1': no Ray cluster answers") as caught:
-        with connected("127.0.0.1:1"):
-            pass
+    wrong = pytest.raises(FedstillError, match=r"cluster.address = '127\.0\.0\.1:1': no Ray cluster answers")
+    with wrong as caught, connected("127.0.0.1:1"):
+        pass
     assert "\n" not in str(caught.value)
 
 

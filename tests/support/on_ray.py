@@ -50,14 +50,13 @@ def two_actors(room_for_two: None) -> Iterator[MakeCrew]:
         if not crews:
             crews.append(stack.enter_context(ray_crew(kit, rows, count=2)))
         else:
-            held = [ray.put(kit), ray.put(rows)]
-            ray.get([actor.__ray_call__.remote(_made_again, held) for actor in crews[0]._actors])
+            crews[0]._held = [ray.put(kit), ray.put(rows)]
+            ray.get([actor.__ray_call__.remote(_made_again) for actor in crews[0]._actors])
         yield crews[0]
 
     with ExitStack() as stack:
         yield make
 
 
-def _made_again(actor: Any, held: list[Any]) -> None:
-    vars(actor).clear()
-    actor.__init__(held, "cpu")
+def _made_again(actor: Any) -> None:
+    actor._worker = None
