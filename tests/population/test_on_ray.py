@@ -13,7 +13,7 @@ import pytest
 from crews import over
 from elsewhere import RecipeOf
 from killing import Kills
-from on_ray import STORE, local_ray, room_for_two  # noqa: F401
+from on_ray import STORE, local_ray, modules_of_tests, room_for_two  # noqa: F401
 from toy import same_bits
 
 from fedstill.core.errors import FedstillError
@@ -99,9 +99,10 @@ def two_machines():
     """A head and a second raylet of this machine, with room for one actor each; yields the process of the second."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
-    second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    with modules_of_tests():
+        cluster = Cluster()
+        cluster.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
+        second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     (raylet,) = second.all_processes["raylet"]
     with local_ray(address=cluster.address):
         yield raylet.process.pid

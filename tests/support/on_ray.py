@@ -18,13 +18,20 @@ STORE = 300 << 20  # bytes
 
 
 @contextmanager
-def local_ray(**how: Any) -> Iterator[Any]:
-    """Connect to Ray so that its workers find the modules of the tests."""
-    import ray
-
+def modules_of_tests() -> Iterator[None]:
+    """Let processes that are started now find the modules of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-        ray.init(**how)
+        yield
+
+
+@contextmanager
+def local_ray(**how: Any) -> Iterator[Any]:
+    """Connect to Ray."""
+    import ray
+
+    with modules_of_tests():
+        ray.init(log_to_driver=False, **how)
         try:
             yield ray
         finally:

@@ -158,6 +158,10 @@ class RayCrew:
             if not begins:
                 self._begin(worker)
             return worker, Lost(_reason(error))
+        except self._ray.exceptions.RayError as error:  # it could not read what it was sent, as without fedstill
+            raise FedstillError(
+                f"an actor failed: {str(error).strip().splitlines()[-1]}: are all machines installed alike?"
+            ) from None
         if begins and isinstance(said, Failed):
             raise FedstillError(*said.lines)
         self._ready.add(worker)
