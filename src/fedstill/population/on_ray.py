@@ -157,7 +157,7 @@ class RayCrew:
         except deaths_of(self._ray) as error:
             if not begins:
                 self._begin(worker)
-            return worker, Lost(_reason(error))
+            return worker, Lost(type(error).__name__)
         except self._ray.exceptions.RayError as error:  # it could not read what it was sent, as without fedstill
             raise FedstillError(
                 f"an actor failed: {str(error).strip().splitlines()[-1]}: are all machines installed alike?"
@@ -193,7 +193,3 @@ def deaths_of(ray: Any) -> tuple[type[Exception], ...]:
         known.RayActorError, known.ActorUnavailableError, known.NodeDiedError, known.OutOfMemoryError,
         known.ObjectLostError, known.WorkerCrashedError,
     )  # fmt: skip
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}"
