@@ -113,7 +113,8 @@ class Actor:
         if self._worker is None:
             import ray
 
-            self._worker = Worker(*ray.get(held), self._device)
+            kit, rows = ray.get(held)
+            self._worker = Worker(kit, rows, self._device)
         return self._worker
 
 
