@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 2
 FLOWER ?= flower
+RAY_TESTS ?= ray
 
-.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-flower test-wheel format leaderboard pages docs clean
+.PHONY: help run test lint unit test-all test-slow test-gpu test-browser test-flower test-ray test-wheel format leaderboard pages docs clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,11 +29,11 @@ unit: .venv/for-test
 	$(PYTEST) -n $(WORKERS) src tests benchmarks
 
 test-all: lint .venv/for-test  ## lint and every test that needs no GPU (the whole matrix, slow ones too); prints the coverage
-	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not browser and not flower' --cov --cov-report=term:skip-covered
-	$(PYTEST) -m 'slow and not gpu and not flower'  # without coverage, because some of them measure seconds
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not browser and not flower and not ray' --cov --cov-report=term:skip-covered
+	$(PYTEST) -m 'slow and not gpu and not flower and not ray'  # without coverage, because some of them measure seconds
 
 test-slow: .venv/for-test  ## tests that take longer than a few seconds each
-	$(PYTEST) -m 'slow and not gpu and not flower'
+	$(PYTEST) -m 'slow and not gpu and not flower and not ray'
 
 test-gpu: .venv/for-test  ## tests that need a CUDA device
 	$(PYTEST) -m gpu
@@ -42,6 +43,9 @@ test-browser: .venv/for-test  ## tests that drive a page in Chromium (chromium a
 
 test-flower: .venv-flower/made  ## runs over Flower, in an environment of its own; FLOWER='flower and not slow' is the short form
 	PATH="$(CURDIR)/.venv-flower/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest -m '$(FLOWER)' tests/deploy
+
+test-ray: .venv-ray/made  ## tests that need the extra `ray`, in an environment of their own; RAY_TESTS='ray and not matrix' takes some
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m "$(RAY_TESTS)" tests/population/test_on_ray.py tests/experiment/test_cluster.py tests/conformance/test_on_ray.py
 
 test-wheel: .venv/for-test  ## build the wheel, install it in a fresh environment, run it and predict from bundles outside this folder
 	tools/try_wheel.sh $(PYTHON)
@@ -63,7 +67,7 @@ docs: .venv/for-docs  ## build the documentation as a site; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment and the caches of the tools, and the site; runs/ and ~/.cache/fedstill stay
-	rm -rf .venv .venv-flower site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-flower .venv-ray site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 .venv/made:
 	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
@@ -85,6 +89,13 @@ clean:  ## remove the environment and the caches of the tools, and the site; run
 .venv/for-test: .venv/made pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	@touch $@ .venv/for-run .venv/for-docs
+
+.venv-ray/made: pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
+	test -x .venv-ray/bin/pip || $(PYTHON) -m venv .venv-ray
+	@echo 'Installing into .venv-ray; the first time this takes a few minutes.'
+	.venv-ray/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -e '.[dev,ray]'
+	@touch $@
 
 .venv/for-docs: .venv/made pyproject.toml constraints.txt
 	$(PIP) -e '.[docs]'

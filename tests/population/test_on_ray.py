@@ -13,7 +13,7 @@ import pytest
 from crews import over
 from elsewhere import RecipeOf
 from killing import Kills
-from on_ray import STORE, local_ray, room_for_two  # noqa: F401
+from on_ray import STORE, local_ray, modules_of_tests, room_for_two  # noqa: F401
 from toy import same_bits
 
 from fedstill.core.errors import FedstillError
@@ -62,9 +62,9 @@ def test_without_ray_one_line_names_the_extra(monkeypatch):
 
 @pytest.mark.ray
 def test_a_wrong_address_is_one_line():
-    with pytest.raises(FedstillError, match=r"cluster.address = '127\.0\.0\.1:1': no Ray cluster answers") as caught:
-        with connected("127.0.0.1:1"):
-            pass
+    wrong = pytest.raises(FedstillError, match=r"cluster.address = '127\.0\.0\.1:1': no Ray cluster answers")
+    with wrong as caught, connected("127.0.0.1:1"):
+        pass
     assert "\n" not in str(caught.value)
 
 
@@ -99,9 +99,10 @@ def two_machines():
     """A head and a second raylet of this machine, with room for one actor each; yields the process of the second."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
-    second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    with modules_of_tests():
+        cluster = Cluster()
+        cluster.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
+        second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     (raylet,) = second.all_processes["raylet"]
     with local_ray(address=cluster.address):
         yield raylet.process.pid

@@ -18,13 +18,20 @@ STORE = 300 << 20  # bytes
 
 
 @contextmanager
-def local_ray(**how: Any) -> Iterator[Any]:
-    """Connect to Ray so that its workers find the modules of the tests."""
-    import ray
-
+def modules_of_tests() -> Iterator[None]:
+    """Let processes that are started now find the modules of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-        ray.init(**how)
+        yield
+
+
+@contextmanager
+def local_ray(**how: Any) -> Iterator[Any]:
+    """Connect to Ray."""
+    import ray
+
+    with modules_of_tests():
+        ray.init(log_to_driver=False, **how)
         try:
             yield ray
         finally:
@@ -50,14 +57,13 @@ def two_actors(room_for_two: None) -> Iterator[MakeCrew]:
         if not crews:
             crews.append(stack.enter_context(ray_crew(kit, rows, count=2)))
         else:
-            held = [ray.put(kit), ray.put(rows)]
-            ray.get([actor.__ray_call__.remote(_made_again, held) for actor in crews[0]._actors])
+            crews[0]._held = [ray.put(kit), ray.put(rows)]
+            ray.get([actor.__ray_call__.remote(_made_again) for actor in crews[0]._actors])
         yield crews[0]
 
     with ExitStack() as stack:
         yield make
 
 
-def _made_again(actor: Any, held: list[Any]) -> None:
-    vars(actor).clear()
-    actor.__init__(held, "cpu")
+def _made_again(actor: Any) -> None:
+    actor._worker = None

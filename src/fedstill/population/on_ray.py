@@ -96,14 +96,26 @@ def room_for(ray: Any, count: int, share: Share) -> tuple[int, float]:
     return min(count, sum(fits)), each
 
 
-class Actor(Worker):
-    """A worker that reads what it needs from the object store."""
+class Actor:
+    """A worker that is made with its first call, whichever it is, because Ray may have started the actor again."""
 
-    def __init__(self, held: list[Any], device: str) -> None:
-        import ray
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._worker: Worker | None = None
 
-        kit, rows = ray.get(held)
-        super().__init__(kit, rows, device)
+    def begin(self, held: list[Any]) -> Any:
+        return self._made(held).begin()
+
+    def do(self, held: list[Any], task: str, common: Any, *own: Any) -> Any:
+        return self._made(held).do(task, common, *own)
+
+    def _made(self, held: list[Any]) -> Worker:
+        if self._worker is None:
+            import ray
+
+            kit, rows = ray.get(held)
+            self._worker = Worker(kit, rows, self._device)
+        return self._worker
 
 
 class RayCrew:
@@ -113,12 +125,12 @@ class RayCrew:
         self._ray = ray
         self.size, gpus = room_for(ray, count, share)
         device = _device_of(kit.device, gpus)
-        self._held = [ray.put(kit), ray.put(rows)]  # an actor that begins again needs them, so the driver holds them
+        self._held = [ray.put(kit), ray.put(rows)]
         actor = ray.remote(Actor).options(
             num_cpus=share.cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0,
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(kit.threads)}},
         )  # fmt: skip
-        self._actors = [actor.remote(self._held, device) for _ in range(self.size)]
+        self._actors = [actor.remote(device) for _ in range(self.size)]
         self._calls: dict[Any, tuple[int, bool]] = {}  # what a worker was asked, and whether it was to begin
         self._ready: set[int] = set()
         for worker in range(self.size):
@@ -132,7 +144,7 @@ class RayCrew:
 
     def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
         self._ready.discard(worker)
-        self._calls[self._actors[worker].do.remote(task, shared, *own)] = worker, False
+        self._calls[self._actors[worker].do.remote(self._held, task, shared, *own)] = worker, False
 
     def next(self, patience: float) -> tuple[int, Any] | None:
         if not self._calls:
@@ -146,7 +158,11 @@ class RayCrew:
         except deaths_of(self._ray) as error:
             if not begins:
                 self._begin(worker)
-            return worker, Lost(_reason(error))
+            return worker, Lost(type(error).__name__)
+        except self._ray.exceptions.RayError as error:  # it could not read what it was sent, as without fedstill
+            raise FedstillError(
+                f"an actor failed: {str(error).strip().splitlines()[-1]}: are all machines installed alike?"
+            ) from None
         if begins and isinstance(said, Failed):
             raise FedstillError(*said.lines)
         self._ready.add(worker)
@@ -160,7 +176,7 @@ class RayCrew:
 
     def _begin(self, worker: int) -> None:
         """Ask an actor to begin; unlike a task, this waits for an actor that is being started again."""
-        call = self._actors[worker].begin.options(max_task_retries=-1).remote()
+        call = self._actors[worker].begin.options(max_task_retries=-1).remote(self._held)
         self._calls[call] = worker, True
 
 
@@ -178,7 +194,3 @@ def deaths_of(ray: Any) -> tuple[type[Exception], ...]:
         known.RayActorError, known.ActorUnavailableError, known.NodeDiedError, known.OutOfMemoryError,
         known.ObjectLostError, known.WorkerCrashedError,
     )  # fmt: skip
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}"
