@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -86,7 +85,7 @@ def standing(tmp_path_factory):
         for name in NAMES[:2]:
             parts.site(name)
         command = [sys.executable, hostile_site.__file__, str(folder / "sites" / NAMES[2])]
-        parts._start("hostile", command)
+        parts.start("hostile", command)
         parts.run()
         parts.wait_for("run", f"round 1 of {MANY}: 3 of 3")
         yield parts
@@ -140,10 +139,9 @@ def test_a_node_with_an_unregistered_key_is_refused(standing, tmp_path):
     own = tmp_path / "flower"
     shutil.copytree(standing.folder / "sites" / "north" / "flower", own, ignore=shutil.ignore_patterns("node*", "home"))
     make_node_key(own / "node")
-    how = {**os.environ, "ONCE": "1", "PORT": str(free_ports(1)[0]), "PYTHON_BIN": str(Path(sys.executable).parent)}
-    done = subprocess.run(["sh", own / "supernode.sh"], env=how, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert "Failed to initialize the connection" in done.stdout + done.stderr
+    standing.start("thief", ["sh", str(own / "supernode.sh")], {"ONCE": "1", "PORT": str(free_ports(1)[0])})
+    assert standing.ended("thief", 180) != 0
+    assert "Failed to initialize the connection" in standing.said("thief")
     goes_on(standing)
 
 
@@ -194,9 +192,9 @@ def test_a_site_does_not_talk_to_a_server_with_an_expired_certificate(tmp_path):
     expire(tmp_path)
     with network(tmp_path) as parts:
         for name in ("superlink", "proxy"):
-            parts._start(name, ["sh", str(tmp_path / "server" / "flower" / f"{name}.sh")], {"ONCE": "1"})
+            parts.start(name, ["sh", str(tmp_path / "server" / "flower" / f"{name}.sh")], {"ONCE": "1"})
         address, own = read_deployment(tmp_path).address, tmp_path / "sites" / "north" / "flower"
-        parts._start("supernode north", [
+        parts.start("supernode north", [
             sys.executable, "-m", "fedstill.deploy.flower.supernode", str(own / "app"), "--superlink", address,
             "--root-certificates", str(own / "ca.crt"), "--auth-supernode-private-key", str(own / "node"),
             "--port", str(free_ports(1)[0]), "--max-wait-time", "15",
