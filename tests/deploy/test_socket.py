@@ -151,7 +151,7 @@ def test_why_there_is_no_answer_is_one_line_without_a_folder(tmp_path):
     path = tmp_path / "desk.sock"
     with pytest.raises(FedstillError, match="is not there: start `fedstill site`") as nobody:
         hand_over(path, b"", b"", timeout=1.0)
-    with service(path, Echo(0.5)), pytest.raises(FedstillError, match="no answer within 0.1 seconds") as late:
+    with service(path, Echo(0.5)), pytest.raises(FedstillError, match=r"no answer within 0\.1 seconds") as late:
         hand_over(path, b"", b"", timeout=0.1)
     assert str(tmp_path) not in f"{nobody.value}{late.value}"
 

@@ -29,10 +29,12 @@ from fedstill.loop.federate import Built
 from fedstill.loop.history import Result
 from fedstill.population.desk import EVALUATION
 from fedstill.population.remote import Remote, Transport
+from fedstill.population.wire import check_form
 from fedstill.report import draw_all
 from fedstill.report.parties import PICTURE_FILE, Party, party_picture, write_parties
 
 BY_SITES = "client_rows"  # the value of `evaluate` with which sites measure the model on rows that they hold back
+MEASURED = {"right": torch.tensor(0), "loss": torch.tensor(0.0, dtype=torch.float64), "count": torch.tensor(0)}
 SIZE_LIMIT = 1e12  # rows that are believed of a site
 _log = logging.getLogger("fedstill.run")
 
@@ -86,8 +88,8 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
         )
     if by_sites and experiment.privacy.epsilon is not None:
         raise FedstillError(
-            f"evaluate = '{BY_SITES}': what a model gets right at a site has no noise, and privacy.epsilon is a budget; "
-            "name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
+            f"evaluate = '{BY_SITES}': what a model gets right at a site has no noise, and privacy.epsilon is a "
+            "budget; name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
         )
     built = build(experiment, federation)
     if by_sites and built.model.groups is not None:
@@ -196,11 +198,7 @@ def measured(answer: Any) -> tuple[int, float, int]:
     """Return the numbers of an answer; one that cannot be true is refused."""
     if isinstance(answer, str):
         raise FedstillError(answer)
-    wanted = {"right", "loss", "count"}
-    if not isinstance(answer, dict) or answer.keys() != wanted:
-        raise FedstillError("its answer is no measurement")
-    if any(not isinstance(leaf, torch.Tensor) or leaf.numel() != 1 for leaf in answer.values()):
-        raise FedstillError("its answer is no measurement")
+    check_form(answer, MEASURED, "its measurement")
     right, loss, count = int(answer["right"]), float(answer["loss"]), int(answer["count"])
     if not (0 <= right <= count and count > 0 and math.isfinite(loss) and loss >= 0):
         raise FedstillError(f"it says {right} of {count} right with a loss of {loss:g}, which cannot be")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +50,8 @@ def desk_of(site: SiteFolder, data: Dataset) -> Desk:
         least = site.epsilon if wanted is None else min(wanted, site.epsilon)
         experiment = experiment.model_copy(update={"privacy": replace(experiment.privacy, epsilon=least)})
     built = build(experiment, federation_of(site, data))
+    site.memory.mkdir(parents=True, exist_ok=True)
+    site.memory.chmod(0o700)  # what it remembers follows from its rows
     return Desk(
         built,
         site.client,
@@ -108,7 +110,7 @@ class _Working:
 
     def __init__(self, opened: OpenedSite, tell: Callable[[str], None]) -> None:
         self.desk, self.tell, site = opened.desk, tell, opened.folder
-        self.metrics = SiteMetrics(site.memory / METRICS_FILE, site.run, site.name)
+        self.metrics = SiteMetrics(site.folder / METRICS_FILE, site.run, site.name)
 
     def answer(self, common: bytes, own: bytes) -> bytes:
         began = time.perf_counter()
@@ -117,7 +119,8 @@ class _Working:
         facts = unseal(answer, limit=len(answer)).facts
         what, number = _order(common, self.desk.largest)
         self.metrics.round = number or self.metrics.round
-        self.metrics.note(common + own, answer, seconds, self.desk.largest)
+        with suppress(OSError):  # a full disk keeps no answer from leaving that the audit has
+            self.metrics.note(len(common) + len(own), answer, seconds)
         sizes = f"{human_bytes(len(common) + len(own))} came, {human_bytes(len(answer))} left"
         if facts["kind"] == "refused":
             self.tell(f"{what}: refused, {shown(facts.get('reason'), 200)} ({sizes})")

@@ -347,7 +347,7 @@ The operator of the server at @server@ sent you this folder. Your rows stay with
    again if it changes.
 4. Leave it running. It waits at a socket of this machine and opens no port. The files beside this one that the
    operator's transport added connect the socket with the server.
-5. `memory/audit.jsonl` has a line for everything that came and left; `memory/metrics.prom` has numbers for Prometheus.
+5. `memory/audit.jsonl` has a line for everything that came and left; `metrics.prom` has numbers for Prometheus.
 
 Keep `memory/`: it holds what your site remembers between rounds, how much of its budget is spent, and its secret. Give
 `memory/secret` to nobody: your noise is made from it.
