@@ -24,18 +24,31 @@ ROUNDS = 5
 MANY = 500  # more rounds than a test waits for
 
 
+REFINED = "student.steps=5, student.batch_size=8"
+
+
 @pytest.mark.slow
-def test_three_sites_train_to_the_same_bits_as_in_one_process(tmp_path):
-    write_deployment(tmp_path, "fedlmd+scaffold", rounds=2)
+@pytest.mark.parametrize(
+    ("method", "local"),
+    [
+        (f"fedlmd+scaffold+mrtf({REFINED})", ""),
+        (f"fedaux({REFINED})", ""),
+        (f"scaffold until 1 then fedaux({REFINED})", ""),
+        ("scaffold", 'part = "head"'),
+        ("fedftg(iterations=2, student.steps=2, batch_size=8, generator.noise=6)", ""),
+    ],
+    ids=["mixture", "fedaux", "phases", "head", "fedftg"],
+)
+def test_three_sites_train_to_the_same_bits_as_in_one_process(method, local, tmp_path):
+    write_deployment(tmp_path, method, rounds=2, deadline=120.0, local=local)
     with network(tmp_path) as parts:
         parts.all_sites()
         parts.run()
         assert parts.ended("run") == 0
     assert [row["accepted"] for row in table_of(tmp_path)] == [3, 3]
     assert differences(tmp_path) == ()
-    for name in ("last", "best", "config.toml", "report.html", "contract.json", "metrics.jsonl"):
-        if name != "report.html":
-            assert (tmp_path / "server" / "run" / name).exists(), name
+    for name in ("last", "best", "config.toml", "contract.json", "metrics.jsonl"):
+        assert (tmp_path / "server" / "run" / name).exists(), name
 
 
 def kill_of(part: str, parts: Network) -> None:
