@@ -179,6 +179,8 @@ class Network:
                     process.wait(15)
                 except (ProcessLookupError, subprocess.TimeoutExpired):
                     pass
+        for words in ("bin/flower-superlink", "deploy.flower.proxy"):  # of a run that was killed itself
+            self.kill(words)
 
 
 def command_line(number: int) -> str:
