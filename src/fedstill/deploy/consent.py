@@ -9,6 +9,7 @@ import re
 import textwrap
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def what_leaves(site: SiteFolder, desk: Desk) -> str:
     """
     experiment, task = site.experiment, desk.task
     name = without_defaults(experiment.method)
-    facts = explain(name)
+    facts = _explained(name)
     held, tested = int(task.federation.offsets[-1]), task.federation.client_test
     rounds = desk.rounds
     weights = desk._first
@@ -68,6 +69,12 @@ def what_leaves(site: SiteFolder, desk: Desk) -> str:
         "A model tells something of the rows that it was trained on; noise bounds how much, where there is noise.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+@cache
+def _explained(name: str) -> dict[str, Any]:
+    """Return what `fedstill explain` says of a method, which it finds in a tiny round."""
+    return explain(name)
 
 
 def protection(desk: Desk) -> list[str]:

@@ -30,8 +30,7 @@ from fedstill.loop.history import Result
 from fedstill.population.desk import EVALUATION
 from fedstill.population.remote import Remote, Transport
 from fedstill.population.wire import check_form
-from fedstill.report import draw_all
-from fedstill.report.parties import PICTURE_FILE, Party, party_picture, write_parties
+from fedstill.report.parties import Party, write_parties
 
 BY_SITES = "client_rows"  # the value of `evaluate` with which sites measure the model on rows that they hold back
 MEASURED = {"right": torch.tensor(0), "loss": torch.tensor(0.0, dtype=torch.float64), "count": torch.tensor(0)}
@@ -222,6 +221,4 @@ def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Re
             parties.append(Party(member.name, sites.rows(member.client), count, right / count))
     parties.sort(key=lambda party: (party.federated, party.name))
     write_parties(parties, folder)
-    title = f"{result.method}: {built.federation.partition}"
-    draw_all({PICTURE_FILE: lambda path: party_picture(parties, path, title=title)}, folder)
     return replace(result, party_accuracy=tuple(accuracy))
