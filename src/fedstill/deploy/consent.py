@@ -117,12 +117,13 @@ def text_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def has_consented(folder: Path, text: str) -> bool:
-    """Return whether somebody consented to exactly this text."""
+def given_consent(folder: Path, text: str) -> str:
+    """Return who consented when to exactly this text; empty: nobody did."""
     try:
-        return bool(json.loads((folder / CONSENT_FILE).read_text(encoding="utf-8"))["digest"] == text_digest(text))
+        kept = json.loads((folder / CONSENT_FILE).read_text(encoding="utf-8"))
+        return f"{kept['user']}, {kept['time']}" if kept["digest"] == text_digest(text) else ""
     except FileNotFoundError:
-        return False
+        return ""
     except (OSError, ValueError, KeyError, TypeError):
         raise FedstillError(f"{folder / CONSENT_FILE} cannot be read: remove it, and consent again") from None
 
