@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.population import Order
 from fedstill.core.setup import Question
@@ -91,6 +92,12 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
             "budget; name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
         )
     built = build(experiment, federation)
+    if any(phase.method.trusted is not None for phase in phases_of(built.method)):
+        own = [one.without_trust for phase in phases_of(built.method) for one in phase.method.releases]
+        raise FedstillError(
+            "the noise of a trusted server follows from the run's seed, and all sites know it: use a method whose "
+            f"sites draw their own noise{f', {own[0]}' if any(own) else ''}"
+        )
     if by_sites and built.model.groups is not None:
         raise FedstillError(
             f"evaluate = '{BY_SITES}': sites with different networks cannot measure one model; give the server test "
