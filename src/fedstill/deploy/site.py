@@ -14,7 +14,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import threads
 from fedstill.core.types import Dataset, Federation
 from fedstill.data import hold_client_tests
-from fedstill.deploy.consent import has_consented, record_consent, what_leaves
+from fedstill.deploy.consent import given_consent, record_consent, what_leaves
 from fedstill.deploy.folder import SiteFolder
 from fedstill.deploy.metrics import METRICS_FILE, SiteMetrics
 from fedstill.deploy.rows import Rows, read_rows
@@ -71,14 +71,14 @@ def federation_of(site: SiteFolder, data: Dataset) -> Federation:
     return hold_client_tests(alone, share, seed=site.experiment.seed) if share else alone
 
 
-def consent(opened: OpenedSite, *, yes: bool, ask: Callable[[], bool] | None) -> None:
-    """Make sure that somebody consented to exactly what would leave; refuse to go on without.
+def consent(opened: OpenedSite, *, yes: bool, ask: Callable[[], bool] | None) -> str:
+    """Make sure that somebody consented to exactly what would leave, and return who and when; refuse without.
 
     ask: asks the person in front; None: nobody is there.
     """
     folder, text = opened.folder.folder, opened.text
-    if has_consented(folder, text):
-        return
+    if given := given_consent(folder, text):
+        return given
     if not yes and ask is None:
         raise FedstillError(
             "nobody consented to what would leave this site: read it above, and call this command with --yes, or in a "
@@ -87,6 +87,7 @@ def consent(opened: OpenedSite, *, yes: bool, ask: Callable[[], bool] | None) ->
     if not yes and ask is not None and not ask():
         raise FedstillError("without consent nothing is answered; nothing has left this site")
     record_consent(folder, text, how="--yes" if yes else "typed")
+    return given_consent(folder, text)
 
 
 def serve_site(opened: OpenedSite, *, tell: Callable[[str], None], stop: threading.Event | None = None) -> None:
