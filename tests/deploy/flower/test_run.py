@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hostile_site
 import pytest
@@ -16,7 +18,7 @@ from over_flower import NAMES, Network, differences, free_ports, network, table_
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.files import CONNECTION, read_addresses
 from fedstill.deploy.flower.keys import make_certificate, make_node_key
-from fedstill.deploy.flower.run import environment, run_deployment
+from fedstill.deploy.flower.run import Watch, environment, run_deployment
 from fedstill.deploy.folder import read_deployment
 
 pytestmark = pytest.mark.flower
@@ -214,6 +216,27 @@ def test_a_site_does_not_talk_to_a_server_with_an_expired_certificate(tmp_path):
         ])  # fmt: skip
         assert parts.ended("supernode north", 120) != 0
         assert "certificate has expired" in parts.said("supernode north")
+
+
+def test_each_round_is_told_once_and_again_when_it_is_played_again(tmp_path):
+    deployment: Any = SimpleNamespace(run_dir=tmp_path, experiment=SimpleNamespace(rounds=9))
+    said: list[str] = []
+    watch = Watch(deployment, said.append)
+
+    def look(*rounds: int, torn: str = "") -> list[str]:
+        rows = [{"round": number, "accepted": 2, "cohort": 3, "seconds": 1.26} for number in rounds]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+        said.clear()
+        watch.look()
+        return [line.partition(":")[0] for line in said]
+
+    watch.look()
+    assert look(1, 2, torn='{"round"') == ["round 1 of 9", "round 2 of 9"]
+    assert said[0] == "round 1 of 9: 2 of 3 sites, 1.3 s"
+    assert look(1, 2, 3) == ["round 3 of 9"]
+    assert look(1, 2, 3) == []
+    assert look(1) == []  # resumed from an earlier checkpoint
+    assert look(1, 2) == ["round 2 of 9"]
 
 
 def test_a_finished_run_is_not_played_again(tmp_path):
