@@ -500,3 +500,19 @@ def test_columns_to_drop_must_exist_and_have_no_other_use(tmp_path: Path) -> Non
     missing, twice = error.value.lines
     assert missing == "data.drop: t has no column 'aged'; did you mean 'age'?"
     assert twice.startswith("data.drop and data.keys both name the column 'who'")
+
+
+def test_classes_are_numbered_as_agreed_and_another_one_is_refused_with_its_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "x,y\n1,dog\n2,cat\n3,dog\n4,cat\n5,bird\n")
+    source = load(tmp_path / "a.csv", label="y", like_classes=("cat", "bird", "fish", "dog"), held_out=0.0)
+    assert source.train.y.tolist() == [3, 0, 3, 0, 1]
+    assert source.train.classes == ("cat", "bird", "fish", "dog")
+    with pytest.raises(FedstillError, match=r"holds 'bird' in row 5 .*agreed classes are cat, dog"):
+        load(tmp_path / "a.csv", label="y", like_classes=("cat", "dog"))
+
+
+def test_all_rows_are_train_rows_where_none_are_held_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "x,y\n" + "".join(f"{row},{row % 2}\n" for row in range(20)))
+    source = load(tmp_path / "a.csv", label="y", held_out=0.0)
+    assert source.train.x.flatten().tolist() == list(range(20))
+    assert len(source.test.y) == 0

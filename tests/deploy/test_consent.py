@@ -8,7 +8,7 @@ from deployments import a_deployment, set_line, table
 
 from fedstill.about.explain import explain
 from fedstill.core.errors import FedstillError
-from fedstill.deploy.consent import CONSENT_FILE, has_consented, record_consent
+from fedstill.deploy.consent import CONSENT_FILE, given_consent, record_consent
 from fedstill.deploy.folder import read_site
 from fedstill.deploy.site import consent, open_site
 
@@ -87,6 +87,7 @@ def test_consent_is_kept_with_the_text_and_asked_again_when_the_text_changes(tmp
     assert len(asked) == 1
     kept = json.loads((opened.folder.folder / CONSENT_FILE).read_text())
     assert (kept["text"], kept["how"]) == (opened.text, "typed")
+    assert given_consent(opened.folder.folder, opened.text) == f"{kept['user']}, {kept['time']}"
     path = opened.folder.folder / "experiment.toml"
     path.write_text(path.read_text().replace("rounds = 3\n", "rounds = 4\n"))
     with pytest.raises(FedstillError, match="nobody consented"):
@@ -95,11 +96,11 @@ def test_consent_is_kept_with_the_text_and_asked_again_when_the_text_changes(tmp
 
 def test_consent_to_another_text_does_not_count(tmp_path):
     record_consent(tmp_path, "one text", how="--yes")
-    assert has_consented(tmp_path, "one text")
-    assert not has_consented(tmp_path, "one text.")
+    assert given_consent(tmp_path, "one text")
+    assert not given_consent(tmp_path, "one text.")
     (tmp_path / CONSENT_FILE).write_text("{")
     with pytest.raises(FedstillError, match="consent again"):
-        has_consented(tmp_path, "one text")
+        given_consent(tmp_path, "one text")
 
 
 def test_neither_the_text_nor_the_consent_holds_the_secret(tmp_path):

@@ -48,11 +48,10 @@ def test_noise_from_the_sites_secrets_is_no_fault(tmp_path):
     assert "PLAYED: each site draws its noise from a secret of its own" in verdict.text()
 
 
-@pytest.mark.slow
-def test_why_a_site_did_not_start_is_said(tmp_path):
+def test_rows_of_a_site_that_cannot_be_read_are_named_with_the_site(tmp_path):
     deployment = a_deployment(tmp_path)
     (tmp_path / "south.csv").write_text("age,outcome\n1,ill\n2,well\n")
-    with pytest.raises(FedstillError, match="column 'sex' is missing"):
+    with pytest.raises(FedstillError, match="site south: data: column 'sex' is missing"):
         rehearse(deployment.folder, tmp_path / "copy", {})
 
 

@@ -32,6 +32,10 @@ def audit(deployment):
     return [(line["round"], line["client"], line["reason"]) for line in map(json.loads, path.read_text().splitlines())]
 
 
+def numbers(name, value):
+    return torch.tensor(value, dtype=torch.float64 if name == "loss" else None)
+
+
 def own_rows(folder, **more):
     rows = {"source": str(folder / "pilot.csv"), "label": "outcome", "drop": ["patient_id"], "client_test_share": 0.2}
     return {**rows, "test": str(table(folder / "test.csv", 30, 9)), **more}
@@ -248,15 +252,18 @@ def test_a_run_that_nobody_measures_goes_on(tmp_path):
         {"right": 1, "loss": -1.0, "count": 4},
         {"right": 0, "loss": 1.0, "count": 0},
         {"right": 1, "count": 4},
+        {"right": float("nan"), "loss": 1.0, "count": 4},
+        {"right": 1, "loss": 1.0, "count": 4.5},
+        {"right": [1, 1], "loss": 1.0, "count": 4},
     ],
 )
 def test_a_measurement_that_cannot_be_is_not_counted(answer):
     with pytest.raises(FedstillError):
-        measured({name: torch.tensor(value) for name, value in answer.items()})
+        measured({name: numbers(name, value) for name, value in answer.items()})
 
 
 def test_a_measurement_is_three_numbers():
-    sent = {"right": torch.tensor(3), "loss": torch.tensor(2.0), "count": torch.tensor(4)}
+    sent = {"right": torch.tensor(3), "loss": numbers("loss", 2.0), "count": torch.tensor(4)}
     assert measured(sent) == (3, 2.0, 4)
     for other in ("away", {**sent, "more": torch.tensor(1)}, {**sent, "right": torch.tensor([1, 2])}):
         with pytest.raises(FedstillError):

@@ -71,7 +71,7 @@ def test_the_audit_of_a_site_has_a_line_for_each_order_with_the_bytes_that_left(
     lines = [json.loads(line) for line in (sites[0].folder.memory / "audit.jsonl").read_text().splitlines()]
     assert [line["sent"] for line in lines] == ["upload", "answer", "upload", "answer", "answer", "refused"]
     assert lines[-1]["bytes_out"] == len(refusal)
-    text = (sites[0].folder.memory / "metrics.prom").read_text()
+    text = (sites[0].folder.folder / "metrics.prom").read_text()
     assert 'fedstill_site_answers_total{run="' in text
     assert 'site="north",kind="refused"} 1.0' in text
 

@@ -103,6 +103,7 @@ def test_the_cohort_is_at_most_all_sites(tmp_path):
             "privacy.epsilon: the server has no rows",
         ),
         ({"method": "feddf"}, "unlabeled"),
+        ({"method": "dp_fedavg"}, r"all sites know it: use a method .*dp_fedavg\(trust=.nobody.\)"),
     ],
 )
 def test_what_cannot_work_between_parties_is_refused_with_its_key(tmp_path, monkeypatch, changes, line):

@@ -55,7 +55,7 @@ def make(*words: str, folder) -> list[str]:
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-flower.txt"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -69,6 +69,13 @@ def test_a_fresh_checkout_makes_its_environment_first(target, extra, last, check
     order = [next(i for i, step in enumerate(steps) if word in step) for word in ("-m venv", extra, last)]
     assert order == sorted(order)
     assert "-c constraints.txt" in steps[order[1]]
+
+
+@needs_make
+def test_flower_has_an_environment_of_its_own(checkout):
+    (install,) = [step for step in make("test-flower", folder=checkout) if "pip" in step and "install" in step]
+    assert install.startswith(".venv-flower/bin/python")
+    assert "-c constraints-flower.txt" in install
 
 
 @needs_make

@@ -12,7 +12,7 @@ from data_files import image_folder
 
 import fedstill
 from fedstill.core.errors import FedstillError
-from fedstill.experiment.build import build_federation, load_source
+from fedstill.experiment.build import agreed_data, build_federation, load_source
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import read_description, write_description
 from fedstill.partition import PARTITIONS
@@ -115,3 +115,56 @@ def test_files_that_a_run_cannot_read_are_told(
         federation = build_federation(digits_of(unlabeled=str(tmp_path / "web")))
     assert federation.unlabeled_ids == ("x/0.png", "x/2.png")
     assert "data.unlabeled: 1 of 3 files or rows cannot be read and are left out: x/1.png" in caplog.text
+
+
+AGREED = {
+    "label": "y",
+    "classes": ["no", "yes"],
+    "columns": {"b": "numbers", "a": ["u", "v"]},
+    "mean": [1.0, 0.5, 0.5],
+    "std": [2.0, 0.5, 0.5],
+}
+
+
+def agreed(place: str, **changes: object) -> Experiment:
+    data = {"source": place, **AGREED, **changes}
+    return Experiment.model_validate({"data": data, "partition": {"scheme": "iid", "clients": 2}, "cohort": 2})
+
+
+def test_a_simulation_obeys_the_form_that_parties_agreed_on(tmp_path: Path) -> None:
+    rows = "".join(f"{'uv'[row % 2]},{row},{['yes', 'no'][row % 2]},left out\n" for row in range(20))
+    (tmp_path / "a.csv").write_text("a,b,y,c\n" + rows)
+    train = build_federation(agreed(str(tmp_path / "a.csv"))).train
+    assert [column.name for column in train.columns] == ["b", "a"]
+    assert train.classes == ("no", "yes")
+    assert train.mean == (1.0, 0.5, 0.5)
+    assert all(row[1:] == [[1.0, 0.0], [0.0, 1.0]][int(row[0]) % 2] for row in train.x.tolist())
+    assert train.y.tolist() == [1 - int(number) % 2 for number in train.x[:, 0].tolist()]
+
+
+def test_the_agreed_form_is_a_task_without_rows() -> None:
+    data = agreed_data(agreed("(at the sites)"))
+    assert (tuple(data.x.shape), data.x.dtype, len(data.y)) == ((0, 3), torch.float32, 0)
+    pictures = {"columns": {}, "shape": [3, 8, 6], "mean": [0.5, 0.4, 0.3], "std": [0.1, 0.1, 0.1]}
+    images = agreed_data(agreed("(at the sites)", **pictures))
+    assert (tuple(images.x.shape), images.x.dtype) == ((0, 3, 8, 6), torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"classes": []}, "data.classes is not there"),
+        ({"columns": {}}, "data.columns"),
+        ({"mean": [], "std": []}, "data.mean is not there"),
+        ({"mean": [1.0, 2.0], "std": [1.0, 2.0]}, "data.columns make 3 features: give 3"),
+        ({"classes": ["a", "a"]}, "names a class twice"),
+        ({"columns": {"a": ["v", "u"]}}, "in the order of the alphabet"),
+        ({"shape": [1, 8, 8]}, "remove one of them"),
+        ({"columns": {}, "shape": [8, 8]}, r"\(channels, height, width\)"),
+        ({"columns": {}, "shape": [1, 8, 8], "size": 8}, "remove data.size"),
+        ({"missing": "mean", "mean": [], "std": []}, "data.mean fills the gaps"),
+    ],
+)
+def test_a_form_that_says_too_little_or_contradicts_itself_is_refused(changes: dict[str, object], line: str) -> None:
+    with pytest.raises(FedstillError, match=line):
+        agreed_data(agreed("(at the sites)", **changes))

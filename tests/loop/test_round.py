@@ -41,6 +41,7 @@ from fedstill.core.types import (
     Weights,
 )
 from fedstill.loop.checkpoint import load_weights
+from fedstill.loop.evaluate import NotMeasured
 from fedstill.loop.resume import TARGETS_FILE
 from fedstill.loop.round import look_at_targets
 
@@ -267,3 +268,15 @@ def test_a_hundred_times_as_many_tiny_clients_cost_the_loop_hardly_more(objectiv
     many = round_lengths(objective, clients=100_000, cohort=1_000)
     assert many.min() < 4 * few.min()
     assert many[-10:].min() < 1.5 * many[:10].min() + 0.0005
+
+
+def test_a_round_that_nobody_could_measure_counts_as_not_evaluated_and_the_run_goes_on():
+    def away_in_round_two(weights, test, trainer):
+        calls.append(1)
+        if len(calls) == 2:
+            raise NotMeasured("no site measured the model")
+        return {"accuracy": 0.5}
+
+    calls: list[int] = []
+    result = run(evaluate=away_in_round_two, rounds=3)
+    assert [row.get("accuracy") for row in result.history.rows] == [0.5, None, 0.5]

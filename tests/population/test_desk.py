@@ -10,7 +10,9 @@ from desks import LIMIT, RUN, a_run, an_order, desk_of, model_of, own_part
 from toy import same_bits
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Mechanism
+from fedstill.core.types import Mechanism, Weights
+from fedstill.data import hold_client_tests
+from fedstill.population.desk import EVALUATION, Desk, held_by
 from fedstill.population.wire import digest_of, pack_tree, seal, unpack_tree, unseal
 from fedstill.privacy.plan import Privacy
 
@@ -360,3 +362,53 @@ def test_a_memory_is_filed_under_its_client_and_run(tmp_path):
 def test_a_tree_is_as_large_as_its_tensors():
     """So that the limits of orders are limits of models: 1 MB of floats, and what names them."""
     assert len(pack_tree({"w": torch.zeros(250_000)})) < 1_001_000
+
+
+def measuring(tmp_path, **how):
+    """A desk whose client holds back two of its nine rows."""
+    here = a_run("fedavg", **how.pop("run", {}))
+    alone = hold_client_tests(held_by(here.federation, 1), 0.2, seed=0)
+    return Desk(dataclasses.replace(here, federation=alone), 1, tmp_path, run=RUN, **{"evaluates": True, **how})
+
+
+def to_measure(desk, number=1, **mine):
+    facts = {"kind": "ask", "question": EVALUATION, "round": number}
+    return an_order(model_of(desk)["start"], facts=facts, mine=mine)
+
+
+def test_a_client_counts_what_a_model_gets_right_on_the_rows_that_it_holds_back(tmp_path):
+    desk = measuring(tmp_path)
+    facts, body = reply_of(desk, to_measure(desk))
+    federation = desk.task.federation
+    held = federation.client_test[0]
+    weights = Weights(**model_of(desk)["start"])
+    logits = desk.task.model.apply(weights, federation.train.x[held], training=False, weight=None, seed=None)[0].logits
+    chances = logits.double().softmax(dim=1)[torch.arange(len(held)), federation.train.y[held]]
+    measured = unpack_tree(body)
+    assert facts["kind"] == "answer"
+    assert int(measured["count"]) == len(held) == 2
+    assert int(measured["right"]) == int((logits.argmax(dim=1) == federation.train.y[held]).sum())
+    assert float(measured["loss"]) == pytest.approx(-float(chances.log().sum()), rel=1e-5)
+
+
+def test_a_model_is_measured_after_its_round(tmp_path):
+    """The memory that an order names may be that round's own."""
+    desk = measuring(tmp_path)
+    assert reply_of(desk, to_measure(desk, 2, memory_of=2))[0]["kind"] == "answer"
+    assert "cannot name the memories" in reason(desk, to_measure(desk, 2, memory_of=3))
+
+
+def test_a_client_measures_nothing_without_consent_without_rows_or_under_a_budget(tmp_path):
+    desk = measuring(tmp_path / "a", evaluates=False)
+    assert "did not agree" in reason(desk, to_measure(desk))
+    desk = desk_of(a_run("fedavg"), tmp_path / "b", evaluates=True)
+    assert "holds back no rows" in reason(desk, to_measure(desk))
+    budget = Privacy(epsilon=50.0, against="server")
+    desk = desk_of(a_run(NOISY, privacy=budget), tmp_path / "c", evaluates=True)
+    assert "has no noise" in reason(desk, to_measure(desk))
+
+
+def test_a_model_of_another_form_is_not_measured(tmp_path):
+    desk = measuring(tmp_path)
+    order = an_order({"params": {}, "buffers": {}}, facts={"kind": "ask", "question": EVALUATION})
+    assert "the model to measure lacks" in reason(desk, order)

@@ -113,7 +113,7 @@ class Network:
     ports: dict[str, int] = field(default_factory=dict)
 
     def site(self, name: str) -> None:
-        self._start(
+        self.start(
             f"site {name}", [sys.executable, "-m", "fedstill", "site", str(self.folder / "sites" / name), "--yes"]
         )
 
@@ -121,7 +121,7 @@ class Network:
         self.ports.setdefault(name, free_ports(1)[0])
         script = self.folder / "sites" / name / "flower" / "supernode.sh"
         more = {"PORT": str(self.ports[name]), **({"ONCE": "1"} if once else {})}
-        self._start(f"supernode {name}", ["sh", str(script)], more)
+        self.start(f"supernode {name}", ["sh", str(script)], more)
 
     def all_sites(self) -> None:
         for name in NAMES:
@@ -129,9 +129,9 @@ class Network:
             self.supernode(name)
 
     def run(self) -> None:
-        self._start("run", [sys.executable, "-m", "fedstill", "deploy", "run", str(self.folder)])
+        self.start("run", [sys.executable, "-m", "fedstill", "deploy", "run", str(self.folder)])
 
-    def _start(self, part: str, command: list[str], more: dict[str, str] | None = None) -> None:
+    def start(self, part: str, command: list[str], more: dict[str, str] | None = None) -> None:
         with self.log(part).open("ab") as log:
             self.parts[part] = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -179,6 +179,8 @@ class Network:
                     process.wait(15)
                 except (ProcessLookupError, subprocess.TimeoutExpired):
                     pass
+        for words in ("bin/flower-superlink", "deploy.flower.proxy"):  # of a run that was killed itself
+            self.kill(words)
 
 
 def command_line(number: int) -> str:

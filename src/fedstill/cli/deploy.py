@@ -39,7 +39,7 @@ def site_command(folder: Path, *, yes: bool, check: bool) -> None:
     typer.echo(opened.text)
     if check:
         return
-    consent(opened, yes=yes, ask=_ask if sys.stdin.isatty() else None)
+    tell(f"consent: {consent(opened, yes=yes, ask=_ask if sys.stdin.isatty() else None)} (consent.json)")
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

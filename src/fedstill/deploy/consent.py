@@ -9,6 +9,7 @@ import re
 import textwrap
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def what_leaves(site: SiteFolder, desk: Desk) -> str:
     """
     experiment, task = site.experiment, desk.task
     name = without_defaults(experiment.method)
-    facts = explain(name)
+    facts = _explained(name)
     held, tested = int(task.federation.offsets[-1]), task.federation.client_test
     rounds = desk.rounds
     weights = desk._first
@@ -68,6 +69,12 @@ def what_leaves(site: SiteFolder, desk: Desk) -> str:
         "A model tells something of the rows that it was trained on; noise bounds how much, where there is noise.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+@cache
+def _explained(name: str) -> dict[str, Any]:
+    """Return what `fedstill explain` says of a method, which it finds in a tiny round."""
+    return explain(name)
 
 
 def protection(desk: Desk) -> list[str]:
@@ -110,12 +117,13 @@ def text_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def has_consented(folder: Path, text: str) -> bool:
-    """Return whether somebody consented to exactly this text."""
+def given_consent(folder: Path, text: str) -> str:
+    """Return who consented when to exactly this text; empty: nobody did."""
     try:
-        return bool(json.loads((folder / CONSENT_FILE).read_text(encoding="utf-8"))["digest"] == text_digest(text))
+        kept = json.loads((folder / CONSENT_FILE).read_text(encoding="utf-8"))
+        return f"{kept['user']}, {kept['time']}" if kept["digest"] == text_digest(text) else ""
     except FileNotFoundError:
-        return False
+        return ""
     except (OSError, ValueError, KeyError, TypeError):
         raise FedstillError(f"{folder / CONSENT_FILE} cannot be read: remove it, and consent again") from None
 

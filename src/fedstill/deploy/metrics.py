@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -111,7 +112,8 @@ class ServerMetrics(Callback):
                 ("last_answer_timestamp_seconds", "gauge", "when it last answered", "last"),
             )
         ]
-        write_metrics(self.folder / METRICS_FILE, measures, run=self.deployment.run)
+        with suppress(OSError):  # a disk without room for it ends no run
+            write_metrics(self.folder / METRICS_FILE, measures, run=self.deployment.run)
         return None
 
 
@@ -133,7 +135,7 @@ class _Listening:
 
 @dataclass
 class SiteMetrics:
-    """Writes metrics.prom into a site's memory folder after each answer."""
+    """Writes metrics.prom into a site's folder after each answer."""
 
     path: Path
     run: str
@@ -143,11 +145,11 @@ class SiteMetrics:
     sent: int = 0
     round: int = 0
 
-    def note(self, order: bytes, answer: bytes, seconds: float, limit: int) -> str:
-        """Count an answer; return its kind."""
-        kind = str(unseal(answer, limit=max(limit, len(answer))).facts["kind"])
+    def note(self, order: int, answer: bytes, seconds: float) -> None:
+        """Count an answer to an order of so many bytes."""
+        kind = str(unseal(answer, limit=len(answer)).facts["kind"])
         self.answers[kind] = self.answers.get(kind, 0) + 1
-        self.received, self.sent = self.received + len(order), self.sent + len(answer)
+        self.received, self.sent = self.received + order, self.sent + len(answer)
         kinds: dict[Labels, float] = {(("kind", kind),): float(count) for kind, count in self.answers.items()}
         measures = [
             Measure("fedstill_site_answers_total", "counter", "answers by their kind", kinds),
@@ -158,4 +160,3 @@ class SiteMetrics:
             Measure("fedstill_site_last_answer_timestamp_seconds", "gauge", "when it was given", {(): time.time()}),
         ]
         write_metrics(self.path, measures, run=self.run, site=self.site)
-        return kind

@@ -96,7 +96,7 @@ def rehearse(
     _copy(deployment, copy, rounds)
     deployment = read_deployment(copy)
     sites, invented = _sites(deployment, folder, data)
-    rows = {site.client: read_rows(site.experiment, site.data).data for site in sites}
+    rows = {site.client: _rows(site) for site in sites}
     tell("the simulation plays first")
     expected = simulated(deployment, rows)
     tell(f"{len(sites)} sites start, a process each")
@@ -113,6 +113,13 @@ def _draws_noise(deployment: Deployment) -> bool:
     releases = [release for phase in phases_of(built.method) for release in phase.method.releases]
     noisy = any(release.multiplier is not None for release in releases)
     return noisy or built.privacy.label_counts == "dp"
+
+
+def _rows(site: SiteFolder) -> Dataset:
+    try:
+        return read_rows(site.experiment, site.data).data
+    except FedstillError as error:
+        raise FedstillError(*(f"site {site.name}: {line}" for line in error.lines)) from None
 
 
 def _copy(deployment: Deployment, copy: Path, rounds: int | None) -> None:

@@ -96,7 +96,7 @@ def _differences(experiment: Experiment, place: str) -> list[str]:
         if not isinstance(form, tuple):
             continue
         cells = [frame.columns[name] for frame in frames.values() if name in frame.columns]
-        words = {str(cell) for column in cells for cell in column.tolist() if str(cell).strip()}
+        words = {str(cell) for column in cells for cell in column.tolist() if str(cell).strip() and cell == cell}
         if strange := sorted(words - set(form)) if data.unknown == "refuse" else []:
             more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
             lines.append(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
 from fedstill.core.population import Order
 from fedstill.core.setup import Question
@@ -29,10 +30,11 @@ from fedstill.loop.federate import Built
 from fedstill.loop.history import Result
 from fedstill.population.desk import EVALUATION
 from fedstill.population.remote import Remote, Transport
-from fedstill.report import draw_all
-from fedstill.report.parties import PICTURE_FILE, Party, party_picture, write_parties
+from fedstill.population.wire import check_form
+from fedstill.report.parties import Party, write_parties
 
 BY_SITES = "client_rows"  # the value of `evaluate` with which sites measure the model on rows that they hold back
+MEASURED = {"right": torch.tensor(0), "loss": torch.tensor(0.0, dtype=torch.float64), "count": torch.tensor(0)}
 SIZE_LIMIT = 1e12  # rows that are believed of a site
 _log = logging.getLogger("fedstill.run")
 
@@ -90,6 +92,12 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
             "budget; name test rows of the server's own as `test` in server.toml, and set evaluate = 'global_test'"
         )
     built = build(experiment, federation)
+    if any(phase.method.trusted is not None for phase in phases_of(built.method)):
+        own = [one.without_trust for phase in phases_of(built.method) for one in phase.method.releases]
+        raise FedstillError(
+            "the noise of a trusted server follows from the run's seed, and all sites know it: use a method whose "
+            f"sites draw their own noise{f', {own[0]}' if any(own) else ''}"
+        )
     if by_sites and built.model.groups is not None:
         raise FedstillError(
             f"evaluate = '{BY_SITES}': sites with different networks cannot measure one model; give the server test "
@@ -196,11 +204,7 @@ def measured(answer: Any) -> tuple[int, float, int]:
     """Return the numbers of an answer; one that cannot be true is refused."""
     if isinstance(answer, str):
         raise FedstillError(answer)
-    wanted = {"right", "loss", "count"}
-    if not isinstance(answer, dict) or answer.keys() != wanted:
-        raise FedstillError("its answer is no measurement")
-    if any(not isinstance(leaf, torch.Tensor) or leaf.numel() != 1 for leaf in answer.values()):
-        raise FedstillError("its answer is no measurement")
+    check_form(answer, MEASURED, "its measurement")
     right, loss, count = int(answer["right"]), float(answer["loss"]), int(answer["count"])
     if not (0 <= right <= count and count > 0 and math.isfinite(loss) and loss >= 0):
         raise FedstillError(f"it says {right} of {count} right with a loss of {loss:g}, which cannot be")
@@ -224,6 +228,4 @@ def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Re
             parties.append(Party(member.name, sites.rows(member.client), count, right / count))
     parties.sort(key=lambda party: (party.federated, party.name))
     write_parties(parties, folder)
-    title = f"{result.method}: {built.federation.partition}"
-    draw_all({PICTURE_FILE: lambda path: party_picture(parties, path, title=title)}, folder)
     return replace(result, party_accuracy=tuple(accuracy))

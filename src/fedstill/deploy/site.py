@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import threads
 from fedstill.core.types import Dataset, Federation
 from fedstill.data import hold_client_tests
-from fedstill.deploy.consent import has_consented, record_consent, what_leaves
+from fedstill.deploy.consent import given_consent, record_consent, what_leaves
 from fedstill.deploy.folder import SiteFolder
 from fedstill.deploy.metrics import METRICS_FILE, SiteMetrics
 from fedstill.deploy.rows import Rows, read_rows
@@ -50,6 +50,8 @@ def desk_of(site: SiteFolder, data: Dataset) -> Desk:
         least = site.epsilon if wanted is None else min(wanted, site.epsilon)
         experiment = experiment.model_copy(update={"privacy": replace(experiment.privacy, epsilon=least)})
     built = build(experiment, federation_of(site, data))
+    site.memory.mkdir(parents=True, exist_ok=True)
+    site.memory.chmod(0o700)  # what it remembers follows from its rows
     return Desk(
         built,
         site.client,
@@ -69,14 +71,14 @@ def federation_of(site: SiteFolder, data: Dataset) -> Federation:
     return hold_client_tests(alone, share, seed=site.experiment.seed) if share else alone
 
 
-def consent(opened: OpenedSite, *, yes: bool, ask: Callable[[], bool] | None) -> None:
-    """Make sure that somebody consented to exactly what would leave; refuse to go on without.
+def consent(opened: OpenedSite, *, yes: bool, ask: Callable[[], bool] | None) -> str:
+    """Make sure that somebody consented to exactly what would leave, and return who and when; refuse without.
 
     ask: asks the person in front; None: nobody is there.
     """
     folder, text = opened.folder.folder, opened.text
-    if has_consented(folder, text):
-        return
+    if given := given_consent(folder, text):
+        return given
     if not yes and ask is None:
         raise FedstillError(
             "nobody consented to what would leave this site: read it above, and call this command with --yes, or in a "
@@ -85,6 +87,7 @@ def consent(opened: OpenedSite, *, yes: bool, ask: Callable[[], bool] | None) ->
     if not yes and ask is not None and not ask():
         raise FedstillError("without consent nothing is answered; nothing has left this site")
     record_consent(folder, text, how="--yes" if yes else "typed")
+    return given_consent(folder, text)
 
 
 def serve_site(opened: OpenedSite, *, tell: Callable[[str], None], stop: threading.Event | None = None) -> None:
@@ -108,7 +111,7 @@ class _Working:
 
     def __init__(self, opened: OpenedSite, tell: Callable[[str], None]) -> None:
         self.desk, self.tell, site = opened.desk, tell, opened.folder
-        self.metrics = SiteMetrics(site.memory / METRICS_FILE, site.run, site.name)
+        self.metrics = SiteMetrics(site.folder / METRICS_FILE, site.run, site.name)
 
     def answer(self, common: bytes, own: bytes) -> bytes:
         began = time.perf_counter()
@@ -117,7 +120,8 @@ class _Working:
         facts = unseal(answer, limit=len(answer)).facts
         what, number = _order(common, self.desk.largest)
         self.metrics.round = number or self.metrics.round
-        self.metrics.note(common + own, answer, seconds, self.desk.largest)
+        with suppress(OSError):  # a full disk keeps no answer from leaving that the audit has
+            self.metrics.note(len(common) + len(own), answer, seconds)
         sizes = f"{human_bytes(len(common) + len(own))} came, {human_bytes(len(answer))} left"
         if facts["kind"] == "refused":
             self.tell(f"{what}: refused, {shown(facts.get('reason'), 200)} ({sizes})")

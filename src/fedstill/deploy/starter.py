@@ -255,11 +255,17 @@ _EXPERIMENT_HEAD = """\
 
 _SERVER = """\
 # What the server decides alone. Written by `fedstill deploy init`.
-address = @address@   # where sites reach the server
-deadline = 120.0      # seconds that a round waits for answers; whoever is later is left out of that round
-spare = 0             # sites that are drawn beyond the cohort; the first to answer fill it
-test = @test@             # labeled rows of the server's own (file or folder) to test on; "": none
-unlabeled = @unlabeled@        # unlabeled rows of the server's own, for methods that distil on them; "": none
+
+# where sites reach the server
+address = @address@
+# seconds that a round waits for answers; whoever is later is left out of that round
+deadline = 120.0
+# sites that are drawn beyond the cohort; the first to answer fill it
+spare = 0
+# labeled rows of the server's own to test on, a file or folder that counts from here; "": none
+test = @test@
+# unlabeled rows of the server's own, for methods that distil on them; "": none
+unlabeled = @unlabeled@
 """
 
 _SITE = """\
@@ -349,7 +355,7 @@ The operator of the server at @server@ sent you this folder. Your rows stay with
    again if it changes.
 4. Leave it running. It waits at a socket of this machine and opens no port. The files beside this one that the
    operator's transport added connect the socket with the server.
-5. `memory/audit.jsonl` has a line for everything that came and left; `memory/metrics.prom` has numbers for Prometheus.
+5. `memory/audit.jsonl` has a line for everything that came and left; `metrics.prom` has numbers for Prometheus.
 
 Keep `memory/`: it holds what your site remembers between rounds, how much of its budget is spent, and its secret. Give
 `memory/secret` to nobody: your noise is made from it.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hostile_site
 import pytest
@@ -17,7 +18,7 @@ from over_flower import NAMES, Network, differences, free_ports, network, table_
 from fedstill.core.errors import FedstillError
 from fedstill.deploy.flower.files import CONNECTION, read_addresses
 from fedstill.deploy.flower.keys import make_certificate, make_node_key
-from fedstill.deploy.flower.run import environment, run_deployment
+from fedstill.deploy.flower.run import Watch, environment, run_deployment
 from fedstill.deploy.folder import read_deployment
 
 pytestmark = pytest.mark.flower
@@ -25,18 +26,31 @@ ROUNDS = 5
 MANY = 500  # more rounds than a test waits for
 
 
+REFINED = "student.steps=5, student.batch_size=8"
+
+
 @pytest.mark.slow
-def test_three_sites_train_to_the_same_bits_as_in_one_process(tmp_path):
-    write_deployment(tmp_path, "fedlmd+scaffold", rounds=2)
+@pytest.mark.parametrize(
+    ("method", "local"),
+    [
+        (f"fedlmd+scaffold+mrtf({REFINED})", ""),
+        (f"fedaux({REFINED})", ""),
+        (f"scaffold until 1 then fedaux({REFINED})", ""),
+        ("scaffold", 'part = "head"'),
+        ("fedftg(iterations=2, student.steps=2, batch_size=8, generator.noise=6)", ""),
+    ],
+    ids=["mixture", "fedaux", "phases", "head", "fedftg"],
+)
+def test_three_sites_train_to_the_same_bits_as_in_one_process(method, local, tmp_path):
+    write_deployment(tmp_path, method, rounds=2, deadline=120.0, local=local)
     with network(tmp_path) as parts:
         parts.all_sites()
         parts.run()
         assert parts.ended("run") == 0
     assert [row["accepted"] for row in table_of(tmp_path)] == [3, 3]
     assert differences(tmp_path) == ()
-    for name in ("last", "best", "config.toml", "report.html", "contract.json", "metrics.jsonl"):
-        if name != "report.html":
-            assert (tmp_path / "server" / "run" / name).exists(), name
+    for name in ("last", "best", "config.toml", "contract.json", "metrics.jsonl"):
+        assert (tmp_path / "server" / "run" / name).exists(), name
 
 
 def kill_of(part: str, parts: Network) -> None:
@@ -86,7 +100,7 @@ def standing(tmp_path_factory):
         for name in NAMES[:2]:
             parts.site(name)
         command = [sys.executable, hostile_site.__file__, str(folder / "sites" / NAMES[2])]
-        parts._start("hostile", command)
+        parts.start("hostile", command)
         parts.run()
         parts.wait_for("run", f"round 1 of {MANY}: 3 of 3")
         yield parts
@@ -140,10 +154,9 @@ def test_a_node_with_an_unregistered_key_is_refused(standing, tmp_path):
     own = tmp_path / "flower"
     shutil.copytree(standing.folder / "sites" / "north" / "flower", own, ignore=shutil.ignore_patterns("node*", "home"))
     make_node_key(own / "node")
-    how = {**os.environ, "ONCE": "1", "PORT": str(free_ports(1)[0]), "PYTHON_BIN": str(Path(sys.executable).parent)}
-    done = subprocess.run(["sh", own / "supernode.sh"], env=how, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert "Failed to initialize the connection" in done.stdout + done.stderr
+    standing.start("thief", ["sh", str(own / "supernode.sh")], {"ONCE": "1", "PORT": str(free_ports(1)[0])})
+    assert standing.ended("thief", 180) != 0
+    assert "Failed to initialize the connection" in standing.said("thief")
     goes_on(standing)
 
 
@@ -194,15 +207,36 @@ def test_a_site_does_not_talk_to_a_server_with_an_expired_certificate(tmp_path):
     expire(tmp_path)
     with network(tmp_path) as parts:
         for name in ("superlink", "proxy"):
-            parts._start(name, ["sh", str(tmp_path / "server" / "flower" / f"{name}.sh")], {"ONCE": "1"})
+            parts.start(name, ["sh", str(tmp_path / "server" / "flower" / f"{name}.sh")], {"ONCE": "1"})
         address, own = read_deployment(tmp_path).address, tmp_path / "sites" / "north" / "flower"
-        parts._start("supernode north", [
+        parts.start("supernode north", [
             sys.executable, "-m", "fedstill.deploy.flower.supernode", str(own / "app"), "--superlink", address,
             "--root-certificates", str(own / "ca.crt"), "--auth-supernode-private-key", str(own / "node"),
             "--port", str(free_ports(1)[0]), "--max-wait-time", "15",
         ])  # fmt: skip
         assert parts.ended("supernode north", 120) != 0
         assert "certificate has expired" in parts.said("supernode north")
+
+
+def test_each_round_is_told_once_and_again_when_it_is_played_again(tmp_path):
+    deployment: Any = SimpleNamespace(run_dir=tmp_path, experiment=SimpleNamespace(rounds=9))
+    said: list[str] = []
+    watch = Watch(deployment, said.append)
+
+    def look(*rounds: int, torn: str = "") -> list[str]:
+        rows = [{"round": number, "accepted": 2, "cohort": 3, "seconds": 1.26} for number in rounds]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+        said.clear()
+        watch.look()
+        return [line.partition(":")[0] for line in said]
+
+    watch.look()
+    assert look(1, 2, torn='{"round"') == ["round 1 of 9", "round 2 of 9"]
+    assert said[0] == "round 1 of 9: 2 of 3 sites, 1.3 s"
+    assert look(1, 2, 3) == ["round 3 of 9"]
+    assert look(1, 2, 3) == []
+    assert look(1) == []  # resumed from an earlier checkpoint
+    assert look(1, 2) == ["round 2 of 9"]
 
 
 def test_a_finished_run_is_not_played_again(tmp_path):

@@ -121,7 +121,7 @@ def test_a_failed_app_is_an_exception_and_the_others_answer():
     assert answers[1] == b"ORDER FOR 1"
 
 
-@pytest.mark.parametrize("code", [4, 5, 8])
+@pytest.mark.parametrize("code", [3, 4, 5, 8])
 def test_an_order_that_was_lost_goes_out_again(code):
     tries = []
 
@@ -214,11 +214,20 @@ def test_who_stops_early_asks_no_more():
     assert grid.pulls == pulls
 
 
-def test_without_a_superlink_the_run_ends():
+@pytest.mark.parametrize("call", ["get_nodes", "push_messages", "pull_messages"])
+def test_without_a_superlink_the_run_ends(call, monkeypatch):
     import httpx
+    from flwr.supercore.run import RunNotRunningException
 
-    with pytest.raises(Gone, match="the SuperLink is gone: ConnectError"):
-        exchanged(Grid(a=lambda message: httpx.ConnectError("refused")), clients=(0,))
+    for error in (httpx.ConnectError("refused"), RunNotRunningException()):
+        grid = Grid(a=upper)
+
+        def broken(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(grid, call, broken)
+        with pytest.raises(Gone, match=f"the SuperLink is gone: {type(error).__name__}"):
+            exchanged(grid, clients=(0,))
 
 
 def test_the_server_waits_until_all_are_connected():

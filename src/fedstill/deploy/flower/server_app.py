@@ -34,6 +34,7 @@ def server_app() -> Any:
 
 def play(folder: Path, grid: Any) -> None:
     """Play the rounds that are left, and write down how it ended."""
+    from fedstill.core.population import Stay
     from fedstill.deploy.flower.keys import pem_of
     from fedstill.deploy.flower.transport import Gone, OverFlower
     from fedstill.deploy.folder import read_deployment
@@ -45,7 +46,8 @@ def play(folder: Path, grid: Any) -> None:
             deployment = read_deployment(folder)
             client_of = {pem_of(member.public_key): member.client for member in deployment.members}
             transport = OverFlower(grid, client_of, deadline=deployment.deadline)
-            transport.wait_for(set(client_of.values()), deployment.deadline)
+            always = {member.client for member in deployment.members if member.stay == Stay()}
+            transport.wait_for(always, deployment.deadline)
             federate_over(deployment, transport, run_dir=deployment.run_dir, resume=True)
         except Exception as error:
             reason = str(error) if isinstance(error, FedstillError) else f"{type(error).__name__}: {error}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fedstill.core.errors import FedstillError
@@ -12,11 +12,8 @@ POLL = 0.2  # seconds between two looks for answers
 LOOK_AT_NODES = 2.0  # seconds between two looks for nodes that were started again
 FORM = "fedstill.parcel"  # of an array that holds bytes
 COMMON, OWN, ANSWER = "common", "own", "answer"  # records of a message
-LOST = {
-    4: "its answer was lost on the way",
-    5: "its SuperNode went away",
-    8: "its ClientApp was killed",
-}  # Flower's codes
+ON_THE_WAY = "its answer was lost on the way"
+LOST = {3: ON_THE_WAY, 4: ON_THE_WAY, 5: "its SuperNode went away", 8: "its ClientApp was killed"}  # by Flower's codes
 
 
 class Node(NamedTuple):
@@ -52,7 +49,7 @@ class OverFlower:
     def connected(self) -> dict[int, Node]:
         """Return the node of each client of the roster that is connected now."""
         nodes: dict[int, Node] = {}
-        for node in self.grid.get_nodes():
+        for node in self._superlink(self.grid.get_nodes):
             client = self.client_of.get(bytes(node.public_key).strip())
             if client is not None:
                 nodes[client] = Node(node.node_id, node.last_activated_at)
@@ -109,21 +106,29 @@ class OverFlower:
             Message(RecordDict({COMMON: shared, OWN: record_of(each[client])}), node.id, "train", ttl=left)
             for client, node in to.items()
         ]
-        names = list(self.grid.push_messages(messages))
+        names = self._superlink(self.grid.push_messages, messages)
         letters = (Letter(client, node) for client, node in to.items())
         return {name: letter for name, letter in zip(names, letters, strict=True) if name}
 
     def _collect(self, name: str, letter: Letter) -> bytes | Exception | None:
         """Return the answer to one letter if it is there. One at a time, so that a broken answer harms no other's."""
-        from httpx import HTTPError
-
         try:
-            replies = list(self.grid.pull_messages([name]))
-        except HTTPError as error:
-            raise Gone(f"the SuperLink is gone: {type(error).__name__}: {error}") from None
+            replies = self._superlink(self.grid.pull_messages, [name])
+        except Gone:
+            raise
         except Exception as error:
             return FedstillError(f"its answer cannot be read: {type(error).__name__}")
         return answer_in(replies[0], letter.node.id) if replies else None
+
+    def _superlink(self, call: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
+        """Return what a call of the grid gives; Gone is raised if nobody is there to answer it."""
+        from flwr.supercore.run import RunNotRunningException
+        from httpx import HTTPError
+
+        try:
+            return list(call(*arguments))
+        except (HTTPError, RunNotRunningException) as error:
+            raise Gone(f"the SuperLink is gone: {type(error).__name__}: {error}") from None
 
 
 class Gone(FedstillError):
