@@ -206,7 +206,10 @@ def krum(f: int = 1, m: int = 1, lengthen: bool = False) -> ServerStep:
         best = by_id[near[by_id].argsort(stable=True)[: min(m, count)]]
         return select(uploads, best.sort().values.cpu())
 
-    return _plain_mean_of("krum", kept)
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return plain_mean(kept(round)), state
+
+    return Aggregate("krum", apply, needs=_ALONE, hands_on=kept)
 
 
 def norm_bound(bound: float = 1.0) -> ServerStep:
@@ -223,7 +226,10 @@ def norm_bound(bound: float = 1.0) -> ServerStep:
     def shortened(round: Round) -> Uploads:
         return within(_counted(round.uploads), Weights(round.start.params, {}), lambda norm: bound)
 
-    return _plain_mean_of("norm_bound", shortened)
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return plain_mean(shortened(round)), state
+
+    return Aggregate("norm_bound", apply, needs=_ALONE, hands_on=shortened)
 
 
 def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
@@ -251,7 +257,10 @@ def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
             centre = centre._replace(params=weighted_sum(near.weights.params, share))
         return within(uploads, centre, lambda norm: bound * float(norm.median()))
 
-    return _plain_mean_of("centred_clipping", near_the_centre)
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return plain_mean(near_the_centre(round)), state
+
+    return Aggregate("centred_clipping", apply, needs=_ALONE, hands_on=near_the_centre)
 
 
 def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -> Uploads:
@@ -279,15 +288,10 @@ def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -
     return uploads._replace(weights=Weights(params, buffers))
 
 
-def _plain_mean_of(name: str, taken: Callable[[Round], Uploads]) -> ServerStep:
-    """The uniform mean of the uploads as `taken` gives them; the steps that follow see no others."""
-
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        uploads = taken(round)
-        share = shares(uploads, "uniform")
-        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
-
-    return Aggregate(name, apply, needs=_ALONE, hands_on=taken)
+def plain_mean(uploads: Uploads) -> Weights:
+    """The uniform mean of the uploads."""
+    share = shares(uploads, "uniform")
+    return Weights(*(weighted_sum(part, share) for part in uploads.weights))
 
 
 def squared_distances(params: Params, start: Params, *, lengthen: bool = False) -> Tensor:
