@@ -227,7 +227,12 @@ def norm_bound(bound: float = 1.0) -> ServerStep:
         return within(_counted(round.uploads), Weights(round.start.params, {}), lambda norm: bound)
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        return plain_mean(shortened(round)), state
+        uploads = _counted(round.uploads)
+        start, share = round.start.params, shares(uploads, "uniform")
+        moves = {name: leaf - start[name] for name, leaf in uploads.weights.params.items()}
+        mean = weighted_sum(moves, share * (bound / lengths(moves).clamp_min(bound)))
+        params = {name: leaf + mean[name] for name, leaf in start.items()}
+        return Weights(params, weighted_sum(uploads.weights.buffers, share)), state
 
     return Aggregate("norm_bound", apply, needs=_ALONE, hands_on=shortened)
 
@@ -269,8 +274,7 @@ def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -
     An upload that was drawn nearer gets the buffers of the centre that have a name there.
     """
     away = {name: leaf - centre.params[name] for name, leaf in uploads.weights.params.items()}
-    squares = [move.reshape(len(move), -1).double().square().sum(1) for move in away.values()]
-    norm = torch.stack(squares).sum(0).sqrt()  # (C,)
+    norm = lengths(away)
     bound = most(norm)
     near, part = norm <= bound, bound / norm.clamp_min(bound)
     if bool(near.all()):
@@ -286,6 +290,12 @@ def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -
     params = {name: drawn(leaf, shortened(name)) for name, leaf in uploads.weights.params.items()}
     buffers = {name: drawn(leaf, centre.buffers.get(name, leaf)) for name, leaf in uploads.weights.buffers.items()}
     return uploads._replace(weights=Weights(params, buffers))
+
+
+def lengths(moves: Params) -> Tensor:
+    """(C,) the norm of each client's move over all parameters together, in float64."""
+    squares = [move.reshape(len(move), -1).double().square().sum(1) for move in moves.values()]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def plain_mean(uploads: Uploads) -> Weights:
