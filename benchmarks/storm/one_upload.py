@@ -1,6 +1,6 @@
 """One finite hostile upload, once: what it costs each method at the end of a run.
 
-    python benchmarks/storm/one_upload.py [--methods fedavg,scaffold] [--seed 0]
+    python benchmarks/storm/one_upload.py [--methods "fedavg;scaffold"] [--seed 0] [--outlier 20]
 
 Ten clients hold the embedded digits. In round 4 of 20 one of them sends one of the KINDS; everything else is honest.
 The guard has its defaults. A kind that the guard refuses is a run in which that client did not come, which is played
@@ -207,7 +207,7 @@ def look_at(method: str, seed: int) -> dict[str, Any]:
     losses = {name: round(100 * (clean - found), 3) for name, found in passed.items()}
     worst = max(losses, key=lambda name: losses[name]) if losses else ""
     return {
-        "method": method, "seed": seed, "clean": round(100 * clean, 3), "kinds": len(refused), "passed": len(soon),
+        "method": method, "seed": seed, "outlier": FEDERATION["guard"]["outlier"], "clean": round(100 * clean, 3), "kinds": len(refused), "passed": len(soon),
         "without_the_client": round(100 * (clean - without), 3), "worst": worst,
         "worst_loss": max([*losses.values(), round(100 * (clean - without), 3)]), "losses": losses,
     }  # fmt: skip
@@ -217,11 +217,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", default="")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--outlier", type=float, default=20.0, help="guard.outlier")
     asked = parser.parse_args()
+    FEDERATION["guard"] = {"outlier": asked.outlier}
     logging.disable(logging.WARNING)
     rows = json.loads(RECORD.read_text())["runs"] if RECORD.exists() else []
     for text in asked.methods.split(";") if asked.methods else METHODS:
-        rows = [row for row in rows if (row["method"], row["seed"]) != (text, asked.seed)]
+        rows = [
+            row for row in rows if (row["method"], row["seed"], row["outlier"]) != (text, asked.seed, asked.outlier)
+        ]
         rows.append(row := look_at(text, asked.seed))
         lines = ",\n".join(json.dumps(one) for one in rows)
         write_whole(RECORD, '{"script": "benchmarks/storm/one_upload.py", "runs": [\n' + lines + "\n]}\n")
