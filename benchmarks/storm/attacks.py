@@ -77,11 +77,7 @@ ODDS = {  # FedAUX asked how sure clients are, with score = "odds"
     "no bound": f'fedaux({STUDENT}, score="odds")',
     "largest_share=2.0": f'fedaux({STUDENT}, score="odds", largest_share=2.0)',
 }
-STRONG = {
-    "fedavg": "fedavg",
-    "fedavg+krum(f=4, m=14)": f"fedavg{KRUM}",
-    "fedavg+centred_clipping": "fedavg+centred_clipping",
-}
+STRONG = {text: text for text in ("fedavg", f"fedavg{KRUM}", "fedavg+centred_clipping")}
 
 
 class Case(NamedTuple):

@@ -207,10 +207,17 @@ def look_at(method: str, seed: int) -> dict[str, Any]:
     losses = {name: round(100 * (clean - found), 3) for name, found in passed.items()}
     worst = max(losses, key=lambda name: losses[name]) if losses else ""
     return {
-        "method": method, "seed": seed, "outlier": FEDERATION["guard"]["outlier"], "clean": round(100 * clean, 3), "kinds": len(refused), "passed": len(soon),
-        "without_the_client": round(100 * (clean - without), 3), "worst": worst,
-        "worst_loss": max([*losses.values(), round(100 * (clean - without), 3)]), "losses": losses,
-    }  # fmt: skip
+        "method": method,
+        "seed": seed,
+        "outlier": FEDERATION["guard"]["outlier"],
+        "clean": round(100 * clean, 3),
+        "kinds": len(refused),
+        "passed": len(soon),
+        "without_the_client": round(100 * (clean - without), 3),
+        "worst": worst,
+        "worst_loss": max([*losses.values(), round(100 * (clean - without), 3)]),
+        "losses": losses,
+    }
 
 
 if __name__ == "__main__":
