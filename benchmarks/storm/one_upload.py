@@ -1,10 +1,11 @@
 """One finite hostile upload, once: what it costs each method at the end of a run.
 
-    python benchmarks/storm/one_upload.py [--methods fedavg,scaffold] [--seed 0]
+    python benchmarks/storm/one_upload.py [--methods "fedavg;scaffold"] [--seed 0] [--outlier 20]
 
 Ten clients hold the embedded digits. In round 4 of 20 one of them sends one of the KINDS; everything else is honest.
 The guard has its defaults. A kind that the guard refuses is a run in which that client did not come, which is played
-once. So only kinds that pass are played to the end. Prints the worst loss of each method beside a clean run, in points.
+once. Kinds that pass are played for two rounds more, and the eight of them after which the model is worst to the end.
+Prints the worst loss of each method beside a clean run, in points.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from fedstill.storage.files import write_whole
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "one_upload.json"
 ROUNDS, WHEN, WHO = 20, 4, 3
+SOON, PLAYED = WHEN + 2, 8  # rounds of a first look, and kinds that are played to the end
 STUDENT = "student.steps=30"
 METHODS = (
     "fedavg",
@@ -182,8 +184,10 @@ def federation(seed: int) -> Federation:
     return build_federation(Experiment.model_validate({**FEDERATION, "seed": seed}))
 
 
-def accuracy(method: str, seed: int, kind: Change | None = None, tried: dict[str, bool] | None = None) -> float:
-    experiment = Experiment.model_validate({**FEDERATION, "seed": seed})
+def accuracy(
+    method: str, seed: int, kind: Change | None = None, tried: dict[str, bool] | None = None, rounds: int = ROUNDS
+) -> float:
+    experiment = Experiment.model_validate({**FEDERATION, "seed": seed, "rounds": rounds})
     built = build(experiment.model_copy(update={"method": parse_method(method, experiment)}), federation(seed))
     result = federate(replace(built, population=partial(OneUpload, kind=kind, tried=tried)))
     assert result.history.last is not None
@@ -196,25 +200,39 @@ def look_at(method: str, seed: int) -> dict[str, Any]:
     clean = accuracy(method, seed, tried=refused)
     some = next(iter(name for name, is_refused in refused.items() if is_refused))
     without = accuracy(method, seed, KINDS[some])
-    passed = {name: accuracy(method, seed, KINDS[name]) for name, is_refused in refused.items() if not is_refused}
+    soon = {
+        name: accuracy(method, seed, KINDS[name], rounds=SOON) for name, is_refused in refused.items() if not is_refused
+    }
+    passed = {name: accuracy(method, seed, KINDS[name]) for name in sorted(soon, key=lambda name: soon[name])[:PLAYED]}
     losses = {name: round(100 * (clean - found), 3) for name, found in passed.items()}
     worst = max(losses, key=lambda name: losses[name]) if losses else ""
     return {
-        "method": method, "seed": seed, "clean": round(100 * clean, 3), "kinds": len(refused), "passed": len(passed),
-        "without_the_client": round(100 * (clean - without), 3), "worst": worst,
-        "worst_loss": max([*losses.values(), round(100 * (clean - without), 3)]), "losses": losses,
-    }  # fmt: skip
+        "method": method,
+        "seed": seed,
+        "outlier": FEDERATION["guard"]["outlier"],
+        "clean": round(100 * clean, 3),
+        "kinds": len(refused),
+        "passed": len(soon),
+        "without_the_client": round(100 * (clean - without), 3),
+        "worst": worst,
+        "worst_loss": max([*losses.values(), round(100 * (clean - without), 3)]),
+        "losses": losses,
+    }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", default="")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--outlier", type=float, default=20.0, help="guard.outlier")
     asked = parser.parse_args()
+    FEDERATION["guard"] = {"outlier": asked.outlier}
     logging.disable(logging.WARNING)
     rows = json.loads(RECORD.read_text())["runs"] if RECORD.exists() else []
     for text in asked.methods.split(";") if asked.methods else METHODS:
-        rows = [row for row in rows if (row["method"], row["seed"]) != (text, asked.seed)]
+        rows = [
+            row for row in rows if (row["method"], row["seed"], row["outlier"]) != (text, asked.seed, asked.outlier)
+        ]
         rows.append(row := look_at(text, asked.seed))
         lines = ",\n".join(json.dumps(one) for one in rows)
         write_whole(RECORD, '{"script": "benchmarks/storm/one_upload.py", "runs": [\n' + lines + "\n]}\n")

@@ -74,7 +74,7 @@ def test_a_minority_cannot_have_an_honest_upload_refused(honest, data):
 def test_every_part_of_an_upload_has_a_size():
     uploads, start = toy_uploads()
     sizes = sizes_of(uploads, start)
-    assert set(sizes) == {"move", "buffers", "the norm of 'control'", "size", "steps", "travel"}
+    assert set(sizes) == {"move", "buffers", "the norm of 'control'", "size", "size times move", "steps", "travel"}
     expected = sum(
         (uploads.weights.params[name] - leaf).square().sum((*range(1, leaf.ndim + 1),))
         for name, leaf in start.params.items()
@@ -106,6 +106,20 @@ def test_one_huge_upload_is_refused_in_the_first_round_with_its_size(part, value
     assert [record["client"] for record in admitted.records] == [11]
     assert admitted.kept.tolist() == [0, 2, 3]
     assert not admit(uploads, start, Guard(size_cap=None, outlier=0), round=1, past=[]).records
+
+
+def test_an_upload_that_is_a_little_too_large_in_both_size_and_move_pulls_too_far():
+    uploads, start = toy_uploads()
+    params = {name: leaf.clone() for name, leaf in uploads.weights.params.items()}
+    params["weight"][1] = start.params["weight"] + 8.0 * (params["weight"][1] - start.params["weight"])
+    size = torch.where(torch.arange(4) == 1, 8.0, 1.0) * uploads.size.mean()
+    far = uploads._replace(weights=uploads.weights._replace(params=params))
+    even = size.mean().expand(4)
+    assert admit(far._replace(size=even), start, Guard(), round=1, past=[]).records == []
+    assert admit(uploads._replace(size=size), start, Guard(), round=1, past=[]).records == []
+    (record,) = admit(far._replace(size=size), start, Guard(), round=1, past=[]).records
+    assert record["client"] == 11
+    assert "size times move" in record["reason"]
 
 
 def test_refused_uploads_do_not_say_what_is_honest():

@@ -338,6 +338,16 @@ def test_the_steps_that_follow_see_the_uploads_as_the_aggregate_took_them(step, 
     assert float(made.params["w"]) == pytest.approx(sum(x for (x,) in seen) / len(seen))
 
 
+@pytest.mark.parametrize(("lengthen", "kept"), [(False, [0, 4]), (True, [0, 1])])
+def test_krum_keeps_a_short_move_against_all_others_unless_it_judges_it_as_long(lengthen, kept):
+    """Four honest moves at right angles of length 1, at sqrt 2 from each other; one backwards of length 0.1."""
+    moves = [*torch.eye(4), -0.05 * torch.ones(4)]
+    start, models = Weights({"w": torch.zeros(4)}, {}), [Weights({"w": move}, {}) for move in moves]
+    taken = krum(f=1, m=2, lengthen=lengthen).hands_on(round_of(start, uploads_of(models, [1.0] * 5)))
+    assert taken.ids.tolist() == kept
+    assert torch.equal(taken.weights.params["w"], torch.stack([moves[place] for place in kept]))
+
+
 @pytest.mark.parametrize("step", [median(), trimmed_mean(0.2), geometric_median(), average()])
 def test_an_aggregate_that_works_coordinate_by_coordinate_hands_all_uploads_on(step):
     assert step.hands_on is None

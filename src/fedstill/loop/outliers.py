@@ -1,9 +1,9 @@
 """What honest uploads look like, learnt from those that were accepted, and which upload is far from it.
 
-Each upload gives a few sizes: how far its model moved, its number of samples, the norm of each slot that it sends
-beside the model. Sizes are compared by their logarithms, because honest clients differ by factors. The middle of a
-cohort is the median, and its spread is the median distance from it. A minority of hostile uploads moves neither by
-much.
+Each upload gives a few sizes: how far its model moved, its number of samples, the product of the two, the norm of each
+slot that it sends beside the model. Sizes are compared by their logarithms, because honest clients differ by factors.
+The middle of a cohort is the median, and its spread is the median distance from it. A minority of hostile uploads moves
+neither by much.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def sizes_of(uploads: Uploads, start: Weights) -> dict[str, Tensor]:
         **sizes,
         **slot_norms(uploads.extra),
         "size": uploads.size,
+        "size times move": uploads.size * sizes["move"].double(),  # how far it pulls a mean that is weighted by size
         "steps": uploads.steps,
         "travel": uploads.travel,
     }

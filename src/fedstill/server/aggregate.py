@@ -241,7 +241,10 @@ def krum(f: int = 1, m: int = 1, lengthen: bool = False) -> ServerStep:
         best = by_id[near[by_id].argsort(stable=True)[: min(m, count)]]
         return select(uploads, best.sort().values.cpu())
 
-    return _plain_mean_of("krum", kept)
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return plain_mean(kept(round)), state
+
+    return Aggregate("krum", apply, needs=_ALONE, hands_on=kept)
 
 
 def norm_bound(bound: float = 1.0) -> ServerStep:
@@ -258,7 +261,15 @@ def norm_bound(bound: float = 1.0) -> ServerStep:
     def shortened(round: Round) -> Uploads:
         return within(_counted(round.uploads), Weights(round.start.params, {}), lambda norm: bound)
 
-    return _plain_mean_of("norm_bound", shortened)
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        uploads = _counted(round.uploads)
+        start, share = round.start.params, shares(uploads, "uniform")
+        moves = {name: leaf - start[name] for name, leaf in uploads.weights.params.items()}
+        mean = weighted_sum(moves, share * (bound / lengths(moves).clamp_min(bound)))
+        params = {name: leaf + mean[name] for name, leaf in start.items()}
+        return Weights(params, weighted_sum(uploads.weights.buffers, share)), state
+
+    return Aggregate("norm_bound", apply, needs=_ALONE, hands_on=shortened)
 
 
 def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
@@ -286,7 +297,10 @@ def centred_clipping(bound: float = 1.0, iterations: int = 3) -> ServerStep:
             centre = centre._replace(params=weighted_sum(near.weights.params, share))
         return within(uploads, centre, lambda norm: bound * float(norm.median()))
 
-    return _plain_mean_of("centred_clipping", near_the_centre)
+    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
+        return plain_mean(near_the_centre(round)), state
+
+    return Aggregate("centred_clipping", apply, needs=_ALONE, hands_on=near_the_centre)
 
 
 def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -> Uploads:
@@ -295,8 +309,7 @@ def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -
     An upload that was drawn nearer gets the buffers of the centre that have a name there.
     """
     away = {name: leaf - centre.params[name] for name, leaf in uploads.weights.params.items()}
-    squares = [move.reshape(len(move), -1).double().square().sum(1) for move in away.values()]
-    norm = torch.stack(squares).sum(0).sqrt()  # (C,)
+    norm = lengths(away)
     bound = most(norm)
     near, part = norm <= bound, bound / norm.clamp_min(bound)
     if bool(near.all()):
@@ -314,15 +327,16 @@ def within(uploads: Uploads, centre: Weights, most: Callable[[Tensor], float]) -
     return uploads._replace(weights=Weights(params, buffers))
 
 
-def _plain_mean_of(name: str, taken: Callable[[Round], Uploads]) -> ServerStep:
-    """The uniform mean of the uploads as `taken` gives them; the steps that follow see no others."""
+def lengths(moves: Params) -> Tensor:
+    """(C,) the norm of each client's move over all parameters together, in float64."""
+    squares = [move.reshape(len(move), -1).double().square().sum(1) for move in moves.values()]
+    return torch.stack(squares).sum(0).sqrt()
 
-    def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        uploads = taken(round)
-        share = shares(uploads, "uniform")
-        return Weights(*(weighted_sum(part, share) for part in uploads.weights)), state
 
-    return Aggregate(name, apply, needs=_ALONE, hands_on=taken)
+def plain_mean(uploads: Uploads) -> Weights:
+    """The uniform mean of the uploads."""
+    share = shares(uploads, "uniform")
+    return Weights(*(weighted_sum(part, share) for part in uploads.weights))
 
 
 def squared_distances(params: Params, start: Params, *, lengthen: bool = False) -> Tensor:
