@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedstill import __version__
-from fedstill.compose.head_only import head_names, head_of
+from fedstill.compose.moving import moves_all, moving
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError, in_one_line
 from fedstill.core.population import Order
@@ -130,8 +130,8 @@ class Worker:
         uploads = trained.uploads
         if not isinstance(uploads, Uploads):
             raise FedstillError("an engine whose clients send messages cannot work for a cluster: choose another one")
-        if task.training.part == "head":
-            uploads = uploads._replace(weights=head_of(uploads.weights, head_names(task.model)))
+        if not moves_all(task.model, part := task.training.part):  # the driver has the other tensors
+            uploads = uploads._replace(weights=moving(uploads.weights, task.model, part))
         return arrays_of(as_tree(uploads)), arrays_of(trained.states)
 
     def _answer(self, common: Arrays, ids: Collection[int], noise_seed: Seed) -> dict[int, Any]:
