@@ -144,7 +144,7 @@ class Network:
     def said(self, part: str) -> str:
         return self.log(part).read_text(errors="replace")
 
-    def wait_for(self, part: str, words: str, seconds: float = 240) -> None:
+    def wait_for(self, part: str, words: str, seconds: float = 600) -> None:
         """Wait until the log of a part holds some words."""
         ends = time.monotonic() + seconds
         while words not in self.said(part):
