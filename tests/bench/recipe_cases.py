@@ -55,7 +55,11 @@ class PaperCase:
         for preset, tables in self.recipe.tables.items():
             for table in tables.values():
                 for column in table.columns:
-                    own = {c.experiment.replace(method="fedavg") for c in table.cells if c.column == column}
+                    own = {
+                        c.experiment.replace(method="fedavg").model_dump_json()
+                        for c in table.cells
+                        if c.column == column
+                    }
                     odd += [f"{preset} {table.name} {column}"] if len(own) > 1 else []
         return odd
 

@@ -44,7 +44,7 @@ def gallery(tmp_path, monkeypatch):
 def folder(gallery, monkeypatch):
     """The same where pictures, half a second each, are not what is looked at."""
     for module in (experiment_module, comparison_module):
-        monkeypatch.setattr(module, "draw_pictures", lambda *_: [])
+        monkeypatch.setattr(module, "draw_pictures", lambda *_, **__: [])
     return gallery
 
 

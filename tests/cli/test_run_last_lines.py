@@ -79,7 +79,9 @@ def test_what_a_later_method_asks_is_told_with_its_own_first_round(played):
 
 
 def test_rounds_that_draw_nobody_are_not_uploads_that_were_turned_away(played, tmp_path):
-    done = played("run", "method.name=dp_fedavg", "sampling=poisson", "cohort=1", "rounds=12")
+    done = played(
+        "run", "method.name=dp_fedavg", "privacy.reproducible=true", "sampling=poisson", "cohort=1", "rounds=12"
+    )
     empty = sum(row["cohort"] == 0 for row in rows(tmp_path))
     assert empty > 0
     assert line(done, "nobody drawn").startswith(f"nobody drawn   {empty} round")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_two_methods_of_one_name_from_two_files_do_not_share_a_folder(tmp_path, 
     monkeypatch.chdir(tmp_path)
     for place in ("a", "b"):
         Path(place).mkdir()
-        Path(place, "own.py").write_text("from fedstill.methods import fedavg as mine\n")
+        Path(place, "own.py").write_text("from fedstill.methods import fedavg\n\n\ndef mine():\n    return fedavg()\n")
     compare(SMALL, ["a/own.py:mine"], seeds=1, run_dir="out")
     compare(SMALL, ["a/own.py:mine"], seeds=1, run_dir="out", resume=True)
     with pytest.raises(FedstillError, match=r"another method in 'own\.py-mine'.*rename b/own\.py:mine"):
@@ -166,8 +167,10 @@ def test_a_folder_at_work_is_left_alone(tmp_path):
     inside = []
 
     def intrude(method, seed):
-        with pytest.raises(FedstillError, match=r"is at work already \(pid \d+\)"):
-            compare(SMALL, ["fedavg"], seeds=1, run_dir=tmp_path, resume=True)
+        with ThreadPoolExecutor(1) as other:
+            intruder = other.submit(compare, SMALL, ["fedavg"], seeds=1, run_dir=tmp_path, resume=True)
+            with pytest.raises(FedstillError, match=r"is at work already \(pid \d+\)"):
+                intruder.result()
         inside.append(method)
         return ()
 

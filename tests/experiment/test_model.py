@@ -48,7 +48,7 @@ def reader(input_shape, classes, vocabulary):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module in (experiment_module, comparison_module):
-        monkeypatch.setattr(module, "draw_pictures", lambda *_: [])
+        monkeypatch.setattr(module, "draw_pictures", lambda *_, **__: [])
     (tmp_path / "net.py").write_text(NET)
     return tmp_path
 

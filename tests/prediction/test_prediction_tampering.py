@@ -604,7 +604,9 @@ def monkeypatch_module():
 def kept(tmp_path_factory, monkeypatch_module):
     """The folder of the world, a copy of it, and the answer of each command before anything was changed."""
     for room in (run_room, compare_room):
-        monkeypatch_module.setattr(room, "draw_pictures", lambda *parts: [])  # nothing here is about pictures
+        monkeypatch_module.setattr(
+            room, "draw_pictures", lambda *parts, **options: []
+        )  # nothing here is about pictures
     root = tmp_path_factory.mktemp("world") / "world"
     root.mkdir()
     make_world(root)
