@@ -12,6 +12,7 @@ from fedstill.cli.app import app
 SMALL = ["rounds=4", "cohort=2", "data.source=digits", "data.unlabeled=none", "partition.clients=4", "method=fedavg"]
 
 
+@pytest.mark.slow
 def test_choose_says_the_winner_its_distance_from_fedavg_and_how_to_run_it(tmp_path):
     folder = tmp_path / "trial"
     words = [word for setting in SMALL for word in ("--set", setting)]

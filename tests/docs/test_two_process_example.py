@@ -29,6 +29,7 @@ def registered(monkeypatch):
     del ENGINES["two_processes"]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_the_looped_engine_does(registered):
     settings = {"rounds": 2, "cohort": 5, "partition": {"scheme": "lda", "clients": 8, "alpha": 0.5}}
     for method, model in (("scaffold", {"name": "mlp", "hidden": [8]}), ("feddf(student.steps=3)", {"name": "cnn"})):

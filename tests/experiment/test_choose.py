@@ -143,6 +143,7 @@ def test_compositions_of_the_leaderboard_take_part_where_the_experiment_allows_t
     assert room.Candidates(unlabeled, federation, banned=[Need.CLIENT_STATE]).proven() == [], "SCAFFOLD, FedDyn"
 
 
+@pytest.mark.slow
 def test_a_composition_of_the_leaderboard_plays_level_2_without_level_1(tmp_path, monkeypatch):
     monkeypatch.setattr(candidates, "PROVEN", ("scaffold+label_smoothing",))
     monkeypatch.setattr(room.Candidates, "alone", lambda self: ["fedavg", "fedprox", "fedavgm"])

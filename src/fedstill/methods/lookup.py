@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ class PhaseText:
     until: int | None = None
 
 
+@lru_cache(maxsize=1024)  # the search for names of code in a file and the Experiment both read the method's text
 def parse(text: str) -> tuple[PhaseText, ...]:
     """Return the phases that a text names, in order.
 
