@@ -36,6 +36,7 @@ from elsewhere import REFINED, RUNS, a_run  # noqa: E402
 from method_rows import ROWS  # noqa: E402
 from toy import same_bits  # noqa: E402
 
+from fedstill.compose.moving import moving  # noqa: E402
 from fedstill.core.trainer import Messages  # noqa: E402
 from fedstill.core.tree import as_tree, select  # noqa: E402
 from fedstill.core.types import Weights  # noqa: E402
@@ -268,6 +269,8 @@ class StruckHere(Here):
 
     def play(self, order: Any, ids: np.ndarray) -> Messages:
         uploads = super().play(order, ids)
+        moved = moving(uploads.weights, self.task.model, self.task.training.part)  # as a client would send it
+        uploads = uploads._replace(weights=moved)
         chance, hit = self.struck.chance, self.struck.strikes(order.round, ids.tolist())
         messages: dict[int, Any] = {}
         for place, client in enumerate(ids.tolist()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -220,7 +221,7 @@ def anchored(text: str) -> str:
 
     def full(match: re.Match[str]) -> str:
         path = str(Path(match[1]).resolve())
-        return path if Path(match[1]).exists() and _NAME.fullmatch(path) else match[1]
+        return path if os.path.exists(match[1]) and _NAME.fullmatch(path) else match[1]
 
     return _FILE.sub(full, text)
 

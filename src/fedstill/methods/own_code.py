@@ -12,6 +12,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
     This runs the file. A name from a file or a folder must have passed `refusals` before.
     """
     file = Path(name.rpartition(":")[0])
-    written = file.stat().st_mtime_ns if file.is_file() else 0
+    written = file.stat().st_mtime_ns if os.path.isfile(file) else 0
     function = _imported(name, key, file.resolve(), written)
     _spoken.update(_digests_of(name, file.resolve(), written))
     return function
@@ -66,7 +67,7 @@ def _digests_of(name: str, full: Path, written: int) -> frozenset[str]:
 
 def _module_of(place: str, setting: str) -> Any:
     path = Path(place)
-    if place.endswith(".py") and not path.is_file():
+    if place.endswith(".py") and not os.path.isfile(path):
         raise FedstillError(f"{setting}: no file '{place}': give FILE.py:function")
     folder = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
     if folder not in sys.path:
@@ -137,7 +138,7 @@ def _files_of_module(module: str) -> list[str]:
         spec = importlib.util.find_spec(first)  # of a name without dots, which runs nothing
     except (ImportError, ValueError):
         return []
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
         return []
     inside = [_candidates(Path(place), ".".join(rest)) for place in spec.submodule_search_locations or () if rest]
     return [spec.origin, *(path for paths in inside for path in paths)]
@@ -166,7 +167,7 @@ def _candidates(folder: Path, module: str) -> list[str]:
     places = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
     stems = [stem for place in places for stem in (place, place / "__init__")]
     files = (stem.with_name(stem.name + suffix) for stem in stems for suffix in importlib.machinery.all_suffixes())
-    return [str(file) for file in files if file.is_file()]
+    return [str(file) for file in files if os.path.isfile(file)]
 
 
 def file_digest(path: Path) -> str:
@@ -179,7 +180,7 @@ def file_digest(path: Path) -> str:
 
 def speak(names: Iterable[str]) -> None:
     """Take names as the word of this process's user: their files may run, whoever names them later."""
-    _spoken.update(file_digest(Path(path)) for path in own_files(names) if Path(path).is_file())
+    _spoken.update(file_digest(Path(path)) for path in own_files(names) if os.path.isfile(path))
 
 
 def forget() -> None:
@@ -194,7 +195,7 @@ def allow(file: str | Path) -> list[str]:
     `fedstill allow FILE.py` does the same for all later commands.
     """
     path = Path(str(file).partition(".py:")[0] + ".py" if ".py:" in str(file) else file)
-    if path.suffix != ".py" or not path.is_file():
+    if path.suffix != ".py" or not os.path.isfile(path):
         raise FedstillError(f"allow: no file '{path}': give the Python file whose functions may run, FILE.py")
     files = own_files([f"{path}:"])
     _spoken.update(file_digest(Path(found)) for found in files)
@@ -245,9 +246,9 @@ def refusals(names: Iterable[str]) -> Iterator[str]:
     allowed = _allowed()
     for name in dict.fromkeys(names):
         place, _, function = name.rpartition(":")
-        digests = {path: file_digest(Path(path)) for path in own_files([name]) if Path(path).is_file()}
+        digests = {path: file_digest(Path(path)) for path in own_files([name]) if os.path.isfile(path)}
         fine = bool(digests) and allowed.issuperset(digests.values())
-        if place.endswith(".py") and not Path(place).is_file():
+        if place.endswith(".py") and not os.path.isfile(place):
             continue  # there is nothing to run, and the line about the missing file says more
         if _tell is not None:
             files = ", ".join(f"{path}, digest {digest[:SHOWN]}" for path, digest in digests.items())
