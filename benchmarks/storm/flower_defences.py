@@ -1,16 +1,27 @@
 """Flower's own defences as aggregates of fedstill, so that both face the same attack on the same data and network.
 
-They are called as a ServerApp of Flower calls them: `Strategy.aggregate_train` gets the clients' replies. The extra
-`flower` must be installed.
+    python benchmarks/storm/flower_defences.py     plays what is not on record yet (docs/results/flower_defences.json)
+
+They are called as a ServerApp of Flower calls them: `Strategy.aggregate_train` gets the clients' replies. Our own
+guard is off, because Flower has none. The extra `flower` must be installed.
 """
 
 from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from fedstill import Round, ServerStep, Weights
 from fedstill.core.types import Aggregate, Need
+from fedstill.server.aggregate import AGGREGATES
+from fedstill.storage.files import write_whole
 
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "results" / "flower_defences.json"
 STRATEGIES = ("FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "Bulyan")
 
 
@@ -55,3 +66,33 @@ def _reply(round: Round, place: int):
     metrics = MetricRecord({"num-examples": float(round.uploads.size[place])})
     order = Message(content=RecordDict(), dst_node_id=place + 1, message_type="train")
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=order)
+
+
+def text_of(strategy: str) -> str:
+    """Return the method whose aggregate is a strategy of Flower."""
+    return f'fedavg+flower(strategy="{strategy}")'
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import attacks
+
+    logging.disable()
+    setting = {**attacks.FEDERATION, "guard": {"outlier": 0.0}}
+    rows = json.loads(RECORD.read_text())["runs"] if RECORD.exists() else []
+    known = {attacks.case_of(row) for row in rows}
+    with patch.dict(AGGREGATES, {"flower": flower}), patch.object(attacks, "FEDERATION", setting):
+        for seed in attacks.SEEDS:
+            for attack in attacks.FEW.values():
+                for strategy in STRATEGIES:
+                    case = attacks.Case(text_of(strategy), attack, 0.5, seed)
+                    if case not in known:
+                        rows.append(attacks.play(case))
+                        about = {"setting": setting, "script": "benchmarks/storm/flower_defences.py", "flwr": "1.41.0"}
+                        lines = ",\n".join(json.dumps(row) for row in rows)
+                        write_whole(RECORD, json.dumps(about)[:-1] + ', "runs": [\n' + lines + "\n]}\n")
+                        print(*case, rows[-1]["accuracy"], rows[-1].get("backdoor_success", ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -105,7 +105,11 @@ class _TableFile:
         names, uneven = self._names(ids) if ids else [], self.table.uneven_rows()
         first, read, problem, notes, cells = 0, 0, "it has no row", dict[str, None](), dict[str, Counter[str]]()
         for frame in self._frames(used):
-            row_names = names[first : first + frame.rows] or [str(row) for row in range(first, first + frame.rows)]
+            row_names = names[first : first + frame.rows]
+            if not names:
+                row_names = [str(row) for row in range(first, first + frame.rows)]
+            elif len(row_names) != frame.rows:
+                raise FedstillError(f"INPUTS: '{self.file}' is damaged: its columns have different numbers of rows")
             problems: dict[int, str] = {}
             for column in self.task.columns:
                 if column.name not in frame.names:
