@@ -36,9 +36,16 @@ def test_in_the_first_round_the_cohort_itself_says_what_is_far(value, refused):
     assert list(far) == ([6] if refused else [])
 
 
-@pytest.mark.parametrize(("value", "refused"), [(4.0 * 2**14, False), (4.0 * 2**15, True)])
+@pytest.mark.parametrize(("value", "refused"), [(2.0 * 2**7, False), (2.0 * 2**8, True)])
 def test_where_clients_differ_by_themselves_the_reach_is_ten_spreads(value, refused):
-    """10 spreads of HONEST are a factor of 2^14.8; a sixth upload between the middle two would move the middle."""
+    """10 spreads of the roots of HONEST are a factor of 2^7.4; another upload in the middle keeps the middle."""
+    past = [scale_of({"move": np.sqrt(HONEST)})] * 9
+    assert bool(outliers({"move": np.array([2.0, 2.0, 2.0, value])}, past, 20.0)) == refused
+
+
+@pytest.mark.parametrize(("value", "refused"), [(4.0 * 9_000, False), (4.0 * 11_000, True)])
+def test_no_difference_of_clients_lets_a_factor_of_ten_thousand_through(value, refused):
+    """10 spreads of HONEST are a factor of 2^14.8 = 29,000; hostile uploads of an early cohort can widen them."""
     past = [scale_of({"move": HONEST})] * 9
     assert bool(outliers({"move": np.array([4.0, 4.0, 4.0, value])}, past, 20.0)) == refused
 

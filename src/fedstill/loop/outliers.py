@@ -19,6 +19,7 @@ from fedstill.core.tree import leaves
 from fedstill.core.types import Params, Tree, Uploads, Weights
 
 SPREADS = 10.0  # an upload so many spreads from the middle is far; the widest honest one in our trials was 8 away
+WIDEST = 1e4  # however much clients differ, an upload so many times as large as the middle is far
 PAST_ROUNDS = 9  # that say with the present one what is honest
 LEAST = 3  # uploads of one cohort, or earlier cohorts, that say something about another upload
 NORMAL = 1.4826  # the standard deviation of a normal distribution, in median distances
@@ -88,7 +89,7 @@ def outliers(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
         middles, spreads = np.asarray(known).T
         middle = np.median(middles)
         spread = max(np.median(spreads), NORMAL * np.median(np.abs(middles - middle)))
-        reach = max(math.log(factor), SPREADS * float(spread))
+        reach = max(math.log(factor), min(SPREADS * float(spread), math.log(WIDEST)))
         away = _logarithms(values) - middle
         wrong = ~(away <= reach)  # NaN compares false
         if name in TWO_SIDED:
