@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cli_runs import fedstill
-from deployments import a_deployment, experiment, table
+from deployments import a_deployment, experiment, set_line, table
 
 
 @pytest.fixture
@@ -28,6 +28,16 @@ def test_a_site_checks_its_rows_and_shows_what_would_leave(tmp_path):
     assert "LEAVES this site, in each round" in shown
     assert "STAYS at this site" in shown
     assert not (folder / "consent.json").exists()
+
+
+def test_a_site_shows_what_looks_odd_last_where_its_people_read_before_they_answer(tmp_path):
+    site = a_deployment(tmp_path).site_folder("north")
+    said = fedstill("site", site, "--check").stderr.splitlines()
+    assert said[-1].endswith(f"rows can be read, and nothing looks odd; start with: fedstill site {site}")
+    table(site / "moles.csv", 40, 1, unit=18.0)
+    set_line(site / "site.toml", "data", '"moles.csv"')
+    shown = fedstill("site", site, "--check").output
+    assert shown.index("LEAVES") < shown.index("look: column 'glucose'") < shown.index("what looks odd stands above")
 
 
 def test_a_site_refuses_to_start_without_consent_where_nobody_can_be_asked(tmp_path):

@@ -93,6 +93,15 @@ def test_a_class_without_rows_and_a_constant_column_are_pointed_out(tmp_path):
     assert any(line.startswith("column 'glucose' is 95 in every row") for line in doubts)
 
 
+def test_words_that_count_as_none_are_pointed_out_beside_the_agreed_ones(tmp_path):
+    place = written(tmp_path, "age,sex,glucose,outcome\n50,male,90,ill\n51,male,91,ill\n")
+    rows = read_rows(agreed(unknown="zeros"), place)
+    assert rows.doubts[0] == "column 'sex' holds 'male', and agreed are the words f, m: the others count as no word"
+    assert rows.notes[1] == "no cell of column 'sex' could be used: is it written as agreed?"
+    usual = read_rows(agreed(unknown="zeros"), str(table(tmp_path / "a.csv", 40, 1)))
+    assert [line for line in usual.doubts if "word" in line] == []
+
+
 def test_gaps_are_filled_with_the_agreed_mean_and_marked(tmp_path):
     place = written(tmp_path, "age,sex,glucose,outcome\n,m,90,ill\n50,,91,ill\n")
     columns = {"age": "numbers", "sex": ["(missing)", "f", "m"]}

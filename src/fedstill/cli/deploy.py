@@ -34,10 +34,13 @@ def site_command(folder: Path, *, yes: bool, check: bool) -> None:
     opened = open_site(read_site(folder))
     for note in opened.rows.notes:
         tell(note)
-    for doubt in opened.rows.doubts:
-        tell(f"look: {doubt}")
     typer.echo(opened.text)
+    for doubt in opened.rows.doubts:  # last, where a person looks before the answer
+        tell(f"look: {doubt}")
     if check:
+        odd = "what looks odd stands above" if opened.rows.doubts else "nothing looks odd"
+        start = f"fedstill site {shlex.quote(str(folder))}"
+        tell(f"{len(opened.rows.data.y)} rows can be read, and {odd}; start with: {start}")
         return
     tell(f"consent: {consent(opened, yes=yes, ask=_ask if sys.stdin.isatty() else None)} (consent.json)")
     stop = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +17,7 @@ from fedstill.data import load
 from fedstill.data.files import files_of, read_files
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.source import Reading, statistics
+from fedstill.data.tables import Frame
 from fedstill.data.tokens import as_tokens
 from fedstill.experiment.build import agreed_data, in_shape, reading_options
 from fedstill.experiment.config import Experiment
@@ -43,7 +45,8 @@ def read_rows(experiment: Experiment, place: str) -> Rows:
     if not place:
         raise FedstillError("no data yet: name this site's file or folder as `data` in site.toml")
     agreed = agreed_data(experiment)
-    if mistakes := _differences(experiment, place):
+    mistakes, doubts = _differences(experiment, place)
+    if mistakes:
         raise FedstillError(*mistakes)
     try:
         source = load(place, replace(_reading(experiment), held_out=0.0))
@@ -61,8 +64,8 @@ def read_rows(experiment: Experiment, place: str) -> Rows:
             f"{agreed.x.dtype}"
         )
     data = replace(agreed, x=x, y=y)
-    notes = tuple(note for note in source.notes if "test split" not in note)
-    return Rows(data, notes, tuple(_doubts(data)))
+    notes = tuple(_of_site(note) for note in source.notes if "test split" not in note)
+    return Rows(data, notes, (*doubts, *_doubts(data)))
 
 
 def _reading(experiment: Experiment) -> Reading:
@@ -73,16 +76,20 @@ def _of_site(line: str) -> str:
     """Return a reader's line in the words of a site, whose people have no experiment file to change."""
     for key in ("source", "inputs", "label", "classes"):
         line = line.replace(f"data.{key}: ", "data: ")
-    return line.replace("the task's", "the agreed one's").replace("as the task does", "as agreed")
+    line = line.replace("the task's", "the agreed one's").replace("as the task does", "as agreed")
+    return line.replace("that the train rows do not have", "that is not agreed").replace("in the train rows", "agreed")
 
 
-def _differences(experiment: Experiment, place: str) -> list[str]:
-    """Return what of the agreed form a table does not have, a line each; of other data the reader says it."""
+def _differences(experiment: Experiment, place: str) -> tuple[list[str], list[str]]:
+    """Return where a table differs from the agreed form, a line each; of other data the reader says it.
+
+    First the mistakes, which keep the rows from being read, then the doubts, which do not.
+    """
     data, root = experiment.data, Path(place).expanduser()
     if not root.exists():
-        return [f"data: no such file or folder: '{place}': name this site's data as `data` in site.toml"]
+        return [f"data: no such file or folder: '{place}': name this site's data as `data` in site.toml"], []
     if not data.columns or (root.is_dir() and _holds_images(root)):
-        return []
+        return [], []
     reading = _reading(experiment)
     frames, _ = read_files(files_of(root.resolve(), reading), root.resolve(), reading)
     lines: list[str] = []
@@ -92,15 +99,24 @@ def _differences(experiment: Experiment, place: str) -> list[str]:
         near = get_close_matches(name, [other for other in present if other not in wanted], n=1)
         what = "label column" if name == data.label else "column"
         lines.append(f"data: {what} '{name}' is missing in {root.name}{f'; is it {near[0]!r}?' if near else ''}")
-    for name, form in data.columns.items():
+    others = _other_words(experiment, frames)
+    if data.unknown == "refuse":
+        return [*lines, *(f"data: {line}" for line in others)], []
+    return lines, [f"{line}: the others count as no word" for line in others]
+
+
+def _other_words(experiment: Experiment, frames: Mapping[str, Frame]) -> list[str]:
+    """Return the words of a table that nobody agreed on, a line for each column that has some."""
+    lines = []
+    for name, form in experiment.data.columns.items():
         if not isinstance(form, tuple):
             continue
         cells = [frame.columns[name] for frame in frames.values() if name in frame.columns]
         words = {str(cell) for column in cells for cell in column.tolist() if str(cell).strip() and cell == cell}
-        if strange := sorted(words - set(form)) if data.unknown == "refuse" else []:
-            more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
+        if others := sorted(words - set(form)):
+            more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
             lines.append(
-                f"data: column '{name}' holds {', '.join(map(repr, strange[:SHOWN]))}{more}, and agreed are the words "
+                f"column '{name}' holds {', '.join(map(repr, others[:SHOWN]))}{more}, and agreed are the words "
                 f"{', '.join(form[:20])}"
             )
     return lines

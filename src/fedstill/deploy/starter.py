@@ -187,7 +187,7 @@ def _check_gaps(form: Dataset) -> None:
     if any(column.missing == "mean" and not column.flag for column in numbers):
         raise FedstillError(
             "data.missing = 'mean' marks gaps in a column only if there are some, and sites may have gaps anywhere: "
-            "add data.columns, data.mean and data.std by hand, or set data.missing = 'skip'"
+            "leave rows with gaps out (--set data.missing=skip), or add data.columns, data.mean and data.std by hand"
         )
 
 
@@ -353,8 +353,9 @@ The operator of the server at @server@ sent you this folder. Your rows stay with
 3. `fedstill site .` reads your rows, says where they differ from what was agreed (`experiment.toml`), and shows what
    would leave. Nothing leaves before you type yes. What you agreed to stands in `consent.json`, and you are asked
    again if it changes.
-4. Leave it running. It waits at a socket of this machine and opens no port. The files beside this one that the
-   operator's transport added connect the socket with the server.
+4. Leave it running. It waits at a socket of this machine and opens no port. Beside it start `flower/supernode.sh`,
+   and leave it running, too: it fetches the server's orders and hands them to the socket. The operator adds `flower/`
+   if it is not here.
 5. `memory/audit.jsonl` has a line for everything that came and left; `metrics.prom` has numbers for Prometheus.
 
 Keep `memory/`: it holds what your site remembers between rounds, how much of its budget is spent, and its secret. Give
@@ -380,7 +381,8 @@ In this order:
    (or with yours: `--data @first@=rows.csv`), and compares the result with a simulation.
 3. Operator: send each site its folder, on a way that keeps it secret, because it may hold a key:
 @names@
-4. Each site: follow the README.md in that folder. It ends with `fedstill site .`, which must keep running.
+4. Each site: follow the README.md in that folder. It starts `fedstill site .` and `flower/supernode.sh`, and both must
+   keep running.
 5. Operator: `server/start.sh` runs the experiment, and goes on with it after a stop. The run's folder is `server/run`:
    `fedstill watch server/run`, `fedstill report server/run`, `fedstill predict server/run NEW_ROWS.csv`.
 

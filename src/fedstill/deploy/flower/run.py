@@ -59,6 +59,10 @@ def run_deployment(folder: Path, tell: Tell) -> Path:
     with superlink.kept_up(folder, tell), ExitStack() as opened:
         _register(deployment, folder)  # before the door opens, because Flower ends a node that it does not know
         opened.enter_context(proxy.kept_up(folder, tell))
+        tell(
+            f"the SuperLink and the proxy are up at {addresses.listen}: waiting for the sites, at most "
+            f"{deployment.deadline:g} s, then for the first round; its log is {deployment.run_dir}/log.txt"
+        )
         watch = Watch(deployment, tell)
         deaths, run = 0, ""
         while True:
