@@ -132,6 +132,8 @@ class Network:
         self.start("run", [sys.executable, "-m", "fedstill", "deploy", "run", str(self.folder)])
 
     def start(self, part: str, command: list[str], more: dict[str, str] | None = None) -> None:
+        if part in self.parts:  # it was killed
+            self.parts[part].wait(15)
         with self.log(part).open("ab") as log:
             self.parts[part] = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,

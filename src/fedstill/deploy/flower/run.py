@@ -35,7 +35,7 @@ from fedstill.storage.files import is_held, write_whole
 
 Tell = Callable[[str], None]
 LOOK = 0.5  # seconds between two looks at everything
-START_PATIENCE = 90.0  # seconds for a part to listen, or for a ServerApp to begin
+START_PATIENCE = 300.0  # seconds for a part to listen, or for a ServerApp to begin; a busy machine takes over 90
 MOST_DEATHS = 5  # of ServerApps in a row that ended without a new round
 ALREADY = "already in use"  # Flower's words for a key that is registered
 
