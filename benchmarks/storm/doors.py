@@ -42,7 +42,7 @@ from fedstill.core.tree import as_tree, select  # noqa: E402
 from fedstill.core.types import Weights  # noqa: E402
 from fedstill.loop.federate import Built, federate  # noqa: E402
 from fedstill.loop.here import Here  # noqa: E402
-from fedstill.loop.message import template_of  # noqa: E402
+from fedstill.loop.message import template_of, with_digest  # noqa: E402
 from fedstill.methods.lookup import build_method  # noqa: E402
 from fedstill.population import Loopback, over_loopback  # noqa: E402
 from fedstill.population.wire import pack_tree, seal, unpack_tree, unseal  # noqa: E402
@@ -125,7 +125,7 @@ def _tensors(chance: Random, message: bytes, past: list[bytes]) -> bytes:
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     tensors = safetensors.torch.load(body)
     damaged = chance.choice(UPLOADS)(chance, dict(tensors))
-    return seal(facts, safetensors.torch.save(damaged, metadata=header["__metadata__"]))
+    return seal(facts, with_digest(safetensors.torch.save(damaged, metadata=header["__metadata__"])))
 
 
 BYTES: tuple[Callable[..., Any], ...] = (

@@ -13,6 +13,7 @@ from fedstill.deploy.folder import read_site
 from fedstill.deploy.rows import read_rows
 from fedstill.deploy.site import desk_of
 from fedstill.deploy.socket import serve
+from fedstill.loop.message import with_digest
 from fedstill.population.desk import Desk
 from fedstill.population.wire import seal, unseal
 
@@ -56,8 +57,7 @@ def with_nan(body: bytes) -> bytes:
     broken = {
         name: torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf for name, leaf in tensors.items()
     }
-    data: bytes = safetensors.torch.save(broken, metadata=metadata)
-    return data
+    return with_digest(safetensors.torch.save(broken, metadata=metadata))
 
 
 if __name__ == "__main__":
