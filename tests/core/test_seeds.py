@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedstill.core.seeds import (
     bits,
     cohort_size,
+    draw_cohort,
     normal,
     numpy_generator,
     seed_for,
@@ -154,3 +155,16 @@ def test_the_global_stream_is_lent_and_given_back_even_after_an_error():
 def test_a_share_of_the_population_is_rounded_to_the_nearest_count():
     """A quarter of 7 clients is 1.75 and of 5 is 1.25; a thousandth of 7 is still one client."""
     assert [cohort_size(0.25, 7), cohort_size(0.25, 5), cohort_size(0.001, 7)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("clients", "count"), [(12, 3), (10, 3), (7, 7), (5, 1)])
+def test_clients_that_take_turns_come_equally_often_and_never_too_soon(clients, count):
+    """Two turns of a client are at least floor(clients / count) rounds apart, also where a turn ends within a round."""
+    ids = np.arange(clients) * 2
+    cohorts = [draw_cohort(ids, count, seed=3, round=number, sampling="cyclic") for number in range(1, 41)]
+    assert {len(set(cohort.tolist())) for cohort in cohorts} == {count}
+    for client in ids:
+        rounds = np.flatnonzero([client in cohort for cohort in cohorts])
+        assert rounds.size in (40 * count // clients, -(-40 * count // clients))
+        assert np.diff(rounds).min() >= clients // count
+    assert clients == count or cohorts[0].tolist() != ids[:count].tolist()  # the order is drawn

@@ -155,3 +155,17 @@ def test_rows_that_several_clients_hold_are_named():
     assert "NOT hidden as well: 2 rows that several clients hold" in text
     assert "for a row with 3 clients it is 3 times as large" in text
     assert "several clients hold" not in run_on_trial(LOUD).privacy.text()
+
+
+def test_a_first_model_that_was_trained_before_is_named(tmp_path):
+    first = run_on_trial(fedavg(), rounds=1).weights
+    assert "(model.start) tells of the data" in run_on_trial(LOUD, start=first).privacy.text()
+    assert "model.start" not in run_on_trial(LOUD).privacy.text()
+
+
+def test_accuracies_on_rows_of_clients_are_named():
+    data = {"source": "digits", "client_test_share": 0.2}
+    experiment = Experiment.model_validate(SETTING | {"evaluate": "client_rows", "data": data})
+    text = fedstill.run(experiment, pictures=False).privacy.text()
+    assert "NOT hidden as well: how well models do on rows that clients hold" in text
+    assert "how well models do" not in fedstill.run(Experiment.model_validate(SETTING), pictures=False).privacy.text()

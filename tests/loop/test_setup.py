@@ -147,6 +147,16 @@ def test_whoever_answers_first_does_not_decide_what_an_answer_looks_like(hostile
     assert reason in record["reason"]
 
 
+@pytest.mark.parametrize("hostile", [0, 2])
+@pytest.mark.parametrize("answer", [{"a/b": torch.tensor(1.0)}, {"a": {"b": torch.tensor(1.0)}, "c": {}}])
+def test_an_answer_that_is_nested_otherwise_is_left_out(hostile, answer):
+    asking = asked()
+    honest = {"a": {"b": torch.tensor(2.0)}}
+    answers = asking.ask(lambda data: answer if data.id == hostile else honest)
+    assert answers.ids.tolist() == [client for client in range(4) if client != hostile]
+    assert "another form than most" in asking.records[0]["reason"]
+
+
 def test_what_is_sent_for_a_question_is_counted_for_every_client_that_is_asked():
     def prepare(candidate, state, preparation):
         preparation.ask(lambda data: {"a": torch.zeros(3)}, sent={"table": torch.zeros(10)})

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from running import run_on_trial
@@ -15,12 +16,15 @@ from weighed import weighed
 from fedstill.compose.join import join
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
+from fedstill.core.seeds import draw_cohort
 from fedstill.core.tree import select, stack
-from fedstill.core.types import Round, ServerStep, Stage, Uploads, Weights
+from fedstill.core.types import Phase, Round, ServerStep, Stage, Uploads, Weights
+from fedstill.loop.checkpoint import load_checkpoint
 from fedstill.methods import dp_fedavg, fedavg
 from fedstill.methods.dp_fedavg import follow_quantile
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
+from fedstill.privacy.accountant import epsilon_of
 from fedstill.privacy.mechanisms import bit_noise, noisy_mean, noisy_moves
 from fedstill.privacy.plan import Privacy
 
@@ -306,3 +310,104 @@ def test_a_resumed_run_goes_on_with_its_bound(tmp_path):
 def test_a_quantile_needs_a_trusted_server():
     with pytest.raises(FedstillError, match=r"method\.quantile needs method.trust = 'server'"):
         dp_fedavg(trust="nobody", quantile=0.5)
+
+
+# Noise that later rounds take back.
+
+BANDED = dp_fedavg(clip=0.5, noise_multiplier=4.0, bands=4)
+SEED_IS_PUBLIC = Privacy(reproducible=True)
+
+
+def claim_of(method, **how):
+    """The claim of a run in which each of four clients comes every fourth round, unless `how` says otherwise."""
+    how = {"rounds": 8, "cohort": 1, "sampling": "cyclic", **how}
+    made = run(method, privacy=SEED_IS_PUBLIC, **how).privacy
+    return next(one for one in made.with_a_secret if (one.unit, one.against) == ("client", "public"))
+
+
+def test_bands_cost_nothing_where_no_client_comes_again_within_them():
+    """Two visits, four rounds apart, at z / 2 = 2: one Gaussian of multiplier 2 / sqrt 2, banded or not."""
+    assert claim_of(BANDED) == claim_of(dp_fedavg(clip=0.5, noise_multiplier=4.0))
+    assert claim_of(BANDED).epsilon == epsilon_of(1e-5, 2 / math.sqrt(2))
+
+
+def test_clients_that_come_sooner_pay_more_by_the_rows_that_they_move_twice():
+    """Everybody in three rounds of two bands, a = (2, 1): rows of 2, 3 and 3, so 22 / 5 rounds in place of three."""
+    how = {"rounds": 3, "cohort": 4, "sampling": "fixed"}
+    found = claim_of(dp_fedavg(clip=0.5, noise_multiplier=4.0, bands=2), **how)
+    assert found.epsilon == pytest.approx(epsilon_of(1e-5, 2 / math.sqrt(22 / 5)), rel=1e-9)
+    assert found.epsilon > claim_of(dp_fedavg(clip=0.5, noise_multiplier=4.0), **how).epsilon
+
+
+def test_with_bands_no_effect_of_secret_cohorts_is_claimed_and_the_statement_says_why():
+    how = {"rounds": 8, "cohort": 2, "sampling": "poisson", "privacy": SEED_IS_PUBLIC}
+    banded, plain = run(BANDED, **how).privacy, run(dp_fedavg(clip=0.5, noise_multiplier=4.0), **how).privacy
+    cohorts = [draw_cohort(np.arange(4), 2, seed=0, round=number, sampling="poisson") for number in range(1, 9)]
+    visits = np.bincount(np.concatenate(cohorts)).max()
+    assert banded.with_a_secret[0].epsilon > epsilon_of(1e-5, 2 / math.sqrt(visits)) > plain.with_a_secret[0].epsilon
+    assert any("(4 bands)" in line and "no effect of a secret cohort is counted" in line for line in banded.assumptions)
+    assert not any("its own coin" in line for line in banded.assumptions)
+
+
+def test_the_first_rounds_noise_is_the_columns_norm_over_its_first_number():
+    """z C |a| / a_0 / m, with |a|^2 = 16^2 + 8^2 + 6^2 + 5^2: the noise of a round is louder, what adds up is not."""
+    uploads, start = wide(9)
+    (stage,) = BANDED.way
+    values = [stage.by_round({}, tuple(range(number)))(uploads, start, number, 10) for number in range(4)]
+    noises = torch.stack([one.weights.params["w"][0] for one in values]).double()
+    once = 4.0 * 0.5 / 10
+    assert float(noises[0].std()) == pytest.approx(once * math.sqrt(381) / 16, rel=0.025)
+    inverse = np.linalg.inv(sum(a / math.sqrt(381) * np.eye(4, k=-lag) for lag, a in enumerate((16, 8, 6, 5))))
+    assert float(noises.sum(0).std()) == pytest.approx(once * np.linalg.norm(inverse.sum(0)), rel=0.025)
+    assert float(noises.sum(0).std()) < 0.8 * once * math.sqrt(4)  # of independent ones
+
+
+@pytest.mark.parametrize("privacy", [SEED_IS_PUBLIC, Privacy()], ids=["public seed", "secret"])
+def test_a_resumed_run_draws_the_noise_of_its_past_again(privacy, tmp_path):
+    def played(folder, rounds, **how):
+        method = dp_fedavg(clip=0.5, noise_multiplier=4.0, bands=3)  # another one each time: nothing is in its memory
+        how = {"privacy": privacy, "checkpoint_every": 1, "secret": b"the same for all", **how}
+        return run(method, rounds=rounds, cohort=1, sampling="cyclic", run_dir=tmp_path / folder, **how).weights.params
+
+    whole = played("whole", 5)
+    played("cut", 2)
+    resumed = played("cut", 5, resume=True)
+    assert all(torch.equal(leaf, whole[name]) for name, leaf in resumed.items())
+
+
+def test_nothing_of_the_noise_is_in_a_checkpoint(tmp_path):
+    run(BANDED, run_dir=tmp_path, checkpoint_every=1)
+    state = load_checkpoint(tmp_path / "checkpoints" / "round-000003.zip", torch.device("cpu"))
+    assert not any(state.server.values())
+
+
+def test_the_noise_begins_anew_with_a_phase_as_the_accountant_has_it():
+    """Phases of two, one and two rounds, everybody in each: rows of 16 and 16 + 8, of 16, and again of 16 and 24."""
+    pasts = []
+
+    def noted(state, past):
+        pasts.append(len(past))
+        return stage.by_round(state, past)
+
+    (stage,) = BANDED.way
+    method = dataclasses.replace(BANDED, way=(dataclasses.replace(stage, by_round=noted),))
+    phases = (Phase(method, 2), Phase(method, 3), Phase(method))
+    made = run(phases, rounds=5, cohort=4, privacy=SEED_IS_PUBLIC).privacy.with_a_secret[0]
+    assert pasts == [0, 1, 0, 0, 1]
+    pair = (16**2 + (16 + 8) ** 2) / 381  # of the two rows that two rounds show
+    alone = 16**2 / 381
+    assert made.epsilon == pytest.approx(epsilon_of(1e-5, 2 / math.sqrt(2 * pair + alone)), rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"trust": "nobody"}, {"quantile": 0.5}])
+def test_bands_need_one_party_and_one_bound(options):
+    with pytest.raises(
+        FedstillError, match=r"method\.bands = 2 needs method\.trust = 'server' and no method\.quantile"
+    ):
+        dp_fedavg(bands=2, **options)
+
+
+@pytest.mark.parametrize("bands", [0, 65, 2.0])
+def test_impossible_bands_are_one_line(bands):
+    with pytest.raises(FedstillError, match=r"method\.bands"):
+        build_method("dp_fedavg", {"bands": bands})

@@ -211,3 +211,13 @@ def test_nothing_is_claimed_where_everybody_knows_statistics_of_the_clients_rows
     assert "the mean of all inputs leave without noise and steer what follows" in stated.text()
     with pytest.raises(FedstillError, match="the mean of all inputs"):
         run(method, federation=told, privacy=Privacy(epsilon=50.0, unit="sample"))
+
+
+def test_one_band_keeps_the_noise_of_runs_from_before_there_were_bands():
+    """Noise follows from the text of all options, so that a run with one band has none of them in it."""
+    texts = {
+        bands: Experiment.model_validate({"method": {"name": "dp_fedavg", **bands_of}}).options_text()
+        for bands, bands_of in (("none", {}), ("one", {"bands": 1}), ("two", {"bands": 2}))
+    }
+    assert texts["none"] == texts["one"] != texts["two"]
+    assert "bands" not in texts["one"]

@@ -12,8 +12,10 @@ import torch
 from by_hand import blobs, federation_of, linear_model, number
 from running import federate
 
+from fedstill.core.seeds import draw_cohort
 from fedstill.core.types import Training, Weights
 from fedstill.methods import dp_fedavg
+from fedstill.privacy import correlated
 from fedstill.privacy import mechanisms as moves
 from fedstill.privacy.plan import Privacy
 
@@ -71,3 +73,32 @@ def test_dp_fedavg_equals_its_equations_in_numpy(trust, sampling, noise_multipli
     found = np.column_stack([result.weights.params[name].numpy() for name in ("weight", "bias")])
     # with noise a move is cut to whole steps of CLIP / 2^24
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-6 if noise_multiplier else 1e-10)
+
+
+def test_with_bands_the_noise_is_the_inverse_matrix_times_independent_noise(monkeypatch):
+    """a = (8, 4, 3) on the diagonals of A, and A n = |a| z C e."""
+    drawn = []
+
+    def draw(seed, shape, sigma):
+        drawn.append(shape)
+        matrix = NOISE[(len(drawn) - 1) // 2][0]
+        return torch.from_numpy(sigma * (matrix[:, :-1] if len(shape) == 2 else matrix[:, -1])).round().long()
+
+    monkeypatch.setattr(correlated, "gaussian_steps", draw)
+    start = Weights({"weight": number(START[:, :-1]), "bias": number(START[:, -1])}, {})
+    result = federate(
+        method=dp_fedavg(clip=CLIP, noise_multiplier=0.7, bands=3), model=dataclasses.replace(
+            linear_model(), init=lambda seed: start
+        ),
+        federation=federation_of(DATA), training=LOCAL, rounds=ROUNDS, cohort=EXPECTED, sampling="cyclic", seed=9,
+        engine="looped", device="cpu", engine_options={"precision": "float64"}, privacy=Privacy(reproducible=True),
+    )  # fmt: skip
+    cohorts = [draw_cohort(np.arange(5), EXPECTED, seed=9, round=at + 1, sampling="cyclic") for at in range(ROUNDS)]
+    whole = sum(a / np.sqrt(89) * np.eye(ROUNDS, k=-lag) for lag, a in enumerate((8, 4, 3)))
+    noise = np.einsum("ts,s...->t...", np.linalg.inv(whole), NOISE[:, 0])
+    expected, _ = reference.dp_fedavg(
+        START, CLIENTS, cohorts, lr=0.1, momentum=0.5, clip=CLIP, noise_multiplier=0.7, noise=noise[:, None],
+        expected=EXPECTED,
+    )  # fmt: skip
+    found = np.column_stack([result.weights.params[name].numpy() for name in ("weight", "bias")])
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-6)

@@ -35,6 +35,11 @@ def method_at(phases: Sequence[Phase], round: int) -> Method:
     return next(phase.method for phase in phases if phase.until is None or round <= phase.until)
 
 
+def first_round(phases: Sequence[Phase], round: int) -> int:
+    """The first round of the phase that a round belongs to."""
+    return 1 + max((phase.until for phase in phases if phase.until is not None and phase.until < round), default=0)
+
+
 def share_states(phases: Sequence[Phase], weights: Weights) -> tuple[Tree, tuple[Phase, ...]]:
     """(a client's first state, phases that keep all of it): every phase carries the slots of the others along.
 

@@ -147,7 +147,7 @@ def normal(seed: Tensor, shape: Sequence[int]) -> Tensor:
     return (radius * torch.cos(2.0 * math.pi * second)).reshape(tuple(shape))
 
 
-Sampling = Literal["fixed", "poisson"]  # a cohort of one size, or each client by its own coin
+Sampling = Literal["fixed", "poisson", "cyclic"]  # a cohort of one size, each client by its own coin, or in turn
 
 
 def cohort_size(cohort: int | float, population: int) -> int:
@@ -167,6 +167,7 @@ def draw_cohort(clients: np.ndarray, count: int, *, seed: int, round: int, sampl
     """Ids of one round's cohort, ascending; they depend on seed and round only, so all methods see the same clients.
 
     poisson: each client takes part with probability count / clients, whoever else does; there may be none.
+    cyclic: clients take turns in one order, so that none comes again before floor(clients / count) rounds.
     """
     if sampling == "poisson":
         if isinstance(seed, Secret):
@@ -175,5 +176,8 @@ def draw_cohort(clients: np.ndarray, count: int, *, seed: int, round: int, sampl
             numbers = seed_for(seed, "poisson cohort", round, clients.astype(np.uint64))
         coins = numbers.astype(np.float64) / 2.0**64
         return np.sort(clients[coins < count / len(clients)])
+    if sampling == "cyclic":
+        order = numpy_generator(seed_for(seed, "order")).permutation(clients)
+        return np.sort(order[((round - 1) * count + np.arange(count)) % len(clients)])
     generator = numpy_generator(seed_for(seed, "cohort", round))
     return np.sort(clients[generator.choice(len(clients), size=count, replace=False, shuffle=False)])

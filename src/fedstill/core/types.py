@@ -6,7 +6,7 @@ T teachers, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
@@ -80,6 +80,9 @@ class Release:
     why: str = ""  # why there is no claim, or what it rests on
     covers: tuple[Upload, ...] = ()  # of a round's: what it protects; a claim needs all that leaves
     without_trust: str = ""  # of noise that the server adds: what to use where each client is to add its own
+    # of a round's: sum_j factor_j n_{t-j} is fresh noise, and the multiplier is that of taking part once; one number:
+    # the noises of rounds are independent. See privacy/correlated.py
+    factor: tuple[int, ...] = (1,)
 
 
 ENSEMBLE = "ensemble"  # all prototypes together: the mean of their logits
@@ -406,7 +409,8 @@ class Mechanism:
 
     per_client: PerClient | None = None  # changes each upload before anybody but its client sees it
     on_cohort: OnCohort | None = None  # a trusted party: the server's steps see its result instead of the uploads
-    by_state: Callable[[Tree], OnCohort] | None = None  # the trusted party of a round, by the states of server steps
+    # the trusted party of a round, by the states of server steps and the noise seeds of the method's rounds before it
+    by_round: Callable[[Tree, Sequence[Seed]], OnCohort] | None = None
     releases: tuple[Release, ...] = ()  # what leaves clients with noise on it, for the privacy accountant
     questions: tuple[Question, ...] = ()  # that clients answer before the method's first round
 
@@ -439,9 +443,9 @@ class Method:
         """The trusted party that stands before the server's steps, if there is one."""
         return next((mechanism.on_cohort for mechanism in self.way if mechanism.on_cohort is not None), None)
 
-    def trusted_in(self, state: Tree) -> OnCohort | None:
-        """The trusted party of a round that begins with these states of the server's steps."""
-        return next((stage.by_state(state) for stage in self.way if stage.by_state is not None), self.trusted)
+    def trusted_in(self, state: Tree, past: Sequence[Seed]) -> OnCohort | None:
+        """The trusted party of a round that begins with these states; past: noise seeds of the rounds before it."""
+        return next((stage.by_round(state, past) for stage in self.way if stage.by_round is not None), self.trusted)
 
     def __post_init__(self) -> None:
         names = [step.name for step in self.steps]

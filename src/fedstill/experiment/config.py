@@ -29,7 +29,7 @@ from pydantic import (
 
 from fedstill.core.errors import FedstillError, noting, suggest
 from fedstill.core.limits import Positive
-from fedstill.core.seeds import cohort_size
+from fedstill.core.seeds import Sampling, cohort_size
 from fedstill.core.types import Training
 from fedstill.engine import check_engine
 from fedstill.experiment.code_names import check_code
@@ -363,7 +363,7 @@ class Experiment(_Section):
     )
     rounds: int = Field(default=100, ge=1)
     cohort: int | float = Field(default=10, gt=0)
-    sampling: Literal["fixed", "poisson"] = "fixed"
+    sampling: Sampling = "fixed"
     seed: int = Field(default=0, ge=0, lt=2**63)
     evaluate_every: int = Field(default=1, ge=1)
     evaluate: str = Field(default="global_test", min_length=1)  # how good a model is: a name or FILE.py:function
@@ -449,9 +449,13 @@ class Experiment(_Section):
         return self.model_dump() | full
 
     def options_text(self) -> str:
-        """Return all options that decide a release as one text, which does not change when a user's file moves."""
+        """Return all options that decide a release as one text, which does not change when a user's file moves.
+
+        Noise follows from it. So options that came later are left out at their defaults, to keep the noise of old runs.
+        """
         table = self.resolved()
-        method = table["method"] | {"name": lookup.label(self.method.name)}
+        method = {key: value for key, value in table["method"].items() if (key, value) != ("bands", 1)}
+        method |= {"name": lookup.label(self.method.name)}
         model = {key: value for key, value in table["model"].items() if (key, value) != ("start", None)}
         known = {
             "method": method,

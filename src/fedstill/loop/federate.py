@@ -73,7 +73,7 @@ class Schedule:
 
     rounds: int = 100
     cohort: int | float = 10  # clients a round: a number, or a share below 1 of the population
-    sampling: Sampling = "fixed"  # "poisson": each client takes part by its own coin
+    sampling: Sampling = "fixed"  # "poisson": each client takes part by its own coin; "cyclic": clients take turns
     seed: Seed = 0
     evaluate_every: int = 1
     checkpoint_every: int = 10
@@ -406,6 +406,7 @@ def make_task(
         spare=built.spare,
         stays=built.stays,
         sealed=built.sealed,
+        warm=built.start is not None,
     )
 
 

@@ -27,6 +27,7 @@ from fedstill.loop.evaluate import global_test
 from fedstill.loop.history import History
 from fedstill.loop.round import OPEN_QUESTIONS, Task
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
+from fedstill.privacy.correlated import highest_price
 from fedstill.privacy.noise import gaussian_steps, steps_in
 from fedstill.privacy.plan import Privacy, rounds_within
 from fedstill.privacy.statement import (
@@ -42,6 +43,17 @@ from fedstill.privacy.statement import (
 from fedstill.storage.files import write_whole
 
 STATEMENT_FILE = "privacy.json"
+START = (
+    "NOT hidden as well: what the first model (model.start) tells of the data that it was trained on. If clients of "
+    "this run held some of them, the claim of that training adds up with this one"
+)
+MEASURED = (
+    "NOT hidden as well: how well models do on rows that clients hold (evaluate, data.client_test_share). These "
+    "numbers have no noise. They choose the best model, and may end the run: publish the last model of a run of fixed "
+    "length"
+)
+# (first round, last round, the factor of the noise) -> what the client pays that pays most, in rounds
+Price = Callable[[int, int, Sequence[int]], float]
 POINTS = 20  # rounds after which a statement says what has been spent
 _log = logging.getLogger("fedstill.run")
 
@@ -53,13 +65,13 @@ def stretches_of(
     *,
     sent: Weights | None = None,
     probability: float = 1.0,
-    visits: Callable[[int, int], int] | None = None,
+    price: Price | None = None,
     known: tuple[str, ...] = (),
 ) -> Callable[[int], list[Stretch]]:
     """What has left the clients when so many rounds are played, as a function of their number.
 
     sent: what of the weights a client sends; None: all.
-    visits: (first round, last round) -> rounds in which the client took part that was drawn most often.
+    price: what the client pays for some rounds that pays most; None: one that takes part in all of them.
     known: what of the clients' data everybody knows by how they were read.
     """
     ends = [phase.until for phase in phases]
@@ -70,14 +82,17 @@ def stretches_of(
 
     def after(played: int) -> list[Stretch]:
         begun = [i for i, first in enumerate(firsts) if first <= max(played, 1)]
-        return [_played(plain[i], firsts[i], min(played, ends[i] or played), visits) for i in begun]
+        return [_played(plain[i], firsts[i], min(played, ends[i] or played), price) for i in begun]
 
     return after
 
 
-def _played(stretch: Stretch, first: int, last: int, visits: Callable[[int, int], int] | None) -> Stretch:
+def _played(stretch: Stretch, first: int, last: int, price: Price | None) -> Stretch:
     rounds = max(0, last - first + 1)
-    return replace(stretch, rounds=rounds, visits=visits(first, last) if visits and rounds else rounds)
+    if price is None or not rounds:
+        return replace(stretch, rounds=rounds, visits=rounds)
+    paid = {factor: price(first, last, factor) for factor in {(1,), *(one.factor for one in stretch.releases)}}
+    return replace(stretch, rounds=rounds, visits=int(paid[1,]), paid=paid)
 
 
 def _stretch(method: Method, weights: Weights, sent: Weights, probability: float) -> Stretch:
@@ -198,7 +213,7 @@ class Promise:
     privacy: Privacy
     after: Callable[[int], list[Stretch]] | None  # None: no part of the run speaks of privacy
     closed: bool = False  # the run's folder holds nothing that the claim does not cover: see loop/closed_folder.py
-    shared: str = ""  # rows that several clients hold, in words
+    beside: tuple[str, ...] = ()  # what the claim does not speak of, in words
     known: dict[int, Claim | None] = field(default_factory=dict)  # after some rounds: the first one
 
     @property
@@ -218,7 +233,7 @@ class Promise:
         if not self.closed:
             assumed = tuple(OPEN_FOLDER if line == FOLDER else line for line in made.assumptions)
             made = replace(made, assumptions=assumed)
-        notes = (*made.notes, self.shared) if self.shared and made.claims else made.notes
+        notes = (*made.notes, *self.beside) if made.claims else made.notes
         made = replace(made, spent=self._spent(asked, made), notes=notes)
         return of_public_seed(made) if self.privacy.reproducible and made.claims else made
 
@@ -269,12 +284,16 @@ def make_promise(task: Task, weights: Weights, rounds: int) -> tuple[Task, Promi
     if privacy == Privacy() and not any(phase.method.releases for phase in task.phases):
         return task, Promise(rounds, rounds, privacy, None)
     probability = task.cohort / len(task.clients) if task.sampling == "poisson" else 1.0
-    how: dict[str, Any] = {"probability": probability, "visits": _visits(task), "known": task.federation.public_facts}
+    how: dict[str, Any] = {"probability": probability, "price": _price(task), "known": task.federation.public_facts}
     after = stretches_of(task.phases, weights, privacy, sent=_sent_of(weights, task), **how)
-    allowed, shared = rounds_within(privacy, after, rounds), shared_rows(task.federation)
-    return task, Promise(
-        allowed, rounds, privacy, after, closed=can_be_closed(task, weights, after(rounds)), shared=shared
-    )
+    allowed, closed = rounds_within(privacy, after, rounds), can_be_closed(task, weights, after(rounds))
+    beside = tuple(filter(None, (shared_rows(task.federation), START if task.warm else "", _measured_rows(task))))
+    return task, Promise(allowed, rounds, privacy, after, closed=closed, beside=beside)
+
+
+def _measured_rows(task: Task) -> str:
+    """Say that clients' own rows choose the best model; empty: they do not."""
+    return MEASURED if task.evaluate is not global_test or task.federation.client_test is not None else ""
 
 
 def shared_rows(federation: Federation) -> str:
@@ -297,8 +316,7 @@ def can_be_closed(task: Task, weights: Weights, stretches: Sequence[Stretch]) ->
     """
     made = statement(stretches, task.privacy.delta)
     remembered = any(phase.method.objective.init(weights) for phase in task.phases)
-    measured = task.evaluate is not global_test or task.federation.client_test is not None
-    return covers_the_public(made.claims) and not (task.privacy.reproducible or remembered or measured)
+    return covers_the_public(made.claims) and not (task.privacy.reproducible or remembered or _measured_rows(task))
 
 
 def with_sent_counts(task: Task) -> Task:
@@ -352,7 +370,8 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
     def in_words(release: Release) -> str:
         covers = ", ".join(release.covers) or "itself"
         about = f"{release.unit}, {release.against}, {release.when}, covers {covers}"
-        return f"{release.what} ({about}) with noise of {release.multiplier!r}"
+        bands = f" in bands of {release.factor}" if len(release.factor) > 1 else ""
+        return f"{release.what} ({about}) with noise of {release.multiplier!r}{bands}"
 
     def until(phase: Phase) -> str:
         return "to the end" if phase.until is None else f"until round {phase.until}"
@@ -403,16 +422,14 @@ def settings_of(privacy: Privacy) -> dict[str, Any]:
     return {key: value for key, value in asdict(privacy).items() if key != "epsilon"}
 
 
-def _visits(task: Task) -> Callable[[int, int], int]:
+def _price(task: Task) -> Price:
     """Who takes part does not depend on what anybody holds, so a client has told only what it sent when drawn."""
 
-    def visits(first: int, last: int) -> int:
-        count = np.zeros(task.federation.population, np.int64)
-        for number in range(first, last + 1):
-            count[task.drawn(number)] += 1
-        return int(count.max())
+    def price(first: int, last: int, factor: Sequence[int]) -> float:
+        drawn = [task.drawn(number) for number in range(first, last + 1)]
+        return highest_price(drawn, task.federation.population, factor)
 
-    return visits
+    return price
 
 
 def write_statement(made: PrivacyStatement | None, folder: Path | None) -> None:

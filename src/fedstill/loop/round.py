@@ -18,7 +18,7 @@ from fedstill.compose.combine import broadcast_of, first_state, prepare_steps, r
 from fedstill.compose.combine import reported as reported_by
 from fedstill.compose.groups import bytes_received, bytes_sent, only
 from fedstill.compose.moving import moving, with_rest
-from fedstill.compose.phases import carry_over, method_at
+from fedstill.compose.phases import carry_over, first_round, method_at
 from fedstill.compose.sealed import clipped, sealed_round
 from fedstill.core.errors import FedstillError
 from fedstill.core.needs import needs_of
@@ -86,6 +86,7 @@ class Task:
     spare: int = 0  # clients that are drawn beyond the cohort, of which the first to answer count
     stays: Mapping[int, Stay] = field(default_factory=dict)  # of clients that are no members in some rounds
     sealed: bool = False  # the server's steps see sums over the cohort, and no upload
+    warm: bool = False  # the first model was trained before, on data of which this run knows nothing
 
     @property
     def text(self) -> str:
@@ -104,9 +105,10 @@ class Task:
     def drawn(self, round: int) -> np.ndarray:
         """Return the ids of the clients that a round asks, drawn among its members."""
         members = self.members(round)
-        if self.sampling == "poisson":  # a client's probability stays the same, whoever else is a member
-            seed = self.noise_seed if isinstance(self.noise_seed, Secret) else self.seed
-            ids = draw_cohort(self.clients, self.cohort, seed=seed, round=round, sampling="poisson")
+        if self.sampling != "fixed":  # a client's probability or turn stays the same, whoever else is a member
+            secret = self.sampling == "poisson" and isinstance(self.noise_seed, Secret)
+            seed, asked = self.noise_seed if secret else self.seed, min(self.cohort + self.spare, len(self.clients))
+            ids = draw_cohort(self.clients, asked, seed=seed, round=round, sampling=self.sampling)
             return ids[np.isin(ids, members)]
         return draw_cohort(members, min(self.cohort + self.spare, len(members)), seed=self.seed, round=round)
 
@@ -273,7 +275,8 @@ def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State
     past = None if noisy else _past_scales(task, state)
     sent = uploads if isinstance(uploads, Messages) else _moved(task, uploads)
     own = moving(start, task.model, task.training.part)
-    admitted = admit(sent, own, task.guard, round=state.round, exact_counts=exact, past=past)
+    alike = len(task.model.networks) == 1
+    admitted = admit(sent, own, task.guard, round=state.round, exact_counts=exact, past=past, alike=alike)
     if admitted.uploads is None:
         return admitted
     whole = with_rest(admitted.uploads.weights, start, width=len(admitted.uploads.ids))
@@ -305,8 +308,12 @@ def _serve(task: Task, state: State, uploads: Uploads) -> tuple[State | str, Row
     """Return the state after the server's steps, or why the old one stays, and the numbers that the steps noted."""
     method = task.method(state.round)
     seen = uploads
-    if (trusted := method.trusted_in(state.server)) is not None:
-        seen = trusted(uploads, state.weights, seed_for(task.noise_seed, "seal", state.round), task.cohort)
+    if method.trusted is not None:
+        rounds = range(first_round(task.phases, state.round), state.round + 1)
+        *past, seed = [seed_for(task.noise_seed, "seal", number) for number in rounds]
+        trusted = method.trusted_in(state.server, past)
+        assert trusted is not None
+        seen = trusted(uploads, state.weights, seed, task.cohort)
     look = Round(
         number=state.round,
         start=state.weights,

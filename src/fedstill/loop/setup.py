@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from fedstill.core.errors import FedstillError
 from fedstill.core.population import Population
 from fedstill.core.setup import AnyQuestion, Question
-from fedstill.core.tree import byte_size, flatten, stack, to_device
+from fedstill.core.tree import byte_size, stack, to_device
 from fedstill.core.types import Answers, Tree
 from fedstill.loop.guard import AuditRecord, is_finite
 from fedstill.loop.outliers import outliers, slot_norms
@@ -104,9 +105,12 @@ class Asked:
 
 def _usual_form(answers: Mapping[int, Tree]) -> frozenset[object]:
     """Return the form that most answers have; of equally many, the form of the lowest id."""
-    forms = [_form(answer) for _, answer in sorted(answers.items())]
-    return max(forms, key=forms.count, default=frozenset())
+    forms = Counter(_form(answer) for _, answer in sorted(answers.items()))
+    return max(forms, key=forms.__getitem__, default=frozenset())
 
 
-def _form(tree: Tree) -> frozenset[object]:
-    return frozenset((name, leaf.shape, leaf.dtype) for name, leaf in flatten(tree).items())
+def _form(node: Any, path: tuple[str, ...] = ()) -> frozenset[object]:
+    """Return what answers must have alike to be stacked: names, nesting with its empty parts, shapes and types."""
+    if not isinstance(node, dict):
+        return frozenset([(path, node.shape, node.dtype)])
+    return frozenset([path]).union(*(_form(child, (*path, name)) for name, child in node.items()))

@@ -64,8 +64,16 @@ def find(kind: str, name: str) -> Callable[..., Any]:
     if ":" in name and kind in ("method", "model"):
         return own_function(name, _NAME_KEY[kind])
     hint = " (your own: FILE.py:function)" if kind in ("method", "model") else ""
+    if kind in ("method", "model") and name.endswith(".py"):
+        raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' names a file and no function: write {name}:FUNCTION")
     if kind == "method":  # an aggregate may stand beside a method: fedavg+median
         known = {**known, **registry("aggregate")}
+    for other in ("method", "model", "attack", "partition"):
+        if other != kind and name not in known and name in registry(other):
+            raise FedstillError(
+                f"{_NAME_KEY[kind]} = '{name}' is no {kind}: {_NAME_KEY[other]} takes this name; "
+                f"`fedstill list {kind}s` names the {kind}s"
+            )
     raise FedstillError(f"{_NAME_KEY[kind]} = '{name}' is unknown: {suggest(name, known)}{hint}")
 
 

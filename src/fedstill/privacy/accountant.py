@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import erfcx, ndtr
 
 from fedstill.core.errors import FedstillError
 
@@ -31,13 +30,14 @@ SMALLEST_DELTA = 1e-10
 class Event:
     """One or more Gaussian releases of the same kind.
 
+    count: how many; one whose noise is correlated with others' may count as a part, or as more than one.
     multiplier: standard deviation of the noise / L2 sensitivity (when everything that a unit holds is replaced).
     probability: below 1, each client takes part by its own secret coin, and the sum of bounded contributions is
     released: replacing one moves the sum by at most twice the bound, leaving it out by at most the bound.
     """
 
     multiplier: float
-    count: int = 1
+    count: float = 1
     probability: float = 1.0
 
 
@@ -84,7 +84,7 @@ def _of_gaussians(events: Sequence[Event], delta: float) -> float:
     return 0.0 if math.isinf(multiplier) else epsilon_of(delta, multiplier)
 
 
-def _pld(multiplier: float, count: int, probability: float, grid: float) -> Any:
+def _pld(multiplier: float, count: float, probability: float, grid: float) -> Any:
     """Return the privacy loss of `count` releases; dp-accounting's unit of noise is half of a replacement's effect."""
     try:
         from dp_accounting import NeighboringRelation
@@ -111,6 +111,8 @@ def delta_of(epsilon: float, multiplier: float) -> float:
     Written with a = epsilon s - 1/(2s), b = epsilon s + 1/(2s): since epsilon = (b^2 - a^2) / 2, the second term is
     e^(-a^2/2) erfcx(b / sqrt 2) / 2, so that nothing overflows and small deltas keep their digits.
     """
+    from scipy.special import erfcx, ndtr  # here, because most runs have no noise and it takes a fifth of a second
+
     _check(epsilon=epsilon, multiplier=multiplier)
     shift, half = epsilon * multiplier, 0.5 / multiplier
     a, b = shift - half, shift + half

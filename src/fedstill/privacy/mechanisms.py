@@ -7,8 +7,9 @@ noise it stays in float64, because there is nothing to protect.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from fedstill.core.seeds import seed_for, torch_generator
 from fedstill.core.tree import rows
 from fedstill.core.types import OnCohort, Params, PerClient, Seed, Uploads, Weights
-from fedstill.privacy.noise import gaussian_steps, in_whole_steps, steps_in
+from fedstill.privacy.noise import Noise, gaussian_steps, in_whole_steps, steps_in
 
 
 def noisy_moves(clip: float, noise_multiplier: float) -> PerClient:
@@ -57,7 +58,23 @@ def bit_noise(noise_multiplier: float, expected: int) -> float:
     return max(expected / 20, noise_multiplier)
 
 
-def noisy_mean(clip: float, noise_multiplier: float, *, counts_below: bool = False) -> OnCohort:
+def independent_noise(seeds: Sequence[Seed], like: Params, multiplier: float) -> tuple[Params, int]:
+    """Draw a round's noise from its own seed alone, the last one."""
+    steps = steps_in(1.0, multiplier)
+    return {
+        name: gaussian_steps(seed_for(seeds[-1], name), leaf.shape, multiplier * steps).to(leaf.device)
+        for name, leaf in like.items()
+    }, steps
+
+
+def noisy_mean(
+    clip: float,
+    noise_multiplier: float,
+    *,
+    counts_below: bool = False,
+    noise: Noise = independent_noise,
+    past: Sequence[Seed] = (),
+) -> OnCohort:
     """A trusted party shows the server w + (sum_k d_k min(1, C / ||d_k||) + z C e) / m,  e ~ N(0, I), and nothing else.
 
     m is the expected size of a cohort, because the true size would say who took part. The server's steps get m uploads
@@ -66,6 +83,7 @@ def noisy_mean(clip: float, noise_multiplier: float, *, counts_below: bool = Fal
 
     counts_below: the noisy share of moves that are no longer than C is shown, too, in the slot "below". The two are one
     Gaussian release of multiplier z: the moves get a noise of z_d C with 1 / z_d^2 = 1 / z^2 - 1 / (2 s_b)^2.
+    noise: draws e. past: the seeds of the method's rounds before this one, for noise that depends on theirs.
     """
     how = f"clip {clip!r}, noise {noise_multiplier!r}" + (", counts below" if counts_below else "")
 
@@ -73,11 +91,12 @@ def noisy_mean(clip: float, noise_multiplier: float, *, counts_below: bool = Fal
         """a trusted party clips the moves and shows their mean with Gaussian noise, and nothing else"""
         moves, sigma, extra = clipped_moves(uploads, start, clip), noise_multiplier * clip, {}
         if counts_below:
-            noise = bit_noise(noise_multiplier, expected) if noise_multiplier else 0.0
-            below = _hidden_count(norms_of(uploads, start) <= clip, noise, seed_for(seed, "bits", how))
+            beside = bit_noise(noise_multiplier, expected) if noise_multiplier else 0.0
+            below = _hidden_count(norms_of(uploads, start) <= clip, beside, seed_for(seed, "bits", how))
             extra = {BELOW: torch.full((expected,), below / expected + 0.5, dtype=torch.float64)}
-            sigma = clip / math.sqrt(noise_multiplier**-2 - (2 * noise) ** -2) if noise_multiplier else 0.0
-        hidden = _hidden_sum(moves, start, clip, sigma, seed_for(seed, "private mean", how))
+            sigma = clip / math.sqrt(noise_multiplier**-2 - (2 * beside) ** -2) if noise_multiplier else 0.0
+        seeds = [seed_for(one, "private mean", how) for one in (*past, seed)]
+        hidden = _hidden_sum(moves, start, clip, sigma, partial(noise, seeds))
         params: Params = {}
         for name, leaf in start.params.items():
             mean = leaf.double() + hidden[name] / expected
@@ -130,18 +149,20 @@ def clipped_moves(uploads: Uploads, start: Weights, clip: float) -> Iterator[Par
         yield move
 
 
-def _hidden_sum(moves: Iterable[Params], start: Weights, clip: float, sigma: float, seed: Seed) -> Params:
+def _hidden_sum(
+    moves: Iterable[Params],
+    start: Weights,
+    clip: float,
+    sigma: float,
+    noise: Callable[[Params, float], tuple[Params, int]],
+) -> Params:
     """Return the sum of clipped moves with Gaussian noise, added in whole steps of the bound."""
     if not sigma:
         total = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in start.params.items()}
         for move in moves:
             total = {name: leaf + move[name] for name, leaf in total.items()}
         return total
-    steps = steps_in(clip, sigma)
-    whole = {
-        name: gaussian_steps(seed_for(seed, name), leaf.shape, sigma / clip * steps).to(leaf.device)
-        for name, leaf in start.params.items()
-    }
+    whole, steps = noise(start.params, sigma / clip)
     for move in moves:
         counted = in_whole_steps(move, clip, steps)
         whole = {name: leaf + counted[name] for name, leaf in whole.items()}
@@ -150,7 +171,7 @@ def _hidden_sum(moves: Iterable[Params], start: Weights, clip: float, sigma: flo
 
 def _hidden(move: Params, clip: float, sigma: float, seed: Seed) -> Params:
     """Return one client's clipped move with its noise."""
-    return _hidden_sum([move], Weights(move, {}), clip, sigma, seed)
+    return _hidden_sum([move], Weights(move, {}), clip, sigma, partial(independent_noise, [seed]))
 
 
 def clip_and_noise(sigma: float, clip: float | None = None) -> PerClient | None:

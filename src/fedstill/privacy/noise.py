@@ -12,16 +12,19 @@ than float64 is sure of, 192 more bits and numbers of 120 digits decide: about f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Context, Decimal, localcontext
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 from fedstill.core.seeds import private_bits, seed_for
 from fedstill.core.types import Params, Seed
+
+# (seeds of a method's rounds until now, the parameters, noise in units of the bound) -> this round's noise in whole
+# steps, and how many steps the bound has
+Noise = Callable[[Sequence[Seed], Params, float], tuple[Params, int]]
 
 FINEST = 2**24  # steps in the bound of a value: a step is as fine as float32 beside it, and squares fit into 64 bits
 MOST_STEPS = 2**30  # in a standard deviation of the noise: of a finer grid too many draws would need the digits
@@ -65,6 +68,8 @@ def in_whole_steps(move: Params, bound: float, steps: int) -> Params:
 
 def _rounded(seed: Seed, count: int, sigma: float) -> np.ndarray:
     """u = P(e <= -|e|) is between t / 2^64 and (t + 1) / 2^64, t of 63 bits; the last bit is the sign."""
+    from scipy.special import ndtri  # here, because most runs have no noise
+
     bits = private_bits(seed, count)
     place = bits >> np.uint64(1)
     tail = (place.astype(np.float64) + 0.5) * 2.0**-64

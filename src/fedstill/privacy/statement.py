@@ -10,6 +10,7 @@ A claim is made only where its proof goes through:
   first one. Otherwise the next uploads of other clients would depend on it, and the sensitivity of the release would no
   longer be that of one client. Noise that protects less (a sample, where the claim is about a client) counts as none.
 - Poisson sampling amplifies a client-level release of the noisy sum alone, and only if cohorts are really drawn so.
+  Where a round's noise depends on that of earlier rounds, no such effect is counted.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from dataclasses import asdict, dataclass, field, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, Literal
 
+import numpy as np
+
 from fedstill.core.types import Release
 from fedstill.privacy.accountant import SMALLEST_DELTA, Event, epsilon_after
+from fedstill.privacy.correlated import highest_price
 
 Unit = Literal["sample", "client"]
 Against = Literal["server", "public"]
@@ -80,6 +84,8 @@ class Stretch:
     known: tuple[str, ...] = ()  # facts about the clients' data that everybody knows from the beginning
     probability: float = 1.0  # below 1: of each client to take part in a round (Poisson)
     visits: int | None = None  # rounds in which the client took part that was drawn most often; None: all
+    # the factor of a noise -> how many rounds with independent noise cost the same, for the client that pays most
+    paid: Mapping[tuple[int, ...], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -285,12 +291,16 @@ def _event(release: Release, stretch: Stretch) -> Event:
         return Event(release.multiplier)
     if _amplified(release, stretch):
         return Event(release.multiplier, stretch.rounds, stretch.probability)
+    if len(release.factor) > 1:
+        everybody = [np.zeros(1, np.int64)] * stretch.rounds
+        paid = stretch.paid.get(release.factor)
+        return Event(release.multiplier, highest_price(everybody, 1, release.factor) if paid is None else paid)
     return Event(release.multiplier, stretch.rounds if stretch.visits is None else stretch.visits)
 
 
 def _amplified(release: Release, stretch: Stretch) -> bool:
-    """Return whether a release is the noisy sum over a secret cohort, and nothing else."""
-    secret = stretch.probability < 1 and stretch.sealed
+    """Return whether a release is the noisy sum over a secret cohort, and nothing else, with noise of its own."""
+    secret = stretch.probability < 1 and stretch.sealed and len(release.factor) == 1
     return secret and release.when == "round" and release.unit == "client" and release.against == "public"
 
 
