@@ -264,6 +264,14 @@ def test_models_are_plain_safetensors_with_plain_names(tmp_path):
     assert os.listdir(tmp_path / "best") == ["weights.safetensors"]
 
 
+@pytest.mark.parametrize("shape", [(0, 2**63), (0, 2**64 - 1), (2**63, 0)])
+def test_a_model_of_a_shape_that_torch_cannot_hold_is_one_line(tmp_path, shape):
+    words = json.dumps({"params/a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "weights.safetensors").write_bytes(len(words).to_bytes(8, "little") + words)
+    with pytest.raises(FedstillError, match="holds no tensors that can be read"):
+        load_weights(tmp_path)
+
+
 def test_what_is_not_a_model_is_one_line(tmp_path):
     with pytest.raises(FedstillError, match="no model at"):
         load_weights(tmp_path / "last")

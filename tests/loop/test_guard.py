@@ -11,10 +11,11 @@ import safetensors.torch
 import torch
 from run_helpers import LoopEngine, fedavg, linear_model, toy_federation, toy_uploads
 from running import changed_on_the_way, federate
+from toy import same_bits
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.trainer import Messages
-from fedstill.core.tree import as_tree, flatten, leaves, select
+from fedstill.core.tree import as_tree, flatten, leaves, select, tree_map
 from fedstill.core.types import Training, Weights
 from fedstill.data import federation_from_tensors
 from fedstill.loop.guard import Guard, admit, find_faults
@@ -89,6 +90,65 @@ def through_mappings(uploads, start, guard, **how):
 
 
 DOORS = pytest.mark.parametrize("door", [through_stack, through_bytes, through_mappings])
+
+
+def stretched(uploads, start, factor, place=2):
+    """One client's move, statistics and slots, all `factor` times as long."""
+
+    def longer(leaf, centre=0.0):
+        leaf = leaf.clone()
+        leaf[place] = centre + factor * (leaf[place] - centre)
+        return leaf
+
+    params = {name: longer(leaf, start.params[name]) for name, leaf in uploads.weights.params.items()}
+    scale = longer(uploads.weights.buffers["scale"], start.buffers["scale"])
+    weights = Weights(params, {**uploads.weights.buffers, "scale": scale})
+    return uploads._replace(weights=weights, extra=tree_map(longer, uploads.extra))
+
+
+def equal_lengths():
+    """Four clients whose moves, statistics and slots are equally long and differ."""
+    uploads, start = toy_uploads(
+        extra={"control": {"weight": torch.tensor([[3.0, 4.0], [5.0, 0.0], [0.0, 5.0], [4.0, 3.0]])}}
+    )
+    start = Weights(start.params, {**start.buffers, "scale": start.buffers["scale"] + 0.5})
+    moves = uploads.weights.params["weight"] - start.params["weight"]
+    lengths = moves.flatten(1).norm(dim=1).reshape(-1, 1, 1)
+    params = {**uploads.weights.params, "weight": start.params["weight"] + moves / lengths}
+    return uploads._replace(weights=uploads.weights._replace(params=params)), start
+
+
+@DOORS
+@pytest.mark.parametrize("factor", [-4.0, -15.0, 6.0])
+def test_an_upload_that_is_too_long_is_shortened_and_the_others_keep_their_bits(door, factor):
+    """The move to the root of 20, because all others have the length 1; statistics and slots to the middle."""
+    honest, start = equal_lengths()
+    admitted = door(stretched(honest, start, factor), start, Guard(), past=[])
+    assert admitted.kept.tolist() == [0, 1, 2, 3]
+    if factor == -4.0:  # below the root of 20
+        assert admitted.records == []
+        assert same_bits(as_tree(admitted.uploads), as_tree(stretched(honest, start, factor)))
+        return
+    assert all(record["client"] == 12 and record["note"] for record in admitted.records)
+    assert [record["reason"].split()[:3] for record in admitted.records] == [
+        ["move", f"{abs(factor):.3g}", "is"], ["buffers", f"{abs(factor) / 2:.3g}", "is"], ["the", "norm", "of"],
+    ]  # fmt: skip
+    for got, sent in zip(leaves(as_tree(admitted.uploads)), leaves(as_tree(honest)), strict=True):
+        assert torch.equal(got[[0, 1, 3]], sent[[0, 1, 3]])
+    expected = stretched(honest, start, math.copysign(1.0, factor))
+    params = stretched(honest, start, math.copysign(math.sqrt(20.0), factor)).weights.params
+    expected = expected._replace(weights=expected.weights._replace(params=params))
+    for got, hoped in zip(leaves(as_tree(admitted.uploads)), leaves(as_tree(expected)), strict=True):
+        torch.testing.assert_close(got, hoped)
+
+
+@pytest.mark.parametrize("how", [{"past": None}, {"past": [], "alike": False}])
+def test_where_uploads_have_noise_or_networks_differ_nothing_is_shortened(how):
+    honest, start = equal_lengths()
+    long = stretched(honest, start, -15.0)
+    admitted = admit(long, start, Guard(), round=1, **how)
+    assert admitted.records == []
+    assert same_bits(as_tree(admitted.uploads), as_tree(long))
 
 
 @DOORS

@@ -13,7 +13,7 @@ from run_helpers import toy_uploads
 
 from fedstill.core.types import Weights
 from fedstill.loop.guard import Guard, admit
-from fedstill.loop.outliers import outliers, scale_of, sizes_of
+from fedstill.loop.outliers import outliers, scale_of, shortened, sizes_of, too_long
 
 HONEST = np.array([1.0, 2.0, 4.0, 8.0, 16.0])  # middle 4; distances in logarithms: 2, 1, 0, 1, 2 times log 2
 
@@ -78,6 +78,52 @@ def test_a_minority_cannot_have_an_honest_upload_refused(honest, data):
     assert all(place >= honest for place in far)
 
 
+@pytest.mark.parametrize(("name", "length"), [("move", 4.0 * math.sqrt(20.0)), ("the norm of 'control'", 4.0)])
+@pytest.mark.parametrize("value", [17.0, 18.0, 79.0])
+def test_from_the_root_of_the_factor_on_a_move_gets_that_length_and_a_slot_the_middle(name, length, value):
+    """Six equal lengths of 4 and one other; the root of 20 is 4.47."""
+    shares = too_long({name: np.array([4.0] * 6 + [value])}, [], 20.0)
+    assert shares.keys() == ({name} if value > 17.9 else set())
+    if shares:
+        np.testing.assert_allclose(shares[name], [1.0] * 6 + [length / value])
+
+
+@pytest.mark.parametrize(("value", "long"), [(2.0 * 60, False), (2.0 * 62, True)])
+def test_where_clients_differ_by_themselves_eight_spreads_are_not_too_long(value, long):
+    """8 spreads of the roots of HONEST are a factor of 2^5.93 = 61."""
+    past = [scale_of({"move": np.sqrt(HONEST)})] * 9
+    assert bool(too_long({"move": np.array([2.0, 2.0, 2.0, value])}, past, 20.0)) == long
+
+
+def test_lengths_that_fall_from_round_to_round_do_not_hide_a_long_one():
+    """Honest slots fall to a half each round: 15 times the present length is 4 times that of the middle round."""
+    past = [scale_of({"the norm of 'control'": np.full(10, 2.0**ago)}) for ago in range(1, 5)]
+    slots = {"the norm of 'control'": np.array([1.0] * 9 + [15.0])}
+    assert not outliers(slots, past, 20.0)
+    assert too_long(slots, past, 20.0)["the norm of 'control'"][-1] == pytest.approx(1 / 15)
+
+
+def test_two_uploads_cannot_say_which_of_them_is_too_long():
+    past = [scale_of({"move": np.ones(5)})] * 9
+    assert too_long({"move": np.array([1.0, 1000.0])}, past, 20.0) == {}
+    assert too_long({"move": np.array([1.0, 1.0, 1000.0])}, past, 20.0).keys() == {"move"}
+
+
+@given(st.lists(st.floats(1.0, 4.4), min_size=3, max_size=12), st.integers(0, 10))
+def test_honest_uploads_within_the_root_of_the_factor_are_never_shortened(values, rounds):
+    past = [scale_of({"move": np.array([1.0, 1.0, 1.0])})] * rounds
+    assert too_long({"move": np.asarray(values)}, past, 20.0) == {}
+
+
+def test_a_client_that_keeps_its_length_keeps_every_bit():
+    uploads, start = toy_uploads()
+    params = {**uploads.weights.params, "weight": torch.full_like(uploads.weights.params["weight"], 1e-20)}
+    start = Weights({**start.params, "weight": torch.ones_like(start.params["weight"])}, start.buffers)
+    uploads = uploads._replace(weights=uploads.weights._replace(params=params))
+    got = shortened(uploads, start, {"move": np.array([1.0, 0.5, 1.0, 1.0])}).weights.params["weight"]
+    assert got[:, 0, 0].tolist() == [params["weight"][0, 0, 0].item(), 0.5, *params["weight"][2:, 0, 0].tolist()]
+
+
 def test_every_part_of_an_upload_has_a_size():
     uploads, start = toy_uploads()
     sizes = sizes_of(uploads, start)
@@ -118,7 +164,7 @@ def test_one_huge_upload_is_refused_in_the_first_round_with_its_size(part, value
 def test_an_upload_that_is_a_little_too_large_in_both_size_and_move_pulls_too_far():
     uploads, start = toy_uploads()
     params = {name: leaf.clone() for name, leaf in uploads.weights.params.items()}
-    params["weight"][1] = start.params["weight"] + 8.0 * (params["weight"][1] - start.params["weight"])
+    params["weight"][1] = start.params["weight"] + 4.0 * (params["weight"][1] - start.params["weight"])
     size = torch.where(torch.arange(4) == 1, 8.0, 1.0) * uploads.size.mean()
     far = uploads._replace(weights=uploads.weights._replace(params=params))
     even = size.mean().expand(4)

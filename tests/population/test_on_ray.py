@@ -13,7 +13,7 @@ import pytest
 from crews import over
 from elsewhere import RecipeOf
 from killing import Kills
-from on_ray import STORE, local_ray, modules_of_tests, room_for_two  # noqa: F401
+from on_ray import ROOM_FOR_TWO, STORE, local_ray, modules_of_tests
 from toy import same_bits
 
 from fedstill.core.errors import FedstillError
@@ -69,13 +69,14 @@ def test_a_wrong_address_is_one_line():
 
 
 @pytest.mark.ray
-def test_a_run_whose_actors_are_killed_has_the_bits_of_one_process(room_for_two, caplog):  # noqa: F811
+def test_a_run_whose_actors_are_killed_has_the_bits_of_one_process(caplog):
     recipe = RecipeOf("scaffold", {"rounds": 6})
     plain, kills = loop.federate(recipe.run()), Kills(after=0.0, rounds=6)
     caplog.set_level(logging.INFO, LOG.name)
     LOG.addHandler(kills)
     try:
-        spread = loop.federate(over(recipe, TWO), callbacks=[kills])
+        with local_ray(**ROOM_FOR_TWO):
+            spread = loop.federate(over(recipe, TWO), callbacks=[kills])
     finally:
         LOG.removeHandler(kills)
     assert same_bits(spread.weights, plain.weights)
@@ -99,14 +100,16 @@ def two_machines():
     """A head and a second raylet of this machine, with room for one actor each; yields the process of the second."""
     from ray.cluster_utils import Cluster
 
-    with modules_of_tests():
-        cluster = Cluster()
-        cluster.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
-        second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
-    (raylet,) = second.all_processes["raylet"]
-    with local_ray(address=cluster.address):
-        yield raylet.process.pid
-    cluster.shutdown()
+    cluster = Cluster()
+    try:
+        with modules_of_tests():
+            cluster.add_node(num_cpus=1, object_store_memory=STORE, include_dashboard=False)
+            second = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        (raylet,) = second.all_processes["raylet"]
+        with local_ray(address=cluster.address):
+            yield raylet.process.pid
+    finally:
+        cluster.shutdown()
 
 
 @pytest.mark.ray

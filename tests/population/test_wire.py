@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import tracemalloc
 
@@ -186,6 +187,27 @@ def test_a_claimed_size_costs_no_memory(data):
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("F32", (0, 2**62, 4)),
+        ("U8", (0, 2**63)),
+        ("F32", (1,) * 70),
+        ("F8_E4M3", (0,)),
+        ("C64", (0,)),
+        ("F4", (0, 2**64 - 1)),
+    ],
+)
+def test_a_tensor_that_no_method_sends_is_refused_in_one_line(kind, shape):
+    """Torch raises other errors than safetensors, here or where its numbers are looked at, and they would end a run."""
+    size = 4 * math.prod(shape)
+    head = {"__metadata__": {"outline": '{"a": 0}'}, "0": {"dtype": kind, "shape": shape, "data_offsets": [0, size]}}
+    words = json.dumps(head).encode()
+    data = struct.pack("<Q", len(words)) + words + bytes(size)
+    with pytest.raises(FedstillError, match="these bytes hold"):
+        unpack_tree(data)
 
 
 def test_names_that_would_fill_the_memory_are_refused_before_they_are_read():

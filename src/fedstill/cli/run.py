@@ -303,7 +303,7 @@ def _sent(history: History) -> str:
 
 def _incidents(result: Result) -> list[str]:
     """Count uploads that were not taken, rounds that drew nobody, and all other records of the audit."""
-    turned = sum(record["client"] is not None for record in result.audit)
+    turned = sum(record["client"] is not None and not record.get("note") for record in result.audit)
     alone = sum(row.get("cohort") == 0 for row in result.history.rows)
     other = len(result.audit) - turned - alone
     kinds = [(turned, "turned away", "upload"), (alone, "nobody drawn", "round"), (other, "noted", "incident")]

@@ -32,10 +32,10 @@ from safetensors.torch import load as read_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, in_one_line
 from fedstill.core.tree import flatten, leaves
 from fedstill.core.types import Tree, Weights
-from fedstill.storage.files import MOST_BYTES, MOST_MODEL_BYTES, TEMPORARY, regular, writing
+from fedstill.storage.files import MOST_BYTES, MOST_MODEL_BYTES, TEMPORARY, open_zip, regular, writing
 
 KEEP = 3
 DIGEST_BYTES = 32
@@ -104,7 +104,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
     """Read one checkpoint after every part of it was verified."""
     try:
-        with regular(path) as file, zipfile.ZipFile(file) as archive:
+        with regular(path) as file, open_zip(file) as archive:
             names = _verify(file, archive)
             state = json.loads(archive.read("state.json"))
             tensors = read_tensors(archive.read("state.safetensors"))
@@ -171,9 +171,12 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with regular(path) as opened:
         if (size := os.fstat(opened.fileno()).st_size) > MOST_MODEL_BYTES:
             raise FedstillError(f"'{path}' holds {size:,} bytes, and at most {MOST_MODEL_BYTES:,} are read")
-    with safetensors.safe_open(path, framework="pt") as file:
-        about = dict(file.metadata() or {})
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+    except (TypeError, RuntimeError, OverflowError) as error:  # torch's, for a shape that it cannot hold
+        raise FedstillError(f"'{path}' holds no tensors that can be read ({in_one_line(error)})") from None
     if "seal" not in about:
         raise FedstillError(f"'{path}' has no seal: it is not a fedstill model, or was changed: restore a copy")
     if about.pop("seal") != _seal(tensors, about):

@@ -51,12 +51,14 @@ class Metric:
 
     column: the heading under which comparison tables show the last round's value; empty: not in tables.
     percent: whether tables show it as a percentage.
+    means: what it is, for `fedstill list metrics`.
     """
 
     of: Callable[[Answers], Tensor] | None  # None: the loop itself notes it
     lower_is_better: bool = False
     column: str = ""
     percent: bool = True
+    means: str = ""
 
 
 def calibration_error(confidence: Tensor, correct: Tensor, bins: int = BINS) -> Tensor:
@@ -106,17 +108,39 @@ def expected_by_client(answers: Answers) -> Tensor:
 
 
 METRICS: dict[str, Metric] = {
-    "accuracy": Metric(lambda answers: answers.correct.mean()),
-    "loss": Metric(lambda answers: F.cross_entropy(answers.logits, answers.test.y).double(), lower_is_better=True),
-    "ece": Metric(lambda answers: calibration_error(answers.confidence, answers.correct), lower_is_better=True),
-    "balanced_accuracy": Metric(lambda answers: answers.class_accuracy.nanmean()),
-    "macro_f1": Metric(macro_f1),
-    "auc": Metric(auc),
-    "client_mean": Metric(lambda answers: expected_by_client(answers).mean().double()),
-    "client_worst": Metric(lambda answers: expected_by_client(answers).min().double()),
-    "train_loss": Metric(None, lower_is_better=True),
-    "forgetting": Metric(None, lower_is_better=True),
-    "backdoor_success": Metric(None, lower_is_better=True, column="backdoor %"),
+    "accuracy": Metric(lambda answers: answers.correct.mean(), means="the share of right answers"),
+    "loss": Metric(
+        lambda answers: F.cross_entropy(answers.logits, answers.test.y).double(),
+        lower_is_better=True,
+        means="the log loss (cross-entropy)",
+    ),
+    "ece": Metric(
+        lambda answers: calibration_error(answers.confidence, answers.correct),
+        lower_is_better=True,
+        means="the expected calibration error: how far confidence is from accuracy",
+    ),
+    "balanced_accuracy": Metric(
+        lambda answers: answers.class_accuracy.nanmean(), means="the mean of the class accuracies"
+    ),
+    "macro_f1": Metric(macro_f1, means="the mean of the classes' F1"),
+    "auc": Metric(auc, means="the area under the ROC curve, one class against all others, the mean over classes"),
+    "client_mean": Metric(
+        lambda answers: expected_by_client(answers).mean().double(), means="the clients' expected accuracy, on average"
+    ),
+    "client_worst": Metric(
+        lambda answers: expected_by_client(answers).min().double(),
+        means="the expected accuracy of the worst-off client",
+    ),
+    "train_loss": Metric(None, lower_is_better=True, means="the mean loss of the round's clients in training"),
+    "forgetting": Metric(
+        None, lower_is_better=True, means="how far class accuracies have fallen from their peaks, on average"
+    ),
+    "backdoor_success": Metric(
+        None,
+        lower_is_better=True,
+        column="backdoor %",
+        means="the share of test samples of other classes that a backdoor turns into its target",
+    ),
 }
 
 

@@ -22,7 +22,19 @@ from fedstill.core.trainer import Messages
 from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
 from fedstill.core.types import Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
-from fedstill.loop.outliers import Scale, norms, outliers, per_client, scale_of, sizes_of
+from fedstill.loop.outliers import (
+    BUFFERS,
+    MOVE,
+    Scale,
+    norm_of,
+    norms,
+    outliers,
+    per_client,
+    scale_of,
+    shortened,
+    sizes_of,
+    too_long,
+)
 
 VARIANCE = "running_var"  # how the name of a BatchNorm's variances ends
 # {"round": int, "client": int | None (the whole round), "reason": str}; with "note": True nothing was refused
@@ -40,7 +52,8 @@ class Guard:
     label counts leave room for it.
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
     outlier: factor from the middle of the last cohorts beyond which an upload is refused, if clients do not differ by
-    more by themselves (see loop/outliers.py); 0 refuses none.
+    more by themselves (see loop/outliers.py); 0 refuses none. From the root of this factor on, a move or slot is
+    shortened.
     """
 
     __pydantic_config__ = SECTION
@@ -82,14 +95,16 @@ def admit(
     round: int,
     exact_counts: bool = False,
     past: Sequence[Scale] | None = None,
+    alike: bool = True,
 ) -> Admitted:
     """Check a stacked cohort, or open its messages and check them.
 
     exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
     past: the scales of earlier rounds; None: uploads have noise on them, and no size is compared with another.
+    alike: all clients have one network; networks of several sizes move differently, so no move is shortened there.
     """
     if isinstance(uploads, Messages):
-        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts, past=past)
+        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts, past=past, alike=alike)
     cohort = len(uploads.ids)
     faults = find_faults(uploads, start, guard, exact_counts=exact_counts) or [None] * cohort
     sizes: dict[str, np.ndarray] = {}
@@ -100,13 +115,31 @@ def admit(
         for place, reason in outliers(sizes, past, guard.outlier).items():
             faults[place] = faults[place] or reason
     kept = np.asarray([place for place, fault in enumerate(faults) if fault is None], np.int64)
-    scale = scale_of({name: values[kept] for name, values in sizes.items()})
-    if len(kept) == cohort:
-        return _settle(uploads, kept, [], guard, cohort=cohort, round=round)._replace(scale=scale)
     ids = uploads.ids.tolist()
     records = [_record(round, ids[i], fault) for i, fault in enumerate(faults) if fault is not None]
-    good = select(uploads, torch.from_numpy(kept)) if len(kept) else None
-    return _settle(good, kept, records, guard, cohort=cohort, round=round)._replace(scale=scale)
+    good = uploads if len(kept) == cohort else select(uploads, torch.from_numpy(kept)) if len(kept) else None
+    sizes = {name: values[kept] for name, values in sizes.items()}
+    if good is not None and sizes and alike:
+        good, cuts = _shorten(good, start, sizes, too_long(sizes, past or (), guard.outlier), round=round)
+        records += cuts
+    settled = _settle(good, kept, records, guard, cohort=cohort, round=round)
+    return settled._replace(scale=scale_of(sizes))
+
+
+def _shorten(
+    uploads: Uploads, start: Weights, sizes: Mapping[str, np.ndarray], left: Mapping[str, np.ndarray], *, round: int
+) -> tuple[Uploads, list[AuditRecord]]:
+    """Return the uploads with a share of each move and slot left, and a note of each that was shortened."""
+    left = {name: left[name] for name in (MOVE, BUFFERS, *map(norm_of, uploads.extra)) if name in left}
+    if not left:
+        return uploads, []
+    notes = []
+    for name, share in left.items():
+        for at in np.flatnonzero(share < 1.0).tolist():
+            length, client = float(sizes[name][at]), int(uploads.ids[at])
+            long = f"{name} {length:.3g} is several times as long as most of the cohort"
+            notes.append(noted(round, client, f"{long}: it was shortened to {share[at] * length:.3g}"))
+    return shortened(uploads, start, left), notes
 
 
 def _admit_messages(messages: Messages, start: Weights, guard: Guard, *, round: int, **how: Any) -> Admitted:

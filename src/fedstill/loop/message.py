@@ -28,7 +28,7 @@ VERSION = 2
 NO_DIGEST = "0" * 64  # stands where the digest comes
 HEADER_LIMIT = 1 << 20  # a header of names and shapes; 5,000 tensors need about half of it
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -117,7 +117,7 @@ class _Entry:
     """A tensor as the message describes it; made into a tensor only after it was found to fit."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
-        self.dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+        self.dtype = DTYPES.get(entry["dtype"], entry["dtype"])
         self.shape = tuple(entry["shape"])
         self._data = entry["data"]
 

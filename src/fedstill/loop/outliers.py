@@ -1,9 +1,14 @@
-"""What honest uploads look like, learnt from those that were accepted, and which upload is far from it.
+"""What honest uploads look like, learnt from those that were accepted; which is far from it, and which is too long.
 
 Each upload gives a few sizes: how far its model moved, its number of samples, the product of the two, the norm of each
 slot that it sends beside the model. Sizes are compared by their logarithms, because honest clients differ by factors.
 The middle of a cohort is the median, and its spread is the median distance from it. A minority of hostile uploads moves
 neither by much.
+
+An upload that is far is refused (`outliers`). A move or slot that is not far, and longer than any honest one in our
+trials, is shortened (`too_long`, `shortened`), because SCAFFOLD's control and a server's moments keep what they took.
+Here the middle is this cohort's own: honest lengths may fall from round to round, and then the middle of ten rounds is
+several times too large.
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.core.tree import leaves
+from fedstill.core.tree import leaves, tree_map
 from fedstill.core.types import Params, Tree, Uploads, Weights
 
 SPREADS = 10.0  # an upload so many spreads from the middle is far; the widest honest one in our trials was 8 away
+LONG = 8.0  # so many spreads above the middle of its own cohort an upload is too long; the widest honest one was 7.1
 WIDEST = 1e4  # however much clients differ, an upload so many times as large as the middle is far
 PAST_ROUNDS = 9  # that say with the present one what is honest
 LEAST = 3  # uploads of one cohort, or earlier cohorts, that say something about another upload
 NORMAL = 1.4826  # the standard deviation of a normal distribution, in median distances
+MOVE, BUFFERS = "move", "buffers"  # how far the parameters moved, and the BatchNorm statistics
 TWO_SIDED = ("steps", "travel")  # servers divide by them, so a tiny one is as bad as a huge one
 
 Scale = Mapping[str, Sequence[float]]  # size -> (middle, spread) of the logarithms
@@ -30,14 +37,14 @@ Scale = Mapping[str, Sequence[float]]  # size -> (middle, spread) of the logarit
 
 def sizes_of(uploads: Uploads, start: Weights) -> dict[str, Tensor]:
     """Return the sizes of each upload (C,) by name; NaN or Inf where the upload holds one, or an overflow."""
-    sizes = {"move": norms(uploads.weights.params, start.params)}
+    sizes = {MOVE: norms(uploads.weights.params, start.params)}
     if any(leaf.is_floating_point() for leaf in start.buffers.values()):
-        sizes["buffers"] = norms(uploads.weights.buffers, start.buffers)
+        sizes[BUFFERS] = norms(uploads.weights.buffers, start.buffers)
     return {
         **sizes,
         **slot_norms(uploads.extra),
         "size": uploads.size,
-        "size times move": uploads.size * sizes["move"].double(),  # how far it pulls a mean that is weighted by size
+        "size times move": uploads.size * sizes[MOVE].double(),  # how far it pulls a mean that is weighted by size
         "steps": uploads.steps,
         "travel": uploads.travel,
     }
@@ -46,7 +53,12 @@ def sizes_of(uploads: Uploads, start: Weights) -> dict[str, Tensor]:
 def slot_norms(tree: Tree) -> dict[str, Tensor]:
     """Return (C,) the norm of each slot of stacked trees."""
     slots = {slot: [leaf for leaf in leaves(part) if leaf.is_floating_point()] for slot, part in tree.items()}
-    return {f"the norm of '{slot}'": _root(floats) for slot, floats in slots.items() if floats}
+    return {norm_of(slot): _root(floats) for slot, floats in slots.items() if floats}
+
+
+def norm_of(slot: str) -> str:
+    """Return the name of the size of a slot."""
+    return f"the norm of '{slot}'"
 
 
 def norms(tree: Params, start: Params) -> Tensor:
@@ -101,6 +113,54 @@ def outliers(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
                 f"at most a factor of {math.exp(reach):.3g} is accepted",
             )
     return far
+
+
+def too_long(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: float) -> dict[str, np.ndarray]:
+    """Return, for each size that is too long in some upload of this cohort, what share of it (C,) is to be left.
+
+    A slot that is too long gets the length in the middle, so that nobody gains by sending more. A move gets the longest
+    one that is accepted, because Krum and its like must still see that it is far from the others. Fewer than LEAST
+    uploads tell nothing.
+
+    past: the scales of the rounds before. factor: from which on an upload is far; up to half the way to it, in
+    logarithms, nothing is too long.
+    """
+    left = {}
+    for name, (middle, spread) in scale_of(sizes).items():
+        usual = float(np.median([spread, *(scale[name][1] for scale in past if name in scale)]))
+        reach = max(0.5 * math.log(factor), min(LONG * usual, math.log(WIDEST)))
+        away = _logarithms(sizes[name]) - middle
+        long = away > reach
+        if np.isfinite(away).sum() >= LEAST and long.any():
+            longest = reach if name == MOVE else 0.0
+            left[name] = np.where(long, np.exp(longest - np.maximum(away, 0.0)), 1.0)
+    return left
+
+
+def shortened(uploads: Uploads, start: Weights, left: Mapping[str, np.ndarray]) -> Uploads:
+    """Return uploads of whose moves and slots a share is left.
+
+    left: (C,) shares by the name of a size; where a share is 1, every bit stays.
+    """
+
+    def cut(leaf: Tensor, centre: Tensor | float, share: np.ndarray) -> Tensor:
+        if not leaf.is_floating_point():
+            return leaf
+        own = torch.from_numpy(share).to(leaf.device).reshape(-1, *[1] * (leaf.dim() - 1))
+        return torch.where(own == 1.0, leaf, (centre + own * (leaf.double() - centre)).to(leaf.dtype))
+
+    def towards(sent: Params, centre: Params, name: str) -> Params:
+        if name not in left:
+            return sent
+        return {key: cut(leaf, centre[key].double(), left[name]) for key, leaf in sent.items()}
+
+    def of_slot(slot: str, tree: Tree) -> Tree:
+        name = norm_of(slot)
+        return tree_map(lambda leaf: cut(leaf, 0.0, left[name]), tree) if name in left else tree
+
+    params, buffers = uploads.weights
+    weights = Weights(towards(params, start.params, MOVE), towards(buffers, start.buffers, BUFFERS))
+    return uploads._replace(weights=weights, extra={slot: of_slot(slot, tree) for slot, tree in uploads.extra.items()})
 
 
 def _logarithms(values: np.ndarray) -> np.ndarray:
