@@ -389,7 +389,10 @@ def hostile_images() -> dict[str, bytes]:
     text = b"zTXta\0\0" + zlib.compress(bytes(50_000_000))
     bomb = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
     script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n(/tmp/storm) (w) file closefile\n%%EOF\n"
+    scans = _picture("JPEG", progressive=True)
+    last = scans[scans.rindex(b"\xff\xda") : -2]
     return {
+        "scans.jpg": scans[:-2] + last * 50_000 + scans[-2:],
         "bomb.png": png_of(30_000, 30_000, rows=3000), "just too large.png": png_of(8000, 6300), "large.png": png_of(6000, 6000),
         "says much.png": png_of(2**31 - 1, 2**31 - 1, rows=0), "no side.png": png_of(0, 5, rows=0), "long text.png": png_of(8, 8, extra=bomb),
         "nothing.png": b"", "script.png": script, "text.jpg": b"no image", "zeros.gif": bytes(1000),
@@ -473,6 +476,13 @@ def hostile_tokenizers() -> dict[str, bytes]:
     changed = {
         "growing": {**tree, "normalizer": {"type": "Sequence", "normalizers": [growing] * 2}},
         "slow": {**tree, "pre_tokenizer": slow},
+        "copies": {
+            **tree,
+            "post_processor": {**tree["post_processor"], "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2000},
+        },
+        "tenfold": {**tree, "normalizer": {"type": "Sequence", "normalizers": [{**growing, "content": "a" * 10}] * 9}},
+        "a panic": {**tree, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        "long words": {**tree, "model": {**tree["model"], "max_input_chars_per_word": 10**9}},
         "no model": {key: value for key, value in tree.items() if key != "model"},
         "far ids": {**tree, "model": {**tree["model"], "vocab": {"[PAD]": 0, "[UNK]": 2**31}}},
         "bad pattern": {**tree, "pre_tokenizer": {**slow, "pattern": {"Regex": "(((("}}},
@@ -633,7 +643,16 @@ def valid_of_run(name: str) -> dict[str, bytes]:
     return {"of a run": run_files(PLACE[0])[name]}
 
 
+def _head(kind: str, shape: list[int]) -> bytes:
+    """A file of one tensor without a number in it."""
+    tensor = {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}
+    words = json.dumps({"__metadata__": {"outline": '{"a": 0}'}, "0": tensor}).encode()
+    return struct.pack("<Q", len(words)) + words
+
+
 HEADS = {
+    "beyond torch": _head("F32", [0, 2**62, 4]), "beyond 64 bits": _head("U8", [0, 2**64 - 1]),
+    "many dimensions": _head("F16", [0] * 70), "8-bit floats": _head("F8_E4M3", [0]), "complex": _head("C64", [0]),
     "nothing": b"", "short": b"\x08", "long head": struct.pack("<Q", 2**62) + b"{}", "empty head": struct.pack("<Q", 2) + b"{}",
     "head no JSON": struct.pack("<Q", 4) + b"[[[[", "deep head": struct.pack("<Q", 90_000) + b"[" * 90_000,
     "negative": struct.pack("<Q", 70) + b'{"a":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}'.ljust(70) + bytes(4),

@@ -1,6 +1,7 @@
 """A small part of the storm of damaged inputs; `python benchmarks/storm/fuzz.py` plays 100,000."""
 
 import pytest
+from quick import first_quick
 
 pytest.importorskip("pyarrow")
 
@@ -10,8 +11,9 @@ OF_A_RUN = ("bundle", "checkpoint", "weights")  # their valid files come from a 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in inputs.KINDS if kind not in OF_A_RUN and kind != "tokenizer"])
-def test_hostile_inputs_are_answered_or_refused_in_one_line(kind):
-    outcomes = list(fuzz.storm(seed=7, count=25, kind=kind, heavy=False))
+@pytest.mark.parametrize("count", first_quick([12, 60]))
+def test_hostile_inputs_are_answered_or_refused_in_one_line(kind, count):
+    outcomes = list(fuzz.storm(seed=7, count=count, kind=kind, heavy=False))
     assert [each for each in outcomes if each.outcome not in (fuzz.ANSWERED, fuzz.REFUSED)] == []
     assert fuzz.REFUSED in {each.outcome for each in outcomes}
 

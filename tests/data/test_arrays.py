@@ -61,6 +61,14 @@ def test_what_no_model_can_learn_from_is_refused(tmp_path: Path, x, y, line):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("sign", [0x110000, 0xD800])
+def test_a_sign_that_no_text_has_is_refused(tmp_path: Path, sign: int):
+    words = np.array(["ill", "well"] * 20)
+    words.view(np.uint32)[5] = sign
+    with pytest.raises(FedstillError, match=r"array 'y' of .* holds words with signs that no text has"):
+        read(tmp_path, x=X, y=words)
+
+
 def test_arrays_that_grow_a_thousandfold_are_refused_before_they_are_unpacked(tmp_path: Path):
     np.savez_compressed(tmp_path / "set.npz", x=np.zeros((70_000_000, 1), np.uint8), y=np.zeros(70_000_000, np.uint8))
     assert (tmp_path / "set.npz").stat().st_size < 200_000

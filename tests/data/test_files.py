@@ -108,7 +108,7 @@ def test_a_malformed_csv_is_refused_in_one_line(tmp_path: Path, text: str, words
 
 def test_a_csv_in_another_encoding_is_refused_and_a_byte_order_mark_is_not(tmp_path: Path) -> None:
     (tmp_path / "latin.csv").write_bytes("a,label\n\xe9,0\n".encode("latin-1"))
-    assert "UTF-8" in fails(load, tmp_path / "latin.csv")
+    assert "save it as UTF-8" in fails(load, tmp_path / "latin.csv")
     (tmp_path / "excel.csv").write_bytes("\ufefflabel;a\r\n0;1\r\n\r\n1;2\r\n0;3\r\n".encode())
     assert load(tmp_path / "excel.csv").train.classes == ("0", "1")
 
@@ -240,6 +240,26 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
 def test_numbered_class_folders_are_in_the_order_of_numbers(tmp_path: Path) -> None:
     image_folder(tmp_path / "zoo", {str(i): 2 for i in range(11)})
     assert load(tmp_path / "zoo").train.classes == tuple(str(i) for i in range(11))
+
+
+def test_the_name_of_a_table_in_a_folder_is_a_key_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "clinics").mkdir()
+    for name, rows in {"north": 10, "south": 20}.items():
+        lines = [f"{row},{row % 2}" for row in range(rows)]
+        write(tmp_path / "clinics" / f"{name}.csv", "\n".join(["age,label", *lines]))
+    source = load(tmp_path / "clinics", keys=["file"], held_out=0.0)
+    assert source.keys["file"].tolist() == ["north"] * 10 + ["south"] * 20
+    assert source.train.x.shape == (30, 1)
+    assert not load(tmp_path / "clinics").keys
+
+
+def test_a_column_called_file_keeps_its_cells(tmp_path: Path) -> None:
+    (tmp_path / "clinics").mkdir()
+    lines = ["age,file,label", *(f"{row},of {row},{row % 2}" for row in range(6))]
+    for name in ("north", "south"):
+        write(tmp_path / "clinics" / f"{name}.csv", "\n".join(lines))
+    source = load(tmp_path / "clinics", keys=["file"], held_out=0.0)
+    assert source.keys["file"].tolist() == [f"of {i}" for i in range(6)] * 2
 
 
 def test_levels_of_folders_are_columns(tmp_path: Path) -> None:

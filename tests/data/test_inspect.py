@@ -77,6 +77,16 @@ def test_rows_without_a_label_and_repeated_rows_are_counted(tmp_path: Path) -> N
     assert "1 rows repeat another row" in notes
 
 
+def test_a_few_texts_differ_in_every_row_and_are_no_ids(tmp_path: Path) -> None:
+    lines = [f"the {side} won match {row} of the cup,{row % 2}" for row, side in enumerate(["team", "club"] * 4)]
+    findings = inspect_data(str(write(tmp_path / "t.csv", "\n".join(["text,label", *lines]))))
+    assert findings.kind == "texts"
+    codes = [f"P 7{row},{row % 2}" for row in range(8)]
+    assert "an id, differs in every row" in fails(
+        inspect_data, str(write(tmp_path / "codes.csv", "\n".join(["text,label", *codes])))
+    )
+
+
 def test_sizes_of_images_and_broken_files_are_found(tmp_path: Path) -> None:
     for number, side in enumerate((8, 8, 20)):
         for name in ("cat", "dog"):
@@ -136,3 +146,26 @@ def test_a_table_of_images_may_name_the_owners(tmp_path: Path) -> None:
     assert (findings.owner, findings.owners) == ("site", {"north": 15, "south": 14})
     assert findings.incomplete == 1
     assert inspect_data(str(tmp_path / "train.parquet"), owner="scanner").owners == {"x": 10, "y": 10, "z": 10}
+
+
+def test_tables_of_several_parties_in_a_folder_may_be_owned_by_file(tmp_path: Path) -> None:
+    (tmp_path / "clinics").mkdir()
+    for name, rows in {"north": 6, "south": 9}.items():
+        lines = [f"{row},{'ill' if row % 3 else 'well'}" for row in range(rows)]
+        write(tmp_path / "clinics" / f"{name}.csv", "\n".join(["age,state", *lines]))
+    place = str(tmp_path / "clinics")
+    assert "2 files are joined into one table: north.csv, south.csv. If each" in " ".join(
+        inspect_data(place, label="state").notes
+    )
+    owned = inspect_data(place, label="state", owner="file")
+    assert owned.owners == {"north": 6, "south": 9}
+    assert "--owner" not in " ".join(owned.notes)
+
+
+def test_splits_of_a_table_are_no_parties(tmp_path: Path) -> None:
+    (tmp_path / "clinics").mkdir()
+    for name in ("train", "test"):
+        write(tmp_path / "clinics" / f"{name}.csv", "age,state\n1,ill\n2,well\n3,ill\n4,well")
+    place = str(tmp_path / "clinics")
+    assert "joined" not in " ".join(inspect_data(place, label="state").notes)
+    assert "no column 'file'" in fails(inspect_data, place, label="state", owner="file")

@@ -387,10 +387,28 @@ def test_a_tokenizer_file_that_will_not_do_is_told(tmp_path, source):
         return fails(tokenise, source, length=8, tokenizer=tmp_path / "bad.json")
 
     assert "data.tokenizer: cannot read" in fails(tokenise, source, length=8, tokenizer=tmp_path / "none.json")
+    assert "data.tokenizer: cannot read" in fails(tokenise, source, length=8, tokenizer="/dev/zero")
     assert "this is no tokenizer.json of the tokenizers package" in given("{}")
     own = json.loads(tokens.train_tokenizer([text for _, text, _ in news()], 100))
     own["model"]["vocab"] = {("!" if name == "[PAD]" else name): id for name, id in own["model"]["vocab"].items()}
     assert "id 0 fills texts up, but is '!' there" in given(json.dumps(own))
+    own = json.loads(tokens.train_tokenizer([text for _, text, _ in news()], 100))
+    wordy = {"type": "WordLevel", "vocab": {"[PAD]": 0, "a": 1}, "unk_token": "[UNK]"}
+    assert "cannot cut these texts" in given(json.dumps({**own, "model": wordy}))
+    letters = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}  # the package would take 8 GB for it
+    assert "shorter than it says" in given(json.dumps({**own, "normalizer": letters}))
+    letters["precompiled_charsmap"] = "AAAAAA=="  # the package panics, which is no Exception
+    assert "cannot cut these texts" in given(json.dumps({**own, "normalizer": letters}))
+    tenfold = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    copies = {"type": "TemplateProcessing", "single": [one] * 2000, "pair": [one, two], "special_tokens": {}}
+    for change in (
+        {"normalizer": {"type": "Sequence", "normalizers": [tenfold] * 9}},
+        {"post_processor": copies},
+        {"model": {**own["model"], "max_input_chars_per_word": 10**9}},
+        {"model": {**wordy, "vocab": {"[PAD]": 0, "[UNK]": 2**31}}},
+    ):
+        assert "ids, cuts words of more than" in given(json.dumps({**own, **change}))
     good, _ = tokenise(source, length=8, vocabulary=100)
     assert "data.tokens = 2 leaves no room for words" in fails(tokens.opened, good.train.tokenizer.file, 2)
     assert "holds no texts: load it with text=True" in fails(tokenise, good, length=8)

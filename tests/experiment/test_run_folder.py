@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import threading
 from itertools import islice
+from pathlib import Path
 
 import file_damage
 import numpy as np
@@ -42,7 +43,7 @@ def experiment(**data):
 
 
 @pytest.mark.parametrize("command", [["run"], ["compare", "--methods", "fedavg", "--seeds", "1"]])
-def test_a_run_below_the_images_it_learns_from_is_not_read_by_the_next_one(tmp_path, monkeypatch, command):
+def test_a_run_below_the_images_it_learns_from_is_not_read_by_the_next_one(tmp_path, monkeypatch, command, pictures):
     monkeypatch.chdir(draw(tmp_path))
     for out in (["--out", "one"], []):
         outcome = CliRunner().invoke(app, [*command, "--set", "data.source=.", *WORDS, *out])
@@ -98,6 +99,14 @@ def test_content_that_no_run_writes_is_one_line_although_its_digest_is_right(run
 
 def test_no_link_leads_out_of_a_folder_that_a_run_goes_on_in(run, tmp_path):
     assert wrong(islice(file_damage.links(run, tmp_path / "outside"), 0, None, 12)) == {}
+
+
+@pytest.mark.parametrize("read", [fedstill.predict, fedstill.export, fedstill.load_run])
+def test_no_file_outside_of_a_run_is_read_for_it(run, tmp_path, read):
+    (run / "config.toml").rename(tmp_path / "config.toml")
+    (run / "config.toml").symlink_to(tmp_path / "config.toml")
+    with pytest.raises(FedstillError, match="is a link to a place outside"):
+        read(run)
 
 
 def test_a_link_inside_of_a_folder_is_fine(run):
@@ -174,6 +183,36 @@ def test_a_repository_of_somebody_else_starts_no_program(tmp_path, monkeypatch, 
     assert commit.endswith("+")
     subprocess.run(["git", "config", key, f"touch started; {value}"], check=True)
     assert git_commit() in (commit, commit[:-1])
+    assert not (tmp_path / "started").exists()
+
+
+def test_neither_a_submodule_nor_a_missing_object_starts_a_program(tmp_path, monkeypatch):
+    def git(*words, where=tmp_path / "theirs"):
+        subprocess.run(["git", "-c", "user.email=them", "-c", "user.name=them", *words], cwd=where, check=True)
+
+    for folder in (tmp_path / "theirs", tmp_path / "theirs" / "inner"):
+        folder.mkdir()
+        git("init", "-q", where=folder)
+        (folder / "file").write_text("one\n")
+        git("add", "file", where=folder)
+        git("commit", "-qm", "theirs", where=folder)
+    git("-c", "advice.addEmbeddedRepo=false", "add", "inner")
+    git("commit", "-qm", "with inner")
+    inner = tmp_path / "theirs" / "inner"
+    git("config", "filter.theirs.clean", f"touch {tmp_path}/started; cat", where=inner)
+    (inner / ".git" / "info" / "attributes").write_text("* filter=theirs\n")
+    (inner / "file").write_text("two\n")
+    os.utime(inner / "file", (1, 1))
+    monkeypatch.chdir(tmp_path / "theirs")
+    assert git_commit()
+    assert not (tmp_path / "started").exists()
+    tree = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], capture_output=True, text=True, check=True).stdout
+    (Path(".git/objects") / tree[:2] / tree[2:].strip()).unlink()
+    for key, value in {"promisor": "true", "url": str(inner), "uploadpack": f"touch {tmp_path}/started;"}.items():
+        git("config", f"remote.origin.{key}", value)
+    git("config", "core.repositoryformatversion", "1")
+    git("config", "extensions.partialClone", "origin")
+    assert git_commit()
     assert not (tmp_path / "started").exists()
 
 

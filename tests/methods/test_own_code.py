@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+
 import pytest
 from cli_runs import fedstill, mistake
 from code_attacks import HARMLESS, ONE_LINE, RAN, WENT_ON, Attacker, attempts, command
@@ -121,6 +125,29 @@ def test_a_neighbour_that_a_file_imports_is_allowed_with_it(here):
         library.Experiment.from_toml("own.toml")
 
 
+def test_code_of_an_allowed_file_imports_its_neighbours_and_nothing_else_of_the_folder(here, monkeypatch):
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    (here / "mine.py").write_text(MINE.format(mu=0.5).replace("    return", "    import late_neighbour\n    return"))
+    (here / "late_neighbour.py").write_text("")
+    (here / "library_of_theirs").mkdir()
+    (here / "library_of_theirs" / "__init__.py").write_text("raise SystemExit('the code of a stranger ran')")
+    fedstill("allow", "mine.py")
+    fedstill("run", "own.toml", "--quiet")
+    assert "late_neighbour" in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("library_of_theirs")
+
+
+@pytest.mark.parametrize("name", ["mine.py:getoutput", "mine:getoutput"])
+def test_a_neighbour_that_defines_a_function_allows_none_of_that_name(here, name):
+    (here / "mine.py").write_text(f"from subprocess import getoutput\nimport beside\n{MINE.format(mu=0.5)}")
+    (here / "beside.py").write_text("def getoutput():\n    return 1\n")
+    fedstill("allow", "mine.py")
+    (here / "own.toml").write_text(EXPERIMENT.replace('"mine.py:mine"', f"'{name}(cmd=\"touch ran\")'"))
+    assert "which is no function of that file's own" in mistake("run", "own.toml")
+    assert not (here / "ran").exists()
+
+
 def test_files_of_a_name_are_found_without_an_import(here):
     package = here / "package"
     (package / "inner").mkdir(parents=True)
@@ -130,6 +157,34 @@ def test_files_of_a_name_are_found_without_an_import(here):
     found = own_code.own_files(["package.inner.part:f"])
     names = ["__init__.py", "inner/__init__.py", "inner/part.py", "other.py"]
     assert found == [str(package / name) for name in names]
+
+
+def test_a_cluster_of_somebody_elses_file_is_not_asked(here):
+    """Its processes send pickles, which run code where they are opened."""
+    small = EXPERIMENT.replace("mine.py:mine", "fedavg")
+    (here / "own.toml").write_text(small + 'engine = "ray"\ncluster = {address = "127.0.0.1:9"}\n')
+    assert "names code, '127.0.0.1:9', a module or a cluster" in mistake("run", "own.toml")
+    assert "names code" not in mistake("run", "own.toml", "--set", "cluster.address=127.0.0.1:9")
+
+
+def test_a_folders_name_adds_no_line_to_the_list(here, monkeypatch):
+    wanted = own_code.file_digest(here / "mine.py")
+    folder = here / f"a\n{wanted}  b"
+    folder.mkdir()
+    (folder / "other.py").write_text("")
+    monkeypatch.chdir(folder)
+    assert "cannot be printed" in mistake("allow", "other.py")
+    monkeypatch.chdir(here)
+    assert "names code" in mistake("run", "own.toml")
+
+
+def test_a_list_that_others_can_write_allows_nothing(here):
+    before = os.umask(0o002)
+    fedstill("allow", "mine.py")
+    os.umask(before)
+    fedstill("run", "own.toml", "--quiet", "--out", "first")
+    (here / "config" / "allowed.txt").chmod(0o620)
+    assert "can be written by other users" in mistake("run", "own.toml")
 
 
 @pytest.mark.parametrize("name", ["nothing.py", "mine.txt"])

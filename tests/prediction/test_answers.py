@@ -8,6 +8,7 @@ from safetensors.numpy import load_file, save_file
 import fedstill
 from fedstill.core.errors import FedstillError
 from fedstill.loop.callbacks import Callback
+from fedstill.loop.checkpoint import load_tensors, save_tensors
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
 
 FEDDF = {"name": "feddf", "student": {"steps": 10}}
@@ -90,6 +91,22 @@ def test_targets_that_are_absent_or_cannot_be_read_are_one_line(tmp_path):
     assert "targets.safetensors cannot be read" in refused(folder)
     (folder / TARGETS_FILE).rmdir()
     assert "has no targets.safetensors" in refused(folder)
+
+
+def test_targets_of_another_form_are_one_line_although_their_seal_is_right(tmp_path):
+    file = run(tmp_path, FEDDF) / TARGETS_FILE
+    right, about = load_tensors(file)
+    for change in (
+        {"kept": torch.tensor(True)},
+        {"kept": right["kept"].double() * torch.nan},
+        {"probabilities": right["probabilities"][:, 0].clone()},
+        {"probabilities": right["probabilities"].repeat(1, 2)},
+        {"probabilities": right["probabilities"][:3].clone()},
+    ):
+        save_tensors(file, {**right, **change}, about)
+        assert "holds no targets for this run's classes" in refused(tmp_path)
+    save_tensors(file, right, {**about, "round": "x"})
+    assert "cannot be read" in refused(tmp_path)
 
 
 class Stop(Callback):

@@ -2,12 +2,24 @@
 
 import errno
 import os
+import struct
 from pathlib import Path
 
 import pytest
 
 from fedstill.core.errors import FedstillError
-from fedstill.storage.files import RUNNING_FILE, appending, is_held, lock, read_bytes, working_in, write_whole, writing
+from fedstill.storage.files import (
+    MOST_OF_A_LIST,
+    RUNNING_FILE,
+    appending,
+    is_held,
+    lock,
+    open_zip,
+    read_bytes,
+    working_in,
+    write_whole,
+    writing,
+)
 
 
 def test_text_and_bytes_replace_the_old_content_and_make_the_folder(tmp_path):
@@ -77,6 +89,15 @@ def test_a_link_is_replaced_and_not_written_through(tmp_path):
     write_whole(tmp_path / "link", "new")
     assert (tmp_path / "precious").read_text() == "precious"
     assert (tmp_path / "link").read_text() == "new"
+
+
+def test_a_list_of_parts_that_would_fill_the_memory_is_not_read(tmp_path):
+    path = tmp_path / "bomb.zip"
+    with path.open("wb") as file:  # the end of a zip file says that all before it is the list
+        file.seek(MOST_OF_A_LIST + 1)
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, MOST_OF_A_LIST + 1, 0, 0))
+    with path.open("rb") as file, pytest.raises(ValueError, match="at most 16,777,216"):
+        open_zip(file)
 
 
 def test_the_thread_that_works_in_a_folder_may_enter_it_again(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,13 @@ def test_an_id_that_is_no_id_leads_nowhere(run, name):
     (run / ID_FILE).write_text(name)
     with pytest.raises(FedstillError, match=r"secret\.id is damaged"):
         secret_of(run)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_bytes(bytes(1000))])
+def test_an_id_that_is_no_small_file_is_damaged(tmp_path, make):
+    make(tmp_path / "secret.id")
+    with pytest.raises(FedstillError, match=r"its secret\.id is damaged"):
+        secret_of(tmp_path)
 
 
 def test_another_runs_secret_under_this_ones_name_is_refused(run, tmp_path):

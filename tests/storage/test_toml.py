@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstill.core.errors import FedstillError
+from fedstill.storage.files import MOST_BYTES
 from fedstill.storage.toml import dumps, loads, parse_value, read_toml
 
 scalars = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
@@ -65,6 +66,14 @@ def test_a_binary_file_is_told_apart(tmp_path):
     path = tmp_path / "picture.toml"
     path.write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(FedstillError, match="not a text file"):
+        read_toml(path)
+
+
+def test_a_file_that_is_too_large_is_one_line_and_not_read(tmp_path):
+    path = tmp_path / "large.toml"
+    with path.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(FedstillError, match=r"large\.toml cannot be read"):
         read_toml(path)
 
 

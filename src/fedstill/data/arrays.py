@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.lib import format as npy
 from fedstill.core.errors import FedstillError
 from fedstill.data.bounds import OF_A_ROW, check_size, readable
 from fedstill.data.tables import Frame
+from fedstill.storage.files import open_zip
 
 LAYOUTS = (  # (split, inputs, labels) by array name: Keras, MedMNIST, a single pair
     (("train", "x_train", "y_train"), ("test", "x_test", "y_test")),
@@ -41,7 +43,7 @@ class _Form(NamedTuple):
 
 def read_npz(file: Path, *, labelled: bool) -> dict[str, Frame]:
     """Return the splits of an npz file; only the arrays of its layout are unpacked."""
-    with readable(file, "a readable npz file"), zipfile.ZipFile(file) as archive:
+    with readable(file, "a readable npz file"), file.open("rb") as opened, open_zip(opened) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         for layout in LAYOUTS:
             if all(x in members and (y in members or not labelled) for _, x, y in layout):
@@ -68,7 +70,16 @@ def _arrays(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], fi
         with archive.open(info) as member:
             array = npy.read_array(member, allow_pickle=False)
         arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+        if array.dtype.kind == "U" and not _is_text(arrays[name]):
+            raise FedstillError(f"data.source: array '{name}' of '{file}' holds words with signs that no text has")
     return arrays
+
+
+def _is_text(words: np.ndarray) -> bool:
+    """Return whether all signs are of Unicode and none is half of one; Python makes no word of others."""
+    signs = np.frombuffer(words.tobytes(), np.uint32)
+    halves = (signs >= 0xD800) & (signs <= 0xDFFF)
+    return not (halves | (signs > sys.maxunicode)).any()
 
 
 def _checked_form(member: IO[bytes], name: str, size: int, file: Path) -> _Form:

@@ -89,7 +89,8 @@ def readable(file: Path | str, kind: str) -> Iterator[None]:
     except Exception as error:  # a damaged file makes the readers of zip, npy, parquet and pictures raise nearly any
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise FedstillError(f"data.source: '{file}' is not {kind} ({first_line(error)})") from error
+        cure = ": save it as UTF-8, in a spreadsheet 'CSV UTF-8'" if isinstance(error, UnicodeDecodeError) else ""
+        raise FedstillError(f"data.source: '{file}' is not {kind} ({first_line(error)}){cure}") from error
 
 
 def _shown(size: float) -> str:

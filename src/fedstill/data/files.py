@@ -8,7 +8,7 @@ import glob
 import itertools
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -35,6 +35,7 @@ _MISSING_SPELT = [
 LINES_OF_A_LOOK = 1000  # of a table, to see how its numbers are written
 _DECIMAL_COMMA = re.compile(r"(?<![^;\t|\s])[-+]?\d+,\d+(?![^;\t|\s])")  # 32,1 as a whole cell
 _WITH_COMMA = re.compile(r"\s*[-+]?\d*,\d+\s*")
+FILE = "file"  # the key that says in which of a folder's tables a row stands
 EXACT_PANDAS = (3, 1)  # from this release on, its plain reader of numbers gives the nearest float
 TABLE_SUFFIXES = ((".parquet",), (".csv", ".tsv"), (".jsonl",))  # a folder is read by the first kind that it holds
 SHARD = re.compile(r"(?P<split>.+)-\d+-of-(?P<parts>\d+)")
@@ -62,14 +63,27 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[st
         shard = SHARD.fullmatch(parts[0].stem)
         if shard and len(parts) < int(shard["parts"]):
             notes.append(f"{split}: {len(parts)} of {int(shard['parts'])} files are here")
-    if not any(split_role(split) for split in shards):  # plain names: parts of one set
+    joined = are_joined(files)
+    if joined:
         shards = {"train": files}
     frames = {}
     for split, parts in shards.items():
         read = [_read_table(file, reading, root) for file in parts]
+        if joined and FILE in reading.keys:
+            read = [_with_name(frame, file) for frame, file in zip(read, parts, strict=True)]
         filled = [frame for frame in read if frame.rows] or read[:1]
         frames[split] = stack(filled, filled[0].columns, root.name)
     return frames, notes
+
+
+def are_joined(files: Sequence[Path]) -> bool:
+    """Return whether tables are parts of one set, because none is called train, test or the like."""
+    return not any(split_role(_split_of(file)) for file in files)
+
+
+def _with_name(frame: Frame, file: Path) -> Frame:
+    """Return a table with the name of its file in each row, unless it has such a column of its own."""
+    return Frame({FILE: objects([file.stem] * frame.rows), **frame.columns}, frame.names)
 
 
 def _split_of(file: Path) -> str:

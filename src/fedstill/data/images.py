@@ -27,6 +27,7 @@ CHUNK = 256  # images a task: a task costs more than a small image
 MOST_PIXELS = 50_000_000  # of one image
 LARGE = 4_000_000  # pixels; such images are decoded one at a time, because each takes up to 15 bytes a pixel
 RESIZED_AT_ONCE = 2048
+MOST_SCANS = 100  # of a JPEG; programs write about ten, and the decoder takes each over all pixels
 
 
 def decode_images(
@@ -121,7 +122,9 @@ def image_pixels(blob: bytes | Path, row: int, shape: tuple[int, int] | None, wh
     from PIL import Image, ImageOps
 
     try:
-        with ExitStack() as held, Image.open(_opened(blob, held), formats=FORMATS) as opened:
+        with ExitStack() as held, Image.open(file := _opened(blob, held), formats=FORMATS) as opened:
+            if opened.format in ("JPEG", "MPO") and _scans(file) > MOST_SCANS:
+                raise ValueError(f"a JPEG of more than {MOST_SCANS} scans")
             pixels = opened.width * opened.height
             if pixels > MOST_PIXELS:
                 raise ValueError(f"{opened.width} x {opened.height} pixels, more than {MOST_PIXELS:,}")
@@ -149,6 +152,15 @@ def _opened(blob: bytes | Path, held: ExitStack) -> IO[bytes]:
     if not blob.is_file():  # a pipe would never end
         raise ValueError("it is no file")
     return held.enter_context(blob.open("rb"))
+
+
+def _scans(file: IO[bytes]) -> int:
+    """Return how many scans a JPEG has, at most."""
+    place = file.seek(0, io.SEEK_CUR)
+    file.seek(0)
+    count = sum(piece.count(b"\xff\xda") for piece in iter(lambda: file.read(1 << 20), b""))
+    file.seek(place)
+    return count
 
 
 def _centre(width: int, height: int, wanted_height: int, wanted_width: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedstill.core.data import InputColumn
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.data.files import files_of, folder_columns, read_files
+from fedstill.data.files import FILE, TABLE_SUFFIXES, are_joined, files_of, folder_columns, read_files
 from fedstill.data.images import IMAGE_SUFFIXES, image_pixels
 from fedstill.data.source import Reading, missing_rows, require_extra
 from fedstill.data.tables import (
@@ -40,6 +40,7 @@ OWNER_NAMES = frozenset(
 )
 MOST_CLASSES = 50  # different values in a column that is proposed as the label
 WORDS_OF_TEXT = 4  # on average in a cell of text; names and codes have fewer
+TABLES = tuple(suffix for kind in TABLE_SUFFIXES for suffix in kind)
 LEAK = 0.99  # share of the rows whose label a single column tells; such a column is rarely known before the label
 FEWEST_ROWS = 30  # among fewer, chance makes leak suspects
 DATE = re.compile(r"\s*\d{1,4}([-./])\d{1,2}\1\d{1,4}([ T].*)?")
@@ -121,12 +122,13 @@ def inspect_data(place: str, *, label: str | None = None, owner: str | None = No
     """Read a table, a folder of images by class or texts, and return everything that a first run would stumble over.
 
     label, owner: the columns of the classes and of the parties that hold the rows; None: their names decide. The
-    levels of folders above images and texts are the columns folder1, folder2, ...
+    levels of folders above images and texts are the columns folder1, folder2, ..., and the name of a table in a folder
+    of tables is the column file.
     """
     root = Path(place).expanduser()
     if not root.exists():
         raise FedstillError(f"DATA: no such file or folder: '{place}'")
-    reading = Reading(text=_holds_only_texts(root), missing="skip")
+    reading = Reading(text=_holds_only_texts(root), missing="skip", keys=[FILE] if owner == FILE else [])
     files = files_of(root.resolve(), reading)
     frames, notes = read_files(files, root.resolve(), reading)
     frames = with_rows(frames, place)
@@ -135,6 +137,10 @@ def inspect_data(place: str, *, label: str | None = None, owner: str | None = No
     common = [name for name in used[0].columns if all(name in frame.columns for frame in used)]
     table = stack(used, common, place)
     said = (*notes, *new_notes)
+    if len(files) > 1 and files[0].suffix.lower() in TABLES and are_joined(files):
+        names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        hint = f". If each file belongs to one party, call init again with --owner {FILE}" if owner is None else ""
+        said = (*said, f"the rows of {len(files)} files are joined into one table: {names}{hint}")
     levels = folder_columns(table) if files[0].suffix.lower() in {*IMAGE_SUFFIXES, ".txt"} else []
     if label is None and owner is not None and owner == next(iter(levels), ""):
         label = _level_of_classes(levels, owner, place)
@@ -310,7 +316,8 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
         values = len(column) if codes is None else int(codes.max()) + 1
         use, reason = {label: "label", owner: "owner"}.get(name, "input"), ""
         if use == "input":
-            kind = "text" if kind == "words" and values > MAX_WORDS and _is_text(column) else kind
+            many = values > MAX_WORDS or values == len(column)  # a few texts differ in every row, as ids do
+            kind = "text" if kind == "words" and many and _is_text(column) else kind
             reason = _why_not(name, column, codes, y, kind, place)
         if codes is not None and not reason.startswith("an id"):
             mixed = (mixed ^ (mixed >> np.uint64(29))) * MIXER + codes.astype(np.uint64)

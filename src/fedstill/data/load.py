@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,14 +51,17 @@ def _source_of(frames: Mapping[str, Frame], reading: Reading, **facts: Any) -> S
 
 
 def _digits(reading: Reading) -> Source:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x = np.round(bunch.images * (255.0 / 16.0)).astype(np.uint8)
-    kept, held_out = stratified_holdout(bunch.target, 0.2)
+    """Read scikit-learn's file without importing scikit-learn, because the import takes as long as that of torch."""
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    with gzip.open(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
+        table = np.loadtxt(file, delimiter=",")
+    x = np.round(table[:, :-1].reshape(-1, 8, 8) * (255.0 / 16.0)).astype(np.uint8)
+    y = table[:, -1].astype(np.int64)
+    kept, held_out = stratified_holdout(y, 0.2)
     frames = {
-        split: Frame({"image": x[rows], "label": bunch.target[rows].astype(np.int64)})
-        for split, rows in (("train", kept), ("test", held_out))
+        split: Frame({"image": x[rows], "label": y[rows]}) for split, rows in (("train", kept), ("test", held_out))
     }
     source = _source_of(frames, reading, name="digits", origin="digits")
     return source._replace(rows={"train": kept, "test": held_out}) if reading.labelled else source

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.types import Tokenizer
 from fedstill.data.source import Source, Unlabeled, as_tensor, first_line, require_extra
 from fedstill.storage.cache import Cache
+from fedstill.storage.files import read_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 MASKS = ("[MASK]", "<mask>")  # how tokenizers name it
@@ -27,6 +31,9 @@ MOST_LETTERS = 1000  # different characters; rarer ones are unknown (BERT's limi
 FORMAT = 1  # raise it when the same texts give another tokenizer
 CLIENTS_WORDS = "a tokenizer trained on all clients' texts (data.tokenizer can change that)"
 AT_ONCE = 4096  # texts; the package keeps far more than ids of each
+MOST_IDS = 1 << 24
+MOST_GROWTH = 64  # times that a tokenizer.json may lengthen a text before it cuts it
+LONGEST_WORD = 10_000  # letters; the package's search for pieces takes their square
 
 _log = logging.getLogger("fedstill.run")
 
@@ -85,7 +92,8 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     package.enable_padding(length=tokenizer.length, pad_id=PAD, pad_token=package.id_to_token(PAD))
     parts = [np.zeros((0, tokenizer.length), np.int32)]
     for first in range(0, len(texts), AT_ONCE):
-        encodings = package.encode_batch([_readable(text) for text in texts[first : first + AT_ONCE]])
+        with _told("data.tokenizer cannot cut these texts: use another one"):
+            encodings = package.encode_batch([_readable(text) for text in texts[first : first + AT_ONCE]])
         parts.append(np.array([encoding.ids for encoding in encodings], np.int32))
     return np.concatenate(parts)
 
@@ -98,7 +106,7 @@ def _readable(text: str) -> str:
 def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
     """Read a tokenizer.json of the tokenizers package, whose id 0 must be padding."""
     try:
-        file = Path(path).expanduser().read_text(encoding="utf-8")
+        file = read_text(Path(path).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         raise FedstillError(f"data.tokenizer: cannot read '{path}' ({first_line(error)})") from error
     try:
@@ -110,13 +118,16 @@ def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
 def opened(file: str, length: int) -> Tokenizer:
     """Return the Tokenizer of a tokenizer.json's content, for texts of `length` ids."""
     tokenizers = require_extra("tokenizers", extra="text")
-    try:
+    with _told("this is no tokenizer.json of the tokenizers package, whose Tokenizer.save writes one"):
+        growth = _growth(tree := json.loads(file))  # first, because the package takes memory for what a file says
         package = tokenizers.Tokenizer.from_str(file)
-    except Exception as error:  # the package raises this very class
-        raise FedstillError(
-            f"this is no tokenizer.json of the tokenizers package ({first_line(error)}); its Tokenizer.save writes one"
-        ) from error
     size = max(package.get_vocab().values(), default=-1) + 1
+    longest = tree["model"].get("max_input_chars_per_word", 0)
+    if size > MOST_IDS or longest > LONGEST_WORD or growth > MOST_GROWTH:
+        raise FedstillError(
+            f"it has more than {MOST_IDS:,} ids, cuts words of more than {LONGEST_WORD:,} letters, or makes texts more "
+            f"than {MOST_GROWTH} times as long: use another one"
+        )
     pad = package.id_to_token(PAD) or ""
     if "pad" not in pad.lower():
         raise FedstillError(f"id 0 fills texts up, but is '{pad}' there; use a tokenizer whose id 0 is [PAD]")
@@ -128,6 +139,40 @@ def opened(file: str, length: int) -> Tokenizer:
     ids = (place for place in range(size) if place not in special)  # marks come first, then words
     first_word = next((place for place in ids if not MARK.fullmatch(package.id_to_token(place) or "")), size)
     return Tokenizer(file, length, size, mask, first_word)
+
+
+@contextmanager
+def _told(wrong: str) -> Iterator[None]:
+    """Turn whatever the tokenizers package raises into one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the package raises Exception itself, and a panic of Rust is none
+        raise FedstillError(f"{wrong} ({first_line(error)})") from error
+
+
+def _growth(tree: Mapping[str, Any]) -> float:
+    """Return how many times as long a tokenizer.json may make a text, at most."""
+    growth = 1.0
+    inside = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+    for key, more in inside.items():
+        parts = [tree.get(key) or {}]
+        for part in parts:
+            parts += part.get(more, ())
+            kind, pattern = part.get("type"), part.get("pattern")
+            if kind in ("Replace", "Prepend"):
+                replaced = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
+                growth *= max(1.0, len(part.get("content", part.get("prepend", ""))) / max(1, replaced))
+            elif kind == "Precompiled":
+                table = base64.b64decode(part["precompiled_charsmap"])
+                if int.from_bytes(table[:4], "little") > len(table):
+                    raise ValueError("its table of letters is shorter than it says")
+            elif kind == "ByteLevel":  # a letter becomes one for each of its bytes
+                growth *= 2
+            elif kind == "TemplateProcessing":
+                growth *= max(1, sum("Sequence" in piece for piece in part["single"]))
+    return growth
 
 
 def kept_tokenizer(texts: Sequence[str], vocabulary: int, *, cache_dir: Path | None = None) -> str:

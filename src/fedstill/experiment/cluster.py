@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from fedstill.experiment.code_names import code_names
 from fedstill.experiment.config import CREWS, Experiment
 from fedstill.experiment.run_folder import with_full_paths
 from fedstill.loop.federate import Built, MakePopulation
-from fedstill.methods.own_code import own_files
+from fedstill.methods.own_code import let_import, own_files
 from fedstill.storage import toml as toml_io
 from fedstill.storage.files import write_whole
 
@@ -87,22 +86,17 @@ class Recipe:
     def _text_here(self) -> str:
         """Return the text with the paths of this machine, on which files that are missing or differ are written."""
         if all(Path(path).is_file() and Path(path).read_bytes() == content for path, content in self.files):
-            _find_modules_in(self.folder)
+            let_import((path for path, _ in self.files), Path(self.folder))
             return self.text
         digest, text = hashlib.sha256(repr(self.files).encode()).hexdigest()[:16], self.text
         root = Path(tempfile.gettempdir()) / f"fedstill-{os.getuid()}-{digest}"
         root.mkdir(mode=0o700, exist_ok=True)
-        if root.stat().st_uid != os.getuid():
+        if root.lstat().st_uid != os.getuid():  # of a link too, because it may lead anywhere
             raise FedstillError(f"'{root}' is somebody else's: the files of the experiment cannot be written there")
         for path, content in self.files:
             place = root / path.lstrip("/")
             place.parent.mkdir(parents=True, exist_ok=True)
             write_whole(place, content)
             text = text.replace(path, str(place))
-        _find_modules_in(str(root / self.folder.lstrip("/")))
+        let_import((str(root / path.lstrip("/")) for path, _ in self.files), root / self.folder.lstrip("/"))
         return text
-
-
-def _find_modules_in(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)

@@ -30,6 +30,8 @@ def check_code(table: Mapping[str, Any], where: str | Path, *, spoken: Iterable[
 def code_names(table: Mapping[str, Any]) -> list[str]:
     """Return every FILE.py:function and module:function in an experiment's table, as the loader would be asked for it.
 
+    The address of a cluster counts as one, HOST:PORT.
+
     >>> code_names({"method": "fedavg+mine.py:f(mu=0.1)", "model": {"name": "net:Net"}, "evaluate": "global_test"})
     ['mine.py:f', 'net:Net']
     """
@@ -40,7 +42,8 @@ def _names(table: Mapping[str, Any]) -> Iterator[str]:
     for key in ("method", "model", "engine"):
         for name in _texts(_word(table.get(key), "name")):
             yield from _in_method(name) if key == "method" else [name]
-    yield from _texts(_section(table, "cluster").get("engine"))
+    for key in ("engine", "address"):  # a Ray cluster that answers at an address runs code in this process
+        yield from _texts(_section(table, "cluster").get(key))
     model, compare = (_section(table, key) for key in ("model", "compare"))
     for text in (*_texts(model.get("prototypes")), *_texts(compare.get("methods"))):
         for piece in (text, *split_methods(text)):

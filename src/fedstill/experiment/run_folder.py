@@ -25,7 +25,7 @@ from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
 from fedstill.methods.own_code import file_digest, own_files, speak
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import read_text, write_whole
+from fedstill.storage.files import check_no_way_out, read_text, write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
@@ -271,8 +271,9 @@ def is_local(place: object) -> bool:
 
 
 def read_description(folder: Path) -> Experiment:
-    """Return the experiment that a run wrote into its folder."""
+    """Return the experiment that a run wrote into its folder; one with a link that leads out of it is refused."""
     table = read_settings(folder)
+    check_no_way_out(folder)
     check_code(table, folder / CONFIG_FILE)
     return Experiment.model_validate(table)
 
@@ -337,21 +338,26 @@ def git_commit() -> str | None:
             return None
         return answer.stdout.strip()
 
-    commit = git("rev-parse", "HEAD")
-    if commit is None or _git_runs_programs(git("config", "--list", "--show-scope", "--name-only") or ""):
+    commit, settings = git("rev-parse", "HEAD"), git("config", "--list", "--show-scope", "--name-only")
+    if commit is None or settings is None or _git_runs_programs(settings):
         return commit
-    changed = git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", "--porcelain", "--untracked-files=no")
+    what = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")  # submodules have settings of their own
+    changed = git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", *what)
     return f"{commit}+" if changed else commit
 
 
 def _git_runs_programs(settings: str) -> bool:
-    """Return whether a repository's own settings name programs for `git status`: the folder may be somebody else's."""
+    """Return whether a repository's own settings name programs for `git status`: the folder may be somebody else's.
+
+    A remote that promises missing objects is asked for them, by programs that its settings name.
+    """
     keys = [
         key
         for scope, _, key in (line.partition("\t") for line in settings.splitlines())
         if scope not in ("system", "global")
     ]
-    return any(key.startswith(("filter.", "include")) for key in keys if key)
+    begins = ("filter.", "include", "extensions.partialclone")
+    return any(key.startswith(begins) or key.endswith(".promisor") for key in keys)
 
 
 def describe_device() -> dict[str, Any]:

@@ -14,15 +14,16 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.storage.files import default_cache_dir, default_config_dir, write_whole
+from fedstill.storage.files import default_config_dir, write_whole
 
 ALLOWED_FILE = "allowed.txt"  # in the user's configuration folder: a digest and a path in each line
 SHOWN = 16  # letters of a digest in a message
@@ -69,9 +70,8 @@ def _module_of(place: str, setting: str) -> Any:
     path = Path(place)
     if place.endswith(".py") and not os.path.isfile(path):
         raise FedstillError(f"{setting}: no file '{place}': give FILE.py:function")
-    folder = str(path.resolve().parent if place.endswith(".py") else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # so that the file can import its neighbours, as with `python FILE.py`
+    folder = path.resolve().parent if place.endswith(".py") else Path.cwd()
+    let_import(own_files([f"{place}:"]), folder)
     try:
         return load_file(path) if place.endswith(".py") else importlib.import_module(place)
     except FedstillError:
@@ -88,6 +88,38 @@ class _FromSource(importlib.machinery.SourceFileLoader):
         return code
 
 
+class _Neighbours:
+    """Finds the neighbours of a user's file for the code in it, as `python FILE.py` would, and compiles their text.
+
+    Nothing else of their folder can be imported. It may be somebody else's, who put a package there with the name of
+    one that a library imports later.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, set[str]] = {}  # of modules, by their folder; the one named last comes first
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        for folder, names in self.names.items():
+            if name.partition(".")[0] in names:
+                spec = importlib.machinery.PathFinder.find_spec(name, [folder] if path is None else path)
+                if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+                    spec.loader = _FromSource(name, spec.loader.path)
+                return spec
+        return None
+
+
+_neighbours_known = _Neighbours()
+
+
+def let_import(files: Iterable[str], folder: Path) -> None:
+    """Let code import the modules of a folder that these files below it are."""
+    inside = (Path(file).relative_to(folder) for file in files if Path(file).is_relative_to(folder))
+    names, others = {place.parts[0].partition(".")[0] for place in inside}, dict(_neighbours_known.names)
+    _neighbours_known.names = {str(folder): names | others.pop(str(folder), set()), **others}
+    if _neighbours_known not in sys.meta_path:
+        sys.meta_path.insert(0, _neighbours_known)
+
+
 def load_file(path: Path) -> Any:
     """Import a user's file as a module, under a name that no other file has."""
     mark = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
@@ -97,19 +129,8 @@ def load_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    with _bytecode_elsewhere():
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def _bytecode_elsewhere() -> Iterator[None]:
-    """Let neighbours of a file be compiled from their source: bytecode is sought in our cache, not beside them."""
-    before, sys.pycache_prefix = sys.pycache_prefix, str(default_cache_dir() / "bytecode")
-    try:
-        yield
-    finally:
-        sys.pycache_prefix = before
 
 
 def own_files(names: Iterable[str]) -> list[str]:
@@ -198,6 +219,8 @@ def allow(file: str | Path) -> list[str]:
     if path.suffix != ".py" or not os.path.isfile(path):
         raise FedstillError(f"allow: no file '{path}': give the Python file whose functions may run, FILE.py")
     files = own_files([f"{path}:"])
+    if strange := [found for found in files if not found.isprintable()]:  # a line break would begin a line of the list
+        raise FedstillError(f"allow: '{strange[0]}' has signs in its path that cannot be printed: rename that folder")
     _spoken.update(file_digest(Path(found)) for found in files)
     return [f"{found}  digest {file_digest(Path(found))}" for found in files]
 
@@ -210,16 +233,20 @@ def allow_always(file: str | Path) -> list[str]:
     try:
         old = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
         write_whole(record, "\n".join(dict.fromkeys([*old, *new])) + "\n")
+        record.chmod(0o600)
     except OSError as error:
         raise FedstillError(f"allow: cannot write '{record}' ({error.strerror or error}): use --allow-code") from error
     return lines
 
 
 def _allowed() -> set[str]:
+    record = default_config_dir() / ALLOWED_FILE
     try:
-        lines = (default_config_dir() / ALLOWED_FILE).read_text(encoding="utf-8").splitlines()
+        about, lines = record.stat(), record.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return set(_spoken)
+    if os.name == "posix" and (about.st_uid not in (0, os.getuid()) or about.st_mode & 0o022):
+        raise FedstillError(f"'{record}' can be written by other users, who could allow their code: chmod 600 {record}")
     return {line.split()[0] for line in lines if line.strip()} | _spoken
 
 
@@ -253,7 +280,7 @@ def refusals(names: Iterable[str]) -> Iterator[str]:
         if _tell is not None:
             files = ", ".join(f"{path}, digest {digest[:SHOWN]}" for path, digest in digests.items())
             _tell(f"--allow-code: {name} ({files or 'a module without a file'})")
-        elif fine and not any(function in _definitions(Path(path)) for path in digests):
+        elif fine and function not in _definitions(place):
             yield f"'{name}', which is no function of that file's own: name one that '{place}' defines"
         elif not fine and place.endswith(".py"):
             yield (
@@ -261,12 +288,16 @@ def refusals(names: Iterable[str]) -> Iterator[str]:
                 f"`fedstill allow {place}` once, or add --allow-code (in Python: fedstill.allow({place!r}))"
             )
         elif not fine:
-            yield f"'{name}', a module: if you trust this code, add --allow-code"
+            yield f"'{name}', a module or a cluster: if you trust this code, add --allow-code"
 
 
-def _definitions(path: Path) -> set[str]:
-    """Return the names that a file gives to functions, classes and values of its own, not those that it imports."""
+def _definitions(place: str) -> set[str]:
+    """Return the names that FILE.py or a module gives to its own functions, classes and values, not to imported ones.
+
+    Those of its neighbours do not count, because it may import something else of such a name.
+    """
     names: set[str] = set()
+    path = Path(place if place.endswith(".py") else _files_of_module(place)[-1])
     try:
         nodes = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError):

@@ -91,8 +91,12 @@ def targets_answer(run: Opened, samples: Samples) -> Answer:
             f"--from targets: '{run.folder}' has no {TARGETS_FILE}, because its method forms no targets or has formed "
             f"none yet; {instead}"
         ) from None
-    except (safetensors.SafetensorError, KeyError, TypeError, OSError) as error:
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise FedstillError(f"--from targets: {path} cannot be read ({error}); {instead}") from error
+    form = (kept.numel(), len(run.contract.data.classes))
+    kinds = (probabilities.is_floating_point(), kept.dtype == torch.bool)
+    if probabilities.shape != form or kept.shape != form[:1] or not all(kinds):
+        raise FedstillError(f"--from targets: {path} holds no targets for this run's classes; {instead}")
     if contract != run.seal:
         raise FedstillError(f"--from targets: {path} was written by another run: restore it from a copy; {instead}")
     if len(kept) != len(samples.x) or rows != rows_digest(samples.x, samples.ids):

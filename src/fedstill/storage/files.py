@@ -11,10 +11,11 @@ import os
 import stat
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO, cast
 
 from fedstill.core.errors import FedstillError
 
@@ -28,6 +29,7 @@ INSTANT = 0.05  # seconds
 RUNNING_FILE = ".running"  # held as a lock while a process works in a folder
 MOST_BYTES = 1 << 28  # of a text or a table that a command reads into memory
 MOST_MODEL_BYTES = 1 << 34  # of a model
+MOST_OF_A_LIST = 1 << 24  # of the list of parts at the end of a zip file; in memory it takes ten times as much
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # a pipe without a writer would be waited for
@@ -62,6 +64,29 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
         return file.read(most)
 
 
+class _AtOnce:
+    """A file of which no more than so many bytes are read at once."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.most = file, MOST_OF_A_LIST
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def read(self, size: int = -1) -> bytes:
+        if size > self.most:
+            raise ValueError(f"it would read {size:,} bytes at once, and at most {self.most:,} are accepted")
+        return self.file.read(size)
+
+
+def open_zip(file: IO[bytes]) -> zipfile.ZipFile:
+    """Open a zip file for reading; one whose list of parts would fill the memory is a ValueError."""
+    careful = _AtOnce(file)
+    archive = zipfile.ZipFile(cast(IO[bytes], careful))
+    careful.most = MOST_MODEL_BYTES  # parts are read in pieces, or were bounded by others
+    return archive
+
+
 def read_text(path: Path) -> str:
     """Return the text in a regular file of a bounded size."""
     return read_bytes(path).decode()
@@ -71,6 +96,11 @@ def appending(path: Path) -> TextIO:
     """Open a text for more lines at its end; a link is an OSError, because it may lead anywhere."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _NO_LINK | _AT_ONCE, 0o666)
     return os.fdopen(handle, "a", encoding="utf-8")
+
+
+def leads_out(path: Path) -> bool:
+    """Return whether a path is a link to a place outside of its folder."""
+    return path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
 
 
 def check_no_way_out(folder: Path) -> None:

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
-from fedstill.storage.files import TEMPORARY, write_whole
+from fedstill.storage.files import TEMPORARY, read_bytes, write_whole
 
 ID_FILE = "secret.id"
 SECRET_BYTES = 32
@@ -32,7 +32,10 @@ def secret_of(folder: Path | None) -> bytes:
     """Return the secret of the run in a folder; a new one, which nothing holds yet, where there is no run."""
     if folder is None or not (folder / ID_FILE).exists():
         return new_secret()
-    name = (folder / ID_FILE).read_bytes()[:64].decode("utf-8", "replace").strip()
+    try:
+        name = read_bytes(folder / ID_FILE, most=64).decode("utf-8", "replace").strip()
+    except OSError:
+        name = ""
     place = _place(name) if name.isalnum() and name.isascii() else None
     if place is None or not place.is_file():
         raise FedstillError(

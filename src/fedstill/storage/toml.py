@@ -42,6 +42,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return loads(read_text(path), where=path.name)
     except UnicodeDecodeError:
         raise FedstillError(f"{path.name}: not a text file: TOML is UTF-8 text") from None
+    except OSError as error:
+        raise FedstillError(f"{path.name} cannot be read: {error.strerror or error}") from None
 
 
 def parse_value(text: str) -> Any:
