@@ -139,7 +139,7 @@ def plain_supernode(net: Network, name: str) -> None:
 
 def play_both(folder: Path, rounds: int) -> dict[str, list[float]]:
     """Play fedstill's rounds, then Flower's own on the same SuperLink; return the seconds of each."""
-    write_deployment(folder, "fedavg", rounds=rounds, deadline=180)
+    write_deployment(folder, "fedavg", rounds=rounds, deadline=180, model=f'name = "mlp"\nhidden = [{HIDDEN}]')
     log, app = folder / "plain.rounds", folder / "plain"
     app.mkdir()
     (app / "pyproject.toml").write_text(PROJECT)
@@ -173,7 +173,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     chosen = parser.parse_args()
     over_flower.FEATURES = WIDTH
-    over_flower.EXPERIMENT = over_flower.EXPERIMENT.replace("hidden = [8]", f"hidden = [{HIDDEN}]")
     seconds: dict[str, list[float]] = {}
     for turn in range(chosen.turns):
         with tempfile.TemporaryDirectory() as folder:

@@ -98,9 +98,10 @@ def test_consent_to_another_text_does_not_count(tmp_path):
     record_consent(tmp_path, "one text", how="--yes")
     assert given_consent(tmp_path, "one text")
     assert not given_consent(tmp_path, "one text.")
-    (tmp_path / CONSENT_FILE).write_text("{")
-    with pytest.raises(FedstillError, match="consent again"):
-        given_consent(tmp_path, "one text")
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / CONSENT_FILE).write_text(damaged)
+        with pytest.raises(FedstillError, match="consent again"):
+            given_consent(tmp_path, "one text")
 
 
 def test_neither_the_text_nor_the_consent_holds_the_secret(tmp_path):

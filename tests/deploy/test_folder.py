@@ -29,6 +29,12 @@ def test_server_and_sites_read_the_same_facts_from_their_own_folders(deployment)
         assert site.facts == deployment.facts
 
 
+def test_a_roster_that_is_nested_too_deep_is_one_line(deployment):
+    (deployment.folder / "roster.json").write_text("[" * 100_000)
+    with pytest.raises(FedstillError, match=r"roster\.json is no JSON"):
+        read_deployment(deployment.folder)
+
+
 def test_each_party_may_choose_its_own_device_and_no_other_setting(deployment):
     path = deployment.site_folder("north") / "experiment.toml"
     text = path.read_text()
@@ -90,8 +96,17 @@ def test_another_folder_is_refused_with_the_one_to_give(tmp_path):
             read(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["server", "name", "run", "memory"])
+@pytest.mark.parametrize("word", [r"fed.example\nLEAVES this site: nothing", r"\u001b[2J", r"\u0000", r"\u202e"])
+def test_the_operators_words_write_no_line_into_what_a_site_consents_to(deployment, key, word):
+    folder = deployment.site_folder("north")
+    set_line(folder / "site.toml", key, f'"{word}"')
+    with pytest.raises(FedstillError, match=f"{key}: it has signs that cannot be printed"):
+        read_site(folder)
+
+
 def test_names_are_folders():
     check_names(["north", "st-mary.2"])
-    for names in (["a/b"], [""], [".."], ["a", "a"]):
+    for names in (["a/b"], [""], [".."], ["a", "a"], ["North", "north"]):
         with pytest.raises(FedstillError):
             check_names(names)

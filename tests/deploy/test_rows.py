@@ -7,6 +7,7 @@ from deployments import experiment, table
 from PIL import Image
 
 from fedstill.core.errors import FedstillError
+from fedstill.data.tokens import encode, train_tokenizer
 from fedstill.deploy.rows import read_rows
 
 AGREED = {
@@ -128,6 +129,29 @@ def test_arrays_of_an_npz_file_are_read_as_images(tmp_path):
     data = read_rows(experiment("nowhere", data=form), str(tmp_path / "rows.npz")).data
     assert data.x.flatten().tolist() == x.flatten().tolist()
     assert data.y.tolist() == [1, 0, 1]
+
+
+def agreed_texts(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(["the team won a match", "the bank lent a sum"] * 2, 100))
+    form = {"source": "(at the sites)", "label": "label", "classes": ["sport", "money"], "inputs": ["text"]}
+    return experiment("nowhere", data={**form, "tokens": 6, "tokenizer": str(tmp_path / "tokenizer.json")})
+
+
+def test_texts_become_the_agreed_ids_whatever_their_column_is_called(tmp_path):
+    place = written(tmp_path, "label,note\nmoney,the bank\nsport,the jury\n")
+    data = read_rows(agreed_texts(tmp_path), place).data
+    assert data.y.tolist() == [1, 0]
+    assert data.x[0].tolist() == encode(["the bank"], data.tokenizer)[0].tolist()
+    cls, the, unknown, end = data.x[1].tolist()[:4]
+    assert (cls, unknown, end) == (2, 1, 3)  # nobody agreed on a j
+    assert the == data.x[0, 1]
+
+
+def test_texts_may_be_files_in_folders_of_their_class(tmp_path):
+    for topic in ("money", "sport"):
+        (tmp_path / "own" / topic).mkdir(parents=True)
+        written(tmp_path / "own" / topic, "the bank\n", "1.txt")
+    assert sorted(read_rows(agreed_texts(tmp_path), str(tmp_path / "own")).data.y.tolist()) == [0, 1]
 
 
 def test_a_site_without_data_says_where_to_name_them(tmp_path):

@@ -13,7 +13,7 @@ from fedstill.core.population import Stay
 from fedstill.core.tree import flatten
 from fedstill.deploy.folder import read_deployment, read_site
 from fedstill.deploy.rehearsal import simulated
-from fedstill.deploy.server import federate_over, measured
+from fedstill.deploy.server import Sites, federate_over, measured
 from fedstill.deploy.site import open_site
 from fedstill.loop.callbacks import Callback
 
@@ -260,6 +260,15 @@ def test_a_run_that_nobody_measures_goes_on(tmp_path):
 def test_a_measurement_that_cannot_be_is_not_counted(answer):
     with pytest.raises(FedstillError):
         measured({name: numbers(name, value) for name, value in answer.items()})
+
+
+@pytest.mark.parametrize("lie", [(10**15, 0.0, 10**15), (0, 1e300, 10)])
+def test_one_site_does_not_decide_how_good_a_model_is(tmp_path, monkeypatch, lie):
+    sites = Sites(a_deployment(tmp_path), Faulty({}))
+    monkeypatch.setattr(sites, "measure", lambda weights: {0: (8, 2.0, 10), 1: (6, 10.0, 14), 2: lie})
+    assert sites.evaluate(None, None, None) == {
+        "accuracy": 14 / 24, "loss": 0.5, "measured_by": 2, "measured_on": 24,
+    }  # fmt: skip
 
 
 def test_a_measurement_is_three_numbers():

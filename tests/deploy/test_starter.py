@@ -53,6 +53,22 @@ def test_a_server_without_test_rows_lets_the_sites_measure(tmp_path):
     assert any("each site holds back 20%" in line for line in lines)
 
 
+def test_whose_words_the_vocabulary_has_is_said_and_every_party_gets_it(tmp_path, caplog):
+    pilot, own = tmp_path / "pilot.csv", tmp_path / "own.txt"
+    pilot.write_text("text,label\n" + "the team won,sport\nthe bank lent,money\n" * 8)
+    own.write_text("the team and the bank\n" * 4)
+    form = {"source": str(pilot), "label": "label", "inputs": ["text"], "tokens": 6, "vocabulary": 100}
+    small = {"name": "bert", "layers": 1, "hidden": 8, "heads": 2, "inner": 8}
+    for unlabeled, words in (("none", "if these texts are one party's, it tells of them"), (str(own), "server's own")):
+        asks = experiment(pilot, "fedavg", data={**form, "unlabeled": unlabeled}, model=small)
+        lines = write_deployment(asks, asked(tmp_path / words[:5]))
+        (line,) = (line for line in lines if line.startswith("vocabulary: "))
+        assert words in line
+        deployment = read_deployment(tmp_path / words[:5])
+        assert len({path.read_bytes() for path in deployment.folder.rglob("tokenizer.json")}) == 1
+        assert all((deployment.site_folder(name) / "tokenizer.json").is_file() for name in NAMES)
+
+
 def test_rows_of_the_servers_own_stay_with_the_server(tmp_path):
     pilot, test = table(tmp_path / "pilot.csv", 60, 0), table(tmp_path / "test.csv", 30, 9)
     own = {"source": str(pilot), "label": "outcome", "drop": ["patient_id"], "test": str(test), "unlabeled": str(test)}

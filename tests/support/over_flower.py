@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from fedstill.core.types import Weights
-from fedstill.deploy.flower.files import write
+from fedstill.data.tokens import train_tokenizer
+from fedstill.deploy.flower.files import checked_address, write
 from fedstill.deploy.folder import read_deployment, read_site
 from fedstill.deploy.rehearsal import compared, simulated
 from fedstill.deploy.rows import read_rows
@@ -36,18 +37,13 @@ checkpoint_every = 1
 evaluate = "global_test"
 [data]
 source = "agreed"
-label = "kind"
 classes = ["a", "b", "c"]
-mean = [0.0]
-std = [1.0]
-[data.columns]
-{columns}
+{data}
 [partition]
 scheme = "iid"
 clients = 3
 [model]
-name = "mlp"
-hidden = [8]
+{model}
 [local]
 epochs = 1
 batch_size = 16
@@ -58,28 +54,86 @@ name = "looped"
 device = "cpu"
 threads = 1
 """
+TABLES = """\
+label = "kind"
+mean = [0.0]
+std = [1.0]
+[data.columns]
+{columns}"""
+PICTURES = """\
+shape = [1, 8, 8]
+mean = [0.5]
+std = [0.25]"""
+TEXTS = """\
+label = "kind"
+inputs = ["text"]
+tokens = 12
+tokenizer = "tokenizer.json"
+"""
+MLP = 'name = "mlp"\nhidden = [8]'
+MIXED = 'name = "mixed"\nprototypes = ["mlp(hidden=[8])", "mlp(hidden=[6, 5])"]'
+BERT = 'name = "bert"\nlayers = 1\nhidden = 8\nheads = 2\ninner = 8'
+
+
+def data_of(kind: str) -> str:
+    """Return the agreed form of `csv`, `npz` (pictures) or `texts`, as the section [data] says it."""
+    if kind == "csv":
+        return TABLES.format(columns="\n".join(f'f{place} = "numbers"' for place in range(FEATURES)))
+    return PICTURES if kind == "npz" else TEXTS
 
 
 def write_rows(path: Path, count: int, seed: int, *, labeled: bool = True) -> None:
+    """Write a table of numbers (.csv), pictures (.npz) or texts (.texts.csv), each class with a mark of its own."""
     draw = np.random.default_rng(seed)
     y = draw.choice(3, size=count, p=np.roll([0.6, 0.3, 0.1], seed))
-    x = draw.normal(size=(count, FEATURES)) + 2 * np.eye(3, FEATURES)[y]
-    head = [f"f{place}" for place in range(FEATURES)] + (["kind"] if labeled else [])
-    kinds = [[CLASSES[label]] if labeled else [] for label in y]
-    lines = [[*(f"{number:.5f}" for number in row), *kind] for row, kind in zip(x, kinds, strict=True)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(",".join(line) for line in [head, *lines]) + "\n")
+    if path.suffix == ".npz":
+        x = draw.integers(0, 200, size=(count, 1, 8, 8)) + 20 * y[:, None, None, None]
+        labels = {"y": np.array(CLASSES)[y]} if labeled else {}
+        np.savez(path, x=x.astype(np.uint8), **labels)
+        return
+    if path.name.endswith(".texts.csv"):
+        head, cells = ["text"], [[text_of(draw, label)] for label in y]
+    else:
+        x = draw.normal(size=(count, FEATURES)) + 2 * np.eye(3, FEATURES)[y]
+        head, cells = [f"f{place}" for place in range(FEATURES)], [[f"{number:.5f}" for number in row] for row in x]
+    if labeled:
+        head, cells = [*head, "kind"], [[*row, CLASSES[label]] for row, label in zip(cells, y, strict=True)]
+    path.write_text("\n".join(",".join(line) for line in [head, *cells]) + "\n")
 
 
-def write_deployment(folder: Path, method: str, *, rounds: int = 3, deadline: float = 60.0, local: str = "") -> None:
-    """Write a deployment with rows for three sites and the server, and Flower's files, at free ports."""
+WORDS = ("team match goal", "bank price loan", "star moon comet")
+
+
+def text_of(draw: np.random.Generator, label: int) -> str:
+    others = " ".join(WORDS).split()
+    return " ".join(draw.choice(WORDS[label].split() if draw.random() < 0.7 else others) for _ in range(8))
+
+
+def write_deployment(
+    folder: Path,
+    method: str,
+    *,
+    rounds: int = 3,
+    deadline: float = 60.0,
+    local: str = "",
+    model: str = MLP,
+    data: str = "csv",
+) -> None:
+    """Write a deployment with rows for three sites and the server, and Flower's files, at free ports.
+
+    Written again into a folder, it is another run of the same network: ports, keys and certificates stay.
+    data: `csv`, `npz` or `texts`.
+    """
+    suffix = {"texts": "texts.csv"}.get(data, data)
     outside, inside = free_ports(2)
-    columns = "\n".join(f'f{place} = "numbers"' for place in range(FEATURES))
-    text = EXPERIMENT.format(method=method, rounds=rounds, columns=columns, local=local)
-    write_rows(folder / "server" / "test.csv", 60, 9)
-    write_rows(folder / "server" / "unlabeled.csv", 40, 8, labeled=False)
+    if (folder / "roster.json").exists():
+        _, outside = checked_address(read_deployment(folder).address, "address")
+    text = EXPERIMENT.format(method=method, rounds=rounds, data=data_of(data), local=local, model=model)
+    write_rows(folder / "server" / f"test.{suffix}", 60, 9)
+    write_rows(folder / "server" / f"unlabeled.{suffix}", 40, 8, labeled=False)
     (folder / "experiment.toml").write_text(text)
-    places = 'test = "test.csv"\nunlabeled = "unlabeled.csv"\n'
+    places = f'test = "test.{suffix}"\nunlabeled = "unlabeled.{suffix}"\n'
     (folder / "server" / "server.toml").write_text(f'address = "127.0.0.1:{outside}"\ndeadline = {deadline}\n{places}')
     roster = {
         "run": "three-1",
@@ -89,10 +143,14 @@ def write_deployment(folder: Path, method: str, *, rounds: int = 3, deadline: fl
     (folder / "roster.json").write_text(json.dumps(roster))
     for place, name in enumerate(NAMES):
         site = folder / "sites" / name
-        write_rows(site / "rows.csv", 50 + 10 * place, place)
+        write_rows(site / f"rows.{suffix}", 50 + 10 * place, place)
         (site / "experiment.toml").write_text(text)
         who = f'run = "three-1"\nname = "{name}"\nclient = {place}\nseats = 3\nserver = "127.0.0.1:{outside}"\n'
-        (site / "site.toml").write_text(who + 'data = "rows.csv"\n')
+        (site / "site.toml").write_text(who + f'data = "rows.{suffix}"\n')
+    if data == "texts":
+        tokenizer = train_tokenizer(sorted(" ".join(WORDS).split()) * 2, 200)
+        for place in (folder, *(folder / "sites" / name for name in NAMES)):
+            (place / "tokenizer.json").write_text(tokenizer)
     write(read_deployment(folder), superlink=f"127.0.0.1:{inside}")
 
 

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Gt, Le
-from pydantic import ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import Count, CountOrNone, Flag, Positive, Text
 from fedstill.core.population import Stay
 from fedstill.experiment.config import Experiment
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import write_whole
+from fedstill.storage.files import read_text, write_whole
 
 EXPERIMENT_FILE, ROSTER_FILE, SERVER_FILE, SITE_FILE = "experiment.toml", "roster.json", "server.toml", "site.toml"
 SERVER_FOLDER, SITES_FOLDER, RUN_FOLDER = "server", "sites", "run"
@@ -119,12 +120,22 @@ class SiteFolder:
 _FORM = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+def _in_a_line(word: str) -> str:
+    """Refuse a word that could write lines of its own into what people consent to, or steer their terminal."""
+    if not word.isprintable():
+        raise PydanticCustomError("line", "it has signs that cannot be printed")
+    return word
+
+
+Line = Annotated[Text, AfterValidator(_in_a_line)]
+
+
 @dataclass(frozen=True)
 class _RosterSite:
     __pydantic_config__ = _FORM
     client: CountOrNone
-    name: Text
-    public_key: Text = ""
+    name: Line
+    public_key: Line = ""
     first: Count = 1
     last: Count | None = None
 
@@ -132,7 +143,7 @@ class _RosterSite:
 @dataclass(frozen=True)
 class _Roster:
     __pydantic_config__ = _FORM
-    run: Text
+    run: Line
     seats: Annotated[int, Strict(), Gt(0), Le(MOST_SEATS)]
     sites: tuple[_RosterSite, ...]
 
@@ -142,11 +153,11 @@ class _Server:
     """server.toml, with the defaults that `fedstill deploy init` writes."""
 
     __pydantic_config__ = _FORM
-    address: Text
+    address: Line
     deadline: Positive = 120.0
     spare: CountOrNone = 0
-    test: Text = ""
-    unlabeled: Text = ""
+    test: Line = ""
+    unlabeled: Line = ""
 
 
 @dataclass(frozen=True)
@@ -154,15 +165,15 @@ class _Site:
     """site.toml."""
 
     __pydantic_config__ = _FORM
-    run: Text
-    name: Text
+    run: Line
+    name: Line
     client: CountOrNone
     seats: Count
-    server: Text
-    data: Text = ""
-    memory: Text = "memory"
-    socket: Text = "socket/desk.sock"
-    socket_group: Text = ""
+    server: Line
+    data: Line = ""
+    memory: Line = "memory"
+    socket: Line = "socket/desk.sock"
+    socket_group: Line = ""
     begin_anew: Flag = False
     evaluates: Flag = True
     epsilon: Positive | None = None
@@ -183,8 +194,8 @@ def read_deployment(folder: str | Path) -> Deployment:
             f"'{folder}' is no folder of a deployment (no {ROSTER_FILE}): give the one of `fedstill deploy init`"
         )
     try:
-        tree = json.loads((folder / ROSTER_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
+        tree = json.loads(read_text(folder / ROSTER_FILE))
+    except (ValueError, RecursionError, OSError) as error:
         raise FedstillError(f"{folder / ROSTER_FILE} is no JSON ({error}): correct it") from None
     roster = _checked(_Roster, tree, folder / ROSTER_FILE)
     path = folder / SERVER_FOLDER / SERVER_FILE
@@ -278,11 +289,12 @@ def with_public_keys(deployment: Deployment, keys: Mapping[str, str]) -> Deploym
 
 
 def check_names(names: list[str]) -> None:
-    """Refuse names of sites that cannot be a folder, or that two of them share."""
+    """Refuse names of sites that cannot be a folder, or that two of them share where case does not count."""
     for name in names:
         if not NAME.fullmatch(name):
             raise FedstillError(f"site '{name}': a name has letters, digits, '.', '_' and '-', because it is a folder")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    folded = [name.casefold() for name in names]
+    if twice := sorted({name for name in names if folded.count(name.casefold()) > 1}):
         raise FedstillError(f"site '{twice[0]}' is named twice: each site needs a name of its own")
 
 

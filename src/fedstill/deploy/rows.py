@@ -49,7 +49,10 @@ def read_rows(experiment: Experiment, place: str) -> Rows:
     if mistakes:
         raise FedstillError(*mistakes)
     try:
-        source = load(place, replace(_reading(experiment), held_out=0.0))
+        reading = _reading(experiment)
+        if agreed.tokenizer is not None:  # the only column of text may have another name, and texts may be files
+            reading = replace(reading, like=agreed.columns)
+        source = load(place, replace(reading, held_out=0.0))
     except FedstillError as error:
         raise FedstillError(*(_of_site(line) for line in error.lines)) from None
     if agreed.tokenizer is not None:

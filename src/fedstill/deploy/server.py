@@ -28,6 +28,7 @@ from fedstill.loop.callbacks import Callback
 from fedstill.loop.evaluate import NotMeasured, TestSet
 from fedstill.loop.federate import Built
 from fedstill.loop.history import Result
+from fedstill.loop.outliers import outliers
 from fedstill.population.desk import EVALUATION
 from fedstill.population.remote import Remote, Transport
 from fedstill.population.wire import check_form
@@ -150,8 +151,17 @@ class Sites:
         return make
 
     def evaluate(self, weights: Weights, test: TestSet, trainer: Trainer) -> dict[str, Any]:
-        """Measure a model on all rows that the sites hold back, together: accuracy and mean loss."""
+        """Measure a model on all rows that the sites hold back, together: accuracy and mean loss.
+
+        A site whose number of rows or mean loss is far from the others' is left out, because it could decide alone.
+        """
         found = self.measure(weights)
+        told = np.asarray([*found.values()], np.float64).reshape(-1, 3)
+        sizes = {"its number of rows": told[:, 2], "its mean loss": told[:, 1] / told[:, 2]}
+        clients = list(found)
+        for place, reason in outliers(sizes, [], self.deployment.experiment.guard.outlier or math.inf).items():
+            _log.warning("%s is not heard on how good the model is: %s", self.deployment.names[clients[place]], reason)
+            del found[clients[place]]
         count = sum(rows for _, _, rows in found.values())
         if not count:
             raise NotMeasured("no site measured the model")

@@ -115,6 +115,8 @@ def _form(experiment: Experiment, contract: Path | None) -> tuple[Dataset, list[
     looked = experiment.replace(data={**table, "test": None}, partition={"scheme": "iid", "clients": 1}, cohort=1)
     found = build_federation(looked).train
     rows = f"{len(found.y):,} rows of {data.source}"
+    if found.tokenizer is not None:
+        return found, [f"classes: as in {data.source}", f"vocabulary: {_vocabulary(experiment, rows)}"]
     said = [f"classes and columns: as in {data.source}"]
     if data.mean or data.scale != "train":
         return found, [*said, "scale: as the experiment file says it"]
@@ -123,6 +125,18 @@ def _form(experiment: Experiment, contract: Path | None) -> tuple[Dataset, list[
         f"scale: mean and deviation of {rows}, written as numbers into experiment.toml; if these rows are one party's, "
         "the numbers tell of them, so put public values there",
     ]
+
+
+def _vocabulary(experiment: Experiment, rows: str) -> str:
+    data = experiment.data
+    if data.tokenizer is not None:
+        return f"as in {data.tokenizer}"
+    if unlabeled_place(experiment):
+        return f"words of the server's own texts in {data.unlabeled}, written into {TOKENIZER_FILE}"
+    return (
+        f"words of {rows}, written into {TOKENIZER_FILE}; if these texts are one party's, it tells of them, so name "
+        "texts of the server's own as data.unlabeled, or a public file as data.tokenizer"
+    )
 
 
 def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experiment, list[str]]:
@@ -205,7 +219,8 @@ def _write_parties(asked: Asked, agreed: Experiment, experiment: Experiment, run
             server / SERVER_FILE, _filled(_SERVER, **{key: toml_io.toml_value(word) for key, word in words.items()})
         )
         _write_script(server / "start.sh", _SERVER_START)
-        write_whole(server / "fedstill-server.service", _filled(_SERVER_UNIT, run=run))
+        place = str(folder.resolve()).replace("%", "%%")
+        write_whole(server / "fedstill-server.service", _filled(_SERVER_UNIT, run=run, folder=place))
         for client, name in enumerate(asked.names):
             site = folder / SITES_FOLDER / name
             write_whole(site / EXPERIMENT_FILE, text)
@@ -299,7 +314,8 @@ cd "$(dirname "$0")/.." && exec fedstill deploy run . "$@"
 """
 
 _SITE_UNIT = """\
-# /etc/systemd/system/fedstill-site-@name@.service: consent once by hand (./start.sh), then: systemctl enable --now
+# /etc/systemd/system/fedstill-site-@name@.service: write the user and the folders of your machine.
+# First consent once by hand, as that user (./start.sh), because nobody can type yes here.
 [Unit]
 Description=fedstill site @name@ in the run @run@
 
@@ -322,22 +338,23 @@ WantedBy=multi-user.target
 """
 
 _SERVER_UNIT = """\
-# /etc/systemd/system/fedstill-server.service
+# /etc/systemd/system/fedstill-server.service: write the user and the folders of your machine
 [Unit]
 Description=fedstill server of the run @run@
 After=network-online.target
 Wants=network-online.target
 
 [Service]
+# a user that may write the folder of the deployment
 User=fedstill
-WorkingDirectory=/srv/fedstill/deployment
+WorkingDirectory=@folder@
 ExecStart=/srv/fedstill/venv/bin/fedstill deploy run .
 Restart=on-failure
 RestartSec=30
 NoNewPrivileges=yes
 ProtectSystem=strict
 ProtectHome=yes
-ReadWritePaths=/srv/fedstill/deployment
+ReadWritePaths="@folder@"
 
 [Install]
 WantedBy=multi-user.target

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 import pytest
+from deployments import a_deployment
 from over_flower import write_deployment
 
 from fedstill.core.errors import FedstillError
@@ -63,6 +65,26 @@ def test_the_superlink_is_never_started_without_tls_and_node_authentication(tmp_
     for script in tmp_path.rglob("*.sh"):
         assert "--insecure" not in script.read_text()
         subprocess.run(["sh", "-n", str(script)], check=True)
+
+
+@pytest.mark.flower
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_systemd_finds_no_fault_in_a_unit_but_programs_that_are_not_installed_here(tmp_path):
+    (tmp_path / "a folder").mkdir()
+    deployment = a_deployment(tmp_path / "a folder")
+    units = sorted(deployment.folder.rglob("*.service"))
+    assert len(units) == 3 + 2 * len(deployment.members)
+    said = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True).stderr.splitlines()
+    assert [line for line in said if "Command /srv/fedstill/" not in line] == []
+
+
+@pytest.mark.flower
+def test_a_deployments_folder_may_move(tmp_path):
+    write_deployment(tmp_path / "old", "fedavg")
+    (tmp_path / "old").rename(tmp_path / "new")
+    write(read_deployment(tmp_path / "new"))
+    parts = [tmp_path / "new/server/flower" / name for name in ("superlink.sh", "proxy.sh", "home/config.toml")]
+    assert not [path for path in parts if str(tmp_path / "old") in path.read_text()]
 
 
 def test_without_flower_it_says_what_is_missing(monkeypatch, tmp_path):

@@ -32,6 +32,8 @@ FLOWER = "flower"  # the folder of these files, of the server and of each site
 SETTINGS_FILE = "flower.toml"
 AUTHORITY, APP, HOME, STATE_FILE = "authority", "app", "home", "state.db"
 CONNECTION = "deployment"  # the name of the SuperLink in Flower's own configuration
+SERVER_USER = "a user that may write the folder of the deployment"
+SITE_USER = "a user that may use the socket (see socket_group in site.toml), and may not read the rows"
 VERSIONS = "flwr>=1.41,<1.43"
 MISSING = "Install it: pip install 'fedstill[flower]' -c constraints-flower.txt"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
@@ -123,8 +125,9 @@ def write(deployment: Deployment, *, superlink: str = "127.0.0.1:18443") -> list
     make_certificate(server, server / AUTHORITY, list(dict.fromkeys([host, "localhost", "127.0.0.1", local])))
     authority = (server / AUTHORITY / "ca.crt").read_text(encoding="utf-8")
     _write_app(server / APP)
-    _write_once(server / HOME / "config.toml", _connection(server, superlink))
-    _write_server_scripts(deployment, server)
+    connection = _connection(server, read_addresses(deployment.folder).superlink)
+    write_whole(server / HOME / "config.toml", connection)  # again, because the folder that it names may have moved
+    _write_server_scripts(deployment.folder)
     keys: dict[str, str] = {}
     for place, member in enumerate(deployment.members):
         folder = site_folder(deployment.folder, member.name)
@@ -187,13 +190,16 @@ def superlink_command(folder: Path) -> list[str]:
     ]
 
 
-def _write_server_scripts(deployment: Deployment, server: Path) -> None:
-    folder = deployment.folder.resolve()
-    variables = {"FLWR_HOME": str(server.resolve() / HOME), DEPLOYMENT: str(folder), **QUIET}
-    superlink = "the SuperLink: keeps messages between server and sites"
-    proxy = "the proxy: lets sites reach the SuperLink's fleet API, and nothing else"
-    _write_part(server / "superlink.sh", superlink, superlink_command(deployment.folder), variables)
-    _write_part(server / "proxy.sh", proxy, ["python", "-m", "fedstill.deploy.flower.proxy", str(folder)], variables)
+def _write_server_scripts(folder: Path) -> None:
+    server = server_folder(folder).resolve()
+    variables = {"FLWR_HOME": f"$HERE/{HOME}", DEPLOYMENT: "$HERE/../..", **QUIET}
+    # the SuperLink starts the ServerApp, which writes the folder of the run
+    superlink = Unit("the SuperLink: keeps messages between server and sites", SERVER_USER, server, server.parent)
+    proxy = Unit("the proxy: lets sites reach the SuperLink's fleet API, and nothing else", SERVER_USER, server, server)
+    command = [word.replace(str(server), "$HERE") for word in superlink_command(folder)]
+    _write_part(server / "superlink.sh", superlink, command, variables)
+    command = ["python", "-m", "fedstill.deploy.flower.proxy", "$HERE/../.."]
+    _write_part(server / "proxy.sh", proxy, command, variables)
 
 
 def _write_supernode_script(deployment: Deployment, folder: Path, name: str, *, port: int) -> None:
@@ -206,10 +212,23 @@ def _write_supernode_script(deployment: Deployment, folder: Path, name: str, *, 
         "--max-wait-time", PATIENCE,
     ]  # fmt: skip
     about = f"the SuperNode of site {name}: fetches orders, and hands them to `fedstill site`"
-    _write_part(folder / "supernode.sh", about, command, {"FLWR_HOME": "$HERE/home", **QUIET})
+    at_site = Path("/srv/fedstill") / name / FLOWER
+    _write_part(
+        folder / "supernode.sh", Unit(about, SITE_USER, at_site, at_site), command,
+        {"FLWR_HOME": f"$HERE/{HOME}", **QUIET},
+    )  # fmt: skip
 
 
-def _write_part(path: Path, about: str, command: list[str], variables: Mapping[str, str]) -> None:
+class Unit(NamedTuple):
+    """What a unit of systemd says of a part: what it is, its user, the folder of its script, and what it may write."""
+
+    about: str
+    user: str
+    folder: Path
+    writes: Path
+
+
+def _write_part(path: Path, unit: Unit, command: list[str], variables: Mapping[str, str]) -> None:
     """Write a script that starts a part again whenever it ends, and a unit of systemd that does the same."""
     quoted = " ".join(_quoted(word) for word in command)
     settings = " ".join(f"{name}={_quoted(value)}" for name, value in variables.items())
@@ -217,7 +236,7 @@ def _write_part(path: Path, about: str, command: list[str], variables: Mapping[s
         return
     write_whole(path, f"""\
 #!/bin/sh
-# Starts {about}.
+# Starts {unit.about}.
 # The environment that fedstill is installed in must be active, or PYTHON_BIN must name its folder bin.
 # With ONCE=1 the part is not started again when it ends, because systemd does that.
 set -u
@@ -233,26 +252,31 @@ done
     _write_once(path.with_name(f"fedstill-{path.stem}.service"), f"""\
 # /etc/systemd/system/fedstill-{path.stem}.service: write the user and the folders of your machine
 [Unit]
-Description=fedstill: {about}
+Description=fedstill: {unit.about}
 After=network-online.target
 Wants=network-online.target
 
 [Service]
-# a user that may use the socket of `fedstill site` (see socket_group in site.toml), and may not read the rows
+# {unit.user}
 User=fedstill
 Environment=ONCE=1 PYTHON_BIN=/srv/fedstill/venv/bin
-ExecStart={path.resolve()}
+ExecStart={_in_unit(unit.folder / path.name)}
 Restart=always
 RestartSec=5
 NoNewPrivileges=yes
 PrivateTmp=yes
 ProtectSystem=strict
 ProtectHome=yes
-ReadWritePaths={path.parent.resolve()}
+ReadWritePaths={_in_unit(unit.writes)}
 
 [Install]
 WantedBy=multi-user.target
 """)  # fmt: skip
+
+
+def _in_unit(path: Path) -> str:
+    """Return a path as a unit has it: there a space ends a path, and % begins a word for something else."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def _quoted(word: str) -> str:

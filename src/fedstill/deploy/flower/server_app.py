@@ -27,7 +27,7 @@ def server_app() -> Any:
     def main(grid: Any, context: Any) -> None:
         if DEPLOYMENT not in os.environ:
             raise FedstillError(f"the SuperLink was started without {DEPLOYMENT}: start it by superlink.sh")
-        play(Path(os.environ[DEPLOYMENT]), grid)
+        play(Path(os.environ[DEPLOYMENT]).resolve(), grid)
 
     return app
 
