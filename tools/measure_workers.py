@@ -1,8 +1,9 @@
-"""Measure what it costs to spread a cohort over two workers, beside the same cohort in one process.
+"""Measure what it costs, and what it gains, to spread a cohort over workers, beside the same cohort in one process.
 
     python tools/measure_workers.py [--ray] [--repeats 15]
+    python tools/measure_workers.py --training --network cnn --method fedavg --workers 1 2
 
-Both ways take turns, so that whatever else the machine does hits both. "Idle" is a round in which clients take no step:
+All ways take turns, so that whatever else the machine does hits all. "Idle" is a round in which clients take no step:
 what is left is the way of orders, uploads and memories there and back. One torch thread a process.
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -67,8 +69,8 @@ class Case:
         return Federation(data, data, torch.arange(count), torch.arange(self.cohort + 1) * self.rows)
 
 
-def measure(case: Case, on_ray: bool, repeats: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each play in one process, and on two workers."""
+def measure(case: Case, on_ray: bool, counts: Sequence[int], repeats: int) -> list[list[float]]:
+    """Return the seconds of each play in one process, and on each of these counts of workers."""
     built = case.built(case.federation())
     engines = built.engines(model=built.model, federation=built.federation)
     task = make_task(built, suited(phases_of(built.method), built.model, built.training), engines)
@@ -79,21 +81,37 @@ def measure(case: Case, on_ray: bool, repeats: int) -> tuple[list[float], list[f
     order = Order(1, weights, broadcast_of(method, first_state(method, weights)))
     states = stack([first] * case.cohort)
     kit, alone = Kit(case, outline_of(built.federation), "cpu", 0, 1), Site(task)
-    crew, times = (ray_crew if on_ray else spawned_crew), ([], [])
+    crew, hosts = (ray_crew if on_ray else spawned_crew), [alone]
+    times: list[list[float]] = [[] for _ in range(1 + len(counts))]
     with ExitStack() as open_crews:
-        host = Scattered(task, open_crews.enter_context(crew(kit, rows_of(built.federation), count=2)))
-        host.gather()
+        if on_ray:  # room for all crews at once, because only one of them is at work at a time
+            open_crews.enter_context(cluster_of(sum(counts)))
+        for count in counts:
+            hosts.append(Scattered(task, open_crews.enter_context(crew(kit, rows_of(built.federation), count=count))))
+            hosts[-1].gather()
         for turn in range(repeats + 1):
             found = []
-            for place, where in enumerate((alone, host)):
+            for place, where in enumerate(hosts):
                 began = time.perf_counter()
                 found.append(where.play(order, ids, states, 0))
                 if turn:  # the first one warms up
                     times[place].append(time.perf_counter() - began)
             if case.network == "cnn":  # looped: the same bits
-                one, two = (flatten(each.uploads.weights) for each in found)
-                assert all(torch.equal(one[name], leaf) for name, leaf in two.items())
+                one, *others = (flatten(each.uploads.weights) for each in found)
+                assert all(torch.equal(one[name], leaf) for other in others for name, leaf in other.items())
     return times
+
+
+@contextmanager
+def cluster_of(cpus: int) -> Iterator[None]:
+    """Start a Ray cluster of this machine that believes to have so many cores."""
+    import ray
+
+    ray.init(address="local", num_cpus=cpus, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
@@ -101,19 +119,26 @@ def main() -> None:
     words.add_argument("--ray", action="store_true", help="Ray actors instead of spawned processes")
     words.add_argument("--repeats", type=int, default=15)
     words.add_argument("--idle", action="store_true", help="only rounds without a step")
+    words.add_argument("--training", action="store_true", help="only rounds with steps")
+    words.add_argument("--method", nargs="+", default=["fedavg", "scaffold"])
+    words.add_argument("--network", nargs="+", default=[*SHAPES], choices=SHAPES)
+    words.add_argument("--workers", nargs="+", type=int, default=[2], help="how many, each count a column")
     said = words.parse_args()
     torch.set_num_threads(1)
-    print("milliseconds, min / median              one process        two workers")
-    for method in ("fedavg", "scaffold"):
+    heads = ["one process", *(f"{count} worker{'s' if count > 1 else ''}" for count in said.workers)]
+    print(f"{'milliseconds, min / median':36}" + "".join(f"{head:>18}" for head in heads))
+    for method in said.method:
         for network, cohort, rows, steps in (("mlp", 50, 300, 10), ("cnn", 10, 160, 5)):
-            for taken in (0,) if said.idle else (0, steps):
+            for taken in (0, steps):
+                if network not in said.network or (said.idle and taken) or (said.training and not taken):
+                    continue
                 case = Case(method, network, cohort, rows, taken)
                 columns = [
                     f"{1000 * min(t):.0f} / {1000 * statistics.median(t):.0f}"
-                    for t in measure(case, said.ray, said.repeats)
+                    for t in measure(case, said.ray, said.workers, said.repeats)
                 ]
                 what = f"{method}, {network}, {cohort} clients, {'idle' if not taken else f'{taken} steps'}"
-                print(f"{what:36} {columns[0]:>15} {columns[1]:>18}", flush=True)
+                print(f"{what:36}" + "".join(f"{column:>18}" for column in columns), flush=True)
 
 
 if __name__ == "__main__":

@@ -216,6 +216,38 @@ def test_rows_that_differ_in_engine_alone_are_two_runs_in_two_folders(folder, se
     assert "digits, 3 rounds, precision = float64 (exact)\n" in bench(*words).stdout
 
 
+@pytest.mark.parametrize("engine", ["ray", "spawned"])
+def test_several_runs_at_a_time_are_whole_runs_and_recorded_as_such(folder, seen, monkeypatch, engine):
+    asked_for = []
+
+    class Pool:
+        def do(self, jobs, hear):
+            asked_for.append([job.experiment.engine.name for job in jobs])
+            workers.do_jobs(jobs, hear, at_once=1)
+
+    def pool_of(asked, at_once, *_, **__):
+        asked_for.append((asked.engine.name, asked.cluster.address, at_once))
+        return Pool()
+
+    monkeypatch.setattr(workers, "pool_of", pool_of)
+    words = ("tiny", "--table", "1", "--out", "out", "--set", "cluster.address=here:1")
+    bench(*words, "--jobs", "2", "--set", f"engine.name={engine}")
+    where = {"ray": "ray", "spawned": "auto"}  # processes of this machine need no section
+    assert asked_for == [(where[engine], "here:1", 2), ["auto", "auto"]]
+    assert [run.get("engine") for run in results(folder, "out").values()] == [None, None]
+    assert "nothing to run: 2 runs done" in bench("tiny", "--table", "1", "--out", "out").stderr
+
+
+@pytest.mark.ray
+def test_runs_on_ray_have_the_records_of_runs_here(folder):
+    words = ("tiny", "--table", "1", "--seeds", "1", "--device", "cpu")
+    bench(*words, "--out", "one")
+    bench(*words, "--out", "two", "--jobs", "2", "--set", "engine.name=ray")
+    one, two = ({key: run["accuracy"] for key, run in results(folder, out).items()} for out in ("one", "two"))
+    assert one == two
+    assert {run["at_once"] for run in results(folder, "two").values()} == {2}
+
+
 def test_a_second_bench_in_the_same_folder_is_refused_but_may_look(folder, seen):
     with claimed(folder / "out", folder / "out/results.json"):
         outcome = invoke("tiny", "--table", "1", "--out", "out")

@@ -15,6 +15,9 @@ from fedstill.population.scattered import MakeCrew
 from fedstill.population.worker import Arrays, Kit
 
 STORE = 300 << 20  # bytes
+ROOM_FOR_TWO = {
+    "address": "local", "num_cpus": 2, "num_gpus": 0, "object_store_memory": STORE, "include_dashboard": False,
+}  # fmt: skip
 
 
 @contextmanager
@@ -40,8 +43,8 @@ def local_ray(**how: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def room_for_two() -> Iterator[None]:
-    """A cluster of this machine with room for two actors."""
-    with local_ray(address="local", num_cpus=2, num_gpus=0, object_store_memory=STORE, include_dashboard=False):
+    """A cluster of this machine with room for two actors, to which nobody else may connect before the module ends."""
+    with local_ray(**ROOM_FOR_TWO):
         yield
 
 

@@ -23,7 +23,7 @@ from fedstill.storage.files import lock, write_whole
 # Numbers that a record keeps beside the accuracy of a round, each times this factor: shares become percent.
 BESIDE = {"accuracy_aggregated": 100.0, "accuracy_sent": 100.0, "pseudo_label_accuracy": 100.0, "pseudo_labels": 1.0}
 # Keys that change neither the data, nor the method, nor (but for rounding) the numbers.
-NOT_THE_CELL = {"seed", "name", "engine", "checkpoint_every", "track", "target", "compare"}
+NOT_THE_CELL = {"seed", "name", "engine", "cluster", "checkpoint_every", "track", "target", "compare"}
 # Defaults that have changed after runs were recorded, and their former values; a field of a table has a dotted name.
 FORMER_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("method", "mrtf"): {"refine_sharpness": 4.0, "refine_share": "all", "student.lr_schedule": "constant"},

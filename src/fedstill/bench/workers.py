@@ -22,8 +22,9 @@ from fedstill.core.types import Federation
 from fedstill.data import Source
 from fedstill.experiment.build import build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment
+from fedstill.experiment.ray_pool import pool_of
 from fedstill.experiment.run import run
-from fedstill.experiment.worker_pool import DIED, QUIET, WorkerPool
+from fedstill.experiment.worker_pool import DIED, QUIET
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.history import Row
 from fedstill.storage.files import write_whole
@@ -45,10 +46,21 @@ class Message:
 Hear = Callable[[Message], None]
 
 
-def do_jobs(jobs: Sequence[Job], hear: Hear, *, at_once: int) -> None:
-    """Do all jobs; `hear` gets every message in this process. A job that fails stops no other."""
-    if at_once > 1:
-        WorkerPool(at_once, Worker, lambda number: Message(number, error=DIED)).do(jobs, hear)
+def do_jobs(jobs: Sequence[Job], hear: Hear, *, at_once: int, cluster: Experiment | None = None) -> None:
+    """Do all jobs; `hear` gets every message in this process. A job that fails stops no other.
+
+    cluster: an experiment whose engine.name is "ray" and whose [cluster] says where the runs stand.
+    """
+    if at_once > 1 or cluster is not None:
+        pool = pool_of(
+            cluster or jobs[0].experiment,
+            at_once,
+            Worker,
+            lambda number: Message(number, error=DIED),
+            folders=[job.folder for job in jobs],
+            again=lambda job: job,  # every job goes on with what its folder holds
+        )
+        pool.do(jobs, hear)
         return
     worker = Worker()
     for number, job in enumerate(jobs):

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -47,6 +48,8 @@ from fedstill.bench.summary import best, last_ten, summarize_table
 from fedstill.bench.workers import Message, do_jobs
 from fedstill.cli.app import BenchOptions, Format, print_json, say, stoppable, tell
 from fedstill.core.errors import FedstillError, printable
+from fedstill.experiment.cluster import in_one_process
+from fedstill.experiment.config import Experiment
 from fedstill.report import counted
 
 GO_ON = "go on with the same command: finished runs are kept, begun ones resume"
@@ -68,6 +71,11 @@ def bench_command(options: BenchOptions) -> None:
     columns = choose("--columns", options.columns, printed.columns)
     rows = choose("--methods", options.methods, printed.rows)
     table = with_settings(printed, options.settings or (), select(printed, columns, rows))
+    cluster = None
+    if options.jobs > 1:  # runs are spread, not their clients
+        cluster = next((cell.experiment for cell in table.cells if cell.experiment.engine.name == "ray"), None)
+        whole = [replace(cell, experiment=in_one_process(cell.experiment)) for cell in table.cells]
+        table = replace(table, cells=tuple(whole))
     device = find_device(options.device)
     cells = select(table, columns, rows)
     jobs = make_jobs(cells, preset=preset, seeds=options.seeds, device=device, out=out)
@@ -88,7 +96,7 @@ def bench_command(options: BenchOptions) -> None:
                 shutil.rmtree(job.folder)  # other code has finished it
             for run in plan.finished:
                 add_run(results, recipe.paper, run)
-            failed = _work_off(plan, options, device=device, paper=recipe.paper, results=results)
+            failed = _work_off(plan, options, device=device, paper=recipe.paper, results=results, cluster=cluster)
     if not options.dry_run and plan.done + len(plan.left) > failed:
         runs = read_runs(results, recipe.paper)
         summaries = summarize_table(table, runs, expected, columns=columns, rows=rows, printed=printed)
@@ -135,7 +143,9 @@ def _announce(plan: BenchPlan, options: BenchOptions, device: str) -> Seconds:
     return seconds
 
 
-def _work_off(plan: BenchPlan, options: BenchOptions, *, device: str, paper: str, results: Path) -> int:
+def _work_off(
+    plan: BenchPlan, options: BenchOptions, *, device: str, paper: str, results: Path, cluster: Experiment | None
+) -> int:
     """Do the runs that are left, each recorded as it ends; returns how many failed."""
     seconds = _announce(plan, options, device)
     jobs = longest_first(plan.left, seconds)
@@ -146,7 +156,7 @@ def _work_off(plan: BenchPlan, options: BenchOptions, *, device: str, paper: str
                 add_run(results, paper, message.run)
             progress.hear(message)
 
-        do_jobs(jobs, hear, at_once=seconds.at_once)
+        do_jobs(jobs, hear, at_once=seconds.at_once, cluster=cluster)
     return progress.failed
 
 

@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster that do whole runs; a run whose actor or machine dies goes on in another one."""
+"""Workers for whole runs: processes here, or actors of a Ray cluster. A run whose actor dies goes on in another one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,31 @@ import torch
 
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.worker_pool import QUIET, Hear, Worker
+from fedstill.experiment.worker_pool import QUIET, Hear, Pool, Worker, WorkerPool
 from fedstill.population.on_ray import Share, connected, deaths_of, room_for
 
 MOST_DEATHS = 3  # of the actors of one job
 LONGEST = 10.0  # seconds that messages are waited for
+
+
+def pool_of(
+    asked: Experiment,
+    at_once: int,
+    make_worker: Callable[[int], Worker],
+    died: Callable[[int], Any],
+    *,
+    folders: Sequence[Path],
+    again: Callable[[Any], Any],
+) -> Pool:
+    """Return the workers for runs that write these folders: actors of its cluster where engine.name is "ray".
+
+    again: returns a job that goes on where a dead actor left it. For the rest see WorkerPool.
+    """
+    if asked.engine.name != "ray":
+        return WorkerPool(at_once, make_worker, died)
+    place = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
+    place.mkdir(parents=True, exist_ok=True)
+    return RayPool(asked, at_once, make_worker, died, place=place, again=again)
 
 
 class Runner:

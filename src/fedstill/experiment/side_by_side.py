@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,10 @@ from fedstill.core.types import Federation
 from fedstill.data import Source
 from fedstill.experiment.build import build_federation, load_source, split_settings
 from fedstill.experiment.config import Experiment
+from fedstill.experiment.ray_pool import pool_of
 from fedstill.experiment.run import run
 from fedstill.experiment.search import EndBelow, Floor
-from fedstill.experiment.worker_pool import DIED, Hear, Pool, WorkerPool
+from fedstill.experiment.worker_pool import DIED, Hear
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.cautions import caution, each_once
 from fedstill.loop.history import Row
@@ -75,29 +75,21 @@ def run_side_by_side(
     silent = logging.NullHandler()  # with a handler of the log, `caution` itself prints a line
     _log.addHandler(silent)
     try:
-        pool_of(asked, jobs).do(jobs, hear)
+        pool = pool_of(
+            asked,
+            asked.compare.jobs,
+            Worker,
+            lambda number: Event(number, "error", (DIED,)),
+            folders=[job.folder for job in jobs],
+            again=lambda job: job._replace(resume=True),
+        )
+        pool.do(jobs, hear)
     finally:
         _log.removeHandler(silent)
     if errors:
         others = f" ({len(errors) - 1} more failed)" if len(errors) > 1 else ""
         raise FedstillError(f"{errors[0]}{others}")
     return {job.folder for job in jobs}
-
-
-def pool_of(asked: Experiment, jobs: Sequence[Job]) -> Pool:
-    """Return the processes for the runs of a comparison."""
-    at_once = asked.compare.jobs
-
-    def died(number: int) -> Event:
-        return Event(number, "error", (DIED,))
-
-    if asked.engine.name != "ray":
-        return WorkerPool(at_once, Worker, died)
-    from fedstill.experiment.ray_pool import RayPool
-
-    place = Path(os.path.commonpath([job.folder.resolve().parent for job in jobs]))
-    place.mkdir(parents=True, exist_ok=True)
-    return RayPool(asked, at_once, Worker, died, place=place, again=lambda job: job._replace(resume=True))
 
 
 class Worker:
