@@ -143,6 +143,11 @@ def test_a_wrong_setting_is_one_line_that_names_the_key_and_the_cure(base, setti
         (["compare", "base.toml", "--seed", "3", "--set", "seed=4"], "--seed", "leave one of them out"),
         (["list", "metods"], "metods", "'methods'"),
         (["explain", "fedproxx"], "fedproxx", "'fedprox'"),
+        (["explain", "lenet5"], "model.name takes this name", "fedstill list methods"),
+        (["explain", "mine.py"], "'mine.py' names a file", "mine.py:FUNCTION"),
+        (["run", "base.toml", "--method", "fedavg"], "--method", "--set method=VALUE"),
+        (["run", "base.toml", "--local.lr", "1"], "--local.lr", "--set local.lr=VALUE"),
+        (["report"], "Missing", "report --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

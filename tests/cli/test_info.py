@@ -36,10 +36,23 @@ def test_list_names_all_there_is_with_a_line_on_each(what, names):
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
-def test_list_shows_own_keys_with_their_defaults():
+def test_list_shows_options_with_their_defaults():
     entry = next(entry for entry in answer("list", "methods") if entry["name"] == "fedprox")
     assert entry["options"]["mu"] == 0.01
     assert "mu=0.01" in fedstill("list", "methods").stdout
+
+
+def test_explain_leaves_no_title_without_content(tmp_path):
+    own = tmp_path / "plain.py"
+    own.write_text(
+        "from fedstill import Method\nfrom fedstill.local import cross_entropy\n"
+        "from fedstill.server.aggregate import average\n\n\n"
+        'def plain() -> Method:\n    """Plain: one line and no option."""\n'
+        "    return Method(cross_entropy(), average())\n"
+    )
+    text = fedstill("explain", f"{own}:plain").stdout
+    assert "\n\n\n" not in text
+    assert "Options\n  none\nParts" in text
 
 
 def test_doctor_is_happy_here_and_says_what_is_missing():

@@ -12,11 +12,11 @@ import tomllib
 import numpy as np
 import pytest
 from cli_runs import SMALL, answer, fedstill, mistake
+from quick import first_quick
 from safetensors.numpy import load_file
 
 from fedstill.experiment import build as build_module
 from fedstill.experiment import compare as comparison_module
-from fedstill.experiment import run as experiment_module
 from fedstill.experiment.config import Experiment
 
 FILE = (
@@ -33,7 +33,7 @@ local = {batch_size = 20, lr = 0.1}
 
 
 @pytest.fixture
-def gallery(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """A working folder with an experiment file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(FILE)
@@ -41,11 +41,9 @@ def gallery(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def folder(gallery, monkeypatch):
-    """The same where pictures, half a second each, are not what is looked at."""
-    for module in (experiment_module, comparison_module):
-        monkeypatch.setattr(module, "draw_pictures", lambda *_, **__: [])
-    return gallery
+def gallery(folder, pictures):
+    """The same where pictures are drawn."""
+    return folder
 
 
 def test_run_prints_one_json_object_and_writes_its_folder(gallery):
@@ -193,7 +191,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_as_if_nothing_had_happene
     assert all(np.array_equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("command", ["run small.toml", "compare small.toml --methods fedavg --seeds 1"])
+@pytest.mark.parametrize("command", first_quick(["run small.toml", "compare small.toml --methods fedavg --seeds 1"]))
 def test_a_scheduler_that_ends_a_run_is_told_how_to_go_on_and_nothing_is_lost(folder, command):
     """A real process, which gets a real SIGTERM after some rounds."""
     long = ["--set", "rounds=100000", "--set", "checkpoint_every=1", "--out", "parts"]

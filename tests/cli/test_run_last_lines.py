@@ -128,7 +128,7 @@ def test_a_run_of_several_architectures_names_them_and_shows_each(played, tmp_pa
     assert line(done, "prototypes") == f"prototypes     {told}"
 
 
-def test_the_curves_of_several_architectures_show_each_beside_the_reported_one(played, tmp_path, monkeypatch):
+def test_the_curves_of_several_architectures_show_each_beside_the_reported_one(played, tmp_path, monkeypatch, pictures):
     drawn = {}
     monkeypatch.setattr(
         "fedstill.experiment.run.learning_curves", lambda curves, path, **how: drawn.update(how, of=curves)

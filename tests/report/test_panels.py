@@ -168,6 +168,35 @@ def test_parties_by_hand(tmp_path):
     assert "better than the model that a party trains alone for 2 of 2 parties" in " ".join(panel.sentences)
 
 
+def test_a_party_whose_rows_are_of_one_class_is_named(tmp_path):
+    folder = write_run(tmp_path / "run", [0.5], parties=("Ulm", "Aix"), counts=((8, 2), (0, 10)))
+    assert "Aix has rows of one class only" in " ".join(made("parties", read_runs([folder])).sentences)
+    both = write_run(tmp_path / "both", [0.5], parties=("Ulm", "Aix"), counts=((8, 2), (1, 10)))
+    assert "of one class only" not in " ".join(made("parties", read_runs([both])).sentences)
+
+
+@pytest.mark.parametrize(
+    ("right", "says"),  # of 90 cats and 10 dogs; 90 % of all rows are cats
+    [
+        ((85, 4), "fedavg does no better by accuracy"),
+        ((88, 9), "is right for 90.0 % of these rows."),
+        ((90, 0), "no better"),
+    ],
+)
+def test_the_answer_is_set_beside_always_answering_the_most_frequent_class(tmp_path, right, says):
+    cats, dogs = right
+    one = row(1, (cats + dogs) / 100, 2, confusion=[[cats, 90 - cats], [10 - dogs, dogs]])
+    said = " ".join(made("answer", read_runs([write_run(tmp_path / "run", [], rows=[one])])).sentences)
+    assert "Whoever always answers 'cat' is right for 90.0 %" in said
+    assert says in said
+    assert ("no better" in said) == (cats + dogs <= 90)
+
+
+def test_balanced_test_rows_need_no_word_on_the_most_frequent_class(tmp_path):
+    folder = write_run(tmp_path / "run", [0.7], classes=("a", "b", "c"), counts=((1, 2, 3), (1, 1, 1)))
+    assert "always answers" not in " ".join(made("answer", read_runs([folder])).sentences)
+
+
 def test_parties_of_a_real_run_are_those_of_its_file(compared):
     runs = read_runs([compared[0]])
     best = next(iter(runs.by_method.values()))
@@ -287,6 +316,19 @@ def test_invented_samples_are_shown_with_the_words_of_their_file(tmp_path):
     panel = made("invented", read_runs([folder]))
     assert panel.sentences[1] == "no copies found"
     assert [content for content, _ in panel.pictures] == [picture]
+
+
+def test_no_file_outside_of_a_run_is_shown(tmp_path):
+    folder = write_run(tmp_path / "run", [0.5], method="fedftg")
+    for name, content in {"generated.png": b"\x89PNG\r\n\x1a\n private", "config.toml": b'token = "private"\n'}.items():
+        (tmp_path / name).write_bytes(content)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / name)
+    (folder / "generated.json").write_text(json.dumps({"text": "no copies found"}))
+    runs = read_runs([folder])
+    assert made("invented", runs).pictures == []
+    assert not any("private" in str(text) for text in made("repeat", runs).texts)
+    assert runs.all[0].config == {}
 
 
 def test_the_words_on_chance(tmp_path):

@@ -97,13 +97,18 @@ def test_reference_points_stand_below_all_methods_however_good_they_are():
 
 def test_the_answer_names_every_reference_and_counts_whom_the_federation_serves_better():
     parties = [place / 100 for place in range(20)]
-    answer, whom, budget = reference_lines("m", [0.105], [references(alone=parties)])
+    answer, whom, budget = reference_lines("m", [0.105], [references(alone=parties, majority=0.1)])
     assert answer == (
-        "federated (m) 10.5 %, alone 9.5 % on average (best party 19.0 %), pooled 90.0 %, majority class 40.0 %"
+        "federated (m) 10.5 %, alone 9.5 % on average (best party 19.0 %), pooled 90.0 %, majority class 10.0 %"
     )
     assert "of 11 of 20 parties" in whom
     assert "worst tenth 0.5 %, best tenth 18.5 %" in whom
     assert budget == "a budget"
+
+
+def test_a_model_that_always_answering_one_class_equals_is_called_no_better():
+    said = [" ".join(reference_lines("m", [value], [references(majority=0.4)])) for value in (0.39, 0.4, 0.41)]
+    assert ["no more often" in text for text in said] == [True, True, False]
 
 
 def test_one_seed_shows_no_spread():

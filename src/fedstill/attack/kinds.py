@@ -78,7 +78,7 @@ class Attack:
 
 
 def sign(factor: Positive = 4.0) -> Kind:
-    """Send the own move backwards and so many times as far: w - factor (w_k - w).
+    """Send one's own move backwards, `factor` times as far: w - factor (w_k - w).
 
     Args:
         factor: how many times as far.
@@ -87,7 +87,7 @@ def sign(factor: Positive = 4.0) -> Kind:
 
 
 def scale(factor: Positive = 20.0) -> Kind:
-    """Send the own move so many times as far, so that it outweighs the others': w + factor (w_k - w).
+    """Send one's own move, `factor` times as far, to outweigh the others: w + factor (w_k - w).
 
     Args:
         factor: how many times as far.
@@ -96,10 +96,10 @@ def scale(factor: Positive = 20.0) -> Kind:
 
 
 def gaussian(factor: Positive = 4.0) -> Kind:
-    """Send noise in place of the own move: N(0, 1) in every number, so many times as long as the move.
+    """Send noise instead of one's own move: N(0, 1) in every number, scaled to `factor` times the move's length.
 
     Args:
-        factor: length of the noise in lengths of the own move.
+        factor: length of the noise, in lengths of one's own move.
     """
 
     def send(cohort: Cohort) -> Params:
@@ -118,7 +118,7 @@ def gaussian(factor: Positive = 4.0) -> Kind:
 
 
 def label_flip() -> Kind:
-    """Train on wrong labels: class c of K becomes K - 1 - c. The move itself is sent as it is."""
+    """Train on wrong labels, class K - 1 - c in place of c, and send the resulting move."""
 
     def poison(train: Dataset, x: Tensor, y: Tensor, seed: Seed) -> tuple[Tensor, Tensor]:
         return x, len(train.classes) - 1 - y
@@ -127,7 +127,7 @@ def label_flip() -> Kind:
 
 
 def adaptive(quantile: PositiveShare = TOP) -> Kind:
-    """Send all the same: backwards along the mean of the honest moves, and no longer than honest ones are.
+    """Send the same move from every hostile client: against the mean honest move, and no longer than honest ones.
 
     No rule about sizes tells such an upload from an honest one, and no two hostile uploads cancel.
 
@@ -146,10 +146,10 @@ def adaptive(quantile: PositiveShare = TOP) -> Kind:
 def backdoor(
     target: CountOrNone = 0, part: PositiveShare = 0.5, size: Count = 3, factor: Positive = 5.0, adaptive: bool = False
 ) -> Kind:
-    """Train a part of the rows with a pattern in them on one class, and send the move so many times as far.
+    """Put a pattern into some of the rows, label these rows as one class, and send the move `factor` times as far.
 
     The pattern is a bright square in a corner of an image, or the largest value in the last features of a table. The
-    model shall name the target where it sees the pattern, and answer as before where it does not. The run then reports
+    model is to name the target where it sees the pattern, and answer as before where it does not. The run then reports
     backdoor_success: how many test samples of other classes get the target once they carry the pattern.
 
     Args:
@@ -185,9 +185,9 @@ def backdoor(
 
 
 def sure(factor: Positive = 10.0) -> Kind:
-    """Say, where a method asks how much samples are like the own data, that all are (FedAUX).
+    """Where a method asks how much samples resemble one's own data (FedAUX), say that all of them do.
 
-    Of a classifier w the answer points to the mean of the public samples and is so many times as long; of scores all
+    Of a classifier w the answer points to the mean of the public samples and is `factor` times as long; of scores all
     are the largest one, and log(factor) is added.
 
     Args:

@@ -38,7 +38,7 @@ class OneLineErrors(TyperGroup):
         except Exception as error:
             # typer brings its own copy of click since 0.20 or so: both kinds of usage error have this method.
             if hasattr(error, "format_message"):
-                fail(error.format_message())
+                fail(_usage(error))
             if isinstance(error, FedstillError) and len(error.lines) > 1:
                 fail(f"{len(error.lines)} mistakes:", *error.lines)
             if isinstance(error, FedstillError) or own_place(error):  # a file of the user, such as FILE.py:function
@@ -53,6 +53,21 @@ class OneLineErrors(TyperGroup):
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             raise FedstillError(f"unknown command '{args[0]}': {suggest(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
+
+
+def _usage(error: Any) -> str:
+    """Say what is wrong with a command line and what to do: a key of the experiment file is no option."""
+    said, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+    option = getattr(error, "option_name", "")
+    key = option.lstrip("-").replace("-", "_")
+    if key and context is not None and any("--set" in param.opts for param in context.command.params):
+        from fedstill.experiment.config import Experiment
+
+        if key.partition(".")[0] in Experiment.model_fields:
+            return f"no option {option}, but a key of the experiment file: write --set {key}=VALUE"
+    if getattr(error, "possibilities", None):
+        return str(said)
+    return f"{said}: see `{'fedstill' if context is None else context.command_path} --help`"
 
 
 def fail(*lines: str) -> NoReturn:
@@ -559,7 +574,10 @@ def bench(**words: Any) -> None:
 def list_(
     what: Annotated[
         str,
-        typer.Argument(metavar="WHAT", help="methods, aggregates, partitions, models, datasets, engines, metrics ..."),
+        typer.Argument(
+            metavar="WHAT",
+            help="aggregates, attacks, datasets, engines, evaluations, methods, metrics, models or partitions.",
+        ),
     ],
     format_: AsFormat = Format.text,
 ) -> None:

@@ -25,13 +25,16 @@ KINDS = {
 
 
 def listing(what: str) -> list[dict[str, Any]]:
-    """Return everything of a kind by name, with one line on each and its own keys."""
+    """Return everything of a kind by name, with one line on each and its options."""
     if what == "datasets":
         return [entry._asdict() for entry in describe_datasets()]
     lines = {
         "engines": {name: first_line(make) for name, make in ENGINES.items()},
         "evaluations": {name: first_line(function) for name, function in EVALUATIONS.items()},
-        "metrics": {name: f"{'lower' if one.lower_is_better else 'higher'} is better" for name, one in METRICS.items()},
+        "metrics": {
+            name: f"{one.means or 'your own'}; {'lower' if one.lower_is_better else 'higher'} is better"
+            for name, one in METRICS.items()
+        },
     }
     if what in lines:
         return [{"name": name, "summary": summary, "options": {}} for name, summary in lines[what].items()]
@@ -49,14 +52,16 @@ def listing(what: str) -> list[dict[str, Any]]:
 
 
 def list_text(entries: list[dict[str, Any]]) -> str:
-    """Write names in a column, and own keys with their defaults under the name they belong to."""
+    """Write names in a column, and options with their defaults under the name they belong to."""
     indent = 2 + max(len(entry["name"]) for entry in entries)
     lines: list[str] = []
     for entry in entries:
         head = entry["name"]
         for text in filter(None, (entry["summary"] or "(without a docstring)", _details(entry))):
             wide, below = max(_width(), indent + 30), " " * indent
-            lines += textwrap.wrap(text, wide, initial_indent=head.ljust(indent), subsequent_indent=below)
+            lines += textwrap.wrap(
+                text, wide, initial_indent=head.ljust(indent), subsequent_indent=below, break_on_hyphens=False
+            )
             head = ""
     return "\n".join(lines)
 
@@ -64,7 +69,7 @@ def list_text(entries: list[dict[str, Any]]) -> str:
 def _details(entry: dict[str, Any]) -> str:
     if "options" in entry:
         pairs = [key if value is None else f"{key}={_toml(value)}" for key, value in _flat(entry["options"]).items()]
-        return "own keys: " + " ".join(pairs) if pairs else ""
+        return "options: " + " ".join(pairs) if pairs else ""
     if entry["rows"] is None:
         return ""
     train, test = entry["rows"]
@@ -99,7 +104,8 @@ def explain_text(facts: dict[str, Any]) -> str:
     helps = [f"When it helps: {facts['helps']}"] if facts["helps"] else []
     head = [facts["summary"], *helps, *facts["with_defaults"]]
     lines = [line for text in head for line in textwrap.wrap(text, _width())]
-    lines += ["", textwrap.indent(facts["equation"], "    "), "", "Options"]
+    lines += ["", textwrap.indent(facts["equation"], "    ")] if facts["equation"] else []
+    lines += ["", "Options", *([] if facts["options"] else ["  none"])]
     for option in facts["options"]:
         lines += _hang(_option(option), option["meaning"])
     lines += ["Worth trying (fedstill sweep)"] if facts["tries"] else []
@@ -114,10 +120,10 @@ def explain_text(facts: dict[str, Any]) -> str:
         "Leaves a client once, before the first round": facts["leaves_a_client_once"],
         "Stays on a client": facts["stays_on_a_client"] or nothing,
         "Sent to a client": facts["sent_to_a_client"] or nothing,
-        "Sealed (server.sealed = true)": [
-            f"cannot: {'; '.join(facts['sealed'])}"
+        "Hiding single models from the server (server.sealed = true)": [
+            f"not possible: {'; '.join(facts['sealed'])}"
             if facts["sealed"]
-            else "can: its steps need sums over a cohort alone"
+            else "possible: the server's steps need only sums over a cohort"
         ],
         "Privacy": facts["privacy"],
         "Differs from the paper": [facts["differs_from_the_paper"]],

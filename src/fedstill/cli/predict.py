@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -20,11 +21,17 @@ WIDTH = 120
 def predict_command(model: Path, inputs: Path | None, *, from_: str | None, out: Path | None, as_json: bool) -> None:
     folder = out or (Path() if is_bundle(model) else model)
     outcome = predict_to_files(model, inputs, from_=from_, out=folder)
-    for line in [*outcome.notes, *(f"skipped, because it cannot be read: {name}" for name in outcome.skipped[:NAMED])]:
+    for line in [*outcome.notes, *map(_skipped, outcome.skipped[:NAMED])]:
         tell(line)
     if len(outcome.skipped) > NAMED:
         tell(f"skipped {len(outcome.skipped) - NAMED} more, all in {folder}/predictions.json")
     print_json(outcome.summary()) if as_json else say(predictions_text(outcome, folder))
+
+
+def _skipped(name: str) -> str:
+    """Say which sample is left out; a table without a column of ids has rows numbered from 0."""
+    row = "row " if re.match(r"\d+ \(", name) else ""
+    return f"skipped, because it cannot be read: {row}{name}"
 
 
 def export_command(run_dir: Path, *, from_: str, out: Path | None, kind: str) -> None:

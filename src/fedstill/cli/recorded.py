@@ -136,7 +136,10 @@ def _print_facts(facts: Mapping[str, str], *, indent: str = "") -> None:
             say(f"{indent}{printable(name)}")
         first = f"{indent}{short:<{column}}  "
         for line in text.splitlines():
-            say(textwrap.fill(printable(line), width, initial_indent=first, subsequent_indent=" " * len(first)))
+            wrapper = textwrap.TextWrapper(
+                width, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
+            )
+            say(wrapper.fill(printable(line)))
             first = " " * len(first)
 
 

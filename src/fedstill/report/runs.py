@@ -14,7 +14,7 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.report.partition import COUNTS_FILE
-from fedstill.storage.files import read_text
+from fedstill.storage.files import leads_out, read_text
 
 METRICS_FILE, AUDIT_FILE, RESULTS_FILE, CONFIG_FILE = "metrics.jsonl", "audit.jsonl", "results.json", "config.toml"
 DEEPEST = 3  # levels of folders below a comparison's folder
@@ -223,7 +223,10 @@ def _names_in(folder: Path, below: Sequence[Path]) -> tuple[dict[Path, str], lis
     gaps: list[str] = []
     names: dict[Path, str] = dict.fromkeys(below, "")
     if folder in names or not (folder / RESULTS_FILE).exists():
-        return names, [] if folder in names else [f"{folder.name}: no {RESULTS_FILE}: the comparison may still go on"]
+        no_table = (
+            f"{folder.resolve().name}: no {RESULTS_FILE}: a comparison goes on, or the folder holds runs of several"
+        )
+        return names, [] if folder in names else [no_table]
     for entry in list_of(_json(folder / RESULTS_FILE, gaps).get("runs")):
         place = folder / str(table_of(entry).get("run_dir"))
         if place in names:
@@ -275,6 +278,8 @@ def _text(path: Path) -> str:
         raise ValueError(f"larger than {MOST_BYTES:,} bytes")
     if path.exists() and not path.is_file():
         raise ValueError("not a file")
+    if leads_out(path):  # a page that is sent to others shows no file beside the run's
+        raise ValueError("a link to a place outside of its folder")
     return read_text(path)
 
 

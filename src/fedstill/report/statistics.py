@@ -223,7 +223,7 @@ def in_words(judgement: Judgement, thing: str = "method") -> list[str]:
             shown = [f"{kind}: {listed(kinds[kind])}" for kind in ("better", "worse") if kinds[kind]]
             tests = len(judgement.from_baseline)
             pairs = f"{tests} tests instead of {tests * (tests + 1) // 2}"
-            lines.append(f"Asked only about {baseline} ({pairs}), {'; '.join(shown) or NO_DIFFERENCE}.")
+            lines.append(f"Compared with {baseline} alone ({pairs}): {'; '.join(shown) or NO_DIFFERENCE}.")
     if seeds < FEW_SEEDS:
         lines.append(f"{seeds} seeds make wide intervals: only large differences can be shown.")
     return lines

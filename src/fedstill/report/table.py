@@ -157,11 +157,17 @@ def reference_lines(method: str, accuracies: Sequence[float], references: Sequen
         for alone in each.accuracies_alone
     )
     seeds = f", over {len(references)} seeds" if len(references) > 1 else ""
+    majority = statistics.fmean(float(each.majority["accuracy"]) for each in references)
+    useless = [
+        "the federated model is right no more often than a rule that always answers the most frequent class: "
+        "look at balanced_accuracy and auc"
+    ]
     return [
         f"federated ({method}) {100 * statistics.fmean(accuracies):.1f} %, alone {mean['alone_mean']} on average (best "
         f"party {mean['alone_best']}), pooled {mean['pooled']}, majority class {mean['majority']}",
         f"the federated model is better than the own model of {gain} of {parties} parties{seeds} (alone: worst tenth "
         f"{mean['alone_worst_tenth']}, best tenth {mean['alone_best_tenth']})",
+        *(useless if statistics.fmean(accuracies) <= majority else []),
         *references[0].budget,
     ]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fedstill.privacy.statement import shown
 from fedstill.report import counted, human_bytes
 from fedstill.report.panels import Panel, Table, percent
+from fedstill.report.panels.confusion import matrix_of
 from fedstill.report.runs import DOWN, UP, Run, Runs, list_of, number, table_of
 from fedstill.report.statistics import Judgement, in_words, judge, listed
 
@@ -34,10 +35,11 @@ def panel(runs: Runs) -> Panel:
             sentences += in_words(judgement, thing)
             if judgement.seeds > 1:
                 sentences.append(f"(Paired t-tests over {judgement.seeds} seeds, 5 % level, Holm's correction.)")
+    sentences += _beside_majority(runs, best, mean)
     sentences += _beside_references(runs, best, known[best])
     first = runs.by_method[best][0]
     sentences.append(
-        f"One run of {best} took {_mean_seconds(runs.by_method[best])}, and its clients sent "
+        f"The rounds of one run of {best} took {_mean_seconds(runs.by_method[best])}, and its clients sent "
         f"{human_bytes(_total(first, UP))} and received {human_bytes(_total(first, DOWN))} in all."
     )
     sentences += _left(runs, best)
@@ -79,6 +81,20 @@ def _judgement(runs: Runs, known: Mapping[str, Mapping[int, float]]) -> Judgemen
     if not shared or len({run.data_name for run in runs.all}) > 1:
         return None
     return judge({method: [by_seed[seed] for seed in shared] for method, by_seed in known.items()})
+
+
+def _beside_majority(runs: Runs, best: str, mean: float) -> list[str]:
+    """Return what always answering the most frequent class reaches, where this is half of the rows or beats `best`."""
+    first = next((run for run in runs.by_method[best] if run.evaluated), None)
+    matrix = None if first is None else matrix_of(first)
+    if first is None or matrix is None:
+        return []
+    share = float(matrix.sum(axis=1).max() / matrix.sum())
+    if share < max(0.5, 1.5 / len(matrix)) and mean > share:
+        return []
+    name = first.classes[place] if (place := int(matrix.sum(axis=1).argmax())) < len(first.classes) else str(place)
+    less = f" {best} does no better by accuracy: look at the classes below." if mean <= share else ""
+    return [f"Whoever always answers '{name}' is right for {percent(share)} of these rows.{less}"]
 
 
 def _beside_references(runs: Runs, best: str, by_seed: Mapping[int, float]) -> list[str]:
@@ -146,7 +162,7 @@ def _table(runs: Runs, known: Mapping[str, Mapping[int, float]], judgement: Judg
         last = f"{100 * statistics.fmean(by_seed.values()):.2f}{spread}"
         group = judgement.groups.get(method, "") if judgement is not None and judgement.seeds > 1 else ""
         rows.append((method, str(len(by_seed)), last, f"{100 * peak:.2f}", human_bytes(sent), f"{seconds:.1f}", group))
-    head = ["method", "seeds", "last accuracy %", "best round %", "sent by clients", "seconds a run", "group"]
+    head = ["method", "seeds", "last accuracy %", "best round %", "sent by clients", "seconds of rounds", "group"]
     thing = runs.thing
     caption = f"{thing.capitalize()}s, the best first: mean ± sample standard deviation over seeds."
     if any(row[-1] for row in rows):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast, get_args
 
 import numpy as np
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.seeds import cohort_size, draw_cohort
+from fedstill.core.seeds import Sampling, cohort_size, draw_cohort
 from fedstill.report.charts import Chart, heat_map, plain_names, thin
 from fedstill.report.panels import Panel
 from fedstill.report.panels.holdings import counts_of
@@ -58,7 +59,7 @@ def cohort_shares(run: Run) -> dict[int, list[float | None]]:
     """
     counts = counts_of(run)
     cohort, sampling = run.config.get("cohort"), run.config.get("sampling")
-    if counts is None or not isinstance(cohort, (int, float)) or sampling not in ("fixed", "poisson"):
+    if counts is None or not isinstance(cohort, (int, float)) or sampling not in get_args(Sampling):
         return {}
     clients = np.flatnonzero(counts.sum(axis=1))
     if run.files["partition.json"].get("clients") != len(counts):
@@ -69,7 +70,7 @@ def cohort_shares(run: Run) -> dict[int, list[float | None]]:
         return {}
     shares: dict[int, list[float | None]] = {}
     for row in run.evaluated:
-        ids = draw_cohort(clients, size, seed=run.seed, round=row["round"], sampling=sampling)
+        ids = draw_cohort(clients, size, seed=run.seed, round=row["round"], sampling=cast(Sampling, sampling))
         if len(ids) != row.get("cohort"):
             return {}  # the run drew its clients in another way
         held = counts[ids].sum(axis=0)

@@ -25,10 +25,11 @@ def panel(runs: Runs) -> Panel | None:
         sentences.append(
             f"A line is the mean over seeds. The band around {whose} is one standard deviation on each side."
         )
-    if len(lines) > len(LINE_COLOURS):
+    if (more := len(lines) - len(LINE_COLOURS)) > 0:
+        others = "the other one is grey" if more == 1 else f"the other {more} are grey"
         sentences.append(
-            f"The {len(LINE_COLOURS)} methods with the best last accuracies have colours; the other "
-            f"{len(lines) - len(LINE_COLOURS)} are grey. The boxes switch lines off and on."
+            f"The {len(LINE_COLOURS)} methods with the best last accuracies have colours; {others}. The boxes switch "
+            "lines off and on."
         )
     if max(len(run.evaluated) for run in runs.all) > min(MOST_POINTS, ALL_POINTS // len(lines)):
         sentences.append("Lines go through evenly spaced rounds, not through all that were evaluated.")

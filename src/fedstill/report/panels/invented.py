@@ -7,7 +7,7 @@ from pathlib import Path
 from fedstill.report.generated import PAIRS_PICTURE, SAMPLES_PICTURE
 from fedstill.report.panels import Panel
 from fedstill.report.runs import Runs
-from fedstill.storage.files import read_bytes
+from fedstill.storage.files import leads_out, read_bytes
 
 MOST_BYTES = 600_000  # of a picture
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -33,7 +33,7 @@ def panel(runs: Runs) -> Panel | None:
 def _png(path: Path) -> bytes:
     """Return a picture's content; empty where it is missing, too large, or none."""
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES or leads_out(path):
             return b""
         content = read_bytes(path)
     except OSError:

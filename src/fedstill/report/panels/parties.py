@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fedstill.report.charts import dots
 from fedstill.report.panels import Panel, Table
-from fedstill.report.runs import Runs, list_of, number, table_of
+from fedstill.report.panels.holdings import counts_of
+from fedstill.report.partition import COUNTS_FILE
+from fedstill.report.runs import Run, Runs, list_of, number, table_of
+from fedstill.report.statistics import listed
 
 MODELS = ("federated", "pooled", "alone")
 MOST = 40  # parties in the picture and in the table: the worst and the best
@@ -36,6 +39,13 @@ def panel(runs: Runs) -> Panel | None:
     few = min((found["test rows"] for _, found in tested if "test rows" in found), default=0)
     if 0 < few < 100:
         sentences.append(f"A party has as few as {few:.0f} test rows: there one row is {100 / few:.1f} points.")
+    if single := _of_one_class(runs.by_method[method][0], {name for name, _ in tested}):
+        whose = (
+            "has rows of one class only, so its accuracy says"
+            if len(single) == 1
+            else ("have rows of one class only, so their accuracies say")
+        )
+        sentences.append(f"{listed(single)} {whose} nothing about the other classes.")
     if len(each) > 1:
         sentences.append(f"Numbers are means over {len(each)} seeds.")
     shown = tested
@@ -62,6 +72,15 @@ def panel(runs: Runs) -> Panel | None:
         rows.append((name, *sizes, *cells))
     caption = "Parties, the lowest accuracy first. Gain: federated minus alone."
     return Panel("Party by party", sentences, [chart], Table(head, rows, caption))
+
+
+def _of_one_class(run: Run, parties: Collection[str]) -> list[str]:
+    """Return those of the parties whose training rows are all of one class."""
+    counts, names = counts_of(run), [str(name) for name in list_of(run.files[COUNTS_FILE].get("names"))]
+    if counts is None or len(names) != len(counts):
+        return []
+    classes = (counts > 0).sum(axis=1)
+    return [name for name, count in zip(names, classes.tolist(), strict=True) if count == 1 and name in parties]
 
 
 def parties_of(tables: list[Mapping[str, Any]]) -> list[tuple[str, dict[str, float]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedstill.report import counted
 from fedstill.report.panels import Panel
 from fedstill.report.runs import CONFIG_FILE, Runs, table_of
-from fedstill.storage.files import read_text
+from fedstill.storage.files import leads_out, read_text
 
 MOST_FILES = 3  # experiment files on the page
 LONGEST = 20_000  # letters of one of them
@@ -44,8 +44,10 @@ def panel(runs: Runs) -> Panel:
 
 
 def _file(path: Path) -> str | None:
-    """Return an experiment file as it is; None where it is missing, damaged or too long for a page."""
+    """Return an experiment file as it is; None where it is missing, damaged, elsewhere, or too long for a page."""
     try:
+        if leads_out(path):
+            return None
         text = read_text(path)
         tomllib.loads(text)
     except (OSError, ValueError):
