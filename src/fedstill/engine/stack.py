@@ -7,7 +7,7 @@ narrower view and their rows stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,11 @@ Layout = dict[str, tuple[int, ...]]  # a parameter's dimensions from slowest to 
 
 def layout_of(tensor: Tensor) -> tuple[int, ...]:
     """Dimensions of one client's tensor from slowest to fastest, read off the strides of a stacked one."""
-    strides = tensor.stride()[1:]
+    return memory_order(tensor.stride()[1:])
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions from slowest to fastest in memory."""
     return tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], d)))
 
 
@@ -104,6 +108,13 @@ class View:
         self.loss = cut(stack.loss)
         self.leaves = list(self.params.values())
         self.moments = [[cut(m) for m in moments.values()] for moments in stack.moments.values()]
+        # torch's fused SGD on a CPU copies a gradient that is not contiguous: most of the update of a small MLP
+        self.orders = [memory_order(leaf.stride()) for leaf in self.leaves]
+        self.as_contiguous = [self.in_memory_order([one.detach() for one in of]) for of in (self.leaves, *self.moments)]
+
+    def in_memory_order(self, tensors: Leaves) -> Leaves:
+        """Return tensors that lie in memory as the parameters do, as contiguous ones, without a copy."""
+        return [tensor.permute(order) for tensor, order in zip(tensors, self.orders, strict=True)]
 
     @torch.no_grad()
     def keep(self, buffers: Params) -> None:
@@ -125,7 +136,8 @@ class View:
         if isinstance(rate, Tensor) and rate.ndim == 1:
             step_by_row(training, self.leaves, matched, self.moments, self.stack.count, rate)
         else:
-            step(training, self.leaves, matched, self.moments, self.stack.count, rate)
+            leaves, *moments = self.as_contiguous
+            step(training, leaves, self.in_memory_order(matched), moments, self.stack.count, rate)
 
 
 class Finished(NamedTuple):
