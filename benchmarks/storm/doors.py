@@ -1,11 +1,14 @@
-"""Faults at every door of a run: uploads, answers before the first round, and orders to clients.
+"""Faults at every door of a run: uploads, answers before the first round, orders to clients, and workers that die.
 
     python benchmarks/storm/doors.py --faults 10000 --seed 1
+    python benchmarks/storm/doors.py --way "on spawned workers" --faults 300 --seed 1
 
 A fault is harmless if the run ends with the bits that it has when the struck messages never come. So each composition
 is played once with silence in these places, and then again and again with faults there, several in a run. Clients stand
-behind the wire (`Loopback`) or in the server's process, where uploads are a stack of tensors. Every row of the
-conformance table is played, and mixtures, phases, heads alone and clients of two networks.
+behind the wire (`Loopback`), in the server's process, or on two workers: spawned processes, or Ray actors. Workers are
+trusted, and their clients are not: what these send comes back in the stack of a worker's piece, and some workers are
+killed at work. Every row of the conformance table is played, and mixtures, phases, heads alone and clients of two
+networks.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,23 +38,29 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests" / room) for room in ("support", "conformance")]
 
-import mixed_runs  # noqa: E402
-from elsewhere import REFINED, RUNS, a_run  # noqa: E402
+from elsewhere import REFINED, RUNS, RecipeOf  # noqa: E402
+from killing import LINE  # noqa: E402
 from method_rows import ROWS  # noqa: E402
+from on_ray import ROOM_FOR_TWO, local_ray  # noqa: E402
 from toy import same_bits  # noqa: E402
 
 from fedstill.compose.moving import moving  # noqa: E402
+from fedstill.core.setup import Question  # noqa: E402
 from fedstill.core.trainer import Messages  # noqa: E402
-from fedstill.core.tree import as_tree, select  # noqa: E402
+from fedstill.core.tree import as_tree, select, tree_map  # noqa: E402
 from fedstill.core.types import Weights  # noqa: E402
 from fedstill.loop.federate import Built, federate  # noqa: E402
 from fedstill.loop.here import Here  # noqa: E402
 from fedstill.loop.message import template_of, with_digest  # noqa: E402
-from fedstill.methods.lookup import build_method  # noqa: E402
 from fedstill.population import Loopback, over_loopback  # noqa: E402
+from fedstill.population.on_ray import ray_crew  # noqa: E402
+from fedstill.population.scattered import Crew, MakeCrew, Up, scattered  # noqa: E402
+from fedstill.population.spawned import spawned_crew  # noqa: E402
 from fedstill.population.wire import pack_tree, seal, unpack_tree, unseal  # noqa: E402
+from fedstill.population.worker import Arrays, Kit, arrays_of, tensors_of  # noqa: E402
 
 ROUNDS, STRUCK = 5, 2  # clients whose message is struck, of the seven of each round
+KILLED = 0.06  # chance of a worker to be killed at a piece
 LIMIT = 1 << 30
 Random = random.Random
 Tensors = dict[str, torch.Tensor]
@@ -211,6 +224,12 @@ class Struck:
         """Return the struck clients; equal in all runs of a composition."""
         return set(Random(1000 * round + len(ids)).sample(sorted(ids), STRUCK)) if len(ids) > STRUCK + 2 else set()
 
+    def answered(self, chance: Random, answer: Any, where: str) -> Any:
+        """Return what a struck client answers to a question: another form, huge numbers, or an error."""
+        kind = "an error" if isinstance(answer, str) or chance.random() < 0.2 else "tensors"
+        self.counts[f"answer before round 1 {where}: {kind}"] += 1
+        return "RuntimeError: CUDA" if kind == "an error" else _damaged_answer(chance, answer)
+
 
 @dataclass
 class StruckWire:
@@ -279,6 +298,15 @@ class StruckHere(Here):
                 messages[client] = TimeoutError() if chance is None else self._fault(chance, messages[client])
         return Messages(messages, template_of(uploads))
 
+    def ask(self, question: Any, ids: Collection[int], *, round: int, sent: Any) -> Iterator[tuple[int, Any]]:
+        answers = super().ask(question, ids, round=round, sent=sent)
+        chance, hit = self.struck.chance, self.struck.strikes(round, list(ids))
+        for client, answer in answers:
+            if client not in hit or not isinstance(question, Question):
+                yield client, answer
+            else:
+                yield client, "silence" if chance is None else self.struck.answered(chance, answer, "in the process")
+
     def _fault(self, chance: Random, tree: dict[str, Any]) -> Any:
         kind = chance.choice(["not a mapping", "an error", "tensors", "tensors", "tensors"])
         self.struck.counts[f"upload in the process: {kind}"] += 1
@@ -297,71 +325,178 @@ class StruckHere(Here):
         )
 
 
+class StruckCrew:
+    """A crew some of whose workers are killed at work, and whose struck clients send and answer something else."""
+
+    def __init__(self, inner: Crew, struck: Struck, where: str) -> None:
+        self.inner, self.size, self.struck, self.where = inner, inner.size, struck, where
+        self.hit: set[int] = set()  # struck clients of the cohort at work
+        self._ids: dict[int, Sequence[int]] = {}  # of the piece of each worker
+        self._processes: dict[int, int] = {}
+        self.share, self.ready = inner.share, inner.ready
+
+    def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
+        self._ids[worker] = [int(client) for client in own[0]]
+        self.inner.hand(worker, task, shared, *own)
+        chance = self.struck.chance
+        if chance is not None and worker in self._processes and chance.random() < KILLED:
+            self.struck.counts[f"worker {self.where}: kill -9"] += 1
+            threading.Timer(chance.uniform(0.0, 0.05), _kill, [self._processes.pop(worker)]).start()
+
+    def next(self, patience: float) -> tuple[int, Any] | None:
+        event = self.inner.next(patience)
+        if event is None:
+            return None
+        worker, said = event
+        if isinstance(said, Up):
+            found = LINE.search(f"worker 0 is {said.name}")
+            assert found is not None
+            self._processes[worker] = int(found[2])
+        chance = self.struck.chance
+        if chance is None:
+            return event
+        if isinstance(said, dict):
+            return worker, {client: self._answered(chance, client, answer) for client, answer in said.items()}
+        if type(said) is tuple:
+            return worker, self._sent(chance, self._ids[worker], *said)
+        return event
+
+    def _answered(self, chance: Random, client: int, answer: Any) -> Any:
+        if client not in self.hit:
+            return answer
+        tree = answer if isinstance(answer, str) else tensors_of(answer, "cpu")
+        damaged = self.struck.answered(chance, tree, self.where)
+        return damaged if isinstance(damaged, str) else arrays_of(damaged)
+
+    def _sent(self, chance: Random, ids: Sequence[int], sent: Arrays, after: Arrays) -> tuple[Arrays, Arrays]:
+        """Damage the rows of struck clients in a piece, in what they send and sometimes in their memories."""
+        sent, after = tree_map(np.copy, sent), tree_map(np.copy, after)
+        numbers = {name: sent[name] for name in ("size", "steps", "travel")}
+        rows = {**{f"params/{name}": array for name, array in sent["params"].items()}, **numbers}
+        for place, client in enumerate(ids):
+            if client not in self.hit:
+                continue
+            fault = chance.choice([_not_finite, _not_finite, _huge, _wrong_number])
+            self.struck.counts[f"upload {self.where}: {fault.__name__.strip('_')}"] += 1
+            own = {name: torch.from_numpy(np.array(array[place])) for name, array in rows.items()}
+            for name, leaf in fault(chance, own).items():
+                rows[name][place] = leaf.numpy()
+            if chance.random() < 0.3:
+                tree_map(partial(_spoil, place), after)
+        return sent, after
+
+
+def _spoil(place: int, array: np.ndarray) -> None:
+    if np.issubdtype(array.dtype, np.floating):
+        array[place] = np.nan
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+class StruckHost:
+    """Says to a crew who is struck, cohort by cohort."""
+
+    def __init__(self, inner: Any, crew: StruckCrew) -> None:
+        self.inner, self.crew = inner, crew
+
+    def play(self, order: Any, ids: np.ndarray, states: Any, noise_seed: int) -> Any:
+        self.crew.hit = self.crew.struck.strikes(order.round, ids.tolist())
+        return self.inner.play(order, ids, states, noise_seed)
+
+    def answers(self, question: Any, ids: Collection[int], sent: Any, *, round: int, noise_seed: int) -> Any:
+        self.crew.hit = self.crew.struck.strikes(round, list(ids))
+        return self.inner.answers(question, ids, sent, round=round, noise_seed=noise_seed)
+
+
 # ---- runs
 
 
-def compositions() -> dict[str, Callable[[], Built]]:
-    """Return a maker of a small run for each composition."""
-    made: dict[str, Callable[[], Built]] = {}
+def compositions() -> dict[str, RecipeOf]:
+    """Return the recipe of a small run for each composition."""
+    made, changes = {}, {"rounds": ROUNDS, "cohort": 7}
     for row in ROWS:
         if not any(release.multiplier is not None for release in row.build().releases) and row.name != "update_noise":
-            made[row.id.rpartition("/")[2][:60]] = partial(a_run, row.build(), row.net, rounds=ROUNDS, cohort=7)
-    for name, changes in RUNS.items():
-        rest = {key: value for key, value in changes.items() if key != "method"}
-        made[f"mixture {name}"] = partial(_mixture, changes["method"], rest)
-    for text in (f"fedaux({REFINED})", "scaffold", f"feddf({REFINED})"):
-        made[f"two networks {text.partition('(')[0]}"] = partial(_two_networks, text)
+            made[row.id.rpartition("/")[2][:60]] = RecipeOf(row.id, changes)
+    made |= {f"mixture {name}": RecipeOf(name, changes) for name in RUNS}
+    for text in (f"fedaux({REFINED})", "scaffold()", f"feddf({REFINED})"):
+        made[f"two networks {text.partition('(')[0]}"] = RecipeOf(text, {"rounds": ROUNDS})
     return made
 
 
-def _mixture(text: str, changes: dict[str, Any]) -> Built:
-    return a_run(build_method(text), **{"rounds": ROUNDS, "cohort": 7, **changes})
-
-
-def _two_networks(text: str) -> Built:
-    settings = {"model": mixed_runs.mixed(), "federation": mixed_runs.federation(), "cohort": 6, "rounds": ROUNDS}
-    return a_run(build_method(text), **settings)
-
-
-def over_the_wire(built: Built, folder: Path, struck: Struck) -> Built:
-    wired = over_loopback(built, folder)
+def over_the_wire(recipe: RecipeOf, folder: Path, struck: Struck) -> Built:
+    wired = over_loopback(recipe.run(), folder)
     make = wired.population
     assert isinstance(make, partial)
     options = {**make.keywords, "transport": StruckWire(make.keywords["transport"], struck)}
     return replace(wired, population=partial(make.func, **options))
 
 
-def in_the_process(built: Built, folder: Path, struck: Struck) -> Built:
-    return replace(built, population=partial(StruckHere, struck=struck))
+def in_the_process(recipe: RecipeOf, folder: Path, struck: Struck) -> Built:
+    return replace(recipe.run(), population=partial(StruckHere, struck=struck))
 
 
-WAYS = {"over the wire": over_the_wire, "in the process": in_the_process}
+def on_workers(recipe: RecipeOf, folder: Path, struck: Struck, *, crew: MakeCrew, where: str) -> Built:
+    crews: list[StruckCrew] = []
+
+    @contextmanager
+    def make_crew(kit: Kit, rows: Arrays) -> Iterator[StruckCrew]:
+        with crew(kit, rows) as inner:
+            crews.append(StruckCrew(inner, struck, where))
+            yield crews[0]
+
+    @contextmanager
+    def population(task: Any, first: Any, **options: Any) -> Iterator[Here]:
+        with scattered(task, first, crew=make_crew, recipe=recipe, device="cpu", threads=1, **options) as here:
+            here.host = StruckHost(here.host, crews[0])
+            yield here
+
+    return replace(recipe.run(), population=population)
 
 
-def played(make: Callable[[], Built], way: str, chance: Random | None) -> tuple[Weights, Struck]:
+SPAWNED, ON_RAY = "on spawned workers", "on Ray"
+WAYS = {
+    "over the wire": over_the_wire,
+    "in the process": in_the_process,
+    SPAWNED: partial(on_workers, crew=partial(spawned_crew, count=2), where=SPAWNED),
+    ON_RAY: partial(on_workers, crew=partial(ray_crew, count=2), where=ON_RAY),
+}
+REFERENCES = {SPAWNED: "in the process", ON_RAY: "in the process"}  # where silence is played, if not in the same place
+USUAL = ("over the wire", "in the process")
+
+
+def played(recipe: RecipeOf, way: str, chance: Random | None) -> tuple[Weights, Struck]:
     """Play a run, struck by faults or by silence."""
     struck = Struck(chance)
     with tempfile.TemporaryDirectory() as folder:
-        result = federate(WAYS[way](make(), Path(folder), struck))
+        result = federate(WAYS[way](recipe, Path(folder), struck))
     if len(result.history.rows) != ROUNDS or any(row["accepted"] == 0 for row in result.history.rows):
         raise AssertionError("a round was lost")
     return result.weights, struck
 
 
-def storm(faults: int, seed: int, names: list[str] | None = None) -> Iterator[tuple[str, str, Counter[str], str]]:
-    """Yield (composition, way, faults by kind, "" or the failure) for runs until `faults` faults were made."""
+def storm(
+    faults: int, seed: int, names: list[str] | None = None, *, ways: Sequence[str] = USUAL, first: int = 0
+) -> Iterator[tuple[str, str, Counter[str], str]]:
+    """Yield (composition, way, faults by kind, "" or the failure) for runs until `faults` faults were made.
+
+    first: the number of the first run, to go on where another call has ended.
+    """
     made, references = compositions(), {}
-    cases = [(name, way) for name in (names or sorted(made)) for way in WAYS]
-    count, turn = 0, 0
+    cases = [(name, way) for name in (names or sorted(made)) for way in ways]
+    count, turn = 0, first
     while count < faults:
         name, way = cases[turn % len(cases)]
         chance = Random(f"{seed} {turn} {name} {way}")
         turn += 1
-        if (name, way) not in references:
-            references[name, way] = played(made[name], way, None)[0]
+        reference = name, REFERENCES.get(way, way)
+        if reference not in references:
+            references[reference] = played(made[name], reference[1], None)[0]
         try:
             weights, struck = played(made[name], way, chance)
-            failure, counts = "" if same_bits(weights, references[name, way]) else "other bits", struck.counts
+            failure, counts = "" if same_bits(weights, references[reference]) else "other bits", struck.counts
         except Exception as error:
             failure, counts = f"{type(error).__name__}: {error}", Counter({"unknown": 1})
         count += counts.total()
@@ -373,19 +508,25 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", help="a composition")
+    parser.add_argument("--way", action="append", choices=WAYS, help="where clients stand; by default the first two")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run, to go on with another call")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()  # a line for each refusal
     began, counts, runs, failures = time.monotonic(), Counter[str](), 0, []
-    for name, way, made, failure in storm(options.faults, options.seed, options.only):
-        counts, runs = counts + made, runs + 1
-        if failure:
-            failures.append(f"{name} {way}: {failure}")
-            print(failures[-1], flush=True)
-        if runs % 50 == 0:
-            print(
-                f"{runs} runs, {counts.total()} faults, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
-            )
+    ways = options.way or USUAL
+    cluster: AbstractContextManager[Any] = local_ray(**ROOM_FOR_TWO) if ON_RAY in ways else nullcontext()
+    with cluster:
+        for name, way, made, failure in storm(
+            options.faults, options.seed, options.only, ways=ways, first=options.first
+        ):
+            counts, runs = counts + made, runs + 1
+            if failure:
+                failures.append(f"{name} {way}: {failure}")
+                print(failures[-1], flush=True)
+            if runs % 50 == 0 or ways != USUAL:
+                spent = time.monotonic() - began
+                print(f"{runs} runs, {counts.total()} faults, {spent:.0f} s", file=sys.stderr, flush=True)
     for kind, count in sorted(counts.items()):
         print(f"{count:6}  {kind}")
     print(f"{counts.total()} faults in {runs} runs, seed {options.seed}: {len(failures)} failures")

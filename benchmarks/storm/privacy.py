@@ -33,6 +33,7 @@ import torch
 
 import fedstill
 from fedstill.about.toy import trial_federation, trial_model
+from fedstill.core.seeds import draw_cohort
 from fedstill.core.types import Federation, Method, ServerStep, Training, Weights
 from fedstill.engine import build_engines
 from fedstill.experiment.build import build_federation
@@ -42,6 +43,7 @@ from fedstill.loop.federate import Built, Schedule, federate
 from fedstill.loop.guard import Guard
 from fedstill.methods import dp_fedavg
 from fedstill.privacy.accountant import analytic_gaussian_multiplier
+from fedstill.privacy.correlated import banded_root
 from fedstill.privacy.plan import Privacy
 
 DELTA = 1e-5
@@ -305,7 +307,7 @@ class Case:
     share: float = 1.0  # of the clients in a cohort
 
 
-def multiplier_of(epsilon: float, rounds: int) -> float:
+def multiplier_of(epsilon: float, rounds: float) -> float:
     """z of dp_fedavg at which so many rounds of everybody cost this epsilon."""
     return 2 * math.sqrt(rounds) * analytic_gaussian_multiplier(epsilon, DELTA)
 
@@ -315,26 +317,39 @@ CASES = (
     Case("a trusted server, three rounds", {"noise_multiplier": multiplier_of(4, 3)}, rounds=3),
     Case("a trusted server, a bound that adapts", {"noise_multiplier": multiplier_of(4, 2), "quantile": 0.5}, rounds=2),
     Case("a trusted server, Poisson cohorts", {"noise_multiplier": 1.0}, rounds=2, sampling="poisson", share=0.5),
+    Case(  # a = (8, 4, 3): the rows of three rounds are 8, 8 + 4 and 8 + 4 + 3, and |a|^2 = 89
+        "a trusted server, noise in bands, everybody in each round",
+        {"noise_multiplier": multiplier_of(4, (8**2 + 12**2 + 15**2) / 89), "bands": 3},
+        rounds=3,
+    ),
+    Case(
+        "a trusted server, noise in bands, clients in turn",
+        {"noise_multiplier": multiplier_of(4, 2), "bands": 2},
+        rounds=4,
+        sampling="cyclic",
+        share=0.5,
+    ),
     Case("each client's own noise, two rounds", {"noise_multiplier": multiplier_of(4, 2), "trust": "nobody"}, rounds=2),
 )
 
 
 def one_run(case: Case, labels: np.ndarray, model: fedstill.Model) -> tuple[np.ndarray, float]:
-    """Play one run; return how far each client's axis moved, as its adversary sees it, and the claimed epsilon.
+    """Play one run; return how far each client's axis moved, as its adversary weighs it, and the claimed epsilon.
 
     Everybody but the server sees the models. Where no server is trusted it sees the uploads, one by one.
     """
-    seen = np.zeros(CANARIES)
+    seen: list[np.ndarray] = []  # a round each
 
     def look(candidate: Weights, state: Any, round: Any) -> tuple[Weights, Any]:
         ids, sent = round.uploads.ids.numpy(), round.uploads.weights.params["weight"].double()
         start = round.start.params["weight"].double()
         if case.options.get("trust") == "nobody":
             apart = (sent - start)[:, 0] - (sent - start)[:, 1]
-            seen[ids] += apart[np.arange(len(ids)), ids].numpy()
+            seen.append(np.zeros(CANARIES))
+            seen[-1][ids] = apart[np.arange(len(ids)), ids].numpy()
         else:
             moved = candidate.params["weight"].double() - start
-            seen[:] += (moved[0] - moved[1]).numpy() / bound[0]
+            seen.append((moved[0] - moved[1]).numpy() / bound[0])
             bound[0] = float(state["clip"]) if "clip" in state else 1.0
         return candidate, state
 
@@ -357,7 +372,21 @@ def one_run(case: Case, labels: np.ndarray, model: fedstill.Model) -> tuple[np.n
             privacy=Privacy(delta=DELTA),
         )
     )
-    return seen, made.privacy.claim("client", "public").epsilon
+    return weighed(np.stack(seen), case), made.privacy.claim("client", "public").epsilon
+
+
+def weighed(seen: np.ndarray, case: Case) -> np.ndarray:
+    """The statistic that tells most: A y, whose noises are independent, along the rows that the client moves."""
+    rounds, everybody = len(seen), np.arange(CANARIES)
+    turns = np.ones((rounds, CANARIES))
+    if case.sampling == "cyclic":
+        size = round(case.share * CANARIES)
+        drawn = [draw_cohort(everybody, size, seed=0, round=at + 1, sampling="cyclic") for at in range(rounds)]
+        turns = np.stack([np.isin(everybody, ids) for ids in drawn]).astype(float)
+    numbers = enumerate(banded_root(case.options.get("bands", 1)))
+    whole = sum((number * np.eye(rounds, k=-lag) for lag, number in numbers), np.zeros((rounds, rounds)))
+    told: np.ndarray = ((whole @ seen) * (whole @ turns)).sum(axis=0)
+    return told
 
 
 def audited(case: Case, trials: int, *, seed: int = 0) -> dict[str, Any]:
