@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c '$(SUPPORTED)' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 WORKERS ?= 2
 FLOWER ?= flower
 RAY_TESTS ?= ray
@@ -26,10 +26,10 @@ lint: .venv/for-test
 	$(BIN)/mypy
 
 unit: .venv/for-test
-	$(PYTEST) -n $(WORKERS) src tests benchmarks
+	$(PYTEST) -n $(WORKERS) --dist worksteal src tests benchmarks
 
 test-all: lint .venv/for-test  ## lint and every test that needs no GPU (the whole matrix, slow ones too); prints the coverage
-	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not browser and not flower and not ray' --cov --cov-report=term:skip-covered
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu and not browser and not flower and not ray' --cov --cov-report=term:skip-covered
 	$(PYTEST) -m 'slow and not gpu and not flower and not ray'  # without coverage, because some of them measure seconds
 
 test-slow: .venv/for-test  ## tests that take longer than a few seconds each
@@ -45,7 +45,7 @@ test-flower: .venv-flower/made  ## runs over Flower, in an environment of its ow
 	PATH="$(CURDIR)/.venv-flower/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest -m '$(FLOWER)' tests/deploy
 
 test-ray: .venv-ray/made  ## tests that need the extra `ray`, in an environment of their own; RAY_TESTS='ray and not matrix' takes some
-	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m "$(RAY_TESTS)" tests/population/test_on_ray.py tests/experiment/test_cluster.py tests/conformance/test_on_ray.py
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m "$(RAY_TESTS)" tests/population/test_on_ray.py tests/experiment/test_cluster.py tests/cli/test_bench.py tests/conformance/test_on_ray.py benchmarks/storm/test_doors.py
 
 test-wheel: .venv/for-test  ## build the wheel, install it in a fresh environment, run it and predict from bundles outside this folder
 	tools/try_wheel.sh $(PYTHON)
@@ -62,12 +62,13 @@ pages: .venv/for-test  ## write the generated parts of the documentation anew
 	$(BIN)/python tools/make_method_pages.py
 	$(BIN)/python tools/make_result_pages.py
 	$(BIN)/python tools/make_leaderboard_pages.py
+	$(BIN)/python tools/make_peers_table.py
 
 docs: .venv/for-docs  ## build the documentation as a site; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove the environment and the caches of the tools, and the site; runs/ and ~/.cache/fedstill stay
-	rm -rf .venv .venv-flower .venv-ray site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf .venv .venv-flower .venv-ray .venv-peers site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 
 .venv/made:
 	@test -n '$(PYTHON)' || { echo 'fedstill needs Python 3.11 to 3.13: install one, or say make PYTHON=...' >&2; exit 1; }
@@ -79,7 +80,7 @@ clean:  ## remove the environment and the caches of the tools, and the site; run
 	test -x .venv-flower/bin/pip || $(PYTHON) -m venv .venv-flower
 	@echo 'Installing into .venv-flower; the first time this takes a few minutes.'
 	.venv-flower/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-flower.txt \
-		-e '.[data,plots,flower]' pytest hypothesis
+		-e '.[data,plots,text,flower]' pytest hypothesis
 	@touch $@
 
 .venv/for-run: .venv/made pyproject.toml constraints.txt

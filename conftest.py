@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 torch.manual_seed(0)
+gc.disable()  # until tests are collected, because they stay, and each search for garbage would walk through all of them
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

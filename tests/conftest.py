@@ -1,4 +1,4 @@
-"""What holds in every test: how many examples Hypothesis draws, whose code may run, and whose log a run writes."""
+"""What holds in every test: Hypothesis' examples, whose code may run, which pictures and whose log a run writes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def state_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 def allowed_nothing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test an empty list of allowed code, and not the list of the person who runs the tests."""
     monkeypatch.setenv("FEDSTILL_CONFIG", str(tmp_path_factory.getbasetemp() / "no-code-is-allowed"))
+
+
+@pytest.fixture
+def pictures() -> None:
+    """For tests that look at the pictures of a run's folder."""
+
+
+@pytest.fixture(autouse=True)
+def no_other_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of other tests draw none, because they take half a second; the room `report` draws them all."""
+    if "pictures" not in request.fixturenames and request.path.parent.name != "report":
+        for module in ("run", "compare"):
+            monkeypatch.setattr(f"fedstill.experiment.{module}.draw_pictures", lambda *_, **__: [])
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,16 @@ def test_importing_the_package_and_its_help_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.slow
+def test_a_quick_start_begins_without_importing_scikit_learn_or_scipy():
+    """They take as long as torch; a run without noise on the embedded digits needs neither."""
+    code = (
+        "import sys, fedstill.experiment.run; from fedstill.data import load; load('digits'); "
+        "sys.exit(bool({'sklearn', 'scipy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_a_documented_name_that_is_a_submodule_too_stays_the_public_one():
     submodules = {name for name in sys.modules if name.count(".") == 1 and name.startswith("fedstill.")}
     assert not {f"fedstill.{name}" for name in fedstill.__all__} & submodules

@@ -13,7 +13,7 @@ from toy import same_bits
 
 from fedstill.loop import federate as loop
 
-MIXED = [f"fedaux({REFINED})", "scaffold", f"feddf({REFINED})"]  # of several networks
+MIXED = [f"fedaux({REFINED})", "scaffold()", f"feddf({REFINED})"]  # of several networks; "scaffold" is a row
 
 
 def check_equal(case: str, workers: int) -> None:

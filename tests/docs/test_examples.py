@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from doc_pages import ROOT
+from quick import EITHER_ENGINE
 
 import fedstill
 from fedstill import Training
@@ -46,7 +47,7 @@ def test_the_one_file_reference_imports_nothing_of_ours():
     assert "import fedstill" not in (ROOT / "examples" / "fedavg_in_one_file.py").read_text()
 
 
-@pytest.mark.parametrize("engine", ["batched", "looped"])
+@pytest.mark.parametrize("engine", EITHER_ENGINE)
 def test_the_library_trains_as_the_one_file_reference(engine):
     """With a full batch there is one way to run an epoch, so that three rounds must give the same weights."""
     plain = runpy.run_path(str(ROOT / "examples" / "fedavg_in_one_file.py"))

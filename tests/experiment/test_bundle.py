@@ -481,7 +481,7 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, value in inner for place in places(value, (*path, key)))]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(0, 10**6), LEAVES), min_size=1, max_size=2))
 def test_any_value_of_the_header_is_refused_or_gives_probabilities(bundles, tmp_path, monkeypatch, edits):
     monkeypatch.chdir(tmp_path)

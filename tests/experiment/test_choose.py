@@ -90,7 +90,8 @@ def test_the_written_file_runs_the_winner(finished):
     assert written.method.phases == Experiment(method={"name": finished.method}).method.phases
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [1, 9])
 def test_a_killed_tournament_goes_on_to_the_same_choice(finished, tmp_path, monkeypatch, runs):
     left = iter(range(runs))
 
@@ -111,6 +112,7 @@ def test_a_killed_tournament_goes_on_to_the_same_choice(finished, tmp_path, monk
     assert choice.record["decisions"] == finished.record["decisions"]
 
 
+@pytest.mark.slow
 def test_a_candidate_whose_run_fails_does_not_end_the_tournament(tmp_path, monkeypatch):
     def broken(experiment, built, **words):
         if "fedprox" in experiment.method.name:

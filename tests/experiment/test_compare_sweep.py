@@ -67,6 +67,7 @@ def searched():
     return SMALL.replace(rounds=4, compare={"over": ["local.lr=0.0001..1"], "search": 8, "seeds": 2})
 
 
+@pytest.mark.slow
 def test_a_search_ends_hopeless_points_early_and_a_killed_one_comes_to_the_same_points(searched, tmp_path):
     whole = sweep(searched, run_dir=tmp_path / "whole")
     assert len(whole.results) + len(whole.ended) == 8

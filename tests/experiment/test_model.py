@@ -7,8 +7,6 @@ import pytest
 
 import fedstill
 from fedstill.core.errors import FedstillError
-from fedstill.experiment import compare as comparison_module
-from fedstill.experiment import run as experiment_module
 from fedstill.experiment.build import build, build_federation
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.model import build_network, prototypes_of
@@ -47,8 +45,6 @@ def reader(input_shape, classes, vocabulary):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for module in (experiment_module, comparison_module):
-        monkeypatch.setattr(module, "draw_pictures", lambda *_, **__: [])
     (tmp_path / "net.py").write_text(NET)
     return tmp_path
 

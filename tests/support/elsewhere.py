@@ -50,10 +50,10 @@ class RecipeOf:
         if self.case in rows:
             return a_run(rows[self.case].build(), rows[self.case].net, **self.changes)
         if self.case in RUNS:
-            how = dict(RUNS[self.case])
-            return a_run(build_method(how.pop("method")), **how, **self.changes)
+            how = {**self.changes, **RUNS[self.case]}
+            return a_run(build_method(how.pop("method")), **how)
         mixed = {"model": mixed_runs.mixed(), "federation": mixed_runs.federation(), "cohort": 6, "rounds": 2}
-        return a_run(build_method(self.case), **mixed, **self.changes)
+        return a_run(build_method(self.case), **{**mixed, **self.changes})
 
     def __call__(self, federation: Federation, device: str) -> Built:
         return replace(self.run(), federation=federation)
