@@ -172,7 +172,7 @@ def main() -> None:
         set_up(name)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"checks": {}, "import": {}, "runs": []}
     record |= {"machine": machine(), "python": platform.python_version(), "date": str(datetime.date.today())}
-    record["versions"] = {name: version(name) for name in PACKAGES}
+    record["versions"] = record.get("versions", {}) | {name: version(name) for name in names}
     for case in [] if options.unchecked else cases:
         record["checks"][case] = record["checks"].get(case, {}) | check(case, names)
         write(record)
