@@ -64,7 +64,7 @@ DRAWN = 10
 def drawn() -> list[str]:
     """Three parts each, options as in the conformance rows; those that clash are drawn again.
 
-    So are those that refine the model twice: refinements run in the order given, and that order matters.
+    So are those that refine the model twice, or change uploads twice: both happen in the order given.
     """
     generator = numpy_generator(seed_for(0, "mixtures"))
     toy = {"model": network(), "federation": federation(), "training": TRAINING}
@@ -80,7 +80,10 @@ def drawn() -> list[str]:
             check_built(running.built(method=phases, rounds=ROUNDS, cohort=COHORT, **toy))
         except FedstillError:
             continue
-        if sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in phases[0].method.steps) < 2:
+        method = phases[0].method
+        refined = sum(step.stage in (Stage.REFINE, Stage.REPORT) for step in method.steps)
+        changed = sum(mechanism.per_client is not None for mechanism in method.way)
+        if refined < 2 and changed < 2:
             found.append(text)
     return found
 
