@@ -60,7 +60,7 @@ class Made(NamedTuple):
     kind: str
     body: bytes
     about: dict[str, Any]
-    said: dict[str, Any] = {}  # beside the body, to the server
+    facts: dict[str, Any] = {}  # beside the body, to the server
 
 
 class Desk:
@@ -103,14 +103,14 @@ class Desk:
         with lock(folder / SPENT_LOCK, wait=True):
             _lines(folder / SPENT_FILE)  # a damaged file is refused before the first order
 
-    def answer(self, common: bytes, own: bytes) -> bytes:
+    def answer(self, common: bytes, personal: bytes) -> bytes:
         """Return the answer to an order: an upload, an answer to a question, or the reason why there is none.
 
-        common: the part of the order that all clients get. own: this client's part.
+        common: the part of the order that all clients get. personal: this client's part.
         """
         began, noted = time.time(), digest_of(common)
         try:
-            made = self._answer(common, own, noted)
+            made = self._answer(common, personal, noted)
         except FedstillError as error:
             reason = shown(error, 300)
             made = Made("refused", b"", {"reason": reason}, {"reason": reason})
@@ -119,18 +119,22 @@ class Desk:
             reason = f"{kind} in the client's own work: its audit has the text"
             made = Made("refused", b"", {"reason": f"{kind}: {words}"}, {"reason": reason})
         facts = {"order": noted, "client": self.client}
-        data = seal({**facts, "kind": made.kind, **made.said}, made.body)
+        data = seal({**facts, "kind": made.kind, **made.facts}, made.body)
         note = {"time": round(began, 3), "order": noted, "sent": made.kind, **made.about}
-        note |= {"bytes_in": len(common) + len(own), "bytes_out": len(data), "seconds": round(time.time() - began, 3)}
+        note |= {
+            "bytes_in": len(common) + len(personal),
+            "bytes_out": len(data),
+            "seconds": round(time.time() - began, 3),
+        }
         try:
             _add_line(self.folder / AUDIT_FILE, note)
         except OSError:  # what is not noted does not leave
             data = seal({**facts, "kind": "refused", "reason": "this client cannot write its audit"})
         return data
 
-    def _answer(self, common: bytes, own: bytes, noted: str) -> Made:
+    def _answer(self, common: bytes, personal: bytes, noted: str) -> Made:
         facts, body = unseal(common, limit=self.largest)
-        mine = unseal(own, limit=self.largest).facts
+        mine = unseal(personal, limit=self.largest).facts
         self._check_facts(facts, mine, noted)
         tree = unpack_tree(body)
         if not is_finite(tree):
@@ -145,11 +149,11 @@ class Desk:
         return self._play(facts["round"], tree, mine, common, noted)
 
     def _check_facts(self, facts: Mapping[str, Any], mine: Mapping[str, Any], noted: str) -> None:
-        for name, own in self.run.items():
-            if facts.get(name) != own:
+        for name, expected in self.run.items():
+            if facts.get(name) != expected:
                 theirs = shown(facts.get(name), 80)
                 raise FedstillError(
-                    f"the server's {name} is '{theirs}', and this client's is '{own}': use the same at both"
+                    f"the server's {name} is '{theirs}', and this client's is '{expected}': use the same at both"
                 )
         if facts.get("kind") not in ("play", "ask"):
             raise FedstillError(f"unknown kind of order: '{shown(facts.get('kind'))}'")
@@ -167,7 +171,7 @@ class Desk:
             raise FedstillError("the order holds something else than a model and slots")
         check_form({"start": tree["start"]}, {"start": moving(self._first, self.task.model)._asdict()}, "the order")
         self._check_received(number, tree["received"])
-        memory, said = self._memory(mine["memory_of"])
+        memory, lost = self._memory(mine["memory_of"])
         kept = pack_tree(memory)
         method, device = self.task.method(number), self.task.engine.device
         if any(release.multiplier is not None and release.when == "round" for release in method.releases):
@@ -183,16 +187,16 @@ class Desk:
         self.memory.write(number, to_device(rows(after, 0), "cpu"))
         self.memory.forget(mine["oldest"])
         upload = travelling(select(uploads, 0), self.client, self.task.model, self.task.training)
-        about = {"round": number, "from_memory_of": mine["memory_of"], **said}
-        return Made("upload", encode(upload, round=number), about, said)
+        about = {"round": number, "from_memory_of": mine["memory_of"], **lost}
+        return Made("upload", encode(upload, round=number), about, lost)
 
     def _check_received(self, number: int, received: Tree) -> None:
         """Compare slots with the first ones of this client's own copy of the method, where these have a form."""
         method = self.task.method(number)
         for slot, first in broadcast_of(method, first_state(method, self._first)).items():
             if form_of(first):
-                own = {slot: received[slot]} if slot in received else {}
-                check_form(own, {slot: first}, "the order's slot ")
+                sent = {slot: received[slot]} if slot in received else {}
+                check_form(sent, {slot: first}, "the order's slot ")
 
     def _memory(self, round: int) -> tuple[Tree, dict[str, Any]]:
         """Return the memory of a round, and what there is to say about it."""

@@ -22,9 +22,9 @@ class Loopback:
         self.desks = desks
 
     def exchange(self, common: bytes, each: Mapping[int, bytes]) -> Iterator[tuple[int, bytes | Exception]]:
-        for client, own in each.items():
+        for client, personal in each.items():
             if client in self.desks:
-                yield client, self.desks[client].answer(common, own)
+                yield client, self.desks[client].answer(common, personal)
             else:
                 yield client, FedstillError("this client is away")
 
