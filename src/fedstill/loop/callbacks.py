@@ -35,7 +35,7 @@ class Callback(Protocol):
         """Before the first round of this call; True: there is nothing left to do."""
         return None
 
-    def on_prepare(self, what: str, share: float) -> None:
+    def on_prepare(self, line: str, share: float) -> None:
         """While a method prepares its first round (pre-training, ...): a line, and the share that is done."""
         return
 

@@ -142,11 +142,11 @@ def _assemble(flat: Mapping[str, _Entry | Tensor], template: Uploads, client: in
     if extra:
         raise FedstillError(f"unexpected name {_shown(extra)}")
     for name, outline in expected.items():
-        found = flat[name]
-        if tuple(found.shape) != tuple(outline.shape):
-            raise FedstillError(f"wrong shape of {name}: {tuple(found.shape)}, expected {tuple(outline.shape)}")
-        if found.dtype != outline.dtype:
-            raise FedstillError(f"wrong dtype of {name}: {found.dtype}, expected {outline.dtype}")
+        leaf = flat[name]
+        if tuple(leaf.shape) != tuple(outline.shape):
+            raise FedstillError(f"wrong shape of {name}: {tuple(leaf.shape)}, expected {tuple(outline.shape)}")
+        if leaf.dtype != outline.dtype:
+            raise FedstillError(f"wrong dtype of {name}: {leaf.dtype}, expected {outline.dtype}")
     tensors = {name: entry.tensor() if isinstance(entry, _Entry) else entry for name, entry in flat.items()}
     tree = _refill(_body(template), tensors, "")
     tree["ids"] = torch.tensor(client, dtype=torch.int64)
