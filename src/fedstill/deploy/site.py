@@ -113,16 +113,16 @@ class _Working:
         self.desk, self.tell, site = opened.desk, tell, opened.folder
         self.metrics = SiteMetrics(site.folder / METRICS_FILE, site.run, site.name)
 
-    def answer(self, common: bytes, personal: bytes) -> bytes:
+    def answer(self, common: bytes, own: bytes) -> bytes:
         began = time.perf_counter()
-        answer = self.desk.answer(common, personal)
+        answer = self.desk.answer(common, own)
         seconds = time.perf_counter() - began
         facts = unseal(answer, limit=len(answer)).facts
         order, number = _order(common, self.desk.largest)
         self.metrics.round = number or self.metrics.round
         with suppress(OSError):  # a full disk keeps no answer from leaving that the audit has
-            self.metrics.note(len(common) + len(personal), answer, seconds)
-        sizes = f"{human_bytes(len(common) + len(personal))} came, {human_bytes(len(answer))} left"
+            self.metrics.note(len(common) + len(own), answer, seconds)
+        sizes = f"{human_bytes(len(common) + len(own))} came, {human_bytes(len(answer))} left"
         if facts["kind"] == "refused":
             self.tell(f"{order}: refused, {shown(facts.get('reason'), 200)} ({sizes})")
         else:

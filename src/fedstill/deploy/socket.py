@@ -37,7 +37,7 @@ class NotThere(FedstillError):
 class Answers(Protocol):
     """A desk, as this module needs it."""
 
-    def answer(self, common: bytes, personal: bytes) -> bytes: ...
+    def answer(self, common: bytes, own: bytes) -> bytes: ...
 
 
 def serve(
@@ -61,9 +61,9 @@ def serve(
         try:
             with peer:
                 peer.settimeout(PATIENCE)
-                common, personal = _read(peer, LARGEST_ORDER), _read(peer, OWN_LIMIT)
+                common, own = _read(peer, LARGEST_ORDER), _read(peer, OWN_LIMIT)
                 with one_at_a_time:
-                    answer = desk.answer(common, personal)
+                    answer = desk.answer(common, own)
                 _write(peer, answer)
         except (OSError, FedstillError):
             pass  # a peer that died, was silent or sent no frames: nothing was done, or nobody hears of it
@@ -85,7 +85,7 @@ def serve(
         return
 
 
-def hand_over(path: Path, common: bytes, personal: bytes, *, timeout: float) -> bytes:
+def hand_over(path: Path, common: bytes, own: bytes, *, timeout: float) -> bytes:
     """Hand an order to the service at the socket `path`, and return its answer.
 
     timeout: seconds for all of it. A FedstillError says why there is no answer, in one line without a folder's name,
@@ -97,7 +97,7 @@ def hand_over(path: Path, common: bytes, personal: bytes, *, timeout: float) -> 
             peer.settimeout(timeout)
             peer.connect(address)
             _write(peer, common)
-            _write(peer, personal)
+            _write(peer, own)
             return _read(peer, LARGEST_ANSWER, end)
     except (FileNotFoundError, ConnectionRefusedError):
         raise NotThere("the site's service is not there: start `fedstill site`") from None
@@ -119,7 +119,7 @@ class Sockets:
         end = time.monotonic() + self.deadline
         pool = ThreadPoolExecutor(max(1, len(each)))
         try:
-            asked = {pool.submit(self._ask, client, common, personal): client for client, personal in each.items()}
+            asked = {pool.submit(self._ask, client, common, own): client for client, own in each.items()}
             while asked:
                 done, _ = wait(asked, timeout=end - time.monotonic(), return_when=FIRST_COMPLETED)
                 if not done:
@@ -133,10 +133,10 @@ class Sockets:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, client: int, common: bytes, personal: bytes) -> bytes:
+    def _ask(self, client: int, common: bytes, own: bytes) -> bytes:
         if client not in self.paths:
             raise FedstillError("this client is away")
-        return hand_over(self.paths[client], common, personal, timeout=self.deadline)
+        return hand_over(self.paths[client], common, own, timeout=self.deadline)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ EVALUATION = "evaluation"  # a question that every client knows, whatever its me
 
 
 class Made(NamedTuple):
-    """What a client made of an order: the kind and the body of its answer, and what its audit says of it."""
+    """A client's answer to an order: its kind, its body, the note for the audit, and facts for the server."""
 
     kind: str
     body: bytes
@@ -103,14 +103,14 @@ class Desk:
         with lock(folder / SPENT_LOCK, wait=True):
             _lines(folder / SPENT_FILE)  # a damaged file is refused before the first order
 
-    def answer(self, common: bytes, personal: bytes) -> bytes:
+    def answer(self, common: bytes, own: bytes) -> bytes:
         """Return the answer to an order: an upload, an answer to a question, or the reason why there is none.
 
-        common: the part of the order that all clients get. personal: this client's part.
+        common: the part of the order that all clients get. own: this client's part.
         """
         began, noted = time.time(), digest_of(common)
         try:
-            made = self._answer(common, personal, noted)
+            made = self._answer(common, own, noted)
         except FedstillError as error:
             reason = shown(error, 300)
             made = Made("refused", b"", {"reason": reason}, {"reason": reason})
@@ -121,20 +121,16 @@ class Desk:
         facts = {"order": noted, "client": self.client}
         data = seal({**facts, "kind": made.kind, **made.facts}, made.body)
         note = {"time": round(began, 3), "order": noted, "sent": made.kind, **made.about}
-        note |= {
-            "bytes_in": len(common) + len(personal),
-            "bytes_out": len(data),
-            "seconds": round(time.time() - began, 3),
-        }
+        note |= {"bytes_in": len(common) + len(own), "bytes_out": len(data), "seconds": round(time.time() - began, 3)}
         try:
             _add_line(self.folder / AUDIT_FILE, note)
         except OSError:  # what is not noted does not leave
             data = seal({**facts, "kind": "refused", "reason": "this client cannot write its audit"})
         return data
 
-    def _answer(self, common: bytes, personal: bytes, noted: str) -> Made:
+    def _answer(self, common: bytes, own: bytes, noted: str) -> Made:
         facts, body = unseal(common, limit=self.largest)
-        mine = unseal(personal, limit=self.largest).facts
+        mine = unseal(own, limit=self.largest).facts
         self._check_facts(facts, mine, noted)
         tree = unpack_tree(body)
         if not is_finite(tree):
@@ -199,7 +195,7 @@ class Desk:
                 check_form(sent, {slot: first}, "the order's slot ")
 
     def _memory(self, round: int) -> tuple[Tree, dict[str, Any]]:
-        """Return the memory of a round, and what there is to say about it."""
+        """Return the memory of a round, and facts about it: that the client has begun anew, and why."""
         try:
             return self.memory.read(round), {}
         except FedstillError as error:

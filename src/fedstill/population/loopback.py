@@ -22,9 +22,9 @@ class Loopback:
         self.desks = desks
 
     def exchange(self, common: bytes, each: Mapping[int, bytes]) -> Iterator[tuple[int, bytes | Exception]]:
-        for client, personal in each.items():
+        for client, own in each.items():
             if client in self.desks:
-                yield client, self.desks[client].answer(common, personal)
+                yield client, self.desks[client].answer(common, own)
             else:
                 yield client, FedstillError("this client is away")
 

@@ -20,7 +20,7 @@ _log = logging.getLogger("fedstill.run")
 
 
 class Share(NamedTuple):
-    """What an actor takes of its machine."""
+    """The share of its machine that an actor takes."""
 
     cpus: float = 1.0
     gpus: float | None = None  # None: all GPUs of the cluster, divided among its actors
@@ -131,7 +131,7 @@ class RayCrew:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(kit.threads)}},
         )  # fmt: skip
         self._actors = [actor.remote(device) for _ in range(self.size)]
-        self._calls: dict[Any, tuple[int, bool]] = {}  # what a worker was asked, and whether it was to begin
+        self._calls: dict[Any, tuple[int, bool]] = {}  # of each open call: the worker, and whether it was to begin
         self._ready: set[int] = set()
         for worker in range(self.size):
             self._begin(worker)

@@ -79,7 +79,7 @@ def shown(words: Any, length: int = 40) -> str:
 
 
 def facts_of(run: Mapping[str, str]) -> dict[str, str]:
-    """Return what server and client must say alike of a run: fedstill's version, and what their callers say."""
+    """Return the facts that must be equal at server and client: fedstill's version, and the facts of their callers."""
     return {"fedstill": __version__, **run}
 
 

@@ -30,14 +30,14 @@ def client_app() -> Any:
     return app
 
 
-def patient(path: Path, common: bytes, personal: bytes, *, ends: float) -> bytes:
+def patient(path: Path, common: bytes, own: bytes, *, ends: float) -> bytes:
     """Hand an order to the daemon, again and again until its deadline, because a killed daemon is started again.
 
     A daemon that sees an order twice answers it twice with the same bytes.
     """
     while True:
         try:
-            return hand_over(path, common, personal, timeout=max(ends - time.time(), TRY_AGAIN))
+            return hand_over(path, common, own, timeout=max(ends - time.time(), TRY_AGAIN))
         except NotThere:
             if time.time() + TRY_AGAIN > ends:
                 raise
