@@ -403,7 +403,7 @@ def _why_not(name: str, column: np.ndarray, codes: np.ndarray | None, y: np.ndar
         if may_name_rows(name, Reading()):
             return f"names somebody ({values:,} different)"
         majority = np.bincount(y).max() / len(y)
-        share = _told_share(column, codes, y)
+        share = _share_that_follows(column, codes, y)
         if len(y) >= FEWEST_ROWS and share >= LEAK and 1 - share <= (1 - majority) / 20:
             return f"leak suspect, it alone tells the label of {share:.1%} of the rows"
         if kind == "words" and values > MAX_WORDS:
@@ -422,7 +422,7 @@ def _counts_up(column: np.ndarray) -> bool:
     return column.dtype.kind in "iu" and bool((np.diff(column) == 1).all())
 
 
-def _told_share(column: np.ndarray, codes: np.ndarray, y: np.ndarray) -> float:
+def _share_that_follows(column: np.ndarray, codes: np.ndarray, y: np.ndarray) -> float:
     """Return the share of rows whose label follows from this column alone.
 
     Of few values each tells the most frequent label of its rows. Of many numbers, thresholds tell: 1 if the rows in the
