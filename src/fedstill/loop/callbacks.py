@@ -14,7 +14,7 @@ from fedstill.loop.history import Result, Row
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known before the first round. `past` holds the rows of a resumed run."""
+    """The facts that are known before the first round. `past` holds the rows of a resumed run."""
 
     method: str
     rounds: int

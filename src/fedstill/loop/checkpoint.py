@@ -96,7 +96,7 @@ def load_newest(folder: Path, device: torch.device | str = "cpu") -> RunState | 
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(round, path) of what looks like a checkpoint, newest first."""
+    """Return (round, path) of each file that is named like a checkpoint, newest first."""
     entries = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(((int(match[1]), path) for match, path in entries if match), reverse=True)
 
@@ -198,7 +198,7 @@ def load_weights(folder: str | Path, device: torch.device | str = "cpu") -> Weig
 
 
 def load_model(folder: str | Path, device: torch.device | str = "cpu") -> tuple[Weights, dict[str, str]]:
-    """The model that `save_weights` wrote, and what it wrote about the model."""
+    """Return the model that `save_weights` wrote, and the facts that it wrote about the model."""
     path = Path(folder)
     path = path / WEIGHTS_FILE if path.is_dir() else path
     try:

@@ -43,7 +43,7 @@ DTYPES = {
 
 
 def template_of(uploads: Uploads) -> Uploads:
-    """What one upload of this cohort must look like: names, shapes and dtypes, no storage."""
+    """Return the form that one upload of this cohort must have: names, shapes and dtypes, no storage."""
     return from_tree(
         tree_map(lambda leaf: torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta"), as_tree(uploads))
     )
@@ -128,7 +128,7 @@ class _Entry:
 
 
 def _body(upload: Uploads) -> Tree:
-    """What travels as tensors: the id is in the envelope."""
+    """Return the parts that travel as tensors: the id is in the envelope."""
     tree = as_tree(upload)
     del tree["ids"]
     return tree

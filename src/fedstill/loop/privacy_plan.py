@@ -137,7 +137,7 @@ def _with_label_counts(stretches: list[Stretch], phases: Sequence[Phase], privac
 
 
 def extra_slots(method: Method, weights: Weights) -> tuple[str, ...]:
-    """What a client sends beside its model, by name: found by calling the end of its objective once, without data."""
+    """Return the slots that a client sends beside its model: call its objective's `finish` once, without data."""
     objective = method.objective
     if objective.finish is no_finish:
         return ()
@@ -184,7 +184,7 @@ def check_seal(phases: Sequence[Phase], model: Model, weights: Weights, quorum: 
 
 
 def _instead_of_trust(local_form: str, beside: Sequence[str]) -> str:
-    """What to do where a noisy mean is not enough; noise of the clients' own hides nothing that is sent `beside` it."""
+    """Return advice where a noisy mean is not enough; the clients' own noise hides nothing sent `beside` it."""
     if not local_form:
         return "use another method beside it"
     if not beside:
@@ -206,7 +206,7 @@ def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
 
 @dataclass(frozen=True)
 class Promise:
-    """How far a run may go, and what it will say about privacy."""
+    """How far a run may go, and its statement about privacy."""
 
     rounds: int  # as many as the budget allows
     wanted: int
@@ -225,7 +225,7 @@ class Promise:
         return f"privacy.epsilon = {self.privacy.epsilon:g} allows {allowed}: one more would exceed it"
 
     def statement(self, history: History, played: int) -> PrivacyStatement | None:
-        """What a run may say that has played so many rounds; what clients answered without a release counts, too."""
+        """Return the statement of a run that has played so many rounds; answers without a release count, too."""
         if self.after is None:
             return None
         asked = {int(row["round"]) for row in history.rows if row.get(OPEN_QUESTIONS)}
@@ -268,7 +268,7 @@ class Promise:
         """Why a run ended that has played so many rounds, or how far a resumed one was beyond its budget."""
         if played <= self.rounds or self.after is None or self.privacy.epsilon is None:
             return self.cut if played >= self.rounds else ""
-        privacy = replace(self.privacy, partial=True)  # what is not covered is told elsewhere
+        privacy = replace(self.privacy, partial=True)  # another line names the parts that are not covered
         last = self.rounds if self.cut else rounds_within(privacy, self.after, played)
         if last == played:
             return ""
@@ -349,7 +349,7 @@ def _sent_of(weights: Weights, task: Task) -> Weights:
 
 
 def _instead_of_counts(task: Task) -> str:
-    """What to do where label counts are needed and may not be sent."""
+    """Return the advice where label counts are needed and may not be sent."""
     needing = [phase.method for phase in task.phases if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.method)]
     alternatives = dict.fromkeys(phase.without_counts for phase in needing)
     use = f"use {' and '.join(alternatives)}, or " if all(alternatives) else ""
@@ -363,7 +363,7 @@ def warn_of_kept_statistics(task: Task) -> None:
 
 
 def noise_of(phases: Sequence[Phase]) -> list[str]:
-    """What protects each method's rounds, to the last digit: a resumed run must go on with the same."""
+    """Return the noise of each method's rounds, to the last digit: a resumed run must go on with the same."""
     if not any(phase.method.releases for phase in phases):
         return []
 

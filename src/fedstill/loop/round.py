@@ -58,7 +58,7 @@ OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and
 
 @dataclass(frozen=True)
 class Task:
-    """What does not change during a run."""
+    """The parts of a run that do not change while it goes on."""
 
     phases: tuple[Phase, ...]
     model: Model
@@ -193,7 +193,7 @@ def _no_uploads(start: Weights) -> Uploads:
 
 
 def _begin(task: Task, state: State, population: Population) -> Played:
-    """In the first round of a method: what it takes over from the one before, and what it prepares."""
+    """In a method's first round: take over the state of the method before, and prepare."""
     method, number = task.method(state.round), state.round
     if number > 1 and method is task.method(number - 1):
         return Played(state, {}, [])
@@ -253,7 +253,7 @@ def _labeled(task: Task) -> tuple[Tensor, Tensor]:
 
 
 def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
-    """Bytes that clients have to send: of the model only the part that they train, because the server has the rest."""
+    """Bytes that clients have to send: of the model the part that they train, because the server has all else."""
     if isinstance(uploads, Messages):
         if uploads.arrived is not None:
             return uploads.arrived
