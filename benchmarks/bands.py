@@ -40,15 +40,15 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 def noise_for(epsilon: float, sampling: str) -> float:
     """Return the noise multiplier at which all rounds cost this epsilon, rounded up to three digits."""
     if sampling == "cyclic":
-        found = 2 * math.sqrt(ROUNDS * COHORT / CLIENTS) * analytic_gaussian_multiplier(epsilon, DELTA)
+        multiplier = 2 * math.sqrt(ROUNDS * COHORT / CLIENTS) * analytic_gaussian_multiplier(epsilon, DELTA)
     else:
         low, high = 0.1, 2 * math.sqrt(ROUNDS) * analytic_gaussian_multiplier(epsilon, DELTA)
         while high > 1.002 * low:
             middle = math.sqrt(low * high)
             enough = epsilon_after([Event(middle / 2, ROUNDS, COHORT / CLIENTS)], DELTA) <= epsilon
             low, high = (low, middle) if enough else (middle, high)
-        found = high
-    return math.ceil(found * 1000) / 1000
+        multiplier = high
+    return math.ceil(multiplier * 1000) / 1000
 
 
 def played(way: Mapping[str, Any], noise: float, clip: float, seed: int) -> tuple[float, float]:
@@ -76,16 +76,16 @@ def played(way: Mapping[str, Any], noise: float, clip: float, seed: int) -> tupl
 def measured(way: Mapping[str, Any], epsilon: float, seeds: int) -> dict[str, Any]:
     noise = noise_for(epsilon, way["sampling"])
     trials = {clip: played(way, noise, clip, TRIAL)[0] for clip in CLIPS}
-    clip = max(trials, key=lambda one: trials[one])
+    clip = max(trials, key=lambda clip: trials[clip])
     runs = [played(way, noise, clip, seed) for seed in range(seeds)]
-    found = [accuracy for accuracy, _ in runs]
-    error = statistics.stdev(found) / math.sqrt(seeds)
+    accuracies = [accuracy for accuracy, _ in runs]
+    error = statistics.stdev(accuracies) / math.sqrt(seeds)
     spent = max(claimed for _, claimed in runs)
     return {
         "epsilon": epsilon, "spent": round(spent, 3), "noise_multiplier": noise, "clip": clip,
-        "trials": {str(one): round(value, 1) for one, value in trials.items()},
-        "accuracy": round(statistics.fmean(found), 1), "error": round(error, 1),
-        "seeds": [round(one, 2) for one in found],
+        "trials": {str(clip): round(value, 1) for clip, value in trials.items()},
+        "accuracy": round(statistics.fmean(accuracies), 1), "error": round(error, 1),
+        "seeds": [round(accuracy, 2) for accuracy in accuracies],
     }  # fmt: skip
 
 
@@ -100,15 +100,15 @@ def errors() -> dict[str, dict[int, float]]:
         "random": [draw_cohort(clients, COHORT, seed=0, round=number) for number in rounds],
         "everybody": [clients] * ROUNDS,
     }
-    found: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
+    ratios: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
     for bands in (2, 4, 10):
         factor = banded_root(bands)
         whole = sum((number * np.eye(ROUNDS, k=-lag) for lag, number in enumerate(factor)), np.zeros((ROUNDS, ROUNDS)))
         added = np.tril(np.ones((ROUNDS, ROUNDS))) @ np.linalg.inv(whole) * math.hypot(*factor)
         for kind, cohorts in kinds.items():
             pays = highest_price(cohorts, CLIENTS, factor) / highest_price(cohorts, CLIENTS, (1,))
-            found[kind][bands] = round(math.sqrt(pays * (added**2).sum() / (ROUNDS * (ROUNDS + 1) / 2)), 3)
-    return found
+            ratios[kind][bands] = round(math.sqrt(pays * (added**2).sum() / (ROUNDS * (ROUNDS + 1) / 2)), 3)
+    return ratios
 
 
 def main() -> None:
@@ -126,8 +126,8 @@ def main() -> None:
     figures = json.loads(path.read_text()) if path is not None and path.exists() else {}
     for epsilon in options.epsilon:
         for name, way in WAYS.items():
-            figures[f"{name}, epsilon {epsilon:g}"] = found = measured(way, epsilon, options.seeds)
-            print(f"{name}: {json.dumps(found)}", flush=True)
+            figures[f"{name}, epsilon {epsilon:g}"] = figure = measured(way, epsilon, options.seeds)
+            print(f"{name}: {json.dumps(figure)}", flush=True)
             if path is not None:
                 path.write_text(json.dumps(figures, indent=1) + "\n")
 

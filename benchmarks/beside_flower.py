@@ -128,13 +128,13 @@ def line_count(path: Path) -> int:
 
 def plain_supernode(net: Network, name: str) -> None:
     """Start Flower's own SuperNode with the key of a site."""
-    own = net.folder / "sites" / name
+    folder = net.folder / "sites" / name
     net.start(f"plain {name}", [
         str(Path(sys.executable).parent / "flower-supernode"), "--superlink", read_deployment(net.folder).address,
-        "--root-certificates", str(own / "flower" / "ca.crt"),
-        "--auth-supernode-private-key", str(own / "flower" / "node"), "--node-config", f'data="{own}/rows.csv"',
+        "--root-certificates", str(folder / "flower" / "ca.crt"),
+        "--auth-supernode-private-key", str(folder / "flower" / "node"), "--node-config", f'data="{folder}/rows.csv"',
         "--host", "127.0.0.1", "--port", str(free_ports(1)[0]),
-    ], {"FLWR_HOME": str(own / "plain"), **QUIET})  # fmt: skip
+    ], {"FLWR_HOME": str(folder / "plain"), **QUIET})  # fmt: skip
 
 
 def play_both(folder: Path, rounds: int) -> dict[str, list[float]]:
@@ -176,12 +176,15 @@ def main() -> None:
     seconds: dict[str, list[float]] = {}
     for turn in range(chosen.turns):
         with tempfile.TemporaryDirectory() as folder:
-            for side, own in play_both(Path(folder) / f"turn{turn}", chosen.rounds).items():
-                seconds.setdefault(side, []).extend(own)
-                print(f"turn {turn + 1}, {side}: {', '.join(f'{one:.1f}' for one in own)}", flush=True)
-    for side, own in seconds.items():
-        print(f"{side}: median {statistics.median(own):.1f} s of {len(own)} rounds, {min(own):.1f} to {max(own):.1f}")
-    print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}, {os.cpu_count()} cores")
+            for side, taken in play_both(Path(folder) / f"turn{turn}", chosen.rounds).items():
+                seconds.setdefault(side, []).extend(taken)
+                print(f"turn {turn + 1}, {side}: {', '.join(f'{value:.1f}' for value in taken)}", flush=True)
+    for side, taken in seconds.items():
+        print(
+            f"{side}: median {statistics.median(taken):.1f} s of {len(taken)} rounds, "
+            f"{min(taken):.1f} to {max(taken):.1f}"
+        )
+    print(f"load of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())}, {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

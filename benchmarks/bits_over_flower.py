@@ -120,10 +120,10 @@ def play(folder: Path, run: Run) -> dict[str, Any]:
     with sites(folder):
         run_deployment(folder, lambda line: None)
     seconds = time.monotonic() - began
-    found = {"method": run.method, "local": run.local, "model": run.model, "data": run.data}
+    texts = {"method": run.method, "local": run.local, "model": run.model, "data": run.data}
     different = differences(folder)
     return {
-        **{key: text for key, text in found.items() if text and (key, text) not in {("model", MLP), ("data", "csv")}},
+        **{key: text for key, text in texts.items() if text and (key, text) not in {("model", MLP), ("data", "csv")}},
         "accepted": [row["accepted"] for row in table_of(folder)],
         "different": list(different),
         "seconds": round(seconds, 1),
@@ -141,14 +141,14 @@ def play_all(names: list[str], about: dict[str, Any]) -> None:
                 net.supernode(name)
             for name in names:
                 try:
-                    found = play(folder, RUNS[name])
+                    facts = play(folder, RUNS[name])
                 except FedstillError as error:
                     print(f"{name}: {error}", flush=True)
                     continue
-                runs = {**recorded(), name: found}  # read again, because another process may play the other half
+                runs = {**recorded(), name: facts}  # read again, because another process may play the other half
                 runs = {known: runs[known] for known in RUNS if known in runs}
                 write_whole(RECORD, json.dumps({**about, "runs": runs}, indent=1) + "\n")
-                print(f"{name}: {len(found['different'])} different, {found['seconds']:.0f} s", flush=True)
+                print(f"{name}: {len(facts['different'])} different, {facts['seconds']:.0f} s", flush=True)
 
 
 def recorded() -> dict[str, Any]:

@@ -269,8 +269,8 @@ def apart(name: str, *numbers: int) -> dict[str, float]:
     code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import deployment_cost as cost; "
     code += f"print(json.dumps(cost.{name}(*{numbers})))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    peaks: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return peaks
 
 
 # The record
@@ -321,8 +321,8 @@ class Constants(NamedTuple):
         }
         memory = max(row["peak_bytes"] / (4 * row["parameters"] * row["cohort"]) for row in record["rounds"])
         beside = {
-            f"{what}_bytes": statistics.median(row[f"{what}_bytes"] - row["model_bytes"] for row in wire)
-            for what in ("order", "answer")
+            f"{part}_bytes": statistics.median(row[f"{part}_bytes"] - row["model_bytes"] for row in wire)
+            for part in ("order", "answer")
         }
         return cls(**beside, **rates, **each, memory=memory)
 
@@ -521,8 +521,8 @@ def main() -> None:
     if options.simulate:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
-            for name, found in small_runs(Path(folder)):
-                shown = ", ".join(f"{key} {value:,.4g}" for key, value in found.items())
+            for name, figures in small_runs(Path(folder)):
+                shown = ", ".join(f"{key} {value:,.4g}" for key, value in figures.items())
                 print(f"{name}: {shown}", flush=True)
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     if options.write:

@@ -142,7 +142,7 @@ def measure(papers: list[str], sets: list[str], file: Path) -> None:
             run |= {"rounds": study.rounds, "last": accuracy[-1], "best": max(accuracy)}
             run |= {"last_five": round(statistics.mean(accuracy[-LAST:]), 2), "fedstill": fedstill.__version__}
             runs.append(run)
-            lines = ",\n".join(json.dumps(one) for one in runs)
+            lines = ",\n".join(json.dumps(run) for run in runs)
             write_whole(file, f'{{"command": "python benchmarks/forms.py", "runs": [\n{lines}\n]}}\n')
             print(paper, data, split, local, seed, method.partition("(")[0], run["last_five"], flush=True)
 
@@ -160,7 +160,7 @@ def with_error(values: list[float]) -> str:
 
 def gain(values: list[float], beside: list[float]) -> str:
     """Return the mean difference to FedAvg with its standard error over the seeds."""
-    text = with_error([one - other for one, other in zip(values, beside, strict=True)])
+    text = with_error([value - baseline for value, baseline in zip(values, beside, strict=True)])
     return text if text.startswith("-") else f"+{text}"
 
 

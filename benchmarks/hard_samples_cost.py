@@ -142,8 +142,8 @@ class PlainLoop:
 
     def invent(self, optimizer: torch.optim.Optimizer, teacher: nn.Module, share: Tensor, z: Tensor, y: Tensor) -> None:
         x = self.images(z, y)
-        said, taught = self.student(x)[1], teacher(x)[1]
-        apart = (share * (said - taught.detach()).abs().mean(1)).mean()
+        learnt, taught = self.student(x)[1], teacher(x)[1]
+        apart = (share * (learnt - taught.detach()).abs().mean(1)).mean()
         recognised = (share * F.cross_entropy(taught, y, reduction="none")).mean()
         optimizer.zero_grad()
         (-apart + recognised + diversity(x, z) / len(self.teachers)).backward()
@@ -209,9 +209,13 @@ def round_lines(fedavg: float, taken: dict[str, float], device: torch.device) ->
     """Return a line for each way; nothing is promised for a CPU."""
     return [
         Line(
-            "round", f"fedftg {way}", one, one / fedavg, one <= ROUND_LIMIT * fedavg if device.type == "cuda" else None
+            "round",
+            f"fedftg {way}",
+            seconds,
+            seconds / fedavg,
+            seconds <= ROUND_LIMIT * fedavg if device.type == "cuda" else None,
         )
-        for way, one in taken.items()
+        for way, seconds in taken.items()
     ]
 
 

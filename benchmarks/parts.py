@@ -90,8 +90,8 @@ def main() -> None:
     if options.choose_rates:
         for part, middle in rates.items():
             for rate in (middle / 3, middle, middle * 3):
-                found = play(files, base, part, seed=OTHER_SEED, rounds=options.rounds, rate=rate)
-                print(f"{part:9} lr {rate:.1e}: {100 * found['accuracy']:.1f} %", flush=True)
+                result = play(files, base, part, seed=OTHER_SEED, rounds=options.rounds, rate=rate)
+                print(f"{part:9} lr {rate:.1e}: {100 * result['accuracy']:.1f} %", flush=True)
         return
     print("| trained | accuracy | bytes up a client | bytes down a client | seconds a round |\n|---|--:|--:|--:|--:|")
     for part, rate in rates.items():

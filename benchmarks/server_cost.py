@@ -85,8 +85,8 @@ def plain_modules(name: str, teachers: Weights, device: torch.device) -> list[nn
     modules = []
     for place in range(len(next(iter(teachers.params.values())))):
         module: nn.Module = MODELS[name](IMAGE, CLASSES)
-        one = rows(teachers, place)
-        module.load_state_dict({**one.params, **one.buffers})
+        teacher = rows(teachers, place)
+        module.load_state_dict({**teacher.params, **teacher.buffers})
         modules.append(module.to(device).eval())
     return modules
 
@@ -168,14 +168,14 @@ def measure_round(name: str, options: argparse.Namespace, device: torch.device) 
     fedavg = round_seconds('fedavg+average(weighting="uniform")', {}, engine, federation, how, options.repeats)
     assert federation.unlabeled is not None
     x, teachers = federation.unlabeled.to(device), some_models(engine, options.clients)
-    one, objective = rows(teachers, 0), soft_target_loss()
+    sent, objective = rows(teachers, 0), soft_target_loss()
     targets = torch.softmax(engine.outputs(rows(teachers, 1), x).logits, dim=-1)
     parts = shortest(
         {
             "the teachers' pass": lambda: engine.outputs(teachers, x, stacked=True, features=False),
-            "the sent model's pass": lambda: engine.outputs(one, x, features=False),
-            "the average's pass, with features": lambda: engine.outputs(one, x),
-            "the student's steps": lambda: engine.fit(Lesson(objective, x, targets, student), one, 0).weights,
+            "the sent model's pass": lambda: engine.outputs(sent, x, features=False),
+            "the average's pass, with features": lambda: engine.outputs(sent, x),
+            "the student's steps": lambda: engine.fit(Lesson(objective, x, targets, student), sent, 0).weights,
         },
         options.repeats,
         device,

@@ -15,10 +15,10 @@ PAPERS = list(forms.STUDIES)
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_page_shows_the_table_of_the_records(paper):
-    found = forms.table(paper, RUNS)
+    table = forms.table(paper, RUNS)
     study = forms.STUDIES[paper]
-    assert len(found.splitlines()) == 2 + len(study.splits) * len(study.local) * len(study.seeds)
-    assert found in (DOCS / "methods" / f"{paper}.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == 2 + len(study.splits) * len(study.local) * len(study.seeds)
+    assert table in (DOCS / "methods" / f"{paper}.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("paper", PAPERS)

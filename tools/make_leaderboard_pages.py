@@ -203,37 +203,40 @@ class Board:
     def versus(self) -> dict[tuple[str, str], Versus]:
         """Each composition against each paper's method."""
         papers = [self.entry(paper) for paper in PAPERS]
-        pairs = [(own, paper) for own in self.compositions for paper in papers]
+        pairs = [(composition, paper) for composition in self.compositions for paper in papers]
         single: list[Difference] = []
-        for own, paper in pairs:
+        for composition, paper in pairs:
             for name in self.federations:
-                labels = f"{own.text} {name}", f"{paper.text} {name}"
-                single.append(difference(labels[0], own.accuracy[name], labels[1], paper.accuracy[name]))
+                labels = f"{composition.text} {name}", f"{paper.text} {name}"
+                single.append(difference(labels[0], composition.accuracy[name], labels[1], paper.accuracy[name]))
         shown = {(each.method, each.reference) for each in corrected_by_holm(single) if each.verdict == "better"}
-        signs = [self._signs(own, paper) for own, paper in pairs]
+        signs = [self._signs(composition, paper) for composition, paper in pairs]
         p_signs = holm([binomtest(wins, wins + losses).pvalue if wins + losses else 1.0 for wins, losses in signs])
         six = list(self.federations)
-        by_seed = [difference(own.text, own.over(six), paper.text, paper.over(six)) for own, paper in pairs]
+        by_seed = [
+            difference(composition.text, composition.over(six), paper.text, paper.over(six))
+            for composition, paper in pairs
+        ]
         return {
-            (own.text, paper.text): Versus(
-                own.text,
+            (composition.text, paper.text): Versus(
+                composition.text,
                 paper.text,
-                sum(own.mean(name) > paper.mean(name) for name in six),
-                sum((f"{own.text} {name}", f"{paper.text} {name}") in shown for name in six),
+                sum(composition.mean(name) > paper.mean(name) for name in six),
+                sum((f"{composition.text} {name}", f"{paper.text} {name}") in shown for name in six),
                 wins,
                 losses,
                 p,
                 mean,
-                sum(statistics.fmean(own.at_equal_bytes[name]) > paper.mean(name) for name in six),
+                sum(statistics.fmean(composition.at_equal_bytes[name]) > paper.mean(name) for name in six),
             )
-            for (own, paper), (wins, losses), p, mean in zip(
+            for (composition, paper), (wins, losses), p, mean in zip(
                 pairs, signs, p_signs, corrected_by_holm(by_seed), strict=True
             )
         }
 
-    def _signs(self, own: Entry, paper: Entry) -> tuple[int, int]:
+    def _signs(self, composition: Entry, paper: Entry) -> tuple[int, int]:
         """Count the pairs of equal federation and seed in which the composition is higher, and lower."""
-        gaps = np.array([np.subtract(own.accuracy[name], paper.accuracy[name]) for name in self.federations])
+        gaps = np.array([np.subtract(composition.accuracy[name], paper.accuracy[name]) for name in self.federations])
         return int((gaps > 0).sum()), int((gaps < 0).sum())
 
 
@@ -373,22 +376,25 @@ def full_table(board: Board) -> list[str]:
 
 def versus_table(board: Board) -> list[str]:
     rows = []
-    for own in board.compositions:
+    for composition in board.compositions:
         cells = []
         for paper in PAPERS:
-            versus = board.versus[own.text, paper]
+            versus = board.versus[composition.text, paper]
             star = "*" if versus.p_signs < LEVEL and versus.wins > versus.losses else ""
             cells.append(f"{versus.ahead} ({versus.shown}), {versus.wins}:{versus.losses}{star}")
-        rows.append([f"`{own.text}`", f"{own.bytes:.1f}", *cells])
+        rows.append([f"`{composition.text}`", f"{composition.bytes:.1f}", *cells])
     return table(["composition", "bytes", *PAPERS], rows)
 
 
 def equal_bytes_table(board: Board) -> list[str]:
     """Return the counts at equal bytes of the compositions that send more than FedAvg."""
     rows = [
-        [f"`{own.text}`", *(str(board.versus[own.text, paper].ahead_at_equal_bytes) for paper in PAPERS)]
-        for own in board.compositions
-        if own.bytes > SAME_BYTES
+        [
+            f"`{composition.text}`",
+            *(str(board.versus[composition.text, paper].ahead_at_equal_bytes) for paper in PAPERS),
+        ]
+        for composition in board.compositions
+        if composition.bytes > SAME_BYTES
     ]
     return table(["composition, at FedAvg's bytes", *PAPERS], rows) if rows else []
 
@@ -406,7 +412,7 @@ class Answer:
 
 def answer_of(board: Board) -> Answer:
     def holds(claim: Any) -> list[str]:
-        texts = [own.text for own in board.compositions]
+        texts = [composition.text for composition in board.compositions]
         return [text for text in texts if all(claim(board.versus[text, paper]) for paper in PAPERS)]
 
     return Answer(
@@ -443,9 +449,9 @@ def answer_lines(board: Board) -> list[str]:
     lines += claim("... and the t-test over the seeds' means of six federations shows it, too", answer.by_seed)
     lines += claim(f"Shown by t-tests over five seeds on {fewest}, each by itself", answer.shown)
     p_values = {
-        own.text: max(board.versus[own.text, paper].by_seed.p_holm or 0.0 for paper in PAPERS)
-        for own in board.compositions
-        if own.text in answer.ahead
+        composition.text: max(board.versus[composition.text, paper].by_seed.p_holm or 0.0 for paper in PAPERS)
+        for composition in board.compositions
+        if composition.text in answer.ahead
     }
     if p_values:
         nearest = min(p_values, key=lambda text: p_values[text])

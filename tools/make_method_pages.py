@@ -71,16 +71,16 @@ def title(method: str) -> str:
     return title_and_summary(method)[0]
 
 
-def models(count: int, one: int) -> str:
-    """Say how many models of `one` byte make `count` bytes; step counts and the like round to nothing."""
-    share = round(count / one, 1)
+def models(count: int, model_bytes: int) -> str:
+    """Say how many models of `model_bytes` bytes make `count` bytes; step counts and the like round to nothing."""
+    share = round(count / model_bytes, 1)
     return "nothing" if share == 0 else "1 model" if share == 1 else f"{share:g} models"
 
 
-def kept_by_server(state: Tree, one: int) -> str:
+def kept_by_server(state: Tree, model_bytes: int) -> str:
     """Say how many models a server keeps from the start, and which slots its first rounds fill."""
     later = [FILLED_LATER.get(slot, slot) for slot in sorted(empty_slots(state))]
-    size = models(byte_size(state), one)
+    size = models(byte_size(state), model_bytes)
     return "; ".join([*([] if size == "nothing" and later else [size]), *later])
 
 
@@ -95,22 +95,22 @@ def cost(method: str) -> dict[str, str]:
     method = build_method(method)[0].method
     row = trial_run(method).history.rows[0]
     weights = trial_model(text=Need.TOKENS in needs_of(method)).init(0)
-    one = byte_size(weights)
+    model_bytes = byte_size(weights)
     frozen = len(method.objective.frozen)
     step = "one forward and backward pass"
     if frozen:
         step += f", and a forward pass of {frozen} frozen model{'s' if frozen > 1 else ''}"
     if method.objective.measure is not None:
         step += "; after training one more pass over the local data"
-    down = models(row["bytes_down"] // row["cohort"], one)
+    down = models(row["bytes_down"] // row["cohort"], model_bytes)
     if "feature_generator" in empty_slots(first_state(method, weights)):
         down = "1 model and the generator"
         step += ", and for invented features a forward pass of the generator and a pass of the head"
     return {
         "sent to a client": down,
-        "sent by a client": models(row["bytes_up"] // row["cohort"], one),
-        "kept by a client between rounds": models(byte_size(method.objective.init(weights)), one),
-        "kept by the server beside the model": kept_by_server(first_state(method, weights), one),
+        "sent by a client": models(row["bytes_up"] // row["cohort"], model_bytes),
+        "kept by a client between rounds": models(byte_size(method.objective.init(weights)), model_bytes),
+        "kept by the server beside the model": kept_by_server(first_state(method, weights), model_bytes),
         "a client's step": step,
     }
 
@@ -132,15 +132,17 @@ def figures_text() -> str:
     script = runpy.run_path(str(RUNS))
     records, seeds = script["read_records"](script["RESULTS"]), list(script["SEEDS"])
     words = {key: script["FEDERATIONS"][key] for key in script["DEFAULTS"]}
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    runs_by_cell: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         if record["seed"] in seeds:
-            found.setdefault((record["method"], record["federation"]), []).append(record)
-    baselines = {key: {run["seed"]: run["last_rounds"] for run in found.get((BASELINE, key), [])} for key in words}
+            runs_by_cell.setdefault((record["method"], record["federation"]), []).append(record)
+    baselines = {
+        key: {run["seed"]: run["last_rounds"] for run in runs_by_cell.get((BASELINE, key), [])} for key in words
+    }
     methods: dict[str, dict[str, Any]] = {}
     for method in METHODS:
         for key in words:
-            runs = found.get((method, key), [])
+            runs = runs_by_cell.get((method, key), [])
             if len(runs) == len(baselines[key]) == len(seeds):
                 methods.setdefault(method, {})[key] = figures_of(runs, baselines[key])
     table = {"seeds": len(seeds), "federations": dict(words), "methods": methods}
@@ -178,9 +180,9 @@ def trials_table() -> list[str]:
         if any((key, text, seed) not in runs for key in words for seed in seeds):
             continue
         cells = [
-            f"{gain_text(found)}{MARKS[side_of(found)]}"
+            f"{gain_text(figures)}{MARKS[side_of(figures)]}"
             for key in words
-            for found in [figures_of([runs[key, text, seed] for seed in seeds], baselines[key])]
+            for figures in [figures_of([runs[key, text, seed] for seed in seeds], baselines[key])]
         ]
         name = text.partition("(")[0]
         chosen = key_of(experiment_of("digits_strong", text, 0)) == key_of(experiment_of("digits_strong", name, 0))

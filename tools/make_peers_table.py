@@ -47,11 +47,11 @@ def seconds(record: Record, case: str, row: Row) -> float | None:
     return min(processes, default=None)
 
 
-def middle(record: Record, case: str, row: Row, what: str) -> float | None:
+def middle(record: Record, case: str, row: Row, fact: str) -> float | None:
     """Return the median over the processes of a library of something that each measured once."""
     runs = (run for run in record["runs"] if (run["case"], run["name"], run["setting"]) == (case, *row))
-    found = [run[what] for run in runs if run[what] is not None]
-    return statistics.median(found) if found else None
+    values = [run[fact] for run in runs if run[fact] is not None]
+    return statistics.median(values) if values else None
 
 
 def digits(value: float) -> str:
@@ -62,8 +62,8 @@ def digits(value: float) -> str:
 
 def rows_of(record: Record) -> list[Row]:
     """Return libraries with their settings in the order of NAMES; a setting has the place in which it was run."""
-    found = dict.fromkeys((run["name"], run["setting"]) for run in record["runs"])
-    return sorted(found, key=lambda row: list(NAMES).index(row[0]))
+    rows = dict.fromkeys((run["name"], run["setting"]) for run in record["runs"])
+    return sorted(rows, key=lambda row: list(NAMES).index(row[0]))
 
 
 def table(lines: list[list[str]]) -> list[str]:
@@ -74,10 +74,10 @@ def table(lines: list[list[str]]) -> list[str]:
 
 def best_peer(record: Record, case: str) -> tuple[Row, float]:
     """Return the fastest other library in its best setting, and how many times as long as fedstill it takes."""
-    own = seconds(record, case, (OURS, DEFAULT))
-    assert own is not None
+    ours = seconds(record, case, (OURS, DEFAULT))
+    assert ours is not None
     times = {
-        row: taken / own
+        row: taken / ours
         for row in rows_of(record)
         if row[0] not in (OURS, LOOP) and (taken := seconds(record, case, row)) is not None
     }
@@ -93,16 +93,16 @@ def render(record: Record) -> str:
     for row in rows:
         cells = []
         for case in cases:
-            taken, own = seconds(record, case, row), seconds(record, case, (OURS, DEFAULT))
-            both = taken is not None and own is not None
-            times = f" ({digits(taken / own)})" if both and row != (OURS, DEFAULT) else ""
+            taken, ours = seconds(record, case, row), seconds(record, case, (OURS, DEFAULT))
+            both = taken is not None and ours is not None
+            times = f" ({digits(taken / ours)})" if both and row != (OURS, DEFAULT) else ""
             cells.append("" if taken is None else digits(taken) + times)
         lines.append([NAMES[row[0]], row[1], *cells])
     peers = {name for name, _ in rows} - {OURS, LOOP}
     loads = [run["load"] for run in record["runs"]]
     versions = ", ".join(f"{NAMES[name]} {record['versions'][name]}" for name in NAMES if name in peers)
     torches = sorted({run["torch"] for run in record["runs"]})
-    said = [
+    page = [
         f"Seconds of a round (the median of a process, the least of all turns), and in brackets how many times "
         f"those of fedstill as it comes. {record['machine']}, torch "
         f"{' and '.join(torches)}, {record['date']}; {versions}. The load average before a process began was "
@@ -114,11 +114,11 @@ def render(record: Record) -> str:
     for case in cases:
         (name, setting), times = best_peer(record, case)
         loop = min(taken for row in rows if row[0] == LOOP and (taken := seconds(record, case, row)) is not None)
-        own = seconds(record, case, (OURS, DEFAULT))
-        assert own is not None
-        said.append(
+        ours = seconds(record, case, (OURS, DEFAULT))
+        assert ours is not None
+        page.append(
             f"- `{case}`: the fastest other library is {NAMES[name]} ({setting}), which takes {digits(times)} times as "
-            f"long as fedstill. The plain loop takes {digits(loop / own)} times as long."
+            f"long as fedstill. The plain loop takes {digits(loop / ours)} times as long."
         )
     first = cases[0]
     weighed = [case for case in cases if any(middle(record, case, row, "memory") for row in rows)]
@@ -126,22 +126,22 @@ def render(record: Record) -> str:
         ["library", "setting", "`import`, s", "CPU to start, s", "start, s", *(f"MB, `{case}`" for case in weighed)]
     ]
     for row in rows:
-        cpu, wall = (middle(record, first, row, what) for what in ("start_cpu", "start_wall"))
+        cpu, wall = (middle(record, first, row, fact) for fact in ("start_cpu", "start_wall"))
         held = [middle(record, case, row, "memory") for case in weighed]
         if cpu is None:
             continue
         imported = "" if NAMES[row[0]] in (line[0] for line in lines) else f"{record['import'][row[0]]:.2f}"
-        begun = ["" if one is None else f"{one:.1f}" for one in (cpu, wall)]
+        begun = ["" if value is None else f"{value:.1f}" for value in (cpu, wall)]
         lines.append(
-            [NAMES[row[0]], row[1], imported, *begun, *("" if one is None else f"{one / 1e6:.0f}" for one in held)]
+            [NAMES[row[0]], row[1], imported, *begun, *("" if size is None else f"{size / 1e6:.0f}" for size in held)]
         )
-    said += [
+    page += [
         "",
         f"What it takes to start, until the end of the first round of `{first}`, and the most memory at once:",
         "",
         *table(lines),
     ]
-    return "\n".join(said)
+    return "\n".join(page)
 
 
 def page(text: str, record: Record) -> str:

@@ -104,8 +104,8 @@ class Paper:
 
     def _kept(self, table: Table, preset: str) -> Table:
         run = [cell for cell in table.cells if self.done(cell)]
-        own = [made for cell in run for made in self.done(cell) if _made_for(made, cell)]
-        if not any(preset in (self.default, made["preset"]) for made in own):
+        records = [made for cell in run for made in self.done(cell) if _made_for(made, cell)]
+        if not any(preset in (self.default, made["preset"]) for made in records):
             return dataclasses.replace(table, cells=())
         rows = {column: [cell.row for cell in run if cell.column == column] for column in table.columns}
         claimed = {claim.column for claim in self.claims if claim.table == table.name}
@@ -113,7 +113,7 @@ class Paper:
             column for column, of in rows.items() if REFERENCE in of or len(of) > 1 or (of and column in claimed)
         }
         if preset != self.default:
-            columns &= {made["column"] for made in own if made["preset"] == preset}
+            columns &= {made["column"] for made in records if made["preset"] == preset}
         printed = self.expected.get(table.name, {})
         cells = [
             cell

@@ -90,15 +90,15 @@ def measure(case: Case, on_ray: bool, counts: Sequence[int], repeats: int) -> li
             hosts.append(Scattered(task, open_crews.enter_context(crew(kit, rows_of(built.federation), count=count))))
             hosts[-1].gather()
         for turn in range(repeats + 1):
-            found = []
+            results = []
             for place, where in enumerate(hosts):
                 began = time.perf_counter()
-                found.append(where.play(order, ids, states, 0))
+                results.append(where.play(order, ids, states, 0))
                 if turn:  # the first one warms up
                     times[place].append(time.perf_counter() - began)
             if case.network == "cnn":  # looped: the same bits
-                one, *others = (flatten(each.uploads.weights) for each in found)
-                assert all(torch.equal(one[name], leaf) for other in others for name, leaf in other.items())
+                expected, *others = (flatten(each.uploads.weights) for each in results)
+                assert all(torch.equal(expected[name], leaf) for other in others for name, leaf in other.items())
     return times
 
 
@@ -123,22 +123,22 @@ def main() -> None:
     words.add_argument("--method", nargs="+", default=["fedavg", "scaffold"])
     words.add_argument("--network", nargs="+", default=[*SHAPES], choices=SHAPES)
     words.add_argument("--workers", nargs="+", type=int, default=[2], help="how many, each count a column")
-    said = words.parse_args()
+    options = words.parse_args()
     torch.set_num_threads(1)
-    heads = ["one process", *(f"{count} worker{'s' if count > 1 else ''}" for count in said.workers)]
+    heads = ["one process", *(f"{count} worker{'s' if count > 1 else ''}" for count in options.workers)]
     print(f"{'milliseconds, min / median':36}" + "".join(f"{head:>18}" for head in heads))
-    for method in said.method:
+    for method in options.method:
         for network, cohort, rows, steps in (("mlp", 50, 300, 10), ("cnn", 10, 160, 5)):
             for taken in (0, steps):
-                if network not in said.network or (said.idle and taken) or (said.training and not taken):
+                if network not in options.network or (options.idle and taken) or (options.training and not taken):
                     continue
                 case = Case(method, network, cohort, rows, taken)
                 columns = [
                     f"{1000 * min(t):.0f} / {1000 * statistics.median(t):.0f}"
-                    for t in measure(case, said.ray, said.workers, said.repeats)
+                    for t in measure(case, options.ray, options.workers, options.repeats)
                 ]
-                what = f"{method}, {network}, {cohort} clients, {'idle' if not taken else f'{taken} steps'}"
-                print(f"{what:36}" + "".join(f"{column:>18}" for column in columns), flush=True)
+                label = f"{method}, {network}, {cohort} clients, {'idle' if not taken else f'{taken} steps'}"
+                print(f"{label:36}" + "".join(f"{column:>18}" for column in columns), flush=True)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ class Figure(NamedTuple):
 
 def pages() -> list[str]:
     """Return the pages that are read, as paths in the repository."""
-    found = [ROOT / "README.md", *(ROOT / "docs" / "methods").glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")]
-    found += (ROOT / "benchmarks").glob("*/README.md")
-    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+    paths = [ROOT / "README.md", *(ROOT / "docs" / "methods").glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")]
+    paths += (ROOT / "benchmarks").glob("*/README.md")
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 
 def figures(page: str, text: str) -> Iterator[Figure]:
@@ -141,9 +141,9 @@ def recorded(paper: str) -> Backed:
             spreads = [statistics.stdev(values) for values in over.values() if len(values) > 1]
             numbers = [*itertools.chain(*over.values()), *means[row].values(), *spreads]
             backed.append((words_of(row), _printed(numbers)))
-        for one, other in itertools.combinations(means, 2):
-            gaps = [means[one][key] - means[other][key] for key in ("accuracy best", "accuracy last ten")]
-            backed.append((words_of(one) | words_of(other), _printed(gaps)))
+        for first, second in itertools.combinations(means, 2):
+            gaps = [means[first][key] - means[second][key] for key in ("accuracy best", "accuracy last ten")]
+            backed.append((words_of(first) | words_of(second), _printed(gaps)))
     for table in _paper_tables(paper):
         for column, rows in table.items():
             for (_, where), means in all_means.items():
@@ -179,8 +179,8 @@ def printed_by_the_paper(paper: str) -> Backed:
                 known = {row: of[kind] for row, of in rows.items() if isinstance(of.get(kind), int | float)}
                 backed += [(words_of(row), _printed([value])) for row, value in known.items()]
                 backed += [
-                    (words_of(one) | words_of(other), _printed([known[one] - known[other]]))
-                    for one, other in itertools.combinations(known, 2)
+                    (words_of(first) | words_of(second), _printed([known[first] - known[second]]))
+                    for first, second in itertools.combinations(known, 2)
                 ]
     return backed
 
@@ -214,8 +214,10 @@ def computed(run: dict[str, Any]) -> frozenset[str]:
 
     def mean(row: str, series: str, seed: int) -> float:
         keys = {"row": row, "column": run["column"], "seed": seed, "preset": run.get("preset", "correct")}
-        (found,) = [one for one in runs_of(run["paper"]) if all(one[key] == value for key, value in keys.items())]
-        values: list[float] = found["accuracy"] if series == "accuracy" else found["beside"][series]
+        (record,) = [
+            record for record in runs_of(run["paper"]) if all(record[key] == value for key, value in keys.items())
+        ]
+        values: list[float] = record["accuracy"] if series == "accuracy" else record["beside"][series]
         if "rounds" not in run and "evaluations" not in run:
             return max(values)
         first, last = run.get("evaluations") or run["rounds"]

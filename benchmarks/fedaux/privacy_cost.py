@@ -63,7 +63,7 @@ def baseline() -> str:
 
 
 def study(options: argparse.Namespace) -> Runs:
-    found: Runs = {}
+    runs: Runs = {}
     for seed in range(options.seeds):
         setting = SETTING.replace(seed=seed, rounds=options.rounds, privacy={"reproducible": True})
         federation = build_federation(setting)
@@ -71,56 +71,56 @@ def study(options: argparse.Namespace) -> Runs:
         for cell, text in {BASELINE: baseline(), **cells}.items():
             history = run(setting.replace(method=text), federation=federation).history
             accuracy = [row["accuracy"] for row in history.rows]
-            found.setdefault(cell, []).append(accuracy[-1] if options.measure == "last" else max(accuracy))
+            runs.setdefault(cell, []).append(accuracy[-1] if options.measure == "last" else max(accuracy))
         print(f"seed {seed} done", file=sys.stderr, flush=True)
-    return found
+    return runs
 
 
 def benched(options: argparse.Namespace) -> Runs:
     """What a results file of the bench holds of the table."""
-    found: Runs = {}
+    runs: Runs = {}
     columns = {f"{options.auxiliary}-lambda-{lam:g}": lam for lam in LAMBDAS}
-    for one in json.loads(Path(options.results).read_text(encoding="utf-8"))["runs"]:
-        if one["row"] in ROWS and one["column"] in columns:
-            last = one["accuracy"][-1] if options.measure == "last" else max(one["accuracy"])
-            found.setdefault((one["row"], columns[one["column"]]), []).append(last / 100)
-    if not found:
+    for record in json.loads(Path(options.results).read_text(encoding="utf-8"))["runs"]:
+        if record["row"] in ROWS and record["column"] in columns:
+            last = record["accuracy"][-1] if options.measure == "last" else max(record["accuracy"])
+            runs.setdefault((record["row"], columns[record["column"]]), []).append(last / 100)
+    if not runs:
         raise SystemExit(f"{options.results} has no run of table privacy with {options.auxiliary}")
-    return found
+    return runs
 
 
-def costs_of(found: Runs) -> Costs:
+def costs_of(runs: Runs) -> Costs:
     """The lines of the picture: the mean with and without noise."""
     rows = {"mean": math.inf} | {f"mean-epsilon-{epsilon:g}": epsilon for epsilon in EPSILONS}
-    return {lam: {epsilon: found.get((row, lam), []) for row, epsilon in rows.items()} for lam in LAMBDAS}
+    return {lam: {epsilon: runs.get((row, lam), []) for row, epsilon in rows.items()} for lam in LAMBDAS}
 
 
-def told(seeds: Sequence[float]) -> str:
+def mean_text(seeds: Sequence[float]) -> str:
     if not seeds:
         return "-"
     spread = f" ± {100 * statistics.stdev(seeds):.1f}" if len(seeds) > 1 else ""
     return f"{100 * statistics.fmean(seeds):.1f}{spread}"
 
 
-def table(found: Runs) -> list[tuple[str, ...]]:
+def table(runs: Runs) -> list[tuple[str, ...]]:
     lines = [("FedAUX", *(f"lambda {lam:g}" for lam in LAMBDAS), "best")]
     for row, name in ROWS.items():
-        seeds = {lam: found.get((row, lam), []) for lam in LAMBDAS}
+        seeds = {lam: runs.get((row, lam), []) for lam in LAMBDAS}
         known = {lam: {0.0: values} for lam, values in seeds.items() if values}
-        best = told(seeds[best_lambda(known, 0.0)]) if known else "-"
-        lines.append((name, *(told(values) for values in seeds.values()), best))
+        best = mean_text(seeds[best_lambda(known, 0.0)]) if known else "-"
+        lines.append((name, *(mean_text(values) for values in seeds.values()), best))
     return lines
 
 
-def levels_of(found: Runs) -> dict[str, list[float]]:
+def levels_of(runs: Runs) -> dict[str, list[float]]:
     """What has no epsilon: the sum at its best lambda, and FedDF."""
-    sums = {lam: {math.inf: found.get(("sum", lam), [])} for lam in LAMBDAS}
+    sums = {lam: {math.inf: runs.get(("sum", lam), [])} for lam in LAMBDAS}
     levels = {}
     if epsilons_of(sums):
         lam = best_lambda(sums, math.inf)
         levels["sum, no claim"] = list(sums[lam][math.inf])
-    if BASELINE in found:
-        levels["FedDF, no scores"] = found[BASELINE]
+    if BASELINE in runs:
+        levels["FedDF, no scores"] = runs[BASELINE]
     return levels
 
 
@@ -137,25 +137,25 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def as_json(found: Runs) -> list[dict[str, Any]]:
+def as_json(runs: Runs) -> list[dict[str, Any]]:
     return [
         {"row": row, "lambda": None if math.isnan(lam) else lam, "accuracy": seeds}
-        for (row, lam), seeds in found.items()
+        for (row, lam), seeds in runs.items()
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
-    found = benched(options) if options.results else study(options)
-    print(align(table(found)))
-    if BASELINE in found:
-        print(f"FedDF: {told(found[BASELINE])}")
+    runs = benched(options) if options.results else study(options)
+    print(align(table(runs)))
+    if BASELINE in runs:
+        print(f"FedDF: {mean_text(runs[BASELINE])}")
     if options.out:
         where = f"{options.auxiliary}, table privacy" if options.results else "Fashion-MNIST, ten clients of one class"
-        title = f"{where}; {max(len(seeds) for seeds in found.values())} seeds"
-        print(f"wrote {privacy_cost_picture(costs_of(found), Path(options.out), title=title, levels=levels_of(found))}")
+        title = f"{where}; {max(len(seeds) for seeds in runs.values())} seeds"
+        print(f"wrote {privacy_cost_picture(costs_of(runs), Path(options.out), title=title, levels=levels_of(runs))}")
     if options.json:
-        Path(options.json).write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(as_json(runs), indent=1) + "\n", encoding="utf-8")
     return 0
 
 

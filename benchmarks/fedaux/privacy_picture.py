@@ -91,7 +91,9 @@ def _draw_best(axes: Axes, costs: Costs, places: Mapping[float, int]) -> None:
 
 def _dress(axes: Axes, places: Mapping[float, int], title: str, *, most: int) -> None:
     axes.set_title(title + ("; band: one standard deviation" if most > 1 else ""), loc="left", fontsize=11)
-    axes.set_xticks(list(places.values()), labels=["no noise" if math.isinf(one) else f"{one:g}" for one in places])
+    axes.set_xticks(
+        list(places.values()), labels=["no noise" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in places]
+    )
     axes.set_xlabel("epsilon of the certainty scores (stronger promise to the left)")
     axes.set_ylabel("test accuracy (%)")
     axes.set_xlim(-0.2, max(len(places) - 1, 0.2))

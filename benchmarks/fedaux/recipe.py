@@ -97,11 +97,11 @@ def method_of(row: str, preset: str, auxiliary: str, **changes: Any) -> str:
     return f"{text}+{write('simclr', SIMCLR)}" if pretrained or name == "fedaux" else text
 
 
-def written(name: str, preset: str, own: dict[str, Any], changes: dict[str, Any]) -> str:
+def written(name: str, preset: str, defaults: dict[str, Any], changes: dict[str, Any]) -> str:
     """The text of one method. FedDF and FedAUX of the public code stand in released.py."""
-    full = {**own, **changes}
+    full = {**defaults, **changes}
     if "student" in changes:
-        full["student"] = {**own.get("student", {}), **changes["student"]}
+        full["student"] = {**defaults.get("student", {}), **changes["student"]}
     released = preset == "released" and name in ("feddf", "fedaux")
     return write(f"{RELEASED_FORMS}:{name}" if released else name, full)
 
@@ -139,7 +139,7 @@ def bare(preset: str, epochs: int) -> dict[str, Any]:
 def setting(preset: str, data: dict[str, Any], *, clients: int, alpha: float, **changes: Any) -> Experiment:
     """A scene without its method; changes: `local` is merged, other keys replace."""
     local = {**LOCAL, **changes.pop("local", {})}
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "data": data,
         "partition": {"scheme": "fedaux", "clients": clients, "alpha": alpha},
         "model": NETWORKS["resnet8"],
@@ -147,8 +147,8 @@ def setting(preset: str, data: dict[str, Any], *, clients: int, alpha: float, **
         **changes,
     }
     if preset == "released":
-        local, found = {**local, "keep_optimizer": True}, {**found, "evaluate": TRAIN_MODE}
-    return SETTING.replace(**found, local=local)
+        local, keys = {**local, "keep_optimizer": True}, {**keys, "evaluate": TRAIN_MODE}
+    return SETTING.replace(**keys, local=local)
 
 
 def pictures(preset: str, auxiliary: str, **changes: Any) -> Experiment:
@@ -159,8 +159,8 @@ def cells(
     rows: Iterable[str], column: str, scene: Experiment, preset: str, auxiliary: str, **changes: Any
 ) -> Iterator[Cell]:
     for row in rows:
-        own = {} if row.startswith(("fedavg", "fedprox")) else changes
-        yield Cell(row, column, scene.replace(method=method_of(row, preset, auxiliary, **own)))
+        options = {} if row.startswith(("fedavg", "fedprox")) else changes
+        yield Cell(row, column, scene.replace(method=method_of(row, preset, auxiliary, **options)))
 
 
 def table_1(preset: str) -> Iterator[Cell]:

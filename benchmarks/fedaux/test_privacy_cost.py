@@ -63,8 +63,8 @@ def test_a_line_a_lambda_and_the_best_of_them_from_the_strongest_promise_to_none
 
 def test_what_has_no_epsilon_is_a_level_with_its_name_and_number(drawn):
     figure = drawn(levels={"sum, no claim": [0.75, 0.77], "FedDF": [0.36]})
-    told = {text.get_text() for text in figure.axes[0].texts}
-    assert {"76.0  sum, no claim", "36.0  FedDF", "70.0  lambda = 0.001"} <= told
+    texts = {text.get_text() for text in figure.axes[0].texts}
+    assert {"76.0  sum, no claim", "36.0  FedDF", "70.0  lambda = 0.001"} <= texts
     assert_no_label_is_clipped(figure, at_least=8)
 
 
@@ -120,12 +120,12 @@ def test_the_script_draws_what_the_bench_has_found(script, tmp_path, capsys):
 @pytest.mark.slow
 def test_scores_help_much_and_true_privacy_costs_most_of_it(script, tmp_path):
     """The page's claim at one seed: the sum far above FedDF, the mean at epsilon 8 between, at 0.1 nothing is left."""
-    told = tmp_path / "numbers.json"
-    script["main"](["--seeds", "1", "--out", "", "--json", str(told)])
-    found: dict[str, float] = {}
-    for one in json.loads(told.read_text()):
-        found[one["row"]] = max(found.get(one["row"], 0.0), *one["accuracy"])
-    assert found["sum"] > found["feddf"] + 0.2
-    assert found["sum"] - 0.1 < found["mean"]
-    assert found["mean"] - 0.05 > found["mean-epsilon-8"] > found["feddf"] + 0.1
-    assert abs(found["mean-epsilon-0.1"] - found["feddf"]) < 0.1
+    file = tmp_path / "numbers.json"
+    script["main"](["--seeds", "1", "--out", "", "--json", str(file)])
+    best: dict[str, float] = {}
+    for cell in json.loads(file.read_text()):
+        best[cell["row"]] = max(best.get(cell["row"], 0.0), *cell["accuracy"])
+    assert best["sum"] > best["feddf"] + 0.2
+    assert best["sum"] - 0.1 < best["mean"]
+    assert best["mean"] - 0.05 > best["mean-epsilon-8"] > best["feddf"] + 0.1
+    assert abs(best["mean-epsilon-0.1"] - best["feddf"]) < 0.1

@@ -21,10 +21,10 @@ def normed(mean):
 def test_the_last_client_is_the_one_of_the_largest_id_that_has_any_data(ids, sizes, mean):
     models = [normed(value) for value in (10.0, 20.0, 30.0)]
     this = round_of(models[0], uploads_of(models, sizes)._replace(ids=torch.tensor(ids)))
-    found, _ = with_last_statistics(average()).apply(models[0], {}, this)
-    assert found.buffers["bn.running_mean"].tolist() == [mean]
-    assert torch.equal(found.params["w"], average().apply(models[0], {}, this)[0].params["w"])
-    found.buffers["bn.running_mean"].fill_(77.0)
+    weights, _ = with_last_statistics(average()).apply(models[0], {}, this)
+    assert weights.buffers["bn.running_mean"].tolist() == [mean]
+    assert torch.equal(weights.params["w"], average().apply(models[0], {}, this)[0].params["w"])
+    weights.buffers["bn.running_mean"].fill_(77.0)
     assert not (this.uploads.weights.buffers["bn.running_mean"] == 77.0).any()
 
 

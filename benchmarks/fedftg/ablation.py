@@ -108,7 +108,7 @@ BASE = "fedavg"
 
 
 @dataclass
-class Found:
+class Measurements:
     """One row over its seeds, in percent."""
 
     last: list[float] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Found:
     seconds: list[float] = field(default_factory=list)
 
 
-Study = dict[str, Found]
+Study = dict[str, Measurements]
 
 
 def setting_of(options: argparse.Namespace, seed: int) -> Experiment:
@@ -125,38 +125,46 @@ def setting_of(options: argparse.Namespace, seed: int) -> Experiment:
 
 
 def study(options: argparse.Namespace) -> Study:
-    found: Study = {row: Found() for row in options.rows}
+    by_row: Study = {row: Measurements() for row in options.rows}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         setting = setting_of(options, seed)
         federation = build_federation(setting)
         for row in options.rows:
             begun = time.perf_counter()
             history = run(setting.replace(method=ROWS[row]), federation=federation, pictures=False).history
-            accuracy = [100 * one["accuracy"] for one in history.rows]
-            found[row].seconds.append(time.perf_counter() - begun)
-            found[row].last.append(statistics.fmean(accuracy[-TAIL:]))
-            found[row].best.append(max(accuracy))
-            told_now = f"{accuracy[-1]:.1f} {found[row].last[-1]:.1f} in {found[row].seconds[-1]:.1f} s"
-            print(f"seed {seed} {row} {told_now}", file=sys.stderr, flush=True)
-    return found
+            accuracy = [100 * row["accuracy"] for row in history.rows]
+            by_row[row].seconds.append(time.perf_counter() - begun)
+            by_row[row].last.append(statistics.fmean(accuracy[-TAIL:]))
+            by_row[row].best.append(max(accuracy))
+            line = f"{accuracy[-1]:.1f} {by_row[row].last[-1]:.1f} in {by_row[row].seconds[-1]:.1f} s"
+            print(f"seed {seed} {row} {line}", file=sys.stderr, flush=True)
+    return by_row
 
 
-def told(seeds: Sequence[float], sign: str = "") -> str:
+def mean_text(seeds: Sequence[float], sign: str = "") -> str:
     spread = f" ± {statistics.stdev(seeds):.1f}" if len(seeds) > 1 else ""
     return f"{statistics.fmean(seeds):{sign}.1f}{spread}"
 
 
-def gain(found: Mapping[str, Found], row: str) -> str:
+def gain(by_row: Mapping[str, Measurements], row: str) -> str:
     """Over FedAvg of the same seed: the spread is that of the differences."""
-    if BASE not in found or row == BASE:
+    if BASE not in by_row or row == BASE:
         return "-"
-    return told([own - base for own, base in zip(found[row].last, found[BASE].last, strict=True)], "+")
+    return mean_text([value - base for value, base in zip(by_row[row].last, by_row[BASE].last, strict=True)], "+")
 
 
-def table(found: Mapping[str, Found]) -> list[tuple[str, ...]]:
+def table(by_row: Mapping[str, Measurements]) -> list[tuple[str, ...]]:
     lines = [("row", f"last {TAIL}", "over FedAvg", "best", "seconds")]
-    for row, one in found.items():
-        lines.append((row, told(one.last), gain(found, row), told(one.best), f"{statistics.fmean(one.seconds):.1f}"))
+    for row, numbers in by_row.items():
+        lines.append(
+            (
+                row,
+                mean_text(numbers.last),
+                gain(by_row, row),
+                mean_text(numbers.best),
+                f"{statistics.fmean(numbers.seconds):.1f}",
+            )
+        )
     return lines
 
 
@@ -182,11 +190,11 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
-    found = study(options)
-    print(align(table(found)))
+    by_row = study(options)
+    print(align(table(by_row)))
     if options.json:
-        told_all = {row: asdict(one) for row, one in found.items()}
-        Path(options.json).write_text(json.dumps(told_all, indent=1) + "\n", encoding="utf-8")
+        numbers_by_row = {row: asdict(numbers) for row, numbers in by_row.items()}
+        Path(options.json).write_text(json.dumps(numbers_by_row, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

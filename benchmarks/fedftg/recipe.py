@@ -155,7 +155,7 @@ def cell(
 ) -> Cell:
     """One experiment: beta = 0.3 and ResNet-18 unless `changes` say otherwise; named: the row, if not by its method."""
     wide: Options = {} if data == "cifar10" else dict.fromkeys(INVENTING, WIDE_NOISE)
-    own = {part: {**wide.get(part, {}), **(options or {}).get(part, {})} for part in OPTIONS}
+    parts = {part: {**wide.get(part, {}), **(options or {}).get(part, {})} for part in OPTIONS}
     local = {**LOCAL, **changes.pop("local", {})}
     if preset == "paper":
         changes["server"] = EVENLY
@@ -163,7 +163,7 @@ def cell(
         changes["sampling"] = "poisson"
         local |= {"weight_decay": FEDPROX_AS_DECAY} if row.startswith("fedprox") else {}
     scene = {"data": DATA[data], "partition": split(0.3), "model": RESNET18, **changes, "local": local}
-    return Cell(named or row, column, SETTING.replace(method=method_of(row, preset, own), **scene))
+    return Cell(named or row, column, SETTING.replace(method=method_of(row, preset, parts), **scene))
 
 
 def grid(rows: Iterable[str], columns: Mapping[str, Mapping[str, Any]], preset: str) -> tuple[Cell, ...]:
@@ -244,9 +244,9 @@ def figure_5(preset: str) -> tuple[Cell, ...]:
 def figure_6(preset: str) -> Iterator[Cell]:
     for name, values in {"lam_cls": LAMBDAS, "lam_dis": LAMBDAS, "noise": NOISES}.items():
         for value in values:
-            own = {} if value in (1.0, 100) else {f"generator.{name}": value}  # the defaults: runs of Table 1
+            changed = {} if value in (1.0, 100) else {f"generator.{name}": value}  # the defaults: runs of Table 1
             named = f"{name.replace('_', '-')}-{value:g}"
-            yield cell(FEDFTG, "cifar10-beta-0.3", preset, options={"fedftg": own}, named=named)
+            yield cell(FEDFTG, "cifar10-beta-0.3", preset, options={"fedftg": changed}, named=named)
 
 
 def stems(preset: str) -> Iterator[Cell]:
@@ -265,8 +265,8 @@ def stems(preset: str) -> Iterator[Cell]:
 def forms(preset: str) -> Iterator[Cell]:
     how: dict[str, Any] = {"rounds": 150, "checkpoint_every": 75}
     yield cell("fedavg", "cifar10-beta-0.3", preset, **how)
-    for named, own in FORMS.items():
-        yield cell("fedavg+fedftg", "cifar10-beta-0.3", preset, options={"fedftg": own}, named=named, **how)
+    for named, form in FORMS.items():
+        yield cell("fedavg+fedftg", "cifar10-beta-0.3", preset, options={"fedftg": form}, named=named, **how)
 
 
 def count_noise(preset: str) -> Iterator[Cell]:
@@ -343,9 +343,9 @@ def tables(preset: str) -> Iterator[Table]:
 
 def ours() -> Iterator[Table]:
     """Not in the paper."""
-    preset, told = "correct", "Not in the paper."
-    yield Table("small", "The ablation of Table 4 with a small network (CNN, 100 rounds)", tuple(small(preset)), told)
-    yield Table("forms", "Forms of FedFTG over FedAvg (ResNet-18, 150 rounds)", tuple(forms(preset)), told)
+    preset, note = "correct", "Not in the paper."
+    yield Table("small", "The ablation of Table 4 with a small network (CNN, 100 rounds)", tuple(small(preset)), note)
+    yield Table("forms", "Forms of FedFTG over FedAvg (ResNet-18, 150 rounds)", tuple(forms(preset)), note)
     yield Table(
         "count-noise",
         "Noise on the label counts (ResNet-18, 150 rounds)",
@@ -358,7 +358,7 @@ def ours() -> Iterator[Table]:
         tuple(centralised()),
         note="The first line of Table 1; the paper does not say how it was trained, 200 epochs are ours.",
     )
-    yield Table("options", "MOON's strength, which the paper tuned and does not print", tuple(searched(preset)), told)
+    yield Table("options", "MOON's strength, which the paper tuned and does not print", tuple(searched(preset)), note)
 
 
 RECIPE = Recipe(

@@ -89,8 +89,8 @@ def fedftg(
 
 def lesson(kind: Distance, student: Tensor, teachers: Tensor, share: Tensor, *, per_class: bool) -> Tensor:
     """Return the discrepancy that the student learns to close; per_class: a KL counts 1 / K of itself."""
-    found = distance(kind, student, teachers, share)
-    return found / student.shape[-1] if per_class and kind.endswith("kl") else found
+    gap = distance(kind, student, teachers, share)
+    return gap / student.shape[-1] if per_class and kind.endswith("kl") else gap
 
 
 def recognition_of_clients(teachers: Tensor, y: Tensor, share: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def fresh_statistics(model: Model, weights: Weights, x: Tensor, seed: Seed) -> P
     tops = {name: from_zero[name].abs().amax() for name in running}
     size = {name: torch.where(top > 0, top, torch.ones_like(top)) for name, top in tops.items()}
     from_size = moved({name: size[name].expand_as(weights.buffers[name]).clone() for name in running})
-    told = dict(weights.buffers)
+    buffers = dict(weights.buffers)
     for name in running:
         momentum = 1.0 - ((from_size[name] - from_zero[name]).double() / size[name]).mean()
         if bool(momentum > 0):
-            told[name] = from_zero[name] / momentum.to(x)
-    return told
+            buffers[name] = from_zero[name] / momentum.to(x)
+    return buffers

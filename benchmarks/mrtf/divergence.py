@@ -139,8 +139,8 @@ def _accuracies(
 ) -> dict[str, float]:
     test = make_test_set(federation, engine.device)
     answers = engine.outputs(local, test.x, stacked=True, features=False).logits.argmax(-1)
-    found = {name: global_test(weights, test, engine)["accuracy"] for name, weights in models.items()}
-    return {**found, "local": float((answers == test.y).double().mean())}
+    accuracies = {name: global_test(weights, test, engine)["accuracy"] for name, weights in models.items()}
+    return {**accuracies, "local": float((answers == test.y).double().mean())}
 
 
 def features_in_plane(trainer: Trainer, models: Mapping[str, Weights], x: Tensor) -> dict[str, np.ndarray]:
@@ -160,7 +160,7 @@ def principal_plane(points: Tensor) -> tuple[Tensor, Tensor]:
     centre = points.mean(0)
     _, _, directions = torch.linalg.svd(points - centre, full_matrices=False)
     plane = torch.zeros(points.shape[1], 2, dtype=points.dtype)
-    found = directions[:2].T
-    plane[:, : found.shape[1]] = found
+    leading = directions[:2].T
+    plane[:, : leading.shape[1]] = leading
     largest = plane.gather(0, plane.abs().argmax(0, keepdim=True))
     return plane * torch.where(largest < 0, -1.0, 1.0), centre

@@ -94,8 +94,8 @@ def _draw_view(
     axes.scatter(view.points[:, 0], view.points[:, 1], c=colours[labels], s=5, alpha=0.6, linewidth=0)
     axes.set_title(view.name, fontsize=9)
     paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
-    told = f"{100 * view.accuracy:.1f} %"
-    axes.text(0.97, 0.96, told, transform=axes.transAxes, ha="right", va="top", fontsize=8, bbox=paper)
+    accuracy = f"{100 * view.accuracy:.1f} %"
+    axes.text(0.97, 0.96, accuracy, transform=axes.transAxes, ha="right", va="top", fontsize=8, bbox=paper)
     axes.set_xlim(edges[0][0], edges[1][0])
     axes.set_ylim(edges[0][1], edges[1][1])
     axes.set_xticks([])

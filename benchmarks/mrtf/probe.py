@@ -36,10 +36,10 @@ POINTS = 500  # test samples in a view
 
 def splits(options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> (scheme, its keys), the mildest first."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {"iid": ("iid", {})}
-    found |= {f"alpha = {alpha:g}": ("mrtf", {"alpha": alpha}) for alpha in options.alphas}
-    found |= {f"{count} classes": ("label_split", {"classes_per_client": count}) for count in options.classes}
-    return found
+    schemes: dict[str, tuple[str, dict[str, Any]]] = {"iid": ("iid", {})}
+    schemes |= {f"alpha = {alpha:g}": ("mrtf", {"alpha": alpha}) for alpha in options.alphas}
+    schemes |= {f"{count} classes": ("label_split", {"classes_per_client": count}) for count in options.classes}
+    return schemes
 
 
 def federations(source: Source, options: argparse.Namespace) -> dict[str, Federation]:
@@ -54,30 +54,30 @@ def probe_all(model: Model, split: dict[str, Federation], options: argparse.Name
     """All levels from the start of the first, which is the one trained on all data."""
     training = Training(steps=options.steps, batch_size=options.batch, lr=options.lr, momentum=options.momentum)
     how = {"seed": options.seed, "device": options.device}
-    found: dict[str, Divergence] = {}
+    probes: dict[str, Divergence] = {}
     for name, federation in split.items():
-        start = next(iter(found.values())).start if found else options.pretrain
-        found[name] = measure_divergence(model, federation, training, pretrain=start, **how)
-    return found
+        start = next(iter(probes.values())).start if probes else options.pretrain
+        probes[name] = measure_divergence(model, federation, training, pretrain=start, **how)
+    return probes
 
 
-def table(found: dict[str, Divergence]) -> list[tuple[str, ...]]:
+def table(probes: dict[str, Divergence]) -> list[tuple[str, ...]]:
     head = ("clients", "gradient variance", "weight divergence", "clients' mean %", "average %", "central %")
     lines = [
-        (name, f"{one.gradient_variance:.4g}", f"{one.weight_divergence:.4g}",
-         *(f"{100 * one.accuracy[key]:.1f}" for key in ("local", "aggregated", "central")))
-        for name, one in found.items()
+        (name, f"{probe.gradient_variance:.4g}", f"{probe.weight_divergence:.4g}",
+         *(f"{100 * probe.accuracy[key]:.1f}" for key in ("local", "aggregated", "central")))
+        for name, probe in probes.items()
     ]  # fmt: skip
     return [head, *lines]
 
 
-def draw(model: Model, federation: Federation, found: dict[str, Divergence], options: argparse.Namespace) -> Path:
-    first = next(iter(found.values()))
+def draw(model: Model, federation: Federation, probes: dict[str, Divergence], options: argparse.Namespace) -> Path:
+    first = next(iter(probes.values()))
     models = {"start": first.start, "central": first.central}
     accuracies = {"start": first.accuracy["start"], "central": first.accuracy["central"]}
-    for name, one in found.items():
-        models |= {f"average, {name}": one.aggregated, f"client 0, {name}": rows(one.local, 0)}
-        accuracies[f"average, {name}"] = one.accuracy["aggregated"]
+    for name, probe in probes.items():
+        models |= {f"average, {name}": probe.aggregated, f"client 0, {name}": rows(probe.local, 0)}
+        accuracies[f"average, {name}"] = probe.accuracy["aggregated"]
     engine = build_engine("auto", options.device, model=model, federation=federation)
     x, y = federation.test.x[:POINTS].to(engine.device), federation.test.y[:POINTS]
     planes = features_in_plane(engine, models, x)
@@ -85,7 +85,7 @@ def draw(model: Model, federation: Federation, found: dict[str, Divergence], opt
         answers = engine.outputs(models[name], federation.test.x).logits.argmax(1).cpu()
         accuracies[name] = float((answers == federation.test.y).double().mean())
     views = [View(name, planes[name], accuracies[name]) for name in models]
-    levels = [Level(name, one.gradient_variance, one.weight_divergence) for name, one in found.items()]
+    levels = [Level(name, probe.gradient_variance, probe.weight_divergence) for name, probe in probes.items()]
     title = f"{federation.train.name}, {model.name}: {options.clients} clients, {options.steps} steps"
     return divergence_picture(
         views, levels, Path(options.out), labels=y.numpy(), title=title, classes=federation.train.classes
@@ -124,22 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source = load(options.data)
     split = federations(source, options)
     first = split["iid"]
-    shape, own = tuple(first.train.x.shape[1:]), {"hidden": options.hidden} if options.model == "mlp" else {}
-    model = build_model(options.model, input_shape=shape, classes=len(first.train.classes), **own)
-    found = probe_all(model, split, options)
-    lines = table(found)
-    began = 100 * found["iid"].accuracy["start"]
+    shape, widths = tuple(first.train.x.shape[1:]), {"hidden": options.hidden} if options.model == "mlp" else {}
+    model = build_model(options.model, input_shape=shape, classes=len(first.train.classes), **widths)
+    probes = probe_all(model, split, options)
+    lines = table(probes)
+    began = 100 * probes["iid"].accuracy["start"]
     print(f"{options.data}, {model.name}, torch {torch.__version__}; all start at {began:.1f} %")
     print(align(lines))
     if options.out:
-        print(f"wrote {draw(model, first, found, options)}")
+        print(f"wrote {draw(model, first, probes, options)}")
     if options.json:
-        told = [
-            {"clients": name, "gradient_variance": one.gradient_variance, "weight_divergence": one.weight_divergence,
-             "accuracy": dict(one.accuracy)}
-            for name, one in found.items()
+        records = [
+            {"clients": name, "gradient_variance": probe.gradient_variance,
+             "weight_divergence": probe.weight_divergence, "accuracy": dict(probe.accuracy)}
+            for name, probe in probes.items()
         ]  # fmt: skip
-        Path(options.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

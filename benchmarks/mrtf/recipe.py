@@ -121,22 +121,22 @@ def released_loops(row: str, scene: Experiment) -> dict[str, Any]:
     Its FedDF refines every so often too; nothing is sent or remembered, so that only the looks count.
     """
     often, batch = period(scene.rounds), 10 * scene.local.batch_size
-    found = {} if batch == 640 else {"teacher_batch": batch}
-    return found | ({"every": often} if row == "mrtf" and often > 1 else {})
+    options = {} if batch == 640 else {"teacher_batch": batch}
+    return options | ({"every": often} if row == "mrtf" and often > 1 else {})
 
 
 def local(data: str, preset: str, **changes: Any) -> dict[str, Any]:
     """How a client trains on a data set."""
-    found: dict[str, Any] = {"batch_size": 10 if data in LEAF else 64, "lr": RATES[data], "momentum": 0.9}
+    options: dict[str, Any] = {"batch_size": 10 if data in LEAF else 64, "lr": RATES[data], "momentum": 0.9}
     if preset != "paper":
-        found |= CODE_ONLY
+        options |= CODE_ONLY
     if data in CIFAR:
-        found["augment"] = ("crop", "flip")
+        options["augment"] = ("crop", "flip")
     if preset == "released" and data in DIGITS:
-        found |= {"batch_size": 32, "augment": () if data == "mnist" else ("flip",)}
+        options |= {"batch_size": 32, "augment": () if data == "mnist" else ("flip",)}
     if preset == "correct" and data == "shakespeare":
-        found["momentum"] = 0.0  # 1.47 is FedAvg's rate for plain SGD
-    return {**found, **changes}
+        options["momentum"] = 0.0  # 1.47 is FedAvg's rate for plain SGD
+    return {**options, **changes}
 
 
 def network(data: str, preset: str) -> dict[str, Any]:

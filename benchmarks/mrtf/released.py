@@ -125,11 +125,11 @@ def refinement(student: Student, *, stabilise: bool, rectify: bool, refine: bool
         logits = teacher_outputs(round, round.uploads.weights, batch=batch).logits
         now = round.trainer.outputs(candidate, unlabeled_data(round), features=refine)
         u = trust_in_clients(mean_loss(state, logits.shape[-1]), logits.shape[-1])
-        said = belief(logits, now.logits, u, round)
-        said = cluster_labels(said, now.features, REFINE_SHARPNESS) if refine else said / said.sum(1, keepdim=True)
+        mixed = belief(logits, now.logits, u, round)
+        mixed = cluster_labels(mixed, now.features, REFINE_SHARPNESS) if refine else mixed / mixed.sum(1, keepdim=True)
         old = targets_of(state)
         share = 1.0 - u
-        targets = everything(said if old is None else (1.0 - share) * said + share * old.probabilities.to(said))
+        targets = everything(mixed if old is None else (1.0 - share) * mixed + share * old.probabilities.to(mixed))
         learnt = learn(candidate, targets, round)
         round.metrics["u"] = u
         round.metrics["teacher_agreement"] = agreement(logits, targets.probabilities)

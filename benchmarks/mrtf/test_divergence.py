@@ -61,28 +61,28 @@ def test_two_clients_of_one_size_on_quadratics(engine):
 
     Their mean 7/4 is where central training ends, and both are 3/2 away from it.
     """
-    found = probe(points([-1.0, 1.0], [3.0, 5.0]), engine)
-    assert found.local.params["w"].tolist() == pytest.approx([0.25, 3.25])
-    assert float(found.aggregated.params["w"]) == pytest.approx(1.75)
-    assert found.gradient_variance == pytest.approx(2.25)
-    assert found.weight_divergence == pytest.approx(0.0, abs=1e-12)
+    divergence = probe(points([-1.0, 1.0], [3.0, 5.0]), engine)
+    assert divergence.local.params["w"].tolist() == pytest.approx([0.25, 3.25])
+    assert float(divergence.aggregated.params["w"]) == pytest.approx(1.75)
+    assert divergence.gradient_variance == pytest.approx(2.25)
+    assert divergence.weight_divergence == pytest.approx(0.0, abs=1e-12)
 
 
 @either
 def test_where_one_client_holds_more_the_plain_mean_is_not_the_central_model(engine):
     """Means 0 (one sample) and 4 (three): the average stays at 7/4, central training ends at 3 - 2/4 = 5/2."""
-    found = probe(points([0.0], [4.0, 4.0, 4.0]), engine)
-    assert float(found.central.params["w"]) == pytest.approx(2.5)
-    assert found.weight_divergence == pytest.approx(0.75**2 / 2.5**2)
-    assert found.gradient_variance == pytest.approx(2.25)
+    divergence = probe(points([0.0], [4.0, 4.0, 4.0]), engine)
+    assert float(divergence.central.params["w"]) == pytest.approx(2.5)
+    assert divergence.weight_divergence == pytest.approx(0.75**2 / 2.5**2)
+    assert divergence.gradient_variance == pytest.approx(2.25)
 
 
 @either
 def test_clients_that_are_alike_do_not_diverge(engine):
-    found = probe(points([0.0, 2.0, 7.0], rows=[0, 1, 2]), engine)
-    assert found.gradient_variance < 1e-12
-    assert found.weight_divergence < 1e-12
-    assert float(found.aggregated.params["w"]) != pytest.approx(1.0)  # and yet they moved
+    divergence = probe(points([0.0, 2.0, 7.0], rows=[0, 1, 2]), engine)
+    assert divergence.gradient_variance < 1e-12
+    assert divergence.weight_divergence < 1e-12
+    assert float(divergence.aggregated.params["w"]) != pytest.approx(1.0)  # and yet they moved
 
 
 def test_all_begin_where_the_central_pre_training_ended():
@@ -105,12 +105,12 @@ def test_a_row_that_two_clients_hold_counts_once_in_the_union():
 def test_another_seed_draws_other_batches():
     def ends(seed):
         data, single = points([0.0, 1.0, 2.0], [4.0, 5.0, 6.0]), Training(steps=2, batch_size=1, lr=0.5)
-        found = measure_divergence(line_model(), data, single, objective=parabola(), device="cpu", seed=seed)
-        return [*found.local.params["w"].tolist(), float(found.central.params["w"])]
+        divergence = measure_divergence(line_model(), data, single, objective=parabola(), device="cpu", seed=seed)
+        return [*divergence.local.params["w"].tolist(), float(divergence.central.params["w"])]
 
     several = [ends(seed) for seed in range(4)]
     assert several[0] == ends(0)
-    assert all(len({one[place] for one in several}) > 1 for place in range(3))
+    assert all(len({values[place] for values in several}) > 1 for place in range(3))
 
 
 def test_a_client_without_data_is_left_out():
@@ -122,12 +122,12 @@ def test_both_measures_on_paper():
     """Moves of (3, 4, 12) and its opposite: 169 from the middle each; 169 / (25 + 144) of a model of that length."""
     local = {"a": torch.tensor([[3.0, 4.0], [-3.0, -4.0]]), "b": torch.tensor([12.0, -12.0])}
     middle = {"a": torch.zeros(2), "b": torch.tensor(0.0)}
-    one = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(12.0)}
+    model = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(12.0)}
     assert gradient_variance(local, middle) == 169.0
-    assert weight_divergence(middle, one) == 1.0
-    assert weight_divergence({"a": 2 * one["a"], "b": 2 * one["b"]}, one) == 1.0
+    assert weight_divergence(middle, model) == 1.0
+    assert weight_divergence({"a": 2 * model["a"], "b": 2 * model["b"]}, model) == 1.0
     assert weight_divergence(middle, middle) == 0.0
-    assert weight_divergence(one, middle) == float("inf")
+    assert weight_divergence(model, middle) == float("inf")
 
 
 def test_skewed_clients_diverge_more_than_even_ones():
@@ -135,18 +135,18 @@ def test_skewed_clients_diverge_more_than_even_ones():
     labels = source.train.y.numpy()
     model = build_model("mlp", input_shape=tuple(source.train.x.shape[1:]), classes=10, hidden=(16,), init="torch")
     schemes = {"iid": ("iid", {}), "mild": ("mrtf", {"alpha": 1.0}), "skewed": ("mrtf", {"alpha": 0.1})}
-    found = {}
+    measured = {}
     for name, (scheme, keys) in schemes.items():
         data = make_federation(source, PARTITIONS[scheme](labels, 8, seed=1, **keys), partition=name)
-        found[name] = measure_divergence(model, data, Training(steps=30, batch_size=32, lr=0.1), device="cpu")
+        measured[name] = measure_divergence(model, data, Training(steps=30, batch_size=32, lr=0.1), device="cpu")
     variance, divergence = (
-        [getattr(found[name], measure) for name in schemes] for measure in ("gradient_variance", "weight_divergence")
+        [getattr(measured[name], measure) for name in schemes] for measure in ("gradient_variance", "weight_divergence")
     )
     assert variance == sorted(variance)
     assert divergence == sorted(divergence)
     assert variance[2] > 2 * variance[0]
-    assert found["skewed"].accuracy["local"] < found["iid"].accuracy["local"]
-    assert {"start", "central", "aggregated", "local"} == set(found["iid"].accuracy)
+    assert measured["skewed"].accuracy["local"] < measured["iid"].accuracy["local"]
+    assert {"start", "central", "aggregated", "local"} == set(measured["iid"].accuracy)
 
 
 def test_epochs_instead_of_steps_are_refused():
@@ -180,15 +180,15 @@ def test_models_share_one_plane_so_that_their_distance_is_seen():
     federation = Federation(data, data, torch.arange(11), torch.tensor([0, 5, 11]))
     engine = build_engine("batched", "cpu", model=model, federation=federation)
     models = {"one": model.init(0), "other": model.init(1)}
-    found = np.concatenate(list(features_in_plane(engine, models, x).values()))
+    projected = np.concatenate(list(features_in_plane(engine, models, x).values()))
     wanted = np.concatenate([engine.outputs(weights, x).features.numpy() for weights in models.values()])
 
     def distances(cloud):
         return np.linalg.norm(cloud[:, None] - cloud[None], axis=-1)
 
     assert distances(wanted).max() > 0.1
-    assert distances(found) == pytest.approx(distances(wanted), abs=1e-5)
-    assert found.mean(axis=0) == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert distances(projected) == pytest.approx(distances(wanted), abs=1e-5)
+    assert projected.mean(axis=0) == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def test_the_script_prints_a_table_and_writes_numbers_and_a_picture(tmp_path, capsys):
@@ -200,8 +200,8 @@ def test_the_script_prints_a_table_and_writes_numbers_and_a_picture(tmp_path, ca
     assert "all start at" in first
     assert [line[:12].strip() for line in lines[:3]] == ["iid", "alpha = 0.1", "3 classes"]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    told = json.loads((tmp_path / "p.json").read_text())
-    assert [one["clients"] for one in told] == ["iid", "alpha = 0.1", "3 classes"]
-    assert all(one["accuracy"]["start"] == told[0]["accuracy"]["start"] for one in told)
-    assert f"{told[0]['gradient_variance']:.4g}" in lines[0]
+    records = json.loads((tmp_path / "p.json").read_text())
+    assert [record["clients"] for record in records] == ["iid", "alpha = 0.1", "3 classes"]
+    assert all(record["accuracy"]["start"] == records[0]["accuracy"]["start"] for record in records)
+    assert f"{records[0]['gradient_variance']:.4g}" in lines[0]
     assert "gradient variance" in head

@@ -44,23 +44,23 @@ def panels(figure: Figure) -> dict[str, object]:
 @pytest.mark.parametrize("count", [1, 5, 10])
 def test_every_model_has_a_panel_with_its_points_on_the_same_axes(drawn, count):
     views = views_of(count)
-    found = panels(drawn(views, np.arange(30) % 10))
-    assert {view.name for view in views} <= set(found)
+    panel_of = panels(drawn(views, np.arange(30) % 10))
+    assert {view.name for view in views} <= set(panel_of)
     for view in views:
-        axes = found[view.name]
+        axes = panel_of[view.name]
         assert np.asarray(axes.collections[0].get_offsets()) == pytest.approx(view.points)
         assert axes.texts[0].get_text() == f"{10.0 * int(view.name.split()[1]):.1f} %"
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-        assert (left, right, low, high) == (*found["model 0"].get_xlim(), *found["model 0"].get_ylim())
+        assert (left, right, low, high) == (*panel_of["model 0"].get_xlim(), *panel_of["model 0"].get_ylim())
         assert left < view.points[:, 0].min() < view.points[:, 0].max() < right
         assert low < view.points[:, 1].min() < view.points[:, 1].max() < high
 
 
 def test_bars_are_the_measures_in_the_order_given(drawn):
-    found = panels(drawn(views_of(4), np.arange(30) % 3))
+    panel_of = panels(drawn(views_of(4), np.arange(30) % 3))
     for title, values in (("gradient variance", [0.5, 20.0]), ("weight divergence", [0.01, 0.3])):
-        assert [bar.get_width() for bar in found[title].patches] == values
-        assert [text.get_text() for text in found[title].get_yticklabels()] == ["iid", "alpha = 0.1"]
+        assert [bar.get_width() for bar in panel_of[title].patches] == values
+        assert [text.get_text() for text in panel_of[title].get_yticklabels()] == ["iid", "alpha = 0.1"]
 
 
 def test_points_of_a_class_have_its_colour_and_the_legend_names_it(drawn):

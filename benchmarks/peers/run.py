@@ -109,24 +109,24 @@ def play(name: str, setting: str, case: str, rounds: int, *flags: str) -> tuple[
         watcher.join()
         if code or not out.exists():
             sys.exit(f"{name} ({setting}, {case}) ended with {code}:\n{log.read_text()[-3000:]}")
-        found = json.loads(out.read_text())
-        found["memory"] = max(peak[0], found.pop("rss"))
-        return found, torch.load(out.with_suffix(".pt"), weights_only=True)
+        measured = json.loads(out.read_text())
+        measured["memory"] = max(peak[0], measured.pop("rss"))
+        return measured, torch.load(out.with_suffix(".pt"), weights_only=True)
 
 
 def check(case: str, names: list[str]) -> dict[str, dict[str, float]]:
     """Compare what each library does in one round with the plain loop; stop where it is other work."""
     _, like = play("plain", ONE, case, 1, "--whole")
-    found = {}
+    checks = {}
     for name in names:
         _, last = play(name, ONE, case, 1, "--whole")
         apart = max(float((ours - theirs).abs().max()) for ours, theirs in zip(last, like, strict=True))
         counted, _ = play(name, ONE, case, 1, "--count")
-        found[name] = {"apart": apart, "steps": counted["steps"], "loss": counted["loss"]}
+        checks[name] = {"apart": apart, "steps": counted["steps"], "loss": counted["loss"]}
         if apart > CLOSE or counted["steps"] != CASES[case].steps:
-            sys.exit(f"{name} does other work in {case}: {found[name]}, and {CASES[case].steps} steps are wanted")
+            sys.exit(f"{name} does other work in {case}: {checks[name]}, and {CASES[case].steps} steps are wanted")
         print(f"{case:9s} {name:9s} {counted['steps']} steps, {apart:.1e} from the plain loop", flush=True)
-    return found
+    return checks
 
 
 def import_seconds(name: str) -> float:
@@ -188,10 +188,10 @@ def main() -> None:
     for case, turn in itertools.product(cases, range(options.turns)):
         for name, setting in chosen:
             load = os.getloadavg()[0]
-            found, _ = play(name, setting, case, ROUNDS[case])
-            del found["steps"]
-            record["runs"].append({"case": case, "name": name, "setting": setting, "turn": turn, "load": load, **found})
-            seconds = statistics.median(found["seconds"][1:])
+            facts, _ = play(name, setting, case, ROUNDS[case])
+            del facts["steps"]
+            record["runs"].append({"case": case, "name": name, "setting": setting, "turn": turn, "load": load, **facts})
+            seconds = statistics.median(facts["seconds"][1:])
             print(f"{case:9s} {name:9s} {setting:14s} {seconds:8.3f} s a round", flush=True)
             write(record)
 

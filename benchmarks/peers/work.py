@@ -154,8 +154,8 @@ def loss(case: Case, parameters: Sequence[Tensor]) -> float:
     """Return the cross-entropy of a model on all rows, a client at a time: it must not be what takes most memory."""
     model = network(case)
     with torch.no_grad():
-        for own, given in zip(model.parameters(), parameters, strict=True):
-            own.copy_(torch.as_tensor(given))
+        for parameter, given in zip(model.parameters(), parameters, strict=True):
+            parameter.copy_(torch.as_tensor(given))
         return sum(float(F.cross_entropy(model(x), y)) for x, y in clients(case)) / case.clients
 
 
@@ -200,7 +200,7 @@ def main(run: Run, *, writes: Callable[[], bool] = lambda: True, counts: bool = 
         return
     torch.save([torch.as_tensor(tensor).clone() for tensor in last], options.out.with_suffix(".pt"))
     threads = torch.get_num_threads()
-    found = {
+    facts = {
         "seconds": clock.seconds,
         "start_cpu": clock.start_cpu,
         "start_wall": clock.start_wall,
@@ -210,4 +210,4 @@ def main(run: Run, *, writes: Callable[[], bool] = lambda: True, counts: bool = 
         "threads": threads,
         "torch": torch.__version__,
     }
-    options.out.write_text(json.dumps(found))
+    options.out.write_text(json.dumps(facts))

@@ -175,13 +175,13 @@ def once(runs: list[dict[str, Any]]) -> str:
     """Return the table of benchmarks/storm/one_upload.py, from its record: of each method the worst of its seeds."""
     lines = ["| method | seeds | clean | kinds that pass | worst kind | points lost |", "|---|--:|--:|--:|---|--:|"]
     for method in dict.fromkeys(run["method"] for run in runs):
-        own = [run for run in runs if run["method"] == method]
-        worst = max(own, key=lambda run: run["worst_loss"])
-        clean = f"{statistics.fmean(run['clean'] for run in own):.1f}"
-        passed = f"{max(run['passed'] for run in own)} of {worst['kinds']}"
+        runs_of_method = [run for run in runs if run["method"] == method]
+        worst = max(runs_of_method, key=lambda run: run["worst_loss"])
+        clean = f"{statistics.fmean(run['clean'] for run in runs_of_method):.1f}"
+        passed = f"{max(run['passed'] for run in runs_of_method)} of {worst['kinds']}"
         facts = (
             method.partition("(")[0],
-            str(len(own)),
+            str(len(runs_of_method)),
             clean,
             passed,
             worst["worst"] if worst["worst_loss"] > 0 else "none",

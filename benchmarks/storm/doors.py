@@ -267,9 +267,9 @@ class StruckWire:
         self.struck.counts[f"order: {fault.__name__.strip('_')}"] += 1
         desk = self.inner.desks[client]
         damaged = (fault(chance, common, self.past), own) if chance.random() < 0.7 else (common, fault(chance, own, []))
-        said = unseal(desk.answer(*damaged), limit=LIMIT).facts
-        if said["kind"] != "refused" or "\n" in str(said["reason"]):
-            raise AssertionError(f"a client took a damaged order ({fault.__name__}): {said}")
+        facts = unseal(desk.answer(*damaged), limit=LIMIT).facts
+        if facts["kind"] != "refused" or "\n" in str(facts["reason"]):
+            raise AssertionError(f"a client took a damaged order ({fault.__name__}): {facts}")
 
 
 def _facts_of_order(chance: Random, message: bytes, past: list[bytes]) -> bytes:
@@ -335,9 +335,9 @@ class StruckCrew:
         self._processes: dict[int, int] = {}
         self.share, self.ready = inner.share, inner.ready
 
-    def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
-        self._ids[worker] = [int(client) for client in own[0]]
-        self.inner.hand(worker, task, shared, *own)
+    def hand(self, worker: int, task: str, shared: Any, *piece: Any) -> None:
+        self._ids[worker] = [int(client) for client in piece[0]]
+        self.inner.hand(worker, task, shared, *piece)
         chance = self.struck.chance
         if chance is not None and worker in self._processes and chance.random() < KILLED:
             self.struck.counts[f"worker {self.where}: kill -9"] += 1
@@ -347,18 +347,18 @@ class StruckCrew:
         event = self.inner.next(patience)
         if event is None:
             return None
-        worker, said = event
-        if isinstance(said, Up):
-            found = LINE.search(f"worker 0 is {said.name}")
-            assert found is not None
-            self._processes[worker] = int(found[2])
+        worker, result = event
+        if isinstance(result, Up):
+            match = LINE.search(f"worker 0 is {result.name}")
+            assert match is not None
+            self._processes[worker] = int(match[2])
         chance = self.struck.chance
         if chance is None:
             return event
-        if isinstance(said, dict):
-            return worker, {client: self._answered(chance, client, answer) for client, answer in said.items()}
-        if type(said) is tuple:
-            return worker, self._sent(chance, self._ids[worker], *said)
+        if isinstance(result, dict):
+            return worker, {client: self._answered(chance, client, answer) for client, answer in result.items()}
+        if type(result) is tuple:
+            return worker, self._sent(chance, self._ids[worker], *result)
         return event
 
     def _answered(self, chance: Random, client: int, answer: Any) -> Any:
@@ -378,8 +378,8 @@ class StruckCrew:
                 continue
             fault = chance.choice([_not_finite, _not_finite, _huge, _wrong_number])
             self.struck.counts[f"upload {self.where}: {fault.__name__.strip('_')}"] += 1
-            own = {name: torch.from_numpy(np.array(array[place])) for name, array in rows.items()}
-            for name, leaf in fault(chance, own).items():
+            tensors = {name: torch.from_numpy(np.array(array[place])) for name, array in rows.items()}
+            for name, leaf in fault(chance, tensors).items():
                 rows[name][place] = leaf.numpy()
             if chance.random() < 0.3:
                 tree_map(partial(_spoil, place), after)

@@ -77,8 +77,8 @@ def _input(kind: str, number: int, seed: int, *, heavy: bool) -> tuple[str, byte
     small = {name: content for name, content in hostile.items() if len(content) < 100_000}
     source = small if small and chance.random() < 0.2 else valid
     name = chance.choice(list(source))
-    what, content = made.damage(chance, source[name], list(valid.values()))
-    return f"damaged {name}: {what}", content
+    damage, content = made.damage(chance, source[name], list(valid.values()))
+    return f"damaged {name}: {damage}", content
 
 
 def _played(kind: str, number: int, seed: int, folder: Path, *, heavy: bool) -> Outcome:
@@ -165,11 +165,11 @@ def watched(kind: str, seed: int, first: int, count: int) -> Iterator[tuple[Outc
                 line = process.stdout.readline() if ready else ""
                 if not line:
                     break
-                said = json.loads(line)
-                open_turn = said["turn"]
-                if "outcome" in said:
+                message = json.loads(line)
+                open_turn = message["turn"]
+                if "outcome" in message:
                     done = open_turn + 1
-                    yield Outcome(*said["outcome"]), said["seconds"], said["peak"]
+                    yield Outcome(*message["outcome"]), message["seconds"], message["peak"]
             died = ready and done < count
             process.kill()
         if done < count:

@@ -414,8 +414,8 @@ def read_images(content: bytes, name: str, folder: Path) -> object:
         file = data / "ab"[place % 2] / f"{place}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(_png(place, 12))
-    what = name.partition(" ")[0] if name.startswith("damaged") else name
-    target = data / "a" / f"x{Path(name).suffix if name in SPECIAL_FILES or '.' in what else '.png'}"
+    stem = name.partition(" ")[0] if name.startswith("damaged") else name
+    target = data / "a" / f"x{Path(name).suffix if name in SPECIAL_FILES or '.' in stem else '.png'}"
     if name == "pipe.png":
         os.mkfifo(target)
     elif name == "device.png":
@@ -710,9 +710,9 @@ def damage_checkpoint(draw: Random, data: bytes, others: list[bytes]) -> tuple[s
         parts = _members(data)
         name = draw.choice([part for part in parts if part != "manifest.json"])
         if name.endswith(".json"):
-            what, parts[name] = "a value", json.dumps(damaged_tree(draw, json.loads(parts[name]))).encode()
+            damage, parts[name] = "a value", json.dumps(damaged_tree(draw, json.loads(parts[name]))).encode()
         else:
-            what, parts[name] = damage_weights(draw, parts[name], list(parts.values()))
+            damage, parts[name] = damage_weights(draw, parts[name], list(parts.values()))
     except (ValueError, RecursionError, zipfile.BadZipFile, zlib.error, EOFError, IndexError):
         return damaged(draw, data, others)
     del parts["manifest.json"]
@@ -724,7 +724,7 @@ def damage_checkpoint(draw: Random, data: bytes, others: list[bytes]) -> tuple[s
         {"format": 1, "files": {part: digest(content) for part, content in parts.items()}}, sort_keys=True
     )
     sealed = {"manifest": manifest, "blake2b": digest(manifest.encode())}
-    return f"{name} {what}, right digests", _zip({**parts, "manifest.json": json.dumps(sealed).encode()})
+    return f"{name} {damage}, right digests", _zip({**parts, "manifest.json": json.dumps(sealed).encode()})
 
 
 def read_checkpoint(content: bytes, name: str, folder: Path) -> object:

@@ -68,9 +68,9 @@ class Runs:
         self.whole = self.place / "whole"
         began = time.monotonic()
         with self.start(self.whole) as process:
-            _, said = process.communicate()
+            _, errors = process.communicate()
         if process.returncode:
-            raise AssertionError(said)
+            raise AssertionError(errors)
         self.seconds = sum(json.loads(line)["seconds"] for line in (self.whole / "metrics.jsonl").open())
         self.seconds_before = time.monotonic() - began - self.seconds
 
@@ -107,12 +107,12 @@ def kills(runs: Runs, count: int, seed: int) -> Iterator[tuple[str, str]]:
             with runs.start(folder, resume=(folder / "config.toml").exists()) as process:
                 if killed < count and not _ends(process, folder, lines, draw, runs):
                     process.kill()
-                _, said = process.communicate()
+                _, errors = process.communicate()
             if process.returncode != -9:
                 break
             killed, resumed = killed + 1, resumed + 1
             reached.append(len(rounds_of(folder)))
-        fault = runs.fault(folder) if process.returncode == 0 else f"exit code {process.returncode}: {said}"
+        fault = runs.fault(folder) if process.returncode == 0 else f"exit code {process.returncode}: {errors}"
         yield f"{runs.name}: killed in rounds {reached}", fault
         turn += 1
 
@@ -152,15 +152,15 @@ def double_starts(runs: Runs, count: int, seed: int) -> Iterator[tuple[str, str]
                     time.sleep(0.005)
                 process.kill()
         later = draw.choice([0.0, draw.uniform(0.0, runs.seconds_before + runs.seconds / 2)])
-        one = runs.start(folder, resume=first == "resume")
+        earlier = runs.start(folder, resume=first == "resume")
         time.sleep(later)
-        two = runs.start(folder, resume=second == "resume")
-        ends = [(process.communicate()[1].strip(), process.returncode) for process in (one, two)]
-        refused = [said for said, code in ends if code == REFUSED]
-        one_line = all(len(said.splitlines()) == 1 for said in refused)
+        other = runs.start(folder, resume=second == "resume")
+        ends = [(process.communicate()[1].strip(), process.returncode) for process in (earlier, other)]
+        refused = [errors for errors, code in ends if code == REFUSED]
+        one_line = all(len(errors.splitlines()) == 1 for errors in refused)
         fine = {0} <= {code for _, code in ends} <= {0, REFUSED} and one_line
-        what = "one refused" if refused else "one found the run finished"
-        yield f"{runs.name}: {how}, {later:.2f} s apart, {what}", runs.fault(folder) if fine else f"{ends}"
+        outcome = "one refused" if refused else "one found the run finished"
+        yield f"{runs.name}: {how}, {later:.2f} s apart, {outcome}", runs.fault(folder) if fine else f"{ends}"
 
 
 def main() -> int:
@@ -180,9 +180,9 @@ def main() -> int:
                 kills(runs, -(-options.kills // share), options.seed),
                 double_starts(runs, -(-options.double_starts // share), options.seed),
             ):
-                for what, fault in tries:
+                for trial, fault in tries:
                     failures, done = failures + bool(fault), done + 1
-                    print(f"{what}: {fault or 'whole'}", flush=True)
+                    print(f"{trial}: {fault or 'whole'}", flush=True)
     print(f"{done} runs, seed {options.seed}: {failures} failures")
     return bool(failures)
 

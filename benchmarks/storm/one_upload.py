@@ -112,8 +112,8 @@ def counts(of: Callable[[Tensor], Tensor]) -> Change:
 
 def both(*changes: Change) -> Change:
     def change(uploads: Uploads, order: Order) -> None:
-        for one in changes:
-            one(uploads, order)
+        for change in changes:
+            change(uploads, order)
 
     return change
 
@@ -197,7 +197,7 @@ def look_at(method: str, seed: int) -> dict[str, Any]:
     some = next(iter(name for name, is_refused in refused.items() if is_refused))
     without = accuracy(method, seed, KINDS[some])
     passed = {name: accuracy(method, seed, KINDS[name]) for name, is_refused in refused.items() if not is_refused}
-    losses = {name: round(100 * (clean - found), 3) for name, found in passed.items()}
+    losses = {name: round(100 * (clean - value), 3) for name, value in passed.items()}
     worst = max(losses, key=lambda name: losses[name]) if losses else ""
     return {
         "method": method,
@@ -227,7 +227,7 @@ if __name__ == "__main__":
             row for row in rows if (row["method"], row["seed"], row["outlier"]) != (text, asked.seed, asked.outlier)
         ]
         rows.append(row := look_at(text, asked.seed))
-        lines = ",\n".join(json.dumps(one) for one in rows)
+        lines = ",\n".join(json.dumps(row) for row in rows)
         write_whole(RECORD, '{"script": "benchmarks/storm/one_upload.py", "runs": [\n' + lines + "\n]}\n")
         facts = {key: value for key, value in row.items() if key != "losses"}
         print(json.dumps(facts), flush=True)

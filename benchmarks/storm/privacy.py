@@ -69,11 +69,11 @@ def experiment_of(**changes: Any) -> fedstill.Experiment:
 
 def worlds(experiment: fedstill.Experiment) -> tuple[Federation, Federation]:
     """The federation, and the same one in which the target's images are negatives with other labels."""
-    one = build_federation(experiment)
-    first, last = one.offsets[TARGET : TARGET + 2].tolist()
-    rows, x, y = one.indices[first:last], one.train.x.clone(), one.train.y.clone()
+    federation = build_federation(experiment)
+    first, last = federation.offsets[TARGET : TARGET + 2].tolist()
+    rows, x, y = federation.indices[first:last], federation.train.x.clone(), federation.train.y.clone()
     x[rows], y[rows] = 16 - x[rows], (y[rows] + 5) % 10
-    return one, replace(one, train=replace(one.train, x=x, y=y))
+    return federation, replace(federation, train=replace(federation.train, x=x, y=y))
 
 
 def facts_in(folder: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Adversary:
         if min(far) < 1e-3 and abs(far[0] - far[1]) > 1e-9:
             return int(far[1] < far[0]), "the replayed model"
         values = {value for value in facts.values() if telling(value, self.tested)}
-        known = [{v for v in own.values() if telling(v, self.tested)} for own in self.facts]
+        known = [{v for v in world.values() if telling(v, self.tested)} for world in self.facts]
         score = len(values & (known[0] - known[1])) - len(values & (known[1] - known[0]))
         if score:
             return int(score < 0), "an equal fact"
@@ -385,23 +385,23 @@ def weighed(seen: np.ndarray, case: Case) -> np.ndarray:
         turns = np.stack([np.isin(everybody, ids) for ids in drawn]).astype(float)
     numbers = enumerate(banded_root(case.options.get("bands", 1)))
     whole = sum((number * np.eye(rounds, k=-lag) for lag, number in numbers), np.zeros((rounds, rounds)))
-    told: np.ndarray = ((whole @ seen) * (whole @ turns)).sum(axis=0)
-    return told
+    statistic: np.ndarray = ((whole @ seen) * (whole @ turns)).sum(axis=0)
+    return statistic
 
 
 def audited(case: Case, trials: int, *, seed: int = 0) -> dict[str, Any]:
     """Play runs until there are so many trials of each label, and find the largest epsilon that they rule out."""
-    model, claims, found = linear_model(), set(), {0: [], 1: []}
+    model, claims, by_label = linear_model(), set(), {0: [], 1: []}
     draw = np.random.Generator(np.random.PCG64(seed))
-    while min(map(len, found.values())) < trials:
+    while min(map(len, by_label.values())) < trials:
         labels = draw.integers(0, 2, CANARIES)
         seen, epsilon = one_run(case, labels, model)
         claims.add(epsilon)
-        for label, outcomes in found.items():
+        for label, outcomes in by_label.items():
             outcomes += seen[labels == label].tolist()
     (claimed,) = claims
     audit = AUDIT["audit"](
-        lambda i: np.array([found[0][i]]), lambda i: np.array([found[1][i]]), claimed, DELTA, draws=trials,
+        lambda i: np.array([by_label[0][i]]), lambda i: np.array([by_label[1][i]]), claimed, DELTA, draws=trials,
         confidence=CONFIDENCE, direction=np.ones(1),
     )  # fmt: skip
     shown = audit.epsilon_at_least
@@ -432,9 +432,9 @@ def main() -> None:
     options = reader.parse_args()
     logging.disable(logging.WARNING)
     figures = {}
-    for name, found in storm(options.parts, trials=options.trials, seed=options.seed):
-        figures[name] = found
-        print(f"{name}: {json.dumps(found)}", flush=True)
+    for name, figure in storm(options.parts, trials=options.trials, seed=options.seed):
+        figures[name] = figure
+        print(f"{name}: {json.dumps(figure)}", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -26,20 +26,20 @@ def test_damaged_files_of_a_run_are_answered_or_refused_in_one_line(kind):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "outcome"),
     [
         (ValueError("no"), "ESCAPED: ValueError: no"),
         (MemoryError(), "ESCAPED: MemoryError: "),
         (fuzz.FedstillError("a plain line"), "refused: one line"),
     ],
 )
-def test_anything_but_a_line_of_ours_is_an_escape(monkeypatch, error, said):
+def test_anything_but_a_line_of_ours_is_an_escape(monkeypatch, error, outcome):
     def read(content, name, folder):
         raise error
 
     kind = inputs.Kind(lambda: {"good": b"1"}, dict, read)
     monkeypatch.setitem(inputs.KINDS, "broken", kind)
-    assert {each.outcome for each in fuzz.storm(seed=0, count=3, kind="broken")} == {said}
+    assert {each.outcome for each in fuzz.storm(seed=0, count=3, kind="broken")} == {outcome}
 
 
 def test_the_same_seed_damages_the_same_bytes():

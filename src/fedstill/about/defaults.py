@@ -44,13 +44,13 @@ def sentences(method: str) -> list[str]:
     unfit = [words[key] for key, figures in rows.items() if "refused" in figures]
     lines = []
     if method == BASELINE:
-        told = "; ".join(f"{where}: {figures['accuracy']:.1f} %" for where, figures in runs.items())
-        lines.append(f"Accuracy on three small federations, mean of {table['seeds']} seeds: {told}.")
+        figures_text = "; ".join(f"{where}: {figures['accuracy']:.1f} %" for where, figures in runs.items())
+        lines.append(f"Accuracy on three small federations, mean of {table['seeds']} seeds: {figures_text}.")
     elif runs:
-        told = "; ".join(f"{where}: {difference_text(figures)}" for where, figures in runs.items())
+        figures_text = "; ".join(f"{where}: {difference_text(figures)}" for where, figures in runs.items())
         lines.append(
             f"With its defaults, accuracy minus FedAvg's in points, mean of {table['seeds']} seeds ± standard error: "
-            f"{told}."
+            f"{figures_text}."
         )
     if unfit:
         reason = next(figures["refused"] for figures in rows.values() if "refused" in figures)

@@ -31,7 +31,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """All checks; those of the engines take about a second."""
+    """Return all checks; the checks of the engines take about a second."""
     return [*_basics(), *_extras(), *_engines(), _compiler()]
 
 
@@ -48,8 +48,10 @@ def _basics() -> Iterator[Check]:
     fits = (3, 11) <= sys.version_info[:2] < (3, 14)
     yield Check("python", fits, version, "" if fits else "fedstill needs Python 3.11 to 3.13")
     for package in ("fedstill", *CORE_PACKAGES):
-        found = version_of(package)
-        yield Check(package, found is not None, found or "missing", "" if found else f"pip install {package}")
+        installed = version_of(package)
+        yield Check(
+            package, installed is not None, installed or "missing", "" if installed else f"pip install {package}"
+        )
     device = describe_device()
     if device["kind"] == "cuda":
         yield Check("device", True, f"{device['name']}, {device['gigabytes']} GB")
@@ -62,9 +64,9 @@ def _extras() -> Iterator[Check]:
     for extra, packages in EXTRAS.items():
         missing = [package for package in packages if version_of(package) is None]
         present = [package for package in packages if package not in missing]
-        found = ", ".join(present) or "not installed"
+        installed = ", ".join(present) or "not installed"
         advice = f"for {', '.join(missing)}: pip install 'fedstill[{extra}]'" if missing else ""
-        yield Check(f"extra {extra}", not missing, found, advice, required=False)
+        yield Check(f"extra {extra}", not missing, installed, advice, required=False)
 
 
 def _engines() -> Iterator[Check]:

@@ -78,10 +78,10 @@ def explain(name: str) -> dict[str, Any]:
 
 
 def _union(lists: Iterable[list[Any]]) -> list[Any]:
-    found: list[Any] = []
-    for one in lists:
-        found += [item for item in one if item not in found]
-    return found
+    union: list[Any] = []
+    for entries in lists:
+        union += [item for item in entries if item not in union]
+    return union
 
 
 def first_line(function: Callable[..., Any]) -> str:
@@ -126,8 +126,8 @@ def _options(factory: Callable[..., Any]) -> list[dict[str, Any]]:
 
 
 def traffic(method: Method) -> dict[str, list[str]]:
-    """What leaves a client each round and once before the first one, what stays on it, and what the server sends beside
-    the model: seen in one tiny round.
+    """Return the parts that leave a client each round and once before the first one, the parts that stay on it, and the
+    slots that the server sends beside the model: seen in one tiny round.
     """
     seen: list[Uploads] = []
     sent: Tree = {}
@@ -161,7 +161,12 @@ def traffic(method: Method) -> dict[str, list[str]]:
     tried = _Tried(byte_size(weights), output.features.shape[1])
     leaves = ["the trained model"]
     stays = ["its data", *_slots(method.objective.init(weights), tried, 1)]
-    hidden = {part for one in method.releases if one.when == "round" and one.against == "server" for part in one.covers}
+    hidden = {
+        part
+        for release in method.releases
+        if release.when == "round" and release.against == "server"
+        for part in release.covers
+    }
     (stays if "numbers" in hidden else leaves).append(_NUMBERS)
     if Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         leaves.append("how many samples of each class it holds")
@@ -172,21 +177,21 @@ def traffic(method: Method) -> dict[str, list[str]]:
         leaves.append(f"(changed before the server's steps see it: {first_line(method.trusted) or 'see the method'})")
     return {
         "leaves_a_client": leaves,
-        "leaves_a_client_once": [slot for one in answers for slot in _slots(one.values, tried, len(one.ids))],
+        "leaves_a_client_once": [slot for answer in answers for slot in _slots(answer.values, tried, len(answer.ids))],
         "stays_on_a_client": stays,
         "sent_to_a_client": ["the global model", *_slots(sent, tried, 1)],
     }
 
 
 class _Tried(NamedTuple):
-    """What a method was tried on: a size in numbers says something only beside these."""
+    """The sizes that a method was tried on: a size in numbers says something only beside these."""
 
     model: int  # bytes
     features: int
 
 
 def privacy_of(phases: Sequence[Phase]) -> list[str]:
-    """What is claimed after the first round of the last method, every client taking part; empty where nothing is."""
+    """Return the claim after the first round of the last method, every client taking part; empty without one."""
     if not any(phase.method.releases for phase in phases):
         return []
     played = 1 + max((phase.until or 0 for phase in phases), default=0)
@@ -200,7 +205,7 @@ def _slots(tree: Tree, tried: _Tried, copies: int) -> list[str]:
 
 
 def _size(value: Any, tried: _Tried, copies: int) -> str:
-    """What a client's share of it grows with, as far as its size in the trial tells."""
+    """Return the quantity that a client's share grows with, as far as its size in the trial tells."""
     leaves = flatten(value) if not isinstance(value, Tensor) else {"": value}
     numbers, share = sum(leaf.numel() for leaf in leaves.values()) // copies, byte_size(value) // copies / tried.model
     each = {1: "one number", CLASSES: "one number for each class", tried.features: "one number for each feature"}

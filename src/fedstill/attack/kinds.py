@@ -23,7 +23,7 @@ TOP = 0.99  # the quantile of honest lengths that an adaptive attack does not pa
 
 
 class Cohort(NamedTuple):
-    """What hostile clients know when they send."""
+    """The facts that hostile clients know when they send."""
 
     moves: Params  # (C, ...) of every client, as its training made them
     hostile: Tensor  # (C,) bool
@@ -31,7 +31,7 @@ class Cohort(NamedTuple):
 
 
 Poison = Callable[[Dataset, Tensor, Tensor, Seed], tuple[Tensor, Tensor]]  # (train, x, y, seed) -> as many (x, y)
-Send = Callable[[Cohort], Params]  # -> moves (C, ...), of which only those of hostile clients count
+Send = Callable[[Cohort], Params]  # -> moves (C, ...), of of which only the rows of hostile clients count
 Lie = Callable[[Tree, Any], Tree]  # (the honest answer, what the client was sent) -> the answer
 Trigger = Callable[[Dataset, Tensor], Tensor]  # (train, x) -> x with the pattern that opens the backdoor
 
@@ -49,7 +49,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Attack:
-    """What the hostile clients of a run do, and which share of the clients that hold data they are."""
+    """The acts of a run's hostile clients, and their share of the clients that hold data."""
 
     kind: Kind
     share: float = 0.2
@@ -195,14 +195,14 @@ def sure(factor: Positive = 10.0) -> Kind:
     """
 
     def lie(answer: Tree, sent: Any) -> Tree:
-        told = dict(answer)
-        if "w" in told:
-            w, centre = told["w"], sent["negatives"].mean(dim=0)
-            told["w"] = (factor * w.norm() * centre / centre.norm().clamp_min(1e-12)).to(w)
-        if "log_scores" in told:
-            scores = told["log_scores"]
-            told["log_scores"] = torch.full_like(scores, float(scores.max())) + torch.tensor(factor).log().to(scores)
-        return told
+        lying = dict(answer)
+        if "w" in lying:
+            w, centre = lying["w"], sent["negatives"].mean(dim=0)
+            lying["w"] = (factor * w.norm() * centre / centre.norm().clamp_min(1e-12)).to(w)
+        if "log_scores" in lying:
+            scores = lying["log_scores"]
+            lying["log_scores"] = torch.full_like(scores, float(scores.max())) + torch.tensor(factor).log().to(scores)
+        return lying
 
     return Kind(lie=lie)
 

@@ -159,8 +159,8 @@ class Ticker(Callback):
     def on_start(self, info: RunInfo) -> None:
         self._hear(Message(self._number, round=len(info.past)))
 
-    def on_prepare(self, what: str, share: float) -> None:
-        self._now_and_then(Message(self._number, doing=what))
+    def on_prepare(self, line: str, share: float) -> None:
+        self._now_and_then(Message(self._number, doing=line))
 
     def on_round(self, row: Row) -> None:
         self._now_and_then(Message(self._number, round=int(row["round"])))

@@ -1,4 +1,4 @@
-"""The commands. Heavy imports stay inside them, so that help and typing mistakes are told at once."""
+"""The commands. Heavy imports stay inside them, so that help and messages about typing mistakes come at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class OneLineErrors(TyperGroup):
 
 def _usage(error: Any) -> str:
     """Say what is wrong with a command line and what to do: a key of the experiment file is no option."""
-    said, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
+    message, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
     option = getattr(error, "option_name", "")
     key = option.lstrip("-").replace("-", "_")
     if key and context is not None and any("--set" in param.opts for param in context.command.params):
@@ -66,8 +66,8 @@ def _usage(error: Any) -> str:
         if key.partition(".")[0] in Experiment.model_fields:
             return f"no option {option}, but a key of the experiment file: write --set {key}=VALUE"
     if getattr(error, "possibilities", None):
-        return str(said)
-    return f"{said}: see `{'fedstill' if context is None else context.command_path} --help`"
+        return str(message)
+    return f"{message}: see `{'fedstill' if context is None else context.command_path} --help`"
 
 
 def fail(*lines: str) -> NoReturn:
@@ -92,7 +92,7 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def stoppable(how_to_go_on: Callable[[], str | None]) -> Iterator[None]:
-    """Who stops long work is told how to go on; it exits as shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Say how to go on when a user stops long work, and exit as shells expect: 130 after Ctrl-C, 143 after SIGTERM."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise Ended
@@ -572,7 +572,7 @@ def bench(**words: Any) -> None:
 
 @app.command("list")
 def list_(
-    what: Annotated[
+    group: Annotated[
         str,
         typer.Argument(
             metavar="WHAT",
@@ -584,7 +584,7 @@ def list_(
     """List what can be named in an experiment file."""
     from fedstill.cli.info import list_text, listing
 
-    entries = listing(what)
+    entries = listing(group)
     print_json(entries) if format_ is Format.json else say(list_text(entries))
 
 

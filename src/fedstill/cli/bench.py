@@ -214,8 +214,8 @@ class BenchProgress:
         self.finished = self.failed = 0
         self._share = [0.0] * len(jobs)  # done of each run
         self._before: dict[int, float] = {}  # done of it when it began here
-        self._errors: set[str] = set()  # each is said once
-        self._began = self._said = time.perf_counter()
+        self._errors: set[str] = set()  # each is printed once
+        self._began = self._last_printed = time.perf_counter()
         self._weigh()
         self.bar: Any = None
         if sys.stderr.isatty() if terminal is None else terminal:
@@ -286,11 +286,11 @@ class BenchProgress:
     def _show(self, label: str) -> None:
         if self.bar is not None:
             self.bar.update(self._task, completed=self.done, count=self.count, left=self.left, label=label)
-        elif time.perf_counter() - self._said > QUIET_SECONDS:
+        elif time.perf_counter() - self._last_printed > QUIET_SECONDS:
             self._say(label)
 
     def _say(self, line: str) -> None:
-        self._said = time.perf_counter()
+        self._last_printed = time.perf_counter()
         if self.bar is not None:
             self._show("")
             self.bar.console.print(printable(line), markup=False, highlight=False)

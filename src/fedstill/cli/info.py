@@ -24,23 +24,23 @@ KINDS = {
 }
 
 
-def listing(what: str) -> list[dict[str, Any]]:
+def listing(group: str) -> list[dict[str, Any]]:
     """Return everything of a kind by name, with one line on each and its options."""
-    if what == "datasets":
+    if group == "datasets":
         return [entry._asdict() for entry in describe_datasets()]
     lines = {
         "engines": {name: first_line(make) for name, make in ENGINES.items()},
         "evaluations": {name: first_line(function) for name, function in EVALUATIONS.items()},
         "metrics": {
-            name: f"{one.means or 'your own'}; {'lower' if one.lower_is_better else 'higher'} is better"
-            for name, one in METRICS.items()
+            name: f"{metric.means or 'your own'}; {'lower' if metric.lower_is_better else 'higher'} is better"
+            for name, metric in METRICS.items()
         },
     }
-    if what in lines:
-        return [{"name": name, "summary": summary, "options": {}} for name, summary in lines[what].items()]
-    if what not in KINDS:
-        raise FedstillError(f"list '{what}' is unknown: {suggest(what, [*KINDS, *lines, 'datasets'])}")
-    kind = KINDS[what]
+    if group in lines:
+        return [{"name": name, "summary": summary, "options": {}} for name, summary in lines[group].items()]
+    if group not in KINDS:
+        raise FedstillError(f"list '{group}' is unknown: {suggest(group, [*KINDS, *lines, 'datasets'])}")
+    kind = KINDS[group]
     return [
         {
             "name": name,

@@ -40,7 +40,7 @@ def export_command(run_dir: Path, *, from_: str, out: Path | None, kind: str) ->
 
 
 def predictions_text(outcome: Outcome, folder: Path) -> str:
-    """What a person wants to know about the labels, and where they are."""
+    """Return the lines about the labels, and where they are, for a person."""
     rows = [
         ("from", outcome.why),
         ("confidence", f"{_percent(outcome.mean_confidence)} on average; {outcome.calibration.why}"),

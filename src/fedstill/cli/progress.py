@@ -28,7 +28,7 @@ class Progress(Callback):
         self.terminal = sys.stderr.isatty() if terminal is None else terminal
         self.bar: Any = None
         self.mark: tuple[int, str] = (0, "")  # the last line was about this tenth of this work
-        self.began = self.heard = self.said = time.perf_counter()
+        self.began = self.heard = self.last_printed = time.perf_counter()
 
     def on_start(self, info: RunInfo) -> bool | None:
         if self.title:  # not before: a mistake that is found on the way here is one line
@@ -43,7 +43,7 @@ class Progress(Callback):
             self._show_rounds()
         return None
 
-    def on_prepare(self, what: str, share: float) -> None:
+    def on_prepare(self, line: str, share: float) -> None:
         now = time.perf_counter()
         self.began, self.heard = self.began + now - self.heard, now  # it does not count as slow rounds
         if self.prepared is None or share < self.prepared[0]:
@@ -51,8 +51,8 @@ class Progress(Callback):
         _, first, since = self.prepared
         self.prepared = (share, first, since)
         left = f"{duration((1.0 - share) * (now - since) / (share - first))} left" if share > first else ""
-        mark = int(LINES_A_RUN * share), f"{self.finished} {what.partition(':')[0]}"
-        self._show(mark, share, 1.0, (what, "", "", left))
+        mark = int(LINES_A_RUN * share), f"{self.finished} {line.partition(':')[0]}"
+        self._show(mark, share, 1.0, (line, "", "", left))
 
     def on_round(self, row: Row) -> bool | None:
         self.prepared, self.heard = None, time.perf_counter()
@@ -91,8 +91,8 @@ class Progress(Callback):
                 self._open_bar()
             fields = dict(zip(("description", *FIELDS), map(printable, (self.label, *words)), strict=True))
             self.bar.update(self.bar.task_ids[0], total=total, completed=done, **fields)
-        elif mark != self.mark or time.perf_counter() - self.said > QUIET_SECONDS:
-            self.mark, self.said = mark, time.perf_counter()
+        elif mark != self.mark or time.perf_counter() - self.last_printed > QUIET_SECONDS:
+            self.mark, self.last_printed = mark, time.perf_counter()
             runs = f"run {min(self.finished + 1, self.runs)}/{self.runs}  " if self.runs > 1 else ""
             print(printable("  ".join(filter(None, (f"{runs}{self.label}", *words)))), file=sys.stderr, flush=True)
 
@@ -132,10 +132,10 @@ class _Beside(Callback):
         progress.resumed, progress.done = progress.resumed + self._round, progress.done + self._round
         self._count()
 
-    def on_prepare(self, what: str, share: float) -> None:
+    def on_prepare(self, line: str, share: float) -> None:
         progress = self._progress
         progress.label = self._label
-        progress._show(progress.mark, progress.done, progress.total, (what, "", "", progress.left))
+        progress._show(progress.mark, progress.done, progress.total, (line, "", "", progress.left))
 
     def on_round(self, row: Row) -> None:
         progress = self._progress

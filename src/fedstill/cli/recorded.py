@@ -195,11 +195,11 @@ def _word(key: str, value: Any) -> str:
 
 
 def diff_command(first: Path, second: Path, *, as_json: bool) -> None:
-    one, other = read_record(first), read_record(second)
+    record_a, record_b = read_record(first), read_record(second)
     parts = {
-        "settings": _differing_settings(one, other),
+        "settings": _differing_settings(record_a, record_b),
         "environment": _differing(_environment(first), _environment(second)),
-        "results": _results(one, other),
+        "results": _results(record_a, record_b),
     }
     if as_json:
         print_json({"a": str(first), "b": str(second), **parts})
@@ -219,21 +219,21 @@ def _shown(key: str, value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = dict.fromkeys((*one, *other))
-    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = dict.fromkeys((*a, *b))
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
-def _differing_settings(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
+def _differing_settings(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ; two runs of different methods differ in their method, with its options."""
-    found = _differing(flat(one.settings), flat(other.settings))
-    if one.is_comparison or other.is_comparison:
-        return found
-    found = {key: pair for key, pair in found.items() if not key.startswith("compare.")}  # no round depends on it
-    if "method.name" not in found:
-        return found
-    methods = one.methods[one.method], other.methods[other.method]
-    return {"method": methods, **{key: pair for key, pair in found.items() if not key.startswith("method.")}}
+    pairs = _differing(flat(a.settings), flat(b.settings))
+    if a.is_comparison or b.is_comparison:
+        return pairs
+    pairs = {key: pair for key, pair in pairs.items() if not key.startswith("compare.")}  # no round depends on it
+    if "method.name" not in pairs:
+        return pairs
+    methods = a.methods[a.method], b.methods[b.method]
+    return {"method": methods, **{key: pair for key, pair in pairs.items() if not key.startswith("method.")}}
 
 
 def _environment(folder: Path) -> dict[str, Any]:
@@ -245,14 +245,14 @@ def _environment(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _results(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
+def _results(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
     """Return results side by side: numbers and points of the curves of two runs, else the methods' accuracies."""
-    if one.is_comparison or other.is_comparison:
-        tables = [_accuracies(record) for record in (one, other)]
+    if a.is_comparison or b.is_comparison:
+        tables = [_accuracies(record) for record in (a, b)]
         return {method: (tables[0].get(method), tables[1].get(method)) for method in {**tables[0], **tables[1]}}
-    numbers = _numbers(one), _numbers(other)
+    numbers = _numbers(a), _numbers(b)
     rows = {key: (numbers[0].get(key), numbers[1].get(key)) for key in {**numbers[0], **numbers[1]}}
-    curves = [{row["round"]: row["accuracy"] for row in record.history.evaluated} for record in (one, other)]
+    curves = [{row["round"]: row["accuracy"] for row in record.history.evaluated} for record in (a, b)]
     shared = sorted(curves[0].keys() & curves[1].keys())
     steps = [shared[(len(shared) - 1) * place // (POINTS - 1)] for place in range(POINTS)] if shared else []
     for number in dict.fromkeys(steps):

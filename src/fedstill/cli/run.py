@@ -141,7 +141,7 @@ def choose_folder(experiment: Experiment, out: Path | None) -> Path:
 
 
 def _fail_where_all_were_refused(results: Iterable[Result]) -> None:
-    """End with exit code 1 if no upload of a whole run was accepted; a warning has said so, with the cure."""
+    """End with exit code 1 if no upload of a whole run was accepted; a warning has named the cure."""
     if any(all_refused(result.history) for result in results):
         raise typer.Exit(1)
 
@@ -192,8 +192,8 @@ def _compare(
     if thing == "point" and not all(all_refused(result.history) for result in results):
         results = []  # that some points cannot learn is an answer
     if as_json:
-        found = comparison.sensitivity
-        about = {} if found is None else found.as_json()
+        sensitivity = comparison.sensitivity
+        about = {} if sensitivity is None else sensitivity.as_json()
         sweep = {"points": comparison.as_json(), **about, "ended_early": list(comparison.ended)}
         print_json(sweep if thing == "point" else comparison.as_json())
         _fail_where_all_were_refused(results)
@@ -219,8 +219,8 @@ def _compare(
 
 def _sweep_lines(comparison: Comparison) -> list[str]:
     """Return the map of a sweep, and how much each key matters."""
-    found = comparison.sensitivity
-    return [] if found is None else ["", in_letters(found), "", *in_sentences(found)]
+    sensitivity = comparison.sensitivity
+    return [] if sensitivity is None else ["", in_letters(sensitivity), "", *in_sentences(sensitivity)]
 
 
 def print_table(summaries: Sequence[MethodSummary]) -> None:

@@ -162,13 +162,13 @@ def reported(method: Method, state: Tree) -> Weights | None:
 
 
 def targets(method: Method, state: Tree) -> Targets | None:
-    """What the server believes about its unlabeled data."""
+    """Return the targets that the server believes about its unlabeled data."""
     kept = _newest(method, state, "targets")
     return None if kept is None else Targets(kept["probabilities"], kept["kept"])
 
 
 def samples(method: Method, state: Tree) -> Samples | None:
-    """What the server's generator invents now."""
+    """Return the samples that the server's generator invents now."""
     kept = _newest(method, state, "samples")
     return None if kept is None else Samples(kept["x"], kept["y"])
 

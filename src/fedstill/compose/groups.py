@@ -85,9 +85,9 @@ def merge(parts: Mapping[str, Weights]) -> Weights:
 
 
 def together(outputs: Mapping[str, Output], report: str) -> Output:
-    """What prototypes say as one: that of the reported prototype, or else the mean of their logits.
+    """Return one output of all prototypes: the reported prototype's, or else the mean of their logits.
 
-    The features of an ensemble are those of its members, side by side.
+    The features of an ensemble are its members' features, side by side.
     """
     if report in outputs or len(outputs) == 1:
         return outputs[report] if report in outputs else next(iter(outputs.values()))
@@ -99,22 +99,22 @@ def together(outputs: Mapping[str, Output], report: str) -> Output:
     return Output(logits, torch.cat([output.features for output in outputs.values()], dim=-1))
 
 
-def targets_together(found: Mapping[str, Targets], report: str) -> Targets | None:
-    """Targets of prototypes as those of the model that is looked at.
+def targets_together(beliefs: Mapping[str, Targets], report: str) -> Targets | None:
+    """Return the targets of the model that is looked at, from the targets of prototypes.
 
-    All were taught the same; about rows that were not each says its own, and together (like `together`) they say
+    All were taught the same. A row that was not taught has an answer of each. Together (like `together`) these are
     softmax(mean of ln p), which is the softmax of the mean of their logits.
     """
-    if not found:
+    if not beliefs:
         return None
-    one = found.get(report, next(iter(found.values())))
-    if report in found or len(found) == 1:
-        return one
-    each = torch.stack([targets.probabilities for targets in found.values()])
-    own = (each != each[0]).any(dim=0).any(dim=1) & ~one.kept
+    shown = beliefs.get(report, next(iter(beliefs.values())))
+    if report in beliefs or len(beliefs) == 1:
+        return shown
+    each = torch.stack([targets.probabilities for targets in beliefs.values()])
+    apart = (each != each[0]).any(dim=0).any(dim=1) & ~shown.kept
     logs = each.double().clamp_min(torch.finfo(torch.float32).tiny).log()
-    said = logs.mean(dim=0).softmax(dim=1).to(each.dtype)
-    return one._replace(probabilities=torch.where(own.unsqueeze(1), said, one.probabilities))
+    pooled = logs.mean(dim=0).softmax(dim=1).to(each.dtype)
+    return shown._replace(probabilities=torch.where(apart.unsqueeze(1), pooled, shown.probabilities))
 
 
 def reported_name(groups: Groups) -> str:
@@ -124,20 +124,20 @@ def reported_name(groups: Groups) -> str:
 
 def places_of(ids: Collection[int], groups: Groups) -> dict[str, Tensor]:
     """Where in a cohort the clients of each prototype stand, in the order of the cohort."""
-    found: dict[str, list[int]] = {prototype: [] for prototype in groups.models}
+    by_prototype: dict[str, list[int]] = {prototype: [] for prototype in groups.models}
     for place, client in enumerate(ids):
-        found[groups.member[client]].append(place)
-    return {prototype: torch.tensor(places, dtype=torch.int64) for prototype, places in found.items()}
+        by_prototype[groups.member[client]].append(place)
+    return {prototype: torch.tensor(places, dtype=torch.int64) for prototype, places in by_prototype.items()}
 
 
 def split_uploads(uploads: Uploads, groups: Groups) -> dict[str, Uploads]:
-    """What the clients of each prototype sent, as if there were no others; nobody of a group: no rows."""
+    """Return the uploads of each prototype's clients, as if there were no others; without clients: no rows."""
     parts: dict[str, Uploads] = {}
     for prototype, places in places_of(uploads.ids.tolist(), groups).items():
-        own = uploads._replace(
+        part = uploads._replace(
             weights=part_of(uploads.weights, prototype), extra=uploads.extra.get(prototype, {}) if len(places) else {}
         )
-        parts[prototype] = own if len(places) == len(uploads.ids) else select(own, places)
+        parts[prototype] = part if len(places) == len(uploads.ids) else select(part, places)
     return parts
 
 
@@ -233,7 +233,7 @@ def preparations_of(
     """The preparation of each prototype: it asks its own clients; `candidates` show what the others are by now."""
     looks: dict[str, Preparation] = {}
     for prototype, model in groups.models.items():
-        members = frozenset(client for client, own in enumerate(groups.member) if own == prototype)
+        members = frozenset(client for client, of_client in enumerate(groups.member) if of_client == prototype)
         looks[prototype] = replace(
             preparation, model=model, population=len(members), trainer=preparation.trainer.lend(model),
             ask=_asking(preparation.ask, members), tell=_telling(preparation, prototype), metrics={},
@@ -250,7 +250,7 @@ def _asking(ask: Ask, members: frozenset[int]) -> Ask:
 
 
 def _telling(preparation: Preparation, prototype: str) -> Callable[[str, float], None]:
-    return lambda what, share: preparation.tell(f"{prototype}: {what}", share)
+    return lambda line, share: preparation.tell(f"{prototype}: {line}", share)
 
 
 def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
@@ -264,7 +264,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
     # (prototype, step): the first step of every prototype, then the second one, ...
     in_step = [
         pair
-        for same in zip(*(own.steps for own in methods.values()), strict=True)
+        for same in zip(*(method.steps for method in methods.values()), strict=True)
         for pair in zip(methods, same, strict=True)
     ]
 
@@ -276,7 +276,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
         round = replace(round, weighting=weighting_of(next(iter(methods.values()))))
         parts, rounds = split(candidate, groups.models), rounds_of(round, groups)
-        each = {prototype: dict(own) for prototype, own in state["each"].items()}
+        each = {prototype: dict(states) for prototype, states in state["each"].items()}
         for prototype, step in in_step:
             look = rounds[prototype]
             if len(look.uploads.ids) or step.stage in (Stage.REFINE, Stage.REPORT):
@@ -287,11 +287,13 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
         return merge(parts), {"each": each, **_slots(each)}
 
     def _slots(each: Mapping[str, Tree]) -> Tree:
-        shown = {name: reported(methods[name], own) for name, own in each.items()}
+        shown = {name: reported(methods[name], states) for name, states in each.items()}
         models = {name: weights for name, weights in shown.items() if weights is not None}
-        beliefs = {name: targets(methods[name], own) for name, own in each.items()}
-        together = targets_together({name: one for name, one in beliefs.items() if one is not None}, groups.report)
-        invented = next(filter(None, (samples(methods[name], own) for name, own in each.items())), None)
+        beliefs = {name: targets(methods[name], states) for name, states in each.items()}
+        together = targets_together(
+            {name: belief for name, belief in beliefs.items() if belief is not None}, groups.report
+        )
+        invented = next(filter(None, (samples(methods[name], states) for name, states in each.items())), None)
         return {
             "reported": merge(models) if len(models) == len(methods) else {},
             "targets": {} if together is None else together._asdict(),
@@ -301,7 +303,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
     def prepare(candidate: Weights, state: Tree, preparation: Preparation) -> tuple[Weights, Tree]:
         parts = split(candidate, groups.models)
         looks = preparations_of(preparation, groups, parts)
-        each = {prototype: dict(own) for prototype, own in state["each"].items()}
+        each = {prototype: dict(states) for prototype, states in state["each"].items()}
         for prototype, step in in_step:
             made = step.prepare(parts[prototype], each[prototype].get(step.name, {}), looks[prototype])
             parts[prototype], each[prototype][step.name] = made
@@ -310,7 +312,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
         return merge(parts), {**state, "each": each}
 
     def broadcast(state: Tree) -> Tree:
-        return {name: broadcast_of(methods[name], own) for name, own in state["each"].items()}
+        return {name: broadcast_of(methods[name], states) for name, states in state["each"].items()}
 
     return ServerStep(
         NETWORKS,
@@ -324,7 +326,7 @@ def per_group(methods: Mapping[str, Method], groups: Groups) -> ServerStep:
 
 
 def _hand_up(round: Round, rounds: Mapping[str, Round]) -> None:
-    """What the steps of single prototypes noted and left to be looked at, in the round of all."""
+    """Copy the metrics and models that the steps of single prototypes left into the round of all."""
     left: dict[str, dict[str, Weights]] = {}
     for prototype, look in rounds.items():
         round.metrics.update({f"{prototype}/{name}": value for name, value in look.metrics.items()})
@@ -362,12 +364,12 @@ def grouped(
     """
     made: dict[int, Method] = {}
     for method in (phase.method for phase in phases):
-        own = {name: suited(method, model) for name, model in groups.models.items()}
+        forms = {name: suited(method, model) for name, model in groups.models.items()}
         way = tuple(
             replace(
-                stage, per_client=_in_groups({name: one.way[place].per_client for name, one in own.items()}, groups)
+                stage, per_client=_in_groups({name: form.way[place].per_client for name, form in forms.items()}, groups)
             )
             for place, stage in enumerate(method.way)
         )
-        made[id(method)] = replace(method, aggregate=per_group(own, groups), server=(), way=tuple(way))
+        made[id(method)] = replace(method, aggregate=per_group(forms, groups), server=(), way=tuple(way))
     return tuple(phase._replace(method=made[id(phase.method)]) for phase in phases)

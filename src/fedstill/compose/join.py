@@ -1,4 +1,4 @@
-"""Joining methods: their local terms add up, their server steps line up by stage, and a clash is told by name."""
+"""Joining methods: their local terms add up, their server steps line up by stage, and an error names a clash."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def join(methods: Named, aggregate: ServerStep | None = None) -> Method:
         return only if aggregate is None else replace(only, aggregate=aggregate)
     _check_slots(methods)
     risk = _risk(methods)
-    terms = [term for one in methods.values() for term in _terms(one.objective) if not term.risk]
+    terms = [term for method in methods.values() for term in _terms(method.objective) if not term.risk]
     objective = combine(risk, *(term.with_risk(risk) if term.with_risk else term for term in terms))
     kept = [step for stage in (Stage.KEEP, Stage.REFINE, Stage.REPORT) for step in _steps_at(stage, methods)]
     _check_reports(kept, methods)
     server = (*_move(methods), *kept)
-    trusted = [name for name, one in methods.items() if one.trusted is not None]
+    trusted = [name for name, method in methods.items() if method.trusted is not None]
     if len(trusted) > 1:
         raise FedstillError(f"{' and '.join(trusted)} both stand between clients and server: use one of them")
     _check_names(server, methods)
-    way = tuple(mechanism for one in methods.values() for mechanism in one.way)
+    way = tuple(mechanism for method in methods.values() for mechanism in method.way)
     return Method(objective, aggregate or _aggregate(methods), server, way, _without_counts(methods))
 
 
@@ -54,7 +54,7 @@ def _terms(objective: Objective) -> tuple[Objective, ...]:
 
 
 def _steps_at(stage: Stage, methods: Named) -> Iterable[ServerStep]:
-    return (step for one in methods.values() for step in one.server if step.stage is stage)
+    return (step for method in methods.values() for step in method.server if step.stage is stage)
 
 
 def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
@@ -62,7 +62,7 @@ def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
     for step, later in pairwise(steps):
         if step.stage is not Stage.REPORT:
             continue
-        name, other = (_owner(one, methods) for one in (step, later))
+        name, other = (_owner(each, methods) for each in (step, later))
         raise FedstillError(
             f"{name} reports a model before {other} works on it, and a run reports one: leave the report to {other} "
             f"({name} with feedback = true, or report = 'tuned' where it has that), or take one of them"
@@ -70,16 +70,16 @@ def _check_reports(steps: Sequence[ServerStep], methods: Named) -> None:
 
 
 def _owner(step: ServerStep, methods: Named) -> str:
-    return next(name for name, one in methods.items() if any(step is own for own in one.server))
+    return next(name for name, method in methods.items() if any(step is each for each in method.server))
 
 
 def _risk(methods: Named) -> Objective:
-    found = {name: [term for term in _terms(one.objective) if term.risk] for name, one in methods.items()}
-    special = {name: term for name, terms in found.items() for term in terms if term.risk != PLAIN_RISK}
+    risks = {name: [term for term in _terms(method.objective) if term.risk] for name, method in methods.items()}
+    special = {name: term for name, terms in risks.items() for term in terms if term.risk != PLAIN_RISK}
     if len(special) > 1:
         replacing = " and ".join(f"{name} (by {term.risk})" for name, term in special.items())
         raise FedstillError(f"{replacing} both replace the cross-entropy: use one of them")
-    plain = [term for terms in found.values() for term in terms]
+    plain = [term for terms in risks.values() for term in terms]
     if not plain:
         raise FedstillError(f"none of {', '.join(methods)} fits the labels: add a method that does, e.g. fedavg")
     return next(iter(special.values()), plain[0])
@@ -115,7 +115,7 @@ def _check_names(steps: Sequence[ServerStep], methods: Named) -> None:
 
 
 def _move(methods: Named) -> list[ServerStep]:
-    movers = {name: [step for step in one.server if step.stage is Stage.MOVE] for name, one in methods.items()}
+    movers = {name: [step for step in method.server if step.stage is Stage.MOVE] for name, method in methods.items()}
     movers = {name: steps for name, steps in movers.items() if steps}
     if len(movers) > 1:
         raise FedstillError(f"{' and '.join(movers)} both decide the server's step: use one of them")
@@ -124,7 +124,7 @@ def _move(methods: Named) -> list[ServerStep]:
 
 def _without_counts(methods: Named) -> str:
     """How to write all of them that need uploaded label counts so that none does; empty where one has no such form."""
-    forms = [one.without_counts for one in methods.values() if Need.LABEL_COUNTS_UPLOADED in needs_of(one)]
+    forms = [method.without_counts for method in methods.values() if Need.LABEL_COUNTS_UPLOADED in needs_of(method)]
     return " and ".join(forms) if all(forms) else ""
 
 
@@ -132,8 +132,8 @@ def _check_slots(methods: Named) -> None:
     """Two methods that keep a client state under one name would overwrite each other."""
     probe = Weights({"probe": torch.zeros(1)}, {})
     owner: dict[str, str] = {}
-    for method, one in methods.items():
-        for slot in one.objective.init(probe):
+    for name, method in methods.items():
+        for slot in method.objective.init(probe):
             if slot in owner:
-                raise FedstillError(f"{owner[slot]} and {method} both keep '{slot}' on a client: use one of them")
-            owner[slot] = method
+                raise FedstillError(f"{owner[slot]} and {name} both keep '{slot}' on a client: use one of them")
+            owner[slot] = name

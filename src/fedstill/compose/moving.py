@@ -58,8 +58,8 @@ def moving(weights: Weights, model: Model, part: str = "all") -> Weights:
 def with_rest(moved: Weights, start: Weights, *, width: int | None = None) -> Weights:
     """Weights with the start's own tensors beside the moved ones; `width` clients share them (no copies)."""
 
-    def beside(own: Params, rest: Params) -> Params:
-        return {name: own[name] if name in own else _shared(leaf, width) for name, leaf in rest.items()}
+    def beside(tensors: Params, rest: Params) -> Params:
+        return {name: tensors[name] if name in tensors else _shared(leaf, width) for name, leaf in rest.items()}
 
     return Weights(beside(moved.params, start.params), beside(moved.buffers, start.buffers))
 
@@ -105,8 +105,8 @@ def _on_part(change: PerClient | None, model: Model, part: str) -> PerClient | N
         return None
 
     def change_part(uploads: Uploads, start: Weights, seed: Seed) -> Uploads:
-        own = uploads._replace(weights=moving(uploads.weights, model, part))
-        sent = change(own, moving(start, model, part), seed)
+        moved = uploads._replace(weights=moving(uploads.weights, model, part))
+        sent = change(moved, moving(start, model, part), seed)
         params, buffers = uploads.weights
         return sent._replace(weights=Weights({**params, **sent.weights.params}, {**buffers, **sent.weights.buffers}))
 

@@ -75,7 +75,7 @@ def carry_over(old: Tree, fresh: Tree) -> Tree:
     every phase: SCAFFOLD's c is the mean of all c_k, FedCurv's U the sum of all u_k. A reported model does not go over.
     """
     if NETWORKS in fresh:
-        each = {name: carry_over(old[NETWORKS]["each"][name], own) for name, own in fresh[NETWORKS]["each"].items()}
+        each = {name: carry_over(old[NETWORKS]["each"][name], steps) for name, steps in fresh[NETWORKS]["each"].items()}
         return {NETWORKS: {"each": each}}
     state = {name: {slot: value for slot, value in slots.items() if slot != "reported"} for name, slots in old.items()}
     for name, slots in fresh.items():

@@ -122,8 +122,8 @@ def clipped(uploads: Uploads, start: Weights, bound: float | None, extra_bound: 
         share = _share(moves, bound)
 
         def shortened(name: str, leaf: Tensor) -> Tensor:
-            own = share.reshape(-1, *[1] * (leaf.dim() - 1))
-            return torch.where(own == 1.0, leaf, (start.params[name].double() + own * moves[name]).to(leaf.dtype))
+            shares = share.reshape(-1, *[1] * (leaf.dim() - 1))
+            return torch.where(shares == 1.0, leaf, (start.params[name].double() + shares * moves[name]).to(leaf.dtype))
 
         params = {name: shortened(name, leaf) for name, leaf in sent.items()}
         uploads = uploads._replace(weights=uploads.weights._replace(params=params))

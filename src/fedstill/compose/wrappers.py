@@ -78,7 +78,7 @@ def remember(step: Callable[[list[Weights]], ServerStep], size: int) -> ServerSt
         past = [Weights(kept[key]["params"], kept[key].get("buffers", {})) for key in sorted(kept, key=int)]
         candidate, slots = run_step(step(past), candidate, state, round)
         newest = [*past, candidate][-size:] if size else []
-        return candidate, {**slots, "past": {str(i): one._asdict() for i, one in enumerate(newest)}}
+        return candidate, {**slots, "past": {str(i): model._asdict() for i, model in enumerate(newest)}}
 
     empty = step([])
     return replace(empty, apply=as_before(empty, apply), init=init)

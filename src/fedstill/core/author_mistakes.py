@@ -24,12 +24,12 @@ class UndeclaredInput(FedstillError):
 
 
 class _Undeclared(Tensor):
-    """NaN in the place of an input that nobody declared; whoever computes with it is told so.
+    """NaN in the place of an input that nobody declared; computing with it is an error.
 
     NaN alone would not do: `label_counts > 0` makes a plain False of it, and the run goes on with wrong numbers.
     """
 
-    what = need = ""
+    subject = need = ""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,17 +37,17 @@ class _Undeclared(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise UndeclaredInput(
-            f"a local term reads {cls.what} and does not declare it: "
+            f"a local term reads {cls.subject} and does not declare it: "
             f"add needs=frozenset({{Need.{cls.need}}}) to its Objective"
         )
 
 
 class _LabelCounts(_Undeclared):
-    what, need = "local.label_counts", Need.LABEL_COUNTS.name
+    subject, need = "local.label_counts", Need.LABEL_COUNTS.name
 
 
 class _FrozenFeatures(_Undeclared):
-    what, need = "the features of a frozen model", Need.FEATURES.name
+    subject, need = "the features of a frozen model", Need.FEATURES.name
 
 
 LABEL_COUNTS = torch.full((1,), float("nan")).as_subclass(_LabelCounts)
@@ -55,9 +55,9 @@ FROZEN_FEATURES = torch.full((1, 1), float("nan")).as_subclass(_FrozenFeatures)
 
 
 def hide_undeclared(local: Local, needs: frozenset[Need]) -> Local:
-    """What one client may look at, as far as its objective declares it."""
+    """Return the part of a Local that the client's objective declares."""
     if Need.FEATURES not in needs and local.frozen:
-        frozen = {name: said._replace(features=FROZEN_FEATURES) for name, said in local.frozen.items()}
+        frozen = {name: answer._replace(features=FROZEN_FEATURES) for name, answer in local.frozen.items()}
         local = local._replace(frozen=frozen)
     return local if Need.LABEL_COUNTS in needs else local._replace(label_counts=LABEL_COUNTS)
 
@@ -69,25 +69,25 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{name} ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else name
 
 
-def call(function: Callable[..., Any], what: str, /, *given: Any, **options: Any) -> Any:
+def call(function: Callable[..., Any], duty: str, /, *given: Any, **options: Any) -> Any:
     """Return the value of a function that an author wrote; one that does not take these arguments is refused.
 
-    what: the function's duty and its signature, for the message.
+    duty: of the function, and its signature, for the message.
     """
     try:
         inspect.signature(function).bind(*given, **options)
     except TypeError as error:
-        raise FedstillError(f"{name_of(function)} cannot be called as {what}: {error}") from None
+        raise FedstillError(f"{name_of(function)} cannot be called as {duty}: {error}") from None
     return function(*given, **options)
 
 
-def one_number(term: Objective, found: Tensor) -> Tensor:
+def one_number(term: Objective, value: Tensor) -> Tensor:
     """The value of a term's loss, which must be one number for the batch."""
-    if isinstance(found, (Tensor, int, float)) and not getattr(found, "ndim", 0):
-        return found
-    what = f"values of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if isinstance(value, (Tensor, int, float)) and not getattr(value, "ndim", 0):
+        return value
+    form = f"values of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise FedstillError(
-        f"the loss of the local term {name_of(term.loss)} returned {what}: return one number for the batch, "
+        f"the loss of the local term {name_of(term.loss)} returned {form}: return one number for the batch, "
         "e.g. weighted_mean(values, batch.weight) of one value for each sample"
     )
 
@@ -100,7 +100,7 @@ def check_objective(objective: Objective, output: Output, batch: Batch, local: L
     A term that fails here is passed over, because its first training step fails too and names the cause.
     """
     terms, real, classes = objective.terms or (objective,), int(batch.weight.sum()), output.logits.shape[-1]
-    frozen = {name: _first_rows(said, real) for name, said in local.frozen.items()}
+    frozen = {name: _first_rows(answer, real) for name, answer in local.frozen.items()}
     without_padding = (
         _first_rows(output, real),
         _first_rows(batch, real),
@@ -138,21 +138,21 @@ def _loss_value(term: Objective, output: Output, batch: Batch, local: Local) -> 
     return math.nan
 
 
-def model_and_state(step: ServerStep, before: Weights, found: tuple[Weights, Tree]) -> tuple[Weights, Tree]:
+def model_and_state(step: ServerStep, before: Weights, returned: tuple[Weights, Tree]) -> tuple[Weights, Tree]:
     """Return the (candidate, state) of a server step. The new candidate must have the form of the one before it.
 
     Weights are a pair too, and would unpack.
     """
     who = f"the server step {name_of(step.apply)} returned"
-    if not isinstance(found, Weights) and isinstance(found, tuple) and len(found) == 2:
-        candidate, state = found
+    if not isinstance(returned, Weights) and isinstance(returned, tuple) and len(returned) == 2:
+        candidate, state = returned
         if isinstance(candidate, Weights) and isinstance(state, Mapping):
             if fault := _other_form(candidate, before):
                 raise FedstillError(f"{who} another form of model: {fault}")
-            return found
-    what = "nothing" if found is None else _in_words(found)
+            return returned
+    form = "nothing" if returned is None else _in_words(returned)
     raise FedstillError(
-        f"{who} {what}: return two things, (candidate, state): "
+        f"{who} {form}: return two things, (candidate, state): "
         "Weights, and the state as a dict (the one it was given, if it keeps nothing)"
     )
 
@@ -171,12 +171,12 @@ def _other_form(made: Weights, wanted: Weights) -> str:
     return ""
 
 
-def _in_words(found: Any) -> str:
-    if isinstance(found, Weights):
+def _in_words(returned: Any) -> str:
+    if isinstance(returned, Weights):
         return "only the candidate"
-    if isinstance(found, tuple):
-        return f"({', '.join(type(part).__name__ for part in found)})"
-    return f"a {type(found).__name__}"
+    if isinstance(returned, tuple):
+        return f"({', '.join(type(part).__name__ for part in returned)})"
+    return f"a {type(returned).__name__}"
 
 
 # (pattern in PyTorch's message, what the code does, what to do instead)
@@ -215,9 +215,9 @@ _CAUSES = (
 def why_not_under_vmap(message: str) -> tuple[str, str] | None:
     """(what the code does, what to do instead), of an error of PyTorch's; None where no rule names it."""
     for pattern, does, instead in _CAUSES:
-        found = re.search(pattern, message)
-        if found:
-            return does.format(*found.groups()), instead
+        match = re.search(pattern, message)
+        if match:
+            return does.format(*match.groups()), instead
     return None
 
 
@@ -231,8 +231,8 @@ def tell_mistake(error: Exception) -> None:
         raise FedstillError(f"{place}: {error}" if place else str(error)) from error
     if not place or isinstance(error, FedstillError):
         return
-    if found := why_not_under_vmap(str(error)):
-        does, instead = found
+    if cause := why_not_under_vmap(str(error)):
+        does, instead = cause
         raise FedstillError(
             f"{place} {does}, and so cannot run for many clients at once: {instead}, "
             f"or set engine.name = 'looped' ({_RULES})"

@@ -79,10 +79,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
 def in_one_line(error: Exception) -> str:
     """The error behind the line of an author's file that led to it, or else behind the innermost line of fedstill."""
     if isinstance(error, FedstillError):
-        place, what = own_place(error), str(error)
+        place, text = own_place(error), str(error)
     else:
-        place, what = own_place(error) or own_place(error, _FEDSTILL), f"{type(error).__name__}: {error}"
-    return f"{place}: {what}" if place else what
+        place, text = own_place(error) or own_place(error, _FEDSTILL), f"{type(error).__name__}: {error}"
+    return f"{place}: {text}" if place else text
 
 
 def own_place(error: Exception, folder: str = "") -> str:

@@ -33,9 +33,9 @@ def unmet_needs(needs: Iterable[Need], *, model: Model, federation: Federation, 
     met = {
         Need.UNLABELED: federation.unlabeled is not None and len(federation.unlabeled) > 0,
         Need.VALIDATION: federation.validation is not None and len(federation.validation[1]) > 0,
-        Need.FEATURES: all(one.traits.features for one in networks),
-        Need.HEAD: all(one.head is not None for one in networks),
-        Need.TOKENS: all(one.tokens is not None for one in networks),
+        Need.FEATURES: all(network.traits.features for network in networks),
+        Need.HEAD: all(network.head is not None for network in networks),
+        Need.TOKENS: all(network.tokens is not None for network in networks),
         Need.PLAIN_SGD: training.optimizer == "sgd" and not (training.keep_optimizer and training.momentum),
         Need.ONE_ARCHITECTURE: len(networks) == 1,
     }
@@ -83,17 +83,17 @@ def check_fits(model: Model, classes: int, input_shape: tuple[int, ...]) -> None
 
     Shapes may differ (a dense network flattens an image): what counts is that it runs. What is not known is not asked.
     """
-    for name, one in model.networks.items():
-        what = f"the prototype '{name}'" if name else f"model '{model.name}'"
-        if 0 < one.classes < classes:
+    for name, network in model.networks.items():
+        subject = f"the prototype '{name}'" if name else f"model '{model.name}'"
+        if 0 < network.classes < classes:
             raise FedstillError(
-                f"{what} tells {one.classes} classes apart, and the federation has {classes}: "
+                f"{subject} tells {network.classes} classes apart, and the federation has {classes}: "
                 f"build it with classes={classes}"
             )
-        if one.input_shape and one.input_shape != tuple(input_shape) and not _runs(one, input_shape):
+        if network.input_shape and network.input_shape != tuple(input_shape) and not _runs(network, input_shape):
             raise FedstillError(
-                f"{what} reads samples of shape {one.input_shape}, and the federation's have {tuple(input_shape)}: "
-                f"build it with input_shape={tuple(input_shape)}"
+                f"{subject} reads samples of shape {network.input_shape}, and the federation's have "
+                f"{tuple(input_shape)}: build it with input_shape={tuple(input_shape)}"
             )
 
 

@@ -26,7 +26,7 @@ class Stay(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What the server sends to every client of a cohort."""
+    """The order that the server sends to every client of a cohort."""
 
     round: int
     start: Weights

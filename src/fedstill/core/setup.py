@@ -28,7 +28,7 @@ class Preparation:
     trainer: Trainer
     ask: Ask  # a question to every client that holds data
     cache: Cache | None = None
-    tell: Callable[[str, float], None] = lambda what, share: None  # progress: a line, and the share that is done
+    tell: Callable[[str, float], None] = lambda line, share: None  # progress: a line, and the share that is done
     metrics: dict[str, float] = field(default_factory=dict)  # a step may report here
     groups: Mapping[str, Preparation] = field(default_factory=dict)  # several architectures: each sees its own clients
     candidates: Mapping[str, Weights] = field(default_factory=dict)  # ... what each prototype is by now, by name
@@ -45,7 +45,7 @@ def no_preparation(candidate: Weights, state: Tree, _: Preparation) -> tuple[Wei
 
 
 class Outlook(NamedTuple):
-    """What a method will find when its first round comes: known before the run starts."""
+    """The facts about a method's first round that are known before the run starts."""
 
     round: int  # its first: 1, or later where it follows another method
     unlabeled: Tensor | None  # (M, ...) in storage form; None unless Need.UNLABELED is declared
@@ -55,7 +55,7 @@ class Outlook(NamedTuple):
 
 
 class ClientData(NamedTuple):
-    """What one client shows to a question before the first round. It does not leave the client."""
+    """The data that one client shows to a question before the first round. They do not leave the client."""
 
     id: int
     x: Tensor  # (n, ...) in storage form
@@ -63,7 +63,7 @@ class ClientData(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """What a client lends to a question."""
+    """The tools that a client lends to a question."""
 
     trainer: Trainer  # of the client's own network
     seed: Seed  # of the question; the same for all clients
@@ -84,7 +84,7 @@ AnyQuestion = Question | Callable[[ClientData], dict[str, Any]]  # a plain funct
 
 
 class Answers(NamedTuple):
-    """What left the clients that were asked: stacked in the order of `ids`; those that failed are not among them."""
+    """The answers of the clients that were asked, stacked in the order of `ids`. Clients that failed are left out."""
 
     ids: Tensor  # (A,) int64
     values: dict[str, Any]

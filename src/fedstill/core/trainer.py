@@ -69,7 +69,7 @@ Watch = Callable[[int, "Weights"], bool]  # (steps done, weights now, which the 
 
 
 class Lesson(NamedTuple):
-    """What one model is taught: an objective on (x, y), or on some rows of them."""
+    """The task that one model is taught: an objective on (x, y), or on some rows of them."""
 
     objective: Objective
     x: Tensor

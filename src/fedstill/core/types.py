@@ -47,14 +47,14 @@ class Stage(Enum):
 
 
 class Samples(NamedTuple):
-    """What a generator on the server invents."""
+    """The samples that a generator on the server invents."""
 
     x: Tensor  # (M, ...) as the model reads it: normalised
     y: Tensor  # (M,) int64, the classes that it was asked for
 
 
 class Targets(NamedTuple):
-    """What the server believes about its unlabeled data, and the rows it learns from."""
+    """The server's belief about its unlabeled data, and the rows it learns from."""
 
     probabilities: Tensor  # (M, K), rows sum to 1
     kept: Tensor  # (M,) bool
@@ -111,7 +111,7 @@ class Weights(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a model says about a batch: logits (B, K) and the features before the head (B, F)."""
+    """A model's output for a batch: logits (B, K) and the features before the head (B, F)."""
 
     logits: Tensor
     features: Tensor
@@ -129,7 +129,7 @@ class Batch(NamedTuple):
 
 
 class Need(Enum):
-    """What a part of a method looks at beyond parameters, sizes and step counts."""
+    """Data that a part of a method looks at beyond parameters, sizes and step counts."""
 
     LABEL_COUNTS = "the client's own label counts (they stay on the client)"
     LABEL_COUNTS_UPLOADED = "label counts of each client, sent to the server"
@@ -175,7 +175,7 @@ class ReadTokens(Protocol):
 
 
 class Traits(NamedTuple):
-    """What an engine or a method must know of a network before it runs it."""
+    """Facts that an engine or a method must know of a network before it runs it."""
 
     features: bool = True  # it returns them
     convolutional: bool = False
@@ -267,7 +267,7 @@ class Objective:
 
 
 class Uploads(NamedTuple):
-    """What reached the server; the first dimension of every tensor is the cohort C."""
+    """The uploads that reached the server; the first dimension of every tensor is the cohort C."""
 
     weights: Weights
     size: Tensor  # (C,) float64
@@ -332,7 +332,7 @@ class Round:
 
 
 class Sum(NamedTuple):
-    """What secure aggregation shows of a cohort: sums over its clients k of weight m_k, and nothing of one of them."""
+    """The sums that secure aggregation shows of a cohort: over its clients k of weight m_k, nothing of one client."""
 
     weights: Weights  # sum_k m_k w_k in float64; integer buffers are left out
     extra: Tree  # sum_k m_k of each slot that is sent beside the model

@@ -57,14 +57,14 @@ def read_npz(file: Path, *, labelled: bool) -> dict[str, Frame]:
 
 def _arrays(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], file: Path) -> dict[str, np.ndarray]:
     """Return arrays of numbers or words in this machine's order of bytes, once all of them together fit."""
-    on_disk, what, cure = file.stat().st_size, f"'{file}'", "if it is sound, write it with numpy.savez, not compressed"
-    check_size(sum(info.file_size for info in members.values()), on_disk, what, cure)
+    on_disk, shown, cure = file.stat().st_size, f"'{file}'", "if it is sound, write it with numpy.savez, not compressed"
+    check_size(sum(info.file_size for info in members.values()), on_disk, shown, cure)
     forms = {}
     for name, info in members.items():
         with archive.open(info) as member:
             forms[name] = _checked_form(member, name, info.file_size, file)
     rows = sum(form.shape[0] for form in forms.values())
-    check_size(sum(form.memory for form in forms.values()) + OF_A_ROW * rows, on_disk, what, cure)
+    check_size(sum(form.memory for form in forms.values()) + OF_A_ROW * rows, on_disk, shown, cure)
     arrays = {}
     for name, info in members.items():
         with archive.open(info) as member:

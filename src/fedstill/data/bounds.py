@@ -23,21 +23,21 @@ LONGEST_LINE = 64 * 2**20  # bytes of a line of text
 BLOCK = 2**20
 
 
-def check_size(wanted: float, on_disk: int, what: str, cure: str) -> None:
+def check_size(wanted: float, on_disk: int, subject: str, cure: str) -> None:
     """Refuse a file that asks for far more memory than its size lets expect."""
     most = max(FLOOR, RATIO * on_disk)
     if wanted > most:
         raise FedstillError(
-            f"data.source: {what} would take {_shown(wanted)} of memory, and a file of {_shown(on_disk)} may take "
+            f"data.source: {subject} would take {_shown(wanted)} of memory, and a file of {_shown(on_disk)} may take "
             f"{_shown(most)}: {cure}"
         )
 
 
-def check_columns(count: int, what: str) -> None:
+def check_columns(count: int, subject: str) -> None:
     if count > MOST_COLUMNS:
         raise FedstillError(
-            f"data.source: {what} has {count:,} columns, and at most {MOST_COLUMNS:,} are read: write the numbers of a "
-            "row as one array (x in an npz file), or keep fewer columns"
+            f"data.source: {subject} has {count:,} columns, and at most {MOST_COLUMNS:,} are read: write the numbers "
+            "of a row as one array (x in an npz file), or keep fewer columns"
         )
 
 

@@ -90,8 +90,8 @@ def contract_of(federation: Federation, secret: bytes = b"") -> Contract:
         rows["unlabeled"] = rows_of(federation.unlabeled)
     owners = _digest(*split)
     if secret:
-        own = {part: replace(NO_ROWS, inputs=_keyed(secret, rows[part])) for part in OF_CLIENTS if part in rows}
-        rows, owners = {**rows, **own}, _keyed(secret, owners)
+        keyed = {part: replace(NO_ROWS, inputs=_keyed(secret, rows[part])) for part in OF_CLIENTS if part in rows}
+        rows, owners = {**rows, **keyed}, _keyed(secret, owners)
     return Contract(without_rows(train), rows, owners, federation.population)
 
 
@@ -292,7 +292,7 @@ def task_differences(then: Dataset, now: Dataset) -> Iterator[str]:
             if column.words and other.words:
                 yield from _changed_names("word", column.words, other.words, f"column '{column.name}': ")
             else:
-                kinds = ["words" if one.words else "numbers" for one in (column, other)]
+                kinds = ["words" if rules.words else "numbers" for rules in (column, other)]
                 yield f"column '{column.name}' held {kinds[0]} and holds {kinds[1]}"
         elif column.width != other.width:
             yield f"column '{column.name}' had {column.width} numbers in a cell and has {other.width}"

@@ -92,16 +92,16 @@ def _labelled_frame(x: Any, y: Any, groups: Any, *, label: str = "", gaps: bool 
     table = _frame(x, gaps=gaps)
     label = y if isinstance(y, str) else label or _free_name(getattr(y, "name", None), "y", x)
     owner, columns = owner_name(x, groups), dict(table.columns)
-    for name, values, what in ((label, y, "y"), (owner, groups, "groups")):
+    for name, values, argument in ((label, y, "y"), (owner, groups, "groups")):
         if isinstance(values, str) and values not in columns:
-            raise FedstillError(f"data: {what} = '{values}' names no column of x: give a column or one value a row")
+            raise FedstillError(f"data: {argument} = '{values}' names no column of x: give a column or one value a row")
         if values is not None and not isinstance(values, str):
-            columns[name] = _one_a_row(values, table.rows, what)
-            _check_order(x, values, what)
+            columns[name] = _one_a_row(values, table.rows, argument)
+            _check_order(x, values, argument)
     return Frame(columns), label, owner
 
 
-def _check_order(x: Any, values: Any, what: str) -> None:
+def _check_order(x: Any, values: Any, name: str) -> None:
     """Refuse a Series whose index has the row names of x in another order, because values are taken by their places."""
     ours: Any
     theirs: Any
@@ -110,15 +110,15 @@ def _check_order(x: Any, values: Any, what: str) -> None:
         return
     if ours.isin(theirs).all():
         raise FedstillError(
-            f"data: the index of {what} has the rows of x in another order, and values are taken by their places: "
-            f"give {what}.loc[x.index], or {what}.to_numpy() if the places are right"
+            f"data: the index of {name} has the rows of x in another order, and values are taken by their places: "
+            f"give {name}.loc[x.index], or {name}.to_numpy() if the places are right"
         )
 
 
-def _one_a_row(values: Any, rows: int, what: str) -> np.ndarray:
+def _one_a_row(values: Any, rows: int, name: str) -> np.ndarray:
     array = as_array(values)
     if array.shape != (rows,):
-        raise FedstillError(f"data: {what} has the shape {array.shape}, and x has {rows} rows: give one value a row")
+        raise FedstillError(f"data: {name} has the shape {array.shape}, and x has {rows} rows: give one value a row")
     if array.dtype.kind in "OU":
         return objects(["" if value is None or value != value else str(value) for value in array.tolist()])
     return array
@@ -187,14 +187,14 @@ def _frame_of_table(table: Any) -> Frame:
         if isinstance(column.dtype, pandas.CategoricalDtype):
             column = column.astype(column.cat.categories.dtype if not column.isna().any() else object)
         try:
-            one = frame_from_arrow(arrow.table({str(name): arrow.Array.from_pandas(column)}), {}, Reading()).columns
+            arrays = frame_from_arrow(arrow.table({str(name): arrow.Array.from_pandas(column)}), {}, Reading()).columns
         except (arrow.ArrowException, ValueError, TypeError) as error:
             raise FedstillError(f"data: column '{name}' mixes kinds of values ({first_line(error)})") from error
-        if not one:
+        if not arrays:
             raise FedstillError(
                 f"data: column '{name}' holds {column.dtype}, which is neither numbers nor words: convert or drop it"
             )
-        columns |= one
+        columns |= arrays
     return Frame(columns)
 
 

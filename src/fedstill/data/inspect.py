@@ -106,8 +106,8 @@ class Findings:
                 lines.append(f"{column.name:<{width}}  {column.kind:<7} {column.values:>10,} {column.gaps:>8,}  {use}")
         if self.sizes:
             sides = sorted(self.sizes)
-            said = [f"{width} x {height}" for height, width in dict.fromkeys((sides[0], sides[-1]))]
-            lines.append(f"images of {' to '.join(said)} pixels ({len(sides)} sizes)")
+            extremes = [f"{width} x {height}" for height, width in dict.fromkeys((sides[0], sides[-1]))]
+            lines.append(f"images of {' to '.join(extremes)} pixels ({len(sides)} sizes)")
         if self.text_words:
             lines.append(f"95 % of the texts have at most {self.text_words:,} words")
         if self.broken:
@@ -136,11 +136,11 @@ def inspect_data(place: str, *, label: str | None = None, owner: str | None = No
     used = [frames[name] for name in (train_name, test_name) if name is not None]
     common = [name for name in used[0].columns if all(name in frame.columns for frame in used)]
     table = stack(used, common, place)
-    said = (*notes, *new_notes)
+    remarks = (*notes, *new_notes)
     if len(files) > 1 and files[0].suffix.lower() in TABLES and are_joined(files):
         names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
         hint = f". If each file belongs to one party, call init again with --owner {FILE}" if owner is None else ""
-        said = (*said, f"the rows of {len(files)} files are joined into one table: {names}{hint}")
+        remarks = (*remarks, f"the rows of {len(files)} files are joined into one table: {names}{hint}")
     levels = folder_columns(table) if files[0].suffix.lower() in {*IMAGE_SUFFIXES, ".txt"} else []
     if label is None and owner is not None and owner == next(iter(levels), ""):
         label = _level_of_classes(levels, owner, place)
@@ -149,15 +149,15 @@ def inspect_data(place: str, *, label: str | None = None, owner: str | None = No
     owner = _checked_owner(table, owner, taken, place)
     if owner is None and len(levels) > 1:
         shown = ", ".join(f"{name} ({_examples(table.columns[name])})" for name in levels)
-        said = (
-            *said,
+        remarks = (
+            *remarks,
             f"the files lie in folders of {len(levels)} levels: {shown}; the classes are {levels[0]}. If a level says "
             f"who holds a file, call init again with --owner, e.g. --owner {levels[0]} --label {levels[1]}",
         )
     pictures = [name for name, column in table.columns.items() if kind_of(column) == "images"]
     if pictures:
         owner = owner or _column_of_owners(table, chosen)
-        return _inspect_images(place, table, chosen, pictures[0], owner=owner, notes=said)
+        return _inspect_images(place, table, chosen, pictures[0], owner=owner, notes=remarks)
     if TEXT_FILE in table.columns:
         texts = table.columns[TEXT_FILE]
         return Findings(
@@ -170,9 +170,9 @@ def inspect_data(place: str, *, label: str | None = None, owner: str | None = No
             owners=_owner_sizes(table, owner),
             broken=tuple(str(files[row].relative_to(root.resolve())) for row in missing_rows(texts)),
             text_words=_words(texts),
-            notes=said,
+            notes=remarks,
         )
-    return _inspect_table(place, table, chosen, owner, notes=said)
+    return _inspect_table(place, table, chosen, owner, notes=remarks)
 
 
 def _holds_only_texts(root: Path) -> bool:
@@ -403,7 +403,7 @@ def _why_not(name: str, column: np.ndarray, codes: np.ndarray | None, y: np.ndar
         if may_name_rows(name, Reading()):
             return f"names somebody ({values:,} different)"
         majority = np.bincount(y).max() / len(y)
-        share = _told_share(column, codes, y)
+        share = _share_that_follows(column, codes, y)
         if len(y) >= FEWEST_ROWS and share >= LEAK and 1 - share <= (1 - majority) / 20:
             return f"leak suspect, it alone tells the label of {share:.1%} of the rows"
         if kind == "words" and values > MAX_WORDS:
@@ -422,7 +422,7 @@ def _counts_up(column: np.ndarray) -> bool:
     return column.dtype.kind in "iu" and bool((np.diff(column) == 1).all())
 
 
-def _told_share(column: np.ndarray, codes: np.ndarray, y: np.ndarray) -> float:
+def _share_that_follows(column: np.ndarray, codes: np.ndarray, y: np.ndarray) -> float:
     """Return the share of rows whose label follows from this column alone.
 
     Of few values each tells the most frequent label of its rows. Of many numbers, thresholds tell: 1 if the rows in the

@@ -22,7 +22,7 @@ class ParquetFile:
     """A parquet file whose footer asks for no more memory than its size lets expect."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.what, self.on_disk = file, f"'{file}'", file.stat().st_size
+        self.file, self.subject, self.on_disk = file, f"'{file}'", file.stat().st_size
         parquet = require_extra("pyarrow.parquet")
         with self._readable():
             self._opened = parquet.ParquetFile(file)
@@ -46,7 +46,7 @@ class ParquetFile:
         with self._readable():
             for batch in self._batches(None):
                 taken += batch.nbytes
-                check_size(taken, self.on_disk, self.what, CURE)
+                check_size(taken, self.on_disk, self.subject, CURE)
                 read.append(batch)
             return arrow.Table.from_batches(read, None if read else self._opened.schema_arrow)
 
@@ -61,7 +61,7 @@ class ParquetFile:
             if batch is not None:
                 waiting.append(batch)
                 count, taken = count + len(batch), taken + batch.nbytes
-                check_size(taken, self.on_disk, self.what, CURE)
+                check_size(taken, self.on_disk, self.subject, CURE)
             while count >= rows or (batch is None and count):
                 whole = arrow.Table.from_batches(waiting)
                 yield whole.slice(0, rows)
@@ -80,14 +80,14 @@ class ParquetFile:
         return readable(self.file, "readable parquet")
 
     def _check(self, footer: Any) -> None:
-        check_columns(footer.num_columns, self.what)
+        check_columns(footer.num_columns, self.subject)
         rows, self._longest_cell = footer.num_rows, 1
         wanted = rows * (OF_A_ROW + OF_A_CELL * footer.num_columns)
         for chunk in _chunks(self.file):
             wanted += max(0, chunk.unpacked) + OF_A_CELL * max(0, chunk.values - rows)
             if chunk.kind in BYTES:
                 self._longest_cell = max(self._longest_cell, self._repeated(chunk))
-        check_size(wanted, self.on_disk, self.what, CURE)
+        check_size(wanted, self.on_disk, self.subject, CURE)
 
     def _repeated(self, chunk: _Chunk) -> int:
         """Return the bytes that one cell can take which is stored once for many: at most those of the dictionary."""
@@ -116,12 +116,12 @@ def _chunks(file: Path) -> list[_Chunk]:
         length = int.from_bytes(opened.read(4), "little")
         opened.seek(-8 - length, 2)
         groups = _Thrift(opened.read(length)).struct().get(4, [])
-    found = []
+    chunks = []
     for column in (column for group in groups for column in group[1]):
         about = column[3]
         start = min(about[9], about.get(11) or about[9])
-        found.append(_Chunk(about[1], about[2], about[5], about[6], start))
-    return found
+        chunks.append(_Chunk(about[1], about[2], about[5], about[6], start))
+    return chunks
 
 
 class _Thrift:

@@ -156,10 +156,10 @@ def assemble(
         ]
     lost = sum(frame.rows for frame in used) - sum(map(len, kept))
     if lost:
-        what = (
+        lack = (
             "a readable image" if decoded is not None and not reading.text else "a value in every column that they need"
         )
-        new_notes.append(f"{lost} of {lost + table.rows} rows are left out, because they do not have {what}")
+        new_notes.append(f"{lost} of {lost + table.rows} rows are left out, because they do not have {lack}")
     if not all(map(len, kept)):
         raise FedstillError(f"data.missing: no row of a split of {name} has a value in every column that it needs")
     y, classes = encode_labels(table.columns[label], table.names.get(label), label, name)

@@ -92,7 +92,7 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     package.enable_padding(length=tokenizer.length, pad_id=PAD, pad_token=package.id_to_token(PAD))
     parts = [np.zeros((0, tokenizer.length), np.int32)]
     for first in range(0, len(texts), AT_ONCE):
-        with _told("data.tokenizer cannot cut these texts: use another one"):
+        with _in_one_line("data.tokenizer cannot cut these texts: use another one"):
             encodings = package.encode_batch([_readable(text) for text in texts[first : first + AT_ONCE]])
         parts.append(np.array([encoding.ids for encoding in encodings], np.int32))
     return np.concatenate(parts)
@@ -118,7 +118,7 @@ def read_tokenizer(path: str | Path, length: int) -> Tokenizer:
 def opened(file: str, length: int) -> Tokenizer:
     """Return the Tokenizer of a tokenizer.json's content, for texts of `length` ids."""
     tokenizers = require_extra("tokenizers", extra="text")
-    with _told("this is no tokenizer.json of the tokenizers package, whose Tokenizer.save writes one"):
+    with _in_one_line("this is no tokenizer.json of the tokenizers package, whose Tokenizer.save writes one"):
         growth = _growth(tree := json.loads(file))  # first, because the package takes memory for what a file says
         package = tokenizers.Tokenizer.from_str(file)
     size = max(package.get_vocab().values(), default=-1) + 1
@@ -142,7 +142,7 @@ def opened(file: str, length: int) -> Tokenizer:
 
 
 @contextmanager
-def _told(wrong: str) -> Iterator[None]:
+def _in_one_line(wrong: str) -> Iterator[None]:
     """Turn whatever the tokenizers package raises into one line."""
     try:
         yield

@@ -85,7 +85,9 @@ def protection(desk: Desk) -> list[str]:
     played = desk.rounds if allowed is None else allowed
     stretches = after(played)
     if desk.evaluates and task.federation.client_test is not None and desk.allowed is None:
-        stretches = [replace(one, leaves={**one.leaves, "measured": "how good models are here"}) for one in stretches]
+        stretches = [
+            replace(stretch, leaves={**stretch.leaves, "measured": "how good models are here"}) for stretch in stretches
+        ]
     made = statement(stretches, task.privacy.delta)
     lines = [f"after {played} rounds: {line}" for line in made.text().split("\n") if line != "no claim"]
     if not made.claims:

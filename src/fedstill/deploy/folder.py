@@ -215,7 +215,7 @@ def read_deployment(folder: str | Path) -> Deployment:
         server.address,
         server.deadline,
         server.spare,
-        *(_found(path.parent, place) for place in (server.test, server.unlabeled)),
+        *(_as_place(path.parent, place) for place in (server.test, server.unlabeled)),
     )
 
 
@@ -240,7 +240,7 @@ def read_site(folder: str | Path) -> SiteFolder:
         site.client,
         site.seats,
         site.server,
-        _found(folder, site.data),
+        _as_place(folder, site.data),
         folder / site.memory,
         folder / site.socket,
         site.socket_group,
@@ -259,7 +259,7 @@ def _read_experiment(folder: Path, run: str) -> tuple[Experiment, dict[str, str]
     return experiment.model_copy(update={"data": data}), facts
 
 
-def _found(folder: Path, place: str) -> str:
+def _as_place(folder: Path, place: str) -> str:
     """Return a place as it counts from a folder; the name of a dataset that is no file stays as it is."""
     path = folder / Path(place).expanduser()
     return "" if not place else str(path) if path.exists() or NAMED_FILE.search(place) else place
@@ -323,8 +323,8 @@ def _checked(kind: type[Any], table: Any, path: Path) -> Any:
         return TypeAdapter(kind).validate_python(table, strict=False)
     except ValidationError as error:
         mistakes = []
-        for one in error.errors():
-            key = ".".join(map(str, one["loc"]))
-            known = one["type"] == "unexpected_keyword_argument"
-            mistakes.append(f"{path}: {key}: {'no such key' if known else one['msg'].lower()}")
+        for mistake in error.errors():
+            key = ".".join(map(str, mistake["loc"]))
+            known = mistake["type"] == "unexpected_keyword_argument"
+            mistakes.append(f"{path}: {key}: {'no such key' if known else mistake['msg'].lower()}")
         raise FedstillError(*mistakes) from None

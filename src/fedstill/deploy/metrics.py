@@ -37,8 +37,8 @@ def write_metrics(path: Path, measures: list[Measure], **labels: str) -> None:
     lines = []
     for measure in measures:
         lines += [f"# HELP {measure.name} {measure.help}", f"# TYPE {measure.name} {measure.kind}"]
-        for own, value in measure.values.items():
-            shown = ",".join(f'{name}="{_escaped(word)}"' for name, word in (*labels.items(), *own))
+        for value_labels, value in measure.values.items():
+            shown = ",".join(f'{name}="{_escaped(word)}"' for name, word in (*labels.items(), *value_labels))
             lines.append(f"{measure.name}{{{shown}}} {float(value)!r}")
     with writing(path, durable=False) as file:
         file.write(("\n".join(lines) + "\n").encode())

@@ -135,13 +135,13 @@ def _copy(deployment: Deployment, copy: Path, rounds: int | None) -> None:
     table["unlabeled"] = _absolute(deployment.unlabeled)
     write_whole(copy / "server" / "server.toml", toml_io.dumps(table))
     for name in names:
-        place, own = deployment.site_folder(name), copy / "sites" / name
+        place, site_copy = deployment.site_folder(name), copy / "sites" / name
         if not (place / SITE_FILE).is_file():
             raise FedstillError(f"'{place}' is not here: a rehearsal needs each site's folder as init wrote it")
-        own.mkdir(parents=True)
+        site_copy.mkdir(parents=True)
         for path in place.iterdir():
             if path.is_file() and path.suffix in (".toml", ".json") and path.name != "consent.json":
-                shutil.copy(path, own / path.name)
+                shutil.copy(path, site_copy / path.name)
     if rounds is not None:
         for place in (copy, *((copy / "sites" / name) for name in names)):
             table = toml_io.read_toml(place / EXPERIMENT_FILE)
@@ -157,15 +157,15 @@ def _sites(deployment: Deployment, original: Path, data: Mapping[str, str]) -> t
     """Return the copied folders of the sites with rows named in them, and the sites whose rows were made up."""
     sites, invented = [], []
     for member in deployment.members:
-        own = deployment.site_folder(member.name)
+        folder = deployment.site_folder(member.name)
         place = data.get(member.name) or read_site(original / "sites" / member.name).data
         if not place:
-            place, name = str(_invent(deployment, member.client, own)), member.name
+            place, name = str(_invent(deployment, member.client, folder)), member.name
             invented.append(name)
-        table = toml_io.read_toml(own / SITE_FILE)
+        table = toml_io.read_toml(folder / SITE_FILE)
         table |= {"data": _absolute(place), "memory": "memory", "socket": "socket/desk.sock", "socket_group": ""}
-        write_whole(own / SITE_FILE, toml_io.dumps(table))
-        sites.append(read_site(own))
+        write_whole(folder / SITE_FILE, toml_io.dumps(table))
+        sites.append(read_site(folder))
     return sites, tuple(invented)
 
 

@@ -100,8 +100,8 @@ def _differences(experiment: Experiment, place: str) -> tuple[list[str], list[st
     wanted = [*data.columns, *([data.label] if data.label else [])]
     for name in (name for name in wanted if name not in present):
         near = get_close_matches(name, [other for other in present if other not in wanted], n=1)
-        what = "label column" if name == data.label else "column"
-        lines.append(f"data: {what} '{name}' is missing in {root.name}{f'; is it {near[0]!r}?' if near else ''}")
+        kind = "label column" if name == data.label else "column"
+        lines.append(f"data: {kind} '{name}' is missing in {root.name}{f'; is it {near[0]!r}?' if near else ''}")
     others = _other_words(experiment, frames)
     if data.unknown == "refuse":
         return [*lines, *(f"data: {line}" for line in others)], []
@@ -147,12 +147,12 @@ def _doubts(data: Dataset) -> list[str]:
             continue
         away = abs(here[0][place] - mean[place]) / std[place]
         times = here[1][place] / std[place]
-        what = f"column '{name}'" if name else f"channel {place} of the images"
+        subject = f"column '{name}'" if name else f"channel {place} of the images"
         if constant and constant[place]:
-            lines.append(f"{what} is {data.x[0, place]:g} in every row here: is it filled in?")
+            lines.append(f"{subject} is {data.x[0, place]:g} in every row here: is it filled in?")
         elif away > FAR or not 1 / WIDE <= times <= WIDE:
             lines.append(
-                f"{what} looks different: mean {here[0][place]:.4g} and deviation {here[1][place]:.4g}, and agreed "
+                f"{subject} looks different: mean {here[0][place]:.4g} and deviation {here[1][place]:.4g}, and agreed "
                 f"are {mean[place]:.4g} and {std[place]:.4g}: is it in another unit?"
             )
     return lines

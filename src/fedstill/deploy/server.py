@@ -94,10 +94,10 @@ def built_for(deployment: Deployment, experiment: Experiment, sites: Sites | Non
         )
     built = build(experiment, federation)
     if any(phase.method.trusted is not None for phase in phases_of(built.method)):
-        own = [one.without_trust for phase in phases_of(built.method) for one in phase.method.releases]
+        local_forms = [release.without_trust for phase in phases_of(built.method) for release in phase.method.releases]
         raise FedstillError(
             "the noise of a trusted server follows from the run's seed, and all sites know it: use a method whose "
-            f"sites draw their own noise{f', {own[0]}' if any(own) else ''}"
+            f"sites draw their own noise{f', {local_forms[0]}' if any(local_forms) else ''}"
         )
     if by_sites and built.model.groups is not None:
         raise FedstillError(
@@ -155,18 +155,18 @@ class Sites:
 
         A site whose number of rows or mean loss is far from the others' is left out, because it could decide alone.
         """
-        found = self.measure(weights)
-        told = np.asarray([*found.values()], np.float64).reshape(-1, 3)
-        sizes = {"its number of rows": told[:, 2], "its mean loss": told[:, 1] / told[:, 2]}
-        clients = list(found)
+        measurements = self.measure(weights)
+        table = np.asarray([*measurements.values()], np.float64).reshape(-1, 3)
+        sizes = {"its number of rows": table[:, 2], "its mean loss": table[:, 1] / table[:, 2]}
+        clients = list(measurements)
         for place, reason in outliers(sizes, [], self.deployment.experiment.guard.outlier or math.inf).items():
             _log.warning("%s is not heard on how good the model is: %s", self.deployment.names[clients[place]], reason)
-            del found[clients[place]]
-        count = sum(rows for _, _, rows in found.values())
+            del measurements[clients[place]]
+        count = sum(rows for _, _, rows in measurements.values())
         if not count:
             raise NotMeasured("no site measured the model")
-        right, loss = (sum(numbers[place] for numbers in found.values()) for place in (0, 1))
-        return {"accuracy": right / count, "loss": loss / count, "measured_by": len(found), "measured_on": count}
+        right, loss = (sum(numbers[place] for numbers in measurements.values()) for place in (0, 1))
+        return {"accuracy": right / count, "loss": loss / count, "measured_by": len(measurements), "measured_on": count}
 
     def rows(self, client: int) -> int:
         """Return how many rows a site said it trains on; 0 where it did not say."""
@@ -177,14 +177,14 @@ class Sites:
         assert self._remote is not None
         number = max(1, self._remote.round)
         members = self._remote.task.members(number).tolist()
-        found: dict[int, tuple[int, float, int]] = {}
+        measurements: dict[int, tuple[int, float, int]] = {}
         question = Question(EVALUATION, _only_sites_answer)
         for client, answer in self._remote.ask(question, members, round=number, sent=weights._asdict()):
             try:
-                found[client] = measured(answer)
+                measurements[client] = measured(answer)
             except FedstillError as error:
                 _log.warning("round %d: %s measured nothing: %s", number, self.deployment.names[client], error)
-        return dict(sorted(found.items()))  # so that sums do not depend on who was first
+        return dict(sorted(measurements.items()))  # so that sums do not depend on who was first
 
 
 class _Counted(Remote):
@@ -226,14 +226,14 @@ def _with_parties(deployment: Deployment, built: Built, sites: Sites, result: Re
     experiment = deployment.experiment
     if not experiment.data.client_test_share or built.model.groups is not None or experiment.privacy.epsilon:
         return result
-    found = sites.measure(result.weights)
-    if not found:
+    measurements = sites.measure(result.weights)
+    if not measurements:
         return result
     accuracy: list[float | None] = [None] * deployment.seats
     parties = []
     for member in deployment.members:
-        if member.client in found:
-            right, _, count = found[member.client]
+        if member.client in measurements:
+            right, _, count = measurements[member.client]
             accuracy[member.client] = right / count
             parties.append(Party(member.name, sites.rows(member.client), count, right / count))
     parties.sort(key=lambda party: (party.federated, party.name))

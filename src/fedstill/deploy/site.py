@@ -118,15 +118,15 @@ class _Working:
         answer = self.desk.answer(common, own)
         seconds = time.perf_counter() - began
         facts = unseal(answer, limit=len(answer)).facts
-        what, number = _order(common, self.desk.largest)
+        order, number = _order(common, self.desk.largest)
         self.metrics.round = number or self.metrics.round
         with suppress(OSError):  # a full disk keeps no answer from leaving that the audit has
             self.metrics.note(len(common) + len(own), answer, seconds)
         sizes = f"{human_bytes(len(common) + len(own))} came, {human_bytes(len(answer))} left"
         if facts["kind"] == "refused":
-            self.tell(f"{what}: refused, {shown(facts.get('reason'), 200)} ({sizes})")
+            self.tell(f"{order}: refused, {shown(facts.get('reason'), 200)} ({sizes})")
         else:
-            self.tell(f"{what}: answered in {seconds:.2f} s ({sizes})")
+            self.tell(f"{order}: answered in {seconds:.2f} s ({sizes})")
         return answer
 
 
@@ -138,5 +138,5 @@ def _order(common: bytes, limit: int) -> tuple[str, int]:
         return "an order that cannot be read", 0
     number = facts.get("round")
     known = number if type(number) is int and 0 < number < 10**9 else 0
-    what = "trained" if facts.get("kind") == "play" else f"question '{shown(facts.get('question'))}'"
-    return f"round {known}: {what}", known
+    request = "trained" if facts.get("kind") == "play" else f"question '{shown(facts.get('question'))}'"
+    return f"round {known}: {request}", known

@@ -124,10 +124,10 @@ class Sockets:
                 done, _ = wait(asked, timeout=end - time.monotonic(), return_when=FIRST_COMPLETED)
                 if not done:
                     return
-                for one in sorted(done, key=lambda future: asked[future]):
-                    client, error = asked.pop(one), one.exception()
+                for call in sorted(done, key=lambda future: asked[future]):
+                    client, error = asked.pop(call), call.exception()
                     if error is None:
-                        yield client, one.result()
+                        yield client, call.result()
                     else:
                         yield client, error if isinstance(error, Exception) else FedstillError("stopped")
         finally:

@@ -54,7 +54,7 @@ def write_deployment(experiment: Experiment, asked: Asked) -> list[str]:
     if asked.folder.exists() and any(asked.folder.iterdir() if asked.folder.is_dir() else [asked.folder]):
         raise FedstillError(f"--out: '{asked.folder}' is there already and holds files: give a new folder")
     _refuse_what_sites_lack(experiment)
-    form, said = _form(experiment, asked.contract)
+    form, notes = _form(experiment, asked.contract)
     agreed, more = _agreed(experiment, form, len(asked.names))
     seats = max(asked.seats, len(asked.names))
     run = f"{experiment.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
@@ -71,7 +71,7 @@ def write_deployment(experiment: Experiment, asked: Asked) -> list[str]:
     except FedstillError:
         shutil.rmtree(asked.folder)
         raise
-    return [*said, *more, *_write_transport(deployment), f"Next: read {asked.folder}/README.md"]
+    return [*notes, *more, *_write_transport(deployment), f"Next: read {asked.folder}/README.md"]
 
 
 def _refuse_what_sites_lack(experiment: Experiment) -> None:
@@ -113,15 +113,15 @@ def _form(experiment: Experiment, contract: Path | None) -> tuple[Dataset, list[
     if data.scale != "unlabeled" and data.tokens is None:
         table["unlabeled"] = "none"
     looked = experiment.replace(data={**table, "test": None}, partition={"scheme": "iid", "clients": 1}, cohort=1)
-    found = build_federation(looked).train
-    rows = f"{len(found.y):,} rows of {data.source}"
-    if found.tokenizer is not None:
-        return found, [f"classes: as in {data.source}", f"vocabulary: {_vocabulary(experiment, rows)}"]
-    said = [f"classes and columns: as in {data.source}"]
+    dataset = build_federation(looked).train
+    rows = f"{len(dataset.y):,} rows of {data.source}"
+    if dataset.tokenizer is not None:
+        return dataset, [f"classes: as in {data.source}", f"vocabulary: {_vocabulary(experiment, rows)}"]
+    notes = [f"classes and columns: as in {data.source}"]
     if data.mean or data.scale != "train":
-        return found, [*said, "scale: as the experiment file says it"]
-    return found, [
-        *said,
+        return dataset, [*notes, "scale: as the experiment file says it"]
+    return dataset, [
+        *notes,
         f"scale: mean and deviation of {rows}, written as numbers into experiment.toml; if these rows are one party's, "
         "the numbers tell of them, so put public values there",
     ]
@@ -141,7 +141,7 @@ def _vocabulary(experiment: Experiment, rows: str) -> str:
 
 def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experiment, list[str]]:
     """Return the experiment as all parties get it, and what was decided on the way."""
-    data, said = experiment.data, list[str]()
+    data, notes = experiment.data, list[str]()
     table = data.model_dump() | {
         "source": AT_SITES, "test": None, "keys": (), "drop": (), "size": None, "test_limit": data.test_limit,
         "classes": form.classes, "label": form.label or data.label, "scale": "train" if form.mean else "none",
@@ -168,7 +168,7 @@ def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experime
         engine["name"] = "looped"
     cohort = experiment.cohort if experiment.cohort < 1 else min(experiment.cohort, sites)
     if cohort != experiment.cohort:
-        said.append(f"cohort: {cohort} sites take part in a round, because there are no more")
+        notes.append(f"cohort: {cohort} sites take part in a round, because there are no more")
     if data.test is None and experiment.privacy.epsilon is not None:
         raise FedstillError(
             "privacy.epsilon: the server has no rows to test on, and under a budget sites do not say how many rows the "
@@ -178,14 +178,14 @@ def _agreed(experiment: Experiment, form: Dataset, sites: int) -> tuple[Experime
         share = data.client_test_share or TEST_SHARE
         table["client_test_share"] = share
         changes["evaluate"] = BY_SITES
-        said.append(
+        notes.append(
             f"test: the server has no rows to test on, so each site holds back {share:.0%} of its rows and says how "
             "many the model gets right (set data.test to rows of the server's own to change that)"
         )
     changes |= {"data": table, "engine": engine, "cohort": cohort, "compare": {}, "track": ()}
     if form.columns and form.tokenizer is None:
         _check_gaps(form)
-    return experiment.replace(**changes), said
+    return experiment.replace(**changes), notes
 
 
 def _column(column: Any) -> Any:

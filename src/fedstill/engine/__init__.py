@@ -110,7 +110,7 @@ def build_engine(
         graphs=where.type == "cuda" if graphs is None else graphs and where.type == "cuda",
         compiled=compile,
     )
-    lent = {network: engine.lend(one, stacked=_stacked(name, where, one)) for network, one in others}
+    lent = {prototype: engine.lend(network, stacked=_stacked(name, where, network)) for prototype, network in others}
     return engine if model.groups is None else MixedEngine(model, {name_first: engine, **lent})
 
 

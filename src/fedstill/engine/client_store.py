@@ -98,18 +98,18 @@ class ClientStore:
     def _columns(self, states: Tree, count: int) -> list[Tensor]:
         """The leaves of `states` in the template's order, after a check that they are the template's."""
         try:
-            found = list(leaves(tree_map(lambda _, leaf: leaf, self.template, states)))
+            columns = list(leaves(tree_map(lambda _, leaf: leaf, self.template, states)))
         except KeyError as missing:
             raise FedstillError(
                 f"client state: slot {missing} is in the objective's init but not in its finish; return it from both"
             ) from None
-        for leaf, outline in zip(found, leaves(self.template), strict=True):
+        for leaf, outline in zip(columns, leaves(self.template), strict=True):
             if leaf.shape != (count, *outline.shape) or leaf.dtype != outline.dtype:
                 raise FedstillError(
                     f"client state: finish returned {tuple(leaf.shape[1:])} {leaf.dtype} where init has "
                     f"{tuple(outline.shape)} {outline.dtype}; keep shapes and dtypes"
                 )
-        return found
+        return columns
 
 
 def _place(wanted: int, device: torch.device, budget: int | None) -> torch.device | None:

@@ -90,9 +90,9 @@ class CapturedGroup:
 def _static_inputs(inputs: Inputs, *, capacity: int, width: int) -> Inputs:
     planned = {name: getattr(inputs, name) for name in PLANNED}
     timed = {name: tensor.new_zeros(capacity, width, *tensor.shape[2:]) for name, tensor in planned.items()}
-    own = tree_map(lambda tensor: tensor.new_zeros(width, *tensor.shape[1:]), (inputs.state, inputs.label_counts))
+    zeros = tree_map(lambda tensor: tensor.new_zeros(width, *tensor.shape[1:]), (inputs.state, inputs.label_counts))
     facts = inputs.facts.new_zeros(len(inputs.facts), width)
-    return Inputs(**timed, facts=facts, state=own[0], label_counts=own[1])
+    return Inputs(**timed, facts=facts, state=zeros[0], label_counts=zeros[1])
 
 
 WARM_UPS = 2  # libraries set themselves up in the first run, and autograd in the second

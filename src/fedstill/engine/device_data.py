@@ -238,13 +238,13 @@ def random_boxes(area: Tensor, ratio: Tensor, top: Tensor, left: Tensor, size: t
     width, height = torch.sqrt(pixels * shape).round().long(), torch.sqrt(pixels / shape).round().long()
     fits = (width > 0) & (width <= full_width) & (height > 0) & (height <= full_height)
     first = fits.int().argmax(-1, keepdim=True)
-    found = fits.any(-1)
+    any_fits = fits.any(-1)
     middle_height, middle_width = largest_box(size, how)
-    height = torch.where(found, height.gather(-1, first).squeeze(-1), middle_height)
-    width = torch.where(found, width.gather(-1, first).squeeze(-1), middle_width)
+    height = torch.where(any_fits, height.gather(-1, first).squeeze(-1), middle_height)
+    width = torch.where(any_fits, width.gather(-1, first).squeeze(-1), middle_width)
     free_rows, free_columns = full_height - height, full_width - width
-    row = torch.where(found, (top * (free_rows + 1)).long(), free_rows // 2)
-    column = torch.where(found, (left * (free_columns + 1)).long(), free_columns // 2)
+    row = torch.where(any_fits, (top * (free_rows + 1)).long(), free_rows // 2)
+    column = torch.where(any_fits, (left * (free_columns + 1)).long(), free_columns // 2)
     return Boxes(row, column, height, width)
 
 

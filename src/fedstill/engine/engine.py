@@ -162,14 +162,16 @@ class Engine:
         with precision_mode(self.precision), autocast_to(self.precision, self.device):
             if batch is not None:
                 how = {"stacked": stacked, "features": features}
-                said = forward_training(self.model, weights, feed, batch, seed, rows, **how)
+                answer = forward_training(self.model, weights, feed, batch, seed, rows, **how)
             elif stacked:
                 samples = len(x) if rows is None else len(rows)
                 loop = self.model.traits.unbatchable is not None or self._in_turn(weights, samples)
-                said = forward_many(self.model, weights, feed, rows, loop=loop, features=features, workers=self.workers)
+                answer = forward_many(
+                    self.model, weights, feed, rows, loop=loop, features=features, workers=self.workers
+                )
             else:
-                said = forward(self.model, weights, feed, rows, features=features, workers=self.workers)
-        return Output(*(part.to(self.dtype) for part in said))
+                answer = forward(self.model, weights, feed, rows, features=features, workers=self.workers)
+        return Output(*(part.to(self.dtype) for part in answer))
 
     def _in_turn(self, teachers: Weights, samples: int) -> bool:
         """Whether models answer faster one after another than under vmap.
@@ -215,12 +217,12 @@ class Engine:
             return turns.run(players, start, drawn, given, seed, optimizers or {})
 
     def _each(self, weights: Weights, x: Tensor) -> Output:
-        """What several models say about the same inputs, (T, B, ...), with the gradient to the inputs."""
+        """Return the outputs of several models for the same inputs, (T, B, ...), with the gradient to the inputs."""
         if self.model.traits.unbatchable is None and not self._in_turn(weights, len(x)):
-            return torch.func.vmap(lambda one: self.model.apply(one, x, training=False)[0])(weights)
+            return torch.func.vmap(lambda each: self.model.apply(each, x, training=False)[0])(weights)
         count = len(next(iter(weights.params.values())))
-        said = [self.model.apply(row_of(weights, i), x, training=False)[0] for i in range(count)]
-        return Output(torch.stack([one.logits for one in said]), torch.stack([one.features for one in said]))
+        outputs = [self.model.apply(row_of(weights, i), x, training=False)[0] for i in range(count)]
+        return Output(torch.stack([each.logits for each in outputs]), torch.stack([each.features for each in outputs]))
 
     def lend(self, model: Model, *, stacked: bool | None = None) -> Engine:
         """An engine for another model of the same data; it keeps nothing in common that either could change."""
@@ -241,10 +243,10 @@ class Engine:
             runner.chunk = self._auto_chunk(program, inputs)
             finished = runner.run(plan, inputs, columns)
         else:
-            finished = runner.run(plan, inputs, columns, partial(self._keep_own, plan, inputs, held, columns))
+            finished = runner.run(plan, inputs, columns, partial(self._keep_client, plan, inputs, held, columns))
         return finished._replace(weights=program.whole(finished.weights, width=len(columns)))
 
-    def _keep_own(
+    def _keep_client(
         self, plan: Plan, inputs: Inputs, held: Held, clients: list[int], program: Program, column: int
     ) -> None:
         """Keep the outputs for the client in one column, which is `clients[column]` of the cohort.
@@ -255,11 +257,11 @@ class Engine:
         rows, sizes = held
         client = clients[column]
         first, size = int(sizes[:client].sum()), int(sizes[client])
-        own = rows[first : first + size]
+        piece = rows[first : first + size]
         if program.features is not None and not self.rows_have_one_owner:
-            program.features.known[own] = False  # another client's call has computed them among other rows
+            program.features.known[piece] = False  # another client's call has computed them among other rows
         alone = columns_of(inputs, slice(column, column + 1))
-        self._keep_outputs(program, plan.columns([column]), alone, (own, sizes[client : client + 1]), whole=True)
+        self._keep_outputs(program, plan.columns([column]), alone, (piece, sizes[client : client + 1]), whole=True)
 
     def _keep_outputs(self, program: Program, plan: Plan, inputs: Inputs, held: Held, *, whole: bool = False) -> None:
         """Keep all that is the same for a row at every step of a plan.
@@ -288,15 +290,15 @@ class Engine:
         single = program.feed is not self.feed or (
             self.model.traits.convolutional and (in_turn or self.rows_have_one_owner)
         )
-        own = [name for name in names if name not in alike] if single else []
-        program.cache = {name: kept for name, kept in program.cache.items() if name in (*alike, *own)}
+        per_client = [name for name in names if name not in alike] if single else []
+        program.cache = {name: kept for name, kept in program.cache.items() if name in (*alike, *per_client)}
         places = torch.from_numpy(rows).to(self.device)
         if alike:
             output = forward(self.model, program.start, program.feed, places)
             for name in alike:
                 program.remember(name, places, output)
-        for k, piece in enumerate(torch.split(places, sizes.tolist()) if own else ()):
-            for name in own:
+        for k, piece in enumerate(torch.split(places, sizes.tolist()) if per_client else ()):
+            for name in per_client:
                 teacher = teachers[name](of_clients(clients, k))
                 program.remember(name, piece, forward(self.model, teacher, program.feed, piece))
 

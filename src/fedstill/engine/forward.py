@@ -163,16 +163,16 @@ def forward_training(
 
     def pieces() -> Iterator[Piece]:
         for teacher in range(_count(models)):
-            one = row_of(models, teacher)
+            teacher_weights = row_of(models, teacher)
             for at in range(0, count, batch):
                 rows = slice(at, at + batch)
                 x = feed.inputs(rows if chosen is None else chosen[rows])
                 key = torch.tensor(to_signed(seed_for(seed, teacher, at)), device=feed.device)
-                output = model.apply(one, x, training=True, seed=key)[0]
+                output = model.apply(teacher_weights, x, training=True, seed=key)[0]
                 yield teacher, rows, output if features else _without_features(output)
 
-    found = _gathered(pieces(), models, count)
-    return found if stacked else row_of(found, 0)
+    outputs = _gathered(pieces(), models, count)
+    return outputs if stacked else row_of(outputs, 0)
 
 
 @torch.no_grad()
@@ -191,7 +191,7 @@ def batch_statistics(model: Model, weights: Weights, feed: Feed, batch: int) -> 
         fresh = {n: torch.zeros_like(b) for n, b in held.items() if n.endswith("num_batches_tracked")}
         return model.apply(Weights(weights.params, {**held, **fresh}), x, training=True, seed=key)[1]
 
-    seen, found = 0, dict(weights.buffers)
+    seen, buffers = 0, dict(weights.buffers)
     share: dict[str, float] = {}
     for at in range(0, len(feed.x), batch):
         x = feed.inputs(slice(at, at + batch))
@@ -202,9 +202,11 @@ def batch_statistics(model: Model, weights: Weights, feed: Feed, batch: int) -> 
             share = {n: 1.0 - float((from_afar[n] - after[n]).double().mean()) / AFAR for n in running}
         for name in (name for name in running if share[name] > 0):
             estimate = after[name] / share[name]
-            found[name] = estimate if not seen else found[name] + (estimate - found[name]) * (len(x) / (seen + len(x)))
+            buffers[name] = (
+                estimate if not seen else buffers[name] + (estimate - buffers[name]) * (len(x) / (seen + len(x)))
+            )
         seen += len(x)
-    return found
+    return buffers
 
 
 def fill_features(program: Program, plan: Plan, held: np.ndarray | None = None) -> None:

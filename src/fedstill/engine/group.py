@@ -57,13 +57,13 @@ def make_inputs(
 def columns_of(inputs: Inputs, piece: slice | Tensor) -> Inputs:
     """The inputs of some clients (as views, for a slice)."""
     columns = {name: getattr(inputs, name)[:, piece] for name in (*PLANNED, "facts")}
-    own = {name: rows_of(getattr(inputs, name), piece) for name in ("state", "label_counts", "optimizer")}
+    of_clients = {name: rows_of(getattr(inputs, name), piece) for name in ("state", "label_counts", "optimizer")}
     starts = None if inputs.starts is None else rows_of(inputs.starts, piece)
-    return Inputs(**columns, **own, starts=starts)
+    return Inputs(**columns, **of_clients, starts=starts)
 
 
 def local_view(program: Program, inputs: Inputs, seed: Tensor, width: int) -> Local:
-    """What the clients of a group may look at, stacked; `params` and `frozen` are filled in by the step."""
+    """Return the Local of a group's clients, stacked; the step fills in `params` and `frozen`."""
     size, steps, travel, lr = (fact[:width] for fact in inputs.facts)
     state = tree_map(lambda leaf: leaf[:width], inputs.state)
     counts = inputs.label_counts[:width]

@@ -45,39 +45,39 @@ class MixedEngine:
         for prototype, here in places.items():
             if len(ids) and not len(here):  # in an empty cohort all train nobody: uploads need a form to be merged in
                 continue
-            own = states.get(prototype, {})
+            slots = states.get(prototype, {})
             start, received = part_of(work.start, prototype), work.received.get(prototype, {})
             trained = self.engines[prototype].train(
-                replace(work, start=start, received=received), ids[here.numpy()], rows_of(own, here.to(self.device))
+                replace(work, start=start, received=received), ids[here.numpy()], rows_of(slots, here.to(self.device))
             )
             assert isinstance(trained.uploads, Uploads)  # its engines train in this process
             sent[prototype] = trained.uploads
-            after[prototype] = tree_map(partial(_written, here.to(self.device)), own, trained.states) if own else {}
+            after[prototype] = tree_map(partial(_written, here.to(self.device)), slots, trained.states) if slots else {}
         return Trained(merge_uploads(sent, work.start, places), after)
 
     def outputs(self, weights: Weights, x: Tensor, stacked: bool = False, **how: Any) -> Output:
         """Outputs of the reported model; weights that lack it, or some of the ensemble, answer with what they hold."""
         present = [prototype for prototype in self.engines if only(weights, prototype).params]
         asked = [self.groups.report] if self.groups.report in present else present
-        said = {
+        answers = {
             prototype: self.engines[prototype].outputs(part_of(weights, prototype), x, stacked, **how)
             for prototype in asked
         }
-        return together(said, self.groups.report)
+        return together(answers, self.groups.report)
 
     def batch_statistics(self, weights: Weights, x: Tensor, batch: int = 128) -> Params:
         """Of each prototype."""
         parts = {prototype: part_of(weights, prototype) for prototype in self.engines}
-        found = {
+        statistics = {
             prototype: Weights({}, self.engines[prototype].batch_statistics(part, x, batch))
             for prototype, part in parts.items()
         }
-        return merge(found).buffers
+        return merge(statistics).buffers
 
     def lend(self, model: Model) -> Engine:
         """The engine of a prototype for that one, a fresh one with the same data for any other model."""
-        for prototype, own in self.groups.models.items():
-            if own is model:
+        for prototype, known in self.groups.models.items():
+            if known is model:
                 return self.engines[prototype]
         return next(iter(self.engines.values())).lend(model)
 

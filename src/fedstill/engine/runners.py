@@ -68,7 +68,7 @@ CHANNELS_LAST = (0, 2, 3, 1)
 class Looped:
     """Runs each client alone: on a CPU as many at a time as there are workers, on a GPU `lanes` on own streams.
 
-    Each worker has a program, because a program keeps what a frozen model said about the rows of the present client.
+    Each worker has a program, because a program keeps a frozen model's outputs for the rows of the present client.
     """
 
     def __init__(self, program: Program, workers: Workers, *, lanes: int, graphs: bool) -> None:

@@ -82,7 +82,7 @@ class Stack:
             self.count.copy_(optimizer["count"])
 
     def optimizer(self) -> Tree:
-        """A copy of what the first client's optimiser remembers; empty if it remembers nothing."""
+        """Return a copy of the first client's optimiser state; empty if it keeps none."""
         return {"moments": clone(rows(self.moments, 0)), "count": self.count.clone()} if self.moments else {}
 
     def tensors(self) -> Iterable[Tensor]:
@@ -110,7 +110,9 @@ class View:
         self.moments = [[cut(m) for m in moments.values()] for moments in stack.moments.values()]
         # torch's fused SGD on a CPU copies a gradient that is not contiguous: most of the update of a small MLP
         self.orders = [memory_order(leaf.stride()) for leaf in self.leaves]
-        self.as_contiguous = [self.in_memory_order([one.detach() for one in of]) for of in (self.leaves, *self.moments)]
+        self.as_contiguous = [
+            self.in_memory_order([leaf.detach() for leaf in of]) for of in (self.leaves, *self.moments)
+        ]
 
     def in_memory_order(self, tensors: Leaves) -> Leaves:
         """Return tensors that lie in memory as the parameters do, as contiguous ones, without a copy."""
@@ -200,7 +202,7 @@ def moment_names(training: Training) -> tuple[str, ...]:
 
 
 def first_memory(training: Training, params: Params) -> Tree:
-    """What a fresh optimiser remembers of one model; empty if it never remembers anything."""
+    """Return the state of a fresh optimiser for one model; empty if it keeps none."""
     moments = {moment: zeros_like(params) for moment in moment_names(training)}
     return {"moments": moments, "count": next(iter(params.values())).new_zeros(())} if moments else {}
 

@@ -49,8 +49,8 @@ def autocast_to(precision: str, device: torch.device) -> AbstractContextManager[
 def _own_code(method: Any) -> Any:
     """A copy of a bound method with a code object of its own, on which dynamo counts traces: at most eight."""
     made = method.__func__
-    own = FunctionType(made.__code__.replace(), made.__globals__, made.__name__, made.__defaults__, made.__closure__)
-    return MethodType(own, method.__self__)
+    copy = FunctionType(made.__code__.replace(), made.__globals__, made.__name__, made.__defaults__, made.__closure__)
+    return MethodType(copy, method.__self__)
 
 
 def _undeclared(output: Output, index: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Program:
         return self.start if self.moves_all else moving(self.start, self.model, self.training.part)
 
     def whole(self, moved: Weights, *, width: int | None = None) -> Weights:
-        """Weights as `moving`, with the start's own tensors for the rest; `width` clients share them (no copies)."""
+        """Weights as `moving`, with the start's tensors for all others; `width` clients share them (no copies)."""
         if self.moves_all:
             return moved
         return with_rest(moved, clone(self.start) if self.static else self.start, width=width)

@@ -186,7 +186,7 @@ def agreed_data(experiment: Experiment) -> Dataset:
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:
     """Share the data out to clients and server. Only [data], [partition] and the seed decide, so methods share it."""
     source = load_source(experiment) if source is None else source
-    own = source.built_from == data_settings(experiment)
+    as_configured = source.built_from == data_settings(experiment)
     data, partition, seed = experiment.data, experiment.partition, experiment.seed
     source, unlabeled = split_unlabeled(source, data.unlabeled, seed=seed, limit=data.unlabeled_limit)
     if unlabeled is not None and (names := unlabeled.skipped):
@@ -217,7 +217,7 @@ def build_federation(experiment: Experiment, source: Source | None = None) -> Fe
     )
     if data.client_test_share:
         federation = hold_client_tests(federation, data.client_test_share, seed=seed)
-    return replace(federation, built_from=split_settings(experiment) if own else "")
+    return replace(federation, built_from=split_settings(experiment) if as_configured else "")
 
 
 def data_settings(experiment: Experiment) -> str:

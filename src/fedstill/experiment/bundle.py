@@ -177,8 +177,8 @@ def _without_code(table: dict[str, Any]) -> dict[str, Any]:
     for text in _texts(table["model"]):
         if ":" in text or text == GIVEN:
             raise FedstillError(f"it names the network '{text}', and no code is loaded for a bundle")
-    own = any(":" in text for text in _texts(table["method"]))
-    return {key: section for key, section in table.items() if not (own and key == "method")}
+    has_own_code = any(":" in text for text in _texts(table["method"]))
+    return {key: section for key, section in table.items() if not (has_own_code and key == "method")}
 
 
 def _texts(tree: Any) -> Iterator[str]:

@@ -50,15 +50,15 @@ class Candidates:
     def __post_init__(self) -> None:
         self.refused: dict[str, str] = {}
         section, private = self.experiment.method, self.experiment.privacy.epsilon is not None
-        self._own = write(section.name, section.options)
-        releases = self._try(self._own, [self._own])[1] if private else False
-        self.base = (self._own if releases else PRIVATE) if private else "fedavg"
+        self._configured = write(section.name, section.options)
+        releases = self._try(self._configured, [self._configured])[1] if private else False
+        self.base = (self._configured if releases else PRIVATE) if private else "fedavg"
         self.refused.clear()
 
     def alone(self) -> list[str]:
         """Return the base, the methods of the experiment file, and every other part beside the base."""
-        section, wanted = self.experiment.method, [self._own, *self.experiment.compare.methods]
-        wanted = [self._own if text == section.name else text for text in wanted]
+        section, wanted = self.experiment.method, [self._configured, *self.experiment.compare.methods]
+        wanted = [self._configured if text == section.name else text for text in wanted]
         library = [name for name in (*METHODS, *AGGREGATES) if name != section.name]
         texts = list(self.named) or [*wanted, *library]
         asked = set(self.named or wanted)

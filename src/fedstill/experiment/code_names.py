@@ -22,8 +22,8 @@ def check_code(table: Mapping[str, Any], where: str | Path, *, spoken: Iterable[
 
     spoken: names that the user wrote on the command line, which may run.
     """
-    own = set(spoken)
-    for line in refusals(name for name in code_names(table) if name not in own):
+    allowed = set(spoken)
+    for line in refusals(name for name in code_names(table) if name not in allowed):
         raise FedstillError(f"'{where}' names code, {line}")
 
 

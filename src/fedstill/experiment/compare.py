@@ -334,9 +334,9 @@ class _Player:
             if self.experiment.compare.over:
                 best = best_experiment(self.experiment, self.experiments[comparison.summaries[0].method])
                 write_whole(self.folder / BEST_FILE, best.to_toml())
-                if (found := comparison.sensitivity) is not None:
+                if (effects := comparison.sensitivity) is not None:
                     title = f"{federation.train.name}: {federation.partition}"
-                    draw_all({PICTURE_FILE: lambda path: sensitivity_picture(found, path, title=title)}, self.folder)
+                    draw_all({PICTURE_FILE: lambda path: sensitivity_picture(effects, path, title=title)}, self.folder)
         return comparison
 
 

@@ -138,9 +138,9 @@ def check_weights(experiment: Experiment, federation: Federation, weights: Weigh
             raise FedstillError(f"layer '{name.partition('/')[2]}' holds numbers that are not finite")
 
 
-def form_differences(found: Weights, wanted: Weights) -> Iterator[str]:
+def form_differences(weights: Weights, wanted: Weights) -> Iterator[str]:
     """Yield a line for each tensor that is missing, too many or of another shape."""
-    there, here = flatten(found), flatten(wanted)
+    there, here = flatten(weights), flatten(wanted)
     for name in dict.fromkeys((*here, *there)):
         layer = name.partition("/")[2]
         if name not in there:
@@ -163,8 +163,8 @@ def computation_digest(network: Model, *, reads_ids: bool) -> str:
     It digests the logits for two fixed samples under fixed weights. They are computed in float64 and rounded, so that
     another machine finds the same text.
     """
-    found = [_fixed_logits(part, reads_ids).numpy().tobytes() for part in network.networks.values()]
-    return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest()
+    logits = [_fixed_logits(part, reads_ids).numpy().tobytes() for part in network.networks.values()]
+    return hashlib.blake2b(b"".join(logits), digest_size=8).hexdigest()
 
 
 def _fixed_logits(network: Model, reads_ids: bool) -> Tensor:

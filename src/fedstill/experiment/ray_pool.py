@@ -33,7 +33,7 @@ def pool_of(
 ) -> Pool:
     """Return the workers for runs that write these folders: actors of its cluster where engine.name is "ray".
 
-    again: returns a job that goes on where a dead actor left it. For the rest see WorkerPool.
+    again: returns a job that goes on where a dead actor left it. For all else see WorkerPool.
     """
     if asked.engine.name != "ray":
         return WorkerPool(at_once, make_worker, died)

@@ -205,12 +205,12 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any], *, fixed: Collecti
     differ = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
     keys = [key for key in differ if not _may_change(key) or key in fixed or key.partition(".")[0] in fixed]
     if old.get("model.name") == new.get("model.name") == GIVEN:  # digests say nothing to a reader
-        said = {f"model.{fact}": f"the network is another one: {words}" for fact, words in NETWORK_DIFFERS.items()}
+        explained = {f"model.{fact}": f"the network is another one: {words}" for fact, words in NETWORK_DIFFERS.items()}
         if "model.tensors" in keys:
             keys = [key for key in keys if key != "model.computes"]
     else:
-        said = {}
-    return [said.get(key, f"{key} was {old.get(key)!r} and is {new.get(key)!r}") for key in keys]
+        explained = {}
+    return [explained.get(key, f"{key} was {old.get(key)!r} and is {new.get(key)!r}") for key in keys]
 
 
 def _may_change(key: str) -> bool:
@@ -341,8 +341,8 @@ def git_commit() -> str | None:
     commit, settings = git("rev-parse", "HEAD"), git("config", "--list", "--show-scope", "--name-only")
     if commit is None or settings is None or _git_runs_programs(settings):
         return commit
-    what = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")  # submodules have settings of their own
-    changed = git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", *what)
+    flags = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")  # submodules have settings of their own
+    changed = git("--no-optional-locks", "-c", "core.fsmonitor=false", "status", *flags)
     return f"{commit}+" if changed else commit
 
 

@@ -134,8 +134,8 @@ class _Forward(Callback):
     def on_start(self, info: RunInfo) -> None:
         self._hear(Event(self._number, "on_start", (info,)))
 
-    def on_prepare(self, what: str, share: float) -> None:
-        self._hear(Event(self._number, "on_prepare", (what, share)))
+    def on_prepare(self, line: str, share: float) -> None:
+        self._hear(Event(self._number, "on_prepare", (line, share)))
 
     def on_round(self, row: Row) -> None:
         self._hear(Event(self._number, "on_round", (row,)))

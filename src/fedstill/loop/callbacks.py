@@ -14,7 +14,7 @@ from fedstill.loop.history import Result, Row
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known before the first round. `past` holds the rows of a resumed run."""
+    """The facts that are known before the first round. `past` holds the rows of a resumed run."""
 
     method: str
     rounds: int
@@ -35,7 +35,7 @@ class Callback(Protocol):
         """Before the first round of this call; True: there is nothing left to do."""
         return None
 
-    def on_prepare(self, what: str, share: float) -> None:
+    def on_prepare(self, line: str, share: float) -> None:
         """While a method prepares its first round (pre-training, ...): a line, and the share that is done."""
         return
 

@@ -41,22 +41,22 @@ ROWS_AT_ONCE = 65_536
 MEASURED_SECONDS = 2.0  # over which the free cores are counted
 
 _log = logging.getLogger("fedstill.run")
-_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+_shown_lines: ContextVar[set[str] | None] = ContextVar("shown_lines", default=None)
 
 
 @contextmanager
-def each_once(said: set[str]) -> Iterator[None]:
-    """Leave out the lines in `said`, and add all others to it: the runs of a comparison share their data."""
-    token = _said.set(said)
+def each_once(lines: set[str]) -> Iterator[None]:
+    """Leave out `lines`, and add all other lines to them: the runs of a comparison share their data."""
+    token = _shown_lines.set(lines)
     try:
         yield
     finally:
-        _said.reset(token)
+        _shown_lines.reset(token)
 
 
 def caution(line: str) -> None:
     """Warn in the log 'fedstill.run', and on stderr where no handler of the user's shows the log."""
-    lines = _said.get()
+    lines = _shown_lines.get()
     if lines is not None:
         if line in lines:
             return

@@ -96,9 +96,9 @@ def load_newest(folder: Path, device: torch.device | str = "cpu") -> RunState | 
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(round, path) of what looks like a checkpoint, newest first."""
-    found = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+    """Return (round, path) of each file that is named like a checkpoint, newest first."""
+    entries = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(((int(match[1]), path) for match, path in entries if match), reverse=True)
 
 
 def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
@@ -114,7 +114,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
         parts = sorted(name for name in names if name.startswith("clients-"))
         for _ in _read_clients(path, parts, state["client_shape"]):
             pass  # so that a part that cannot be read is found here
-        found = RunState(
+        run = RunState(
             round=state["round"],
             weights=tree["weights"],
             server=tree["server"],
@@ -124,12 +124,12 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> RunState:
             identity=state["identity"],
             targets_round=state["targets_round"],
         )
-        _check_content(found, path)
+        _check_content(run, path)
     except MemoryError:
         raise
     except Exception as error:  # a damaged file can make zipfile raise nearly anything
         raise _Damaged(f"{type(error).__name__}: {error}") from None
-    return found
+    return run
 
 
 def _check_content(state: RunState, path: Path) -> None:
@@ -198,7 +198,7 @@ def load_weights(folder: str | Path, device: torch.device | str = "cpu") -> Weig
 
 
 def load_model(folder: str | Path, device: torch.device | str = "cpu") -> tuple[Weights, dict[str, str]]:
-    """The model that `save_weights` wrote, and what it wrote about the model."""
+    """Return the model that `save_weights` wrote, and the facts that it wrote about the model."""
     path = Path(folder)
     path = path / WEIGHTS_FILE if path.is_dir() else path
     try:
@@ -218,13 +218,13 @@ def load_model(folder: str | Path, device: torch.device | str = "cpu") -> tuple[
     return Weights(**parts), about
 
 
-def same_form(found: Weights, expected: Weights) -> bool:
+def same_form(weights: Weights, expected: Weights) -> bool:
     """Same names, shapes and dtypes."""
 
     def form(weights: Weights) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (leaf.shape, leaf.dtype) for name, leaf in flatten(weights).items()}
 
-    return form(found) == form(expected)
+    return form(weights) == form(expected)
 
 
 class _Damaged(Exception):

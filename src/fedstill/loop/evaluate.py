@@ -210,8 +210,8 @@ def measure(logits: Tensor, test: TestSet) -> dict[str, Any]:
         if metric.of is not None:
             number: Any = metric.of(answers)
             if getattr(number, "ndim", number is None):
-                what = "nothing" if number is None else f"numbers of shape {tuple(number.shape)}"
-                raise FedstillError(f"the metric '{name}', {name_of(metric.of)}, gave {what}: give one, e.g. a mean")
+                problem = "nothing" if number is None else f"numbers of shape {tuple(number.shape)}"
+                raise FedstillError(f"the metric '{name}', {name_of(metric.of)}, gave {problem}: give one, e.g. a mean")
             numbers[name] = torch.as_tensor(number, dtype=torch.float64, device=logits.device)
     confusion = hits.new_zeros(classes**2 if classes <= CONFUSION_CLASSES else 0)
     if len(confusion):

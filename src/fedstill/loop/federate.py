@@ -276,10 +276,10 @@ def _check_sealed(built: Built, phases: Sequence[Phase], label: str) -> None:
 
 
 def _teller(callbacks: Sequence[Callback]) -> Callable[[str, float], None]:
-    def tell(what: str, share: float) -> None:
-        _log.info("%s", what)
+    def tell(line: str, share: float) -> None:
+        _log.info("%s", line)
         for callback in callbacks:
-            callback.on_prepare(what, share)
+            callback.on_prepare(line, share)
 
     return tell
 
@@ -368,7 +368,7 @@ def make_task(
     built: Built,
     phases: tuple[Phase, ...],
     engines: Engines,
-    tell: Callable[[str, float], None] = lambda what, share: None,
+    tell: Callable[[str, float], None] = lambda line, share: None,
 ) -> Task:
     federation, schedule, device = built.federation, built.schedule, engines.cohort.device
     clients = holders_of(built)
@@ -422,8 +422,8 @@ def _make_plan(task: Task, built: Built, folder: Path | None, start: Weights, se
         "noise": noise_of(task.phases),
         "privacy": settings_of(task.privacy),
     }
-    if found := fingerprint(task, identity, built.settings, start=start, secret=secret):
-        identity["fingerprint"] = found
+    if mark := fingerprint(task, identity, built.settings, start=start, secret=secret):
+        identity["fingerprint"] = mark
     if built.sealed:
         identity["sealed"] = True
     if built.contract:

@@ -43,7 +43,7 @@ DTYPES = {
 
 
 def template_of(uploads: Uploads) -> Uploads:
-    """What one upload of this cohort must look like: names, shapes and dtypes, no storage."""
+    """Return the form that one upload of this cohort must have: names, shapes and dtypes, no storage."""
     return from_tree(
         tree_map(lambda leaf: torch.empty(leaf.shape[1:], dtype=leaf.dtype, device="meta"), as_tree(uploads))
     )
@@ -128,7 +128,7 @@ class _Entry:
 
 
 def _body(upload: Uploads) -> Tree:
-    """What travels as tensors: the id is in the envelope."""
+    """Return the parts that travel as tensors: the id is in the envelope."""
     tree = as_tree(upload)
     del tree["ids"]
     return tree
@@ -142,11 +142,11 @@ def _assemble(flat: Mapping[str, _Entry | Tensor], template: Uploads, client: in
     if extra:
         raise FedstillError(f"unexpected name {_shown(extra)}")
     for name, outline in expected.items():
-        found = flat[name]
-        if tuple(found.shape) != tuple(outline.shape):
-            raise FedstillError(f"wrong shape of {name}: {tuple(found.shape)}, expected {tuple(outline.shape)}")
-        if found.dtype != outline.dtype:
-            raise FedstillError(f"wrong dtype of {name}: {found.dtype}, expected {outline.dtype}")
+        leaf = flat[name]
+        if tuple(leaf.shape) != tuple(outline.shape):
+            raise FedstillError(f"wrong shape of {name}: {tuple(leaf.shape)}, expected {tuple(outline.shape)}")
+        if leaf.dtype != outline.dtype:
+            raise FedstillError(f"wrong dtype of {name}: {leaf.dtype}, expected {outline.dtype}")
     tensors = {name: entry.tensor() if isinstance(entry, _Entry) else entry for name, entry in flat.items()}
     tree = _refill(_body(template), tensors, "")
     tree["ids"] = torch.tensor(client, dtype=torch.int64)

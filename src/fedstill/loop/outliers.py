@@ -146,8 +146,8 @@ def shortened(uploads: Uploads, start: Weights, left: Mapping[str, np.ndarray]) 
     def cut(leaf: Tensor, centre: Tensor | float, share: np.ndarray) -> Tensor:
         if not leaf.is_floating_point():
             return leaf
-        own = torch.from_numpy(share).to(leaf.device).reshape(-1, *[1] * (leaf.dim() - 1))
-        return torch.where(own == 1.0, leaf, (centre + own * (leaf.double() - centre)).to(leaf.dtype))
+        shares = torch.from_numpy(share).to(leaf.device).reshape(-1, *[1] * (leaf.dim() - 1))
+        return torch.where(shares == 1.0, leaf, (centre + shares * (leaf.double() - centre)).to(leaf.dtype))
 
     def towards(sent: Params, centre: Params, name: str) -> Params:
         if name not in left:

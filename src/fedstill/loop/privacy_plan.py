@@ -91,7 +91,7 @@ def _played(stretch: Stretch, first: int, last: int, price: Price | None) -> Str
     rounds = max(0, last - first + 1)
     if price is None or not rounds:
         return replace(stretch, rounds=rounds, visits=rounds)
-    paid = {factor: price(first, last, factor) for factor in {(1,), *(one.factor for one in stretch.releases)}}
+    paid = {factor: price(first, last, factor) for factor in {(1,), *(release.factor for release in stretch.releases)}}
     return replace(stretch, rounds=rounds, visits=int(paid[1,]), paid=paid)
 
 
@@ -137,17 +137,17 @@ def _with_label_counts(stretches: list[Stretch], phases: Sequence[Phase], privac
 
 
 def extra_slots(method: Method, weights: Weights) -> tuple[str, ...]:
-    """What a client sends beside its model, by name: found by calling the end of its objective once, without data."""
+    """Return the slots that a client sends beside its model: call its objective's `finish` once, without data."""
     objective = method.objective
     if objective.finish is no_finish:
         return ()
-    one = torch.ones((), device=next(iter(weights.params.values())).device)
+    unit = torch.ones((), device=next(iter(weights.params.values())).device)
     measured: Tree = defaultdict(lambda: weights.params)
     try:
         received = broadcast_of(method, first_state(method, weights))
         state = objective.init(weights)
-        numbers = {"label_counts": one[None], "size": one, "steps": one, "travel": one, "lr": one}
-        seed = torch.zeros_like(one, dtype=torch.int64)
+        numbers = {"label_counts": unit[None], "size": unit, "steps": unit, "travel": unit, "lr": unit}
+        seed = torch.zeros_like(unit, dtype=torch.int64)
         local = Local(weights.params, weights.buffers, weights, received, state, {}, **numbers, seed=seed)
         return tuple(objective.finish(local, measured)[1])
     except Exception:  # a term that cannot be tried: say the worst
@@ -162,7 +162,7 @@ def check_seal(phases: Sequence[Phase], model: Model, weights: Weights, quorum: 
     for phase in phases:
         if phase.method.trusted is None:
             continue
-        own = ", ".join(one.without_trust for one in phase.method.releases if one.without_trust)
+        local_forms = ", ".join(release.without_trust for release in phase.method.releases if release.without_trust)
         beside = list(extra_slots(phase.method, weights))
         if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.method):
             beside.append("label counts")
@@ -174,23 +174,23 @@ def check_seal(phases: Sequence[Phase], model: Model, weights: Weights, quorum: 
         if missing:
             raise FedstillError(
                 f"a server that is trusted with the noise shows its steps the noisy mean alone, and this method needs "
-                f"{', '.join(missing)}: {_instead_of_trust(own, beside)}"
+                f"{', '.join(missing)}: {_instead_of_trust(local_forms, beside)}"
             )
         if quorum > 1:
             raise FedstillError(
                 "guard.quorum above 1 tells how many uploads were sound, which the noise of a trusted server does not "
-                "hide: set guard.quorum = 1" + (f", or use {own}" if own else "")
+                "hide: set guard.quorum = 1" + (f", or use {local_forms}" if local_forms else "")
             )
 
 
-def _instead_of_trust(own: str, beside: Sequence[str]) -> str:
-    """What to do where a noisy mean is not enough; noise of the clients' own hides nothing that is sent `beside` it."""
-    if not own:
+def _instead_of_trust(local_form: str, beside: Sequence[str]) -> str:
+    """Return advice where a noisy mean is not enough; the clients' own noise hides nothing sent `beside` it."""
+    if not local_form:
         return "use another method beside it"
     if not beside:
-        return f"use {own}, or another method beside it"
+        return f"use {local_form}, or another method beside it"
     parts = ", ".join(beside)
-    return f"use another method beside it ({own} would run, and claim nothing: it puts no noise on {parts})"
+    return f"use another method beside it ({local_form} would run, and claim nothing: it puts no noise on {parts})"
 
 
 def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
@@ -206,7 +206,7 @@ def noisy_label_counts(counts: Tensor, privacy: Privacy, seed: Seed) -> Tensor:
 
 @dataclass(frozen=True)
 class Promise:
-    """How far a run may go, and what it will say about privacy."""
+    """How far a run may go, and its statement about privacy."""
 
     rounds: int  # as many as the budget allows
     wanted: int
@@ -225,7 +225,7 @@ class Promise:
         return f"privacy.epsilon = {self.privacy.epsilon:g} allows {allowed}: one more would exceed it"
 
     def statement(self, history: History, played: int) -> PrivacyStatement | None:
-        """What a run may say that has played so many rounds; what clients answered without a release counts, too."""
+        """Return the statement of a run that has played so many rounds; answers without a release count, too."""
         if self.after is None:
             return None
         asked = {int(row["round"]) for row in history.rows if row.get(OPEN_QUESTIONS)}
@@ -268,7 +268,7 @@ class Promise:
         """Why a run ended that has played so many rounds, or how far a resumed one was beyond its budget."""
         if played <= self.rounds or self.after is None or self.privacy.epsilon is None:
             return self.cut if played >= self.rounds else ""
-        privacy = replace(self.privacy, partial=True)  # what is not covered is told elsewhere
+        privacy = replace(self.privacy, partial=True)  # another line names the parts that are not covered
         last = self.rounds if self.cut else rounds_within(privacy, self.after, played)
         if last == played:
             return ""
@@ -349,10 +349,10 @@ def _sent_of(weights: Weights, task: Task) -> Weights:
 
 
 def _instead_of_counts(task: Task) -> str:
-    """What to do where label counts are needed and may not be sent."""
-    needing = [one.method for one in task.phases if Need.LABEL_COUNTS_UPLOADED in needs_of(one.method)]
-    own = dict.fromkeys(one.without_counts for one in needing)
-    use = f"use {' and '.join(own)}, or " if all(own) else ""
+    """Return the advice where label counts are needed and may not be sent."""
+    needing = [phase.method for phase in task.phases if Need.LABEL_COUNTS_UPLOADED in needs_of(phase.method)]
+    alternatives = dict.fromkeys(phase.without_counts for phase in needing)
+    use = f"use {' and '.join(alternatives)}, or " if all(alternatives) else ""
     return f"{use}set 'dp' or 'exact'"
 
 
@@ -363,7 +363,7 @@ def warn_of_kept_statistics(task: Task) -> None:
 
 
 def noise_of(phases: Sequence[Phase]) -> list[str]:
-    """What protects each method's rounds, to the last digit: a resumed run must go on with the same."""
+    """Return the noise of each method's rounds, to the last digit: a resumed run must go on with the same."""
     if not any(phase.method.releases for phase in phases):
         return []
 
@@ -376,12 +376,12 @@ def noise_of(phases: Sequence[Phase]) -> list[str]:
     def until(phase: Phase) -> str:
         return "to the end" if phase.until is None else f"until round {phase.until}"
 
-    return [f"{until(one)}: {'; '.join(map(in_words, one.method.releases)) or 'no noise'}" for one in phases]
+    return [f"{until(phase)}: {'; '.join(map(in_words, phase.method.releases)) or 'no noise'}" for phase in phases]
 
 
 def is_noisy(task: Task) -> bool:
     """Return whether a part of the run adds noise that protects."""
-    noisy = any(one.multiplier is not None for phase in task.phases for one in phase.method.releases)
+    noisy = any(release.multiplier is not None for phase in task.phases for release in phase.method.releases)
     return noisy or task.privacy.label_counts == "dp"
 
 

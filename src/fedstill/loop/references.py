@@ -128,10 +128,10 @@ def find_references(
     test = make_test_set(federation, engine.device, counts)
     frequencies = counts.sum(0) / counts.sum()
 
-    def tell(what: str) -> Tell:
+    def tell(work: str) -> Tell:
         def share(done: float) -> None:
             for callback in callbacks:
-                callback.on_prepare(f"reference points: {what}", done)
+                callback.on_prepare(f"reference points: {work}", done)
 
         return share
 

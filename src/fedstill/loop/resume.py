@@ -115,7 +115,7 @@ def save_models(
 
 
 def rows_digest(x: Tensor, ids: Sequence[str] | None) -> str:
-    """What tells one unlabeled set from another: its samples and their names, in their order."""
+    """Return a digest that differs between unlabeled sets: of samples and their names, in their order."""
     hashed = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)} {json.dumps(ids)}".encode(), digest_size=DIGEST_BYTES)
     hashed.update(np.ascontiguousarray(x.cpu().numpy()).data)
     return hashed.hexdigest()

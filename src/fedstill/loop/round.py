@@ -58,7 +58,7 @@ OPEN_QUESTIONS = "questions_open"  # of a row: asked before the first round, and
 
 @dataclass(frozen=True)
 class Task:
-    """What does not change during a run."""
+    """The parts of a run that do not change while it goes on."""
 
     phases: tuple[Phase, ...]
     model: Model
@@ -76,7 +76,7 @@ class Task:
     unlabeled: Tensor | None  # only with Need.UNLABELED
     validation: tuple[Tensor, Tensor] | None = None  # only with Need.VALIDATION
     truth: Tensor | None = None  # (M,) labels of the unlabeled set, for looking at what the server believes
-    tell: Callable[[str, float], None] = lambda what, share: None  # progress of what is prepared
+    tell: Callable[[str, float], None] = lambda line, share: None  # progress of what is prepared
     cache: Cache | None = None
     sampling: Sampling = "fixed"
     privacy: Privacy = field(default_factory=Privacy)
@@ -193,7 +193,7 @@ def _no_uploads(start: Weights) -> Uploads:
 
 
 def _begin(task: Task, state: State, population: Population) -> Played:
-    """In the first round of a method: what it takes over from the one before, and what it prepares."""
+    """In a method's first round: take over the state of the method before, and prepare."""
     method, number = task.method(state.round), state.round
     if number > 1 and method is task.method(number - 1):
         return Played(state, {}, [])
@@ -210,7 +210,7 @@ def prepare(task: Task, state: State, population: Population) -> Played:
     asked = Asked(
         population, task.members(state.round), task.engine.device, state.round,
         strict=task.privacy.epsilon is not None, outlier=task.guard.outlier,
-        releases=[one.what for one in method.releases if one.when == "once"], tell=task.tell,
+        releases=[release.what for release in method.releases if release.when == "once"], tell=task.tell,
     )  # fmt: skip
     look = Preparation(
         round=state.round,
@@ -253,7 +253,7 @@ def _labeled(task: Task) -> tuple[Tensor, Tensor]:
 
 
 def _bytes_up(task: Task, uploads: Uploads | Messages) -> int:
-    """Bytes that clients have to send: of the model only the part that they train, because the server has the rest."""
+    """Bytes that clients have to send: of the model the part that they train, because the server has all else."""
     if isinstance(uploads, Messages):
         if uploads.arrived is not None:
             return uploads.arrived
@@ -274,9 +274,9 @@ def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State
     noisy = any(release.multiplier is not None for release in method.releases)
     past = None if noisy else _past_scales(task, state)
     sent = uploads if isinstance(uploads, Messages) else _moved(task, uploads)
-    own = moving(start, task.model, task.training.part)
+    form = moving(start, task.model, task.training.part)
     alike = len(task.model.networks) == 1
-    admitted = admit(sent, own, task.guard, round=state.round, exact_counts=exact, past=past, alike=alike)
+    admitted = admit(sent, form, task.guard, round=state.round, exact_counts=exact, past=past, alike=alike)
     if admitted.uploads is None:
         return admitted
     whole = with_rest(admitted.uploads.weights, start, width=len(admitted.uploads.ids))
@@ -285,8 +285,8 @@ def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State
 
 def _admit_unseen(uploads: Uploads, start: Weights, guard: Guard, number: int) -> Admitted:
     """Nobody sees an upload before it is summed: each client looks at its own, and cuts it to the norm bounds."""
-    own = replace(guard, norm_bound=None, extra_bound=None, outlier=0.0)
-    admitted = admit(uploads, start, own, round=number)
+    finite_only = replace(guard, norm_bound=None, extra_bound=None, outlier=0.0)
+    admitted = admit(uploads, start, finite_only, round=number)
     if admitted.uploads is None:
         return admitted
     return admitted._replace(uploads=clipped(admitted.uploads, start, guard.norm_bound, guard.extra_bound))

@@ -42,7 +42,7 @@ class Asked:
         releases: Collection[str] = (),
         strict: bool = False,
         outlier: float = 0.0,
-        tell: Callable[[str, float], None] = lambda what, share: None,
+        tell: Callable[[str, float], None] = lambda line, share: None,
     ) -> None:
         self.population, self.clients, self.device, self.round = population, clients, device, round
         self.outlier, self.tell = outlier, tell
@@ -57,7 +57,7 @@ class Asked:
         """The answers of all clients (`among` some ids), stacked in the order of their ids."""
         good: dict[int, Tree] = {}
         faults: dict[int, str] = {}
-        asked = [one for one in self.clients.tolist() if among is None or one in among]
+        asked = [client for client in self.clients.tolist() if among is None or client in among]
         self._account(release, set(asked))
         self.bytes_down += len(asked) * (0 if sent is None else byte_size(sent))
         answers = self.population.ask(question, asked, round=self.round, sent=sent)
@@ -99,8 +99,10 @@ class Asked:
             return
         self.questions_open += 1
         if self.strict:
-            what = f"a second answer of '{release}'" if release in self.open else "an answer that no release speaks of"
-            raise FedstillError(f"privacy.epsilon cannot be kept: the method wants {what}: take privacy.epsilon away")
+            answer = (
+                f"a second answer of '{release}'" if release in self.open else "an answer that no release speaks of"
+            )
+            raise FedstillError(f"privacy.epsilon cannot be kept: the method wants {answer}: take privacy.epsilon away")
 
 
 def _usual_form(answers: Mapping[int, Tree]) -> frozenset[object]:

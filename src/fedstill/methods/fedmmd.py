@@ -34,11 +34,11 @@ def kernel_discrepancy(features: Tensor, reference: Tensor, weight: Tensor) -> T
     real = weight.unsqueeze(-1) > 0  # not a product: 0 * Inf is NaN
     h, r = (torch.where(real, full_precision(side), 0.0) for side in (features, reference.detach()))
     pairs = weight.unsqueeze(-1) * weight
-    own, other, across = _squared_distances(h, h), _squared_distances(r, r), _squared_distances(h, r)
+    in_features, in_reference, across = _squared_distances(h, h), _squared_distances(r, r), _squared_distances(h, r)
     count = 2.0 * weight.sum()
-    total = (pairs * (own + other + 2.0 * across)).sum().detach()
+    total = (pairs * (in_features + in_reference + 2.0 * across)).sum().detach()
     sigma = total / (count * (count - 1.0)).clamp_min(1.0) + 1e-8
-    values = _kernel(own, sigma) + _kernel(other, sigma) - 2.0 * _kernel(across, sigma)
+    values = _kernel(in_features, sigma) + _kernel(in_reference, sigma) - 2.0 * _kernel(across, sigma)
     return torch.where(count > 2.0, (pairs * values).sum() / pairs.sum().clamp_min(1.0), 0.0)
 
 

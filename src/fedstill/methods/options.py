@@ -276,7 +276,7 @@ def describe(annotation: Any) -> str:
         return _KINDS[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        kind, limits = describe(arguments[0]), _own_limits(annotation)
+        kind, limits = describe(arguments[0]), _marked_limits(annotation)
         return (
             f"{kind}{'' if limits.startswith(('above', 'from', 'below', 'that')) else ','} {limits}" if limits else kind
         )
@@ -303,10 +303,10 @@ def limits_of(annotation: Any) -> str:
     if choices := _choices(annotation):
         return ", ".join(choices)
     parts = typing.get_args(without_marks(annotation))  # of a union
-    return _own_limits(annotation) or next(filter(None, map(limits_of, parts)), "")
+    return _marked_limits(annotation) or next(filter(None, map(limits_of, parts)), "")
 
 
-def _own_limits(annotation: Any) -> str:
+def _marked_limits(annotation: Any) -> str:
     """Return the limits in the marks of an Annotated itself, without limits of the types inside it."""
     ends = {type(limit): limit for limit in getattr(annotation, "__metadata__", ()) if type(limit) in _LIMITS}
     if any(isinstance(mark, MinLen) for mark in getattr(annotation, "__metadata__", ())):

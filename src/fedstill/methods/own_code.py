@@ -138,16 +138,16 @@ def own_files(names: Iterable[str]) -> list[str]:
 
     Neighbours that these files import are among them. Nothing is imported for it.
     """
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     for name in names:
         place = name.rpartition(":")[0]
         folder = Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
         queue = [str(Path(place).resolve())] if place.endswith(".py") else _files_of_module(place)
         while queue:
-            if (path := queue.pop()) not in found:
-                found[path] = None
+            if (path := queue.pop()) not in files:
+                files[path] = None
                 queue += _neighbours(Path(path), folder)
-    return sorted(found)
+    return sorted(files)
 
 
 def _files_of_module(module: str) -> list[str]:
@@ -171,15 +171,15 @@ def _neighbours(path: Path, folder: Path) -> list[str]:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return []  # the import itself reports it
-    found = []
+    files = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            found += [file for alias in node.names for file in _candidates(folder, alias.name)]
+            files += [file for alias in node.names for file in _candidates(folder, alias.name)]
         elif isinstance(node, ast.ImportFrom):
             base = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else folder
             names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
-            found += [file for name in (node.module or "", *names) for file in _candidates(base, name)]
-    return found
+            files += [file for name in (node.module or "", *names) for file in _candidates(base, name)]
+    return files
 
 
 def _candidates(folder: Path, module: str) -> list[str]:
@@ -219,10 +219,10 @@ def allow(file: str | Path) -> list[str]:
     if path.suffix != ".py" or not os.path.isfile(path):
         raise FedstillError(f"allow: no file '{path}': give the Python file whose functions may run, FILE.py")
     files = own_files([f"{path}:"])
-    if strange := [found for found in files if not found.isprintable()]:  # a line break would begin a line of the list
+    if strange := [needed for needed in files if not needed.isprintable()]:  # a line break would begin a new line
         raise FedstillError(f"allow: '{strange[0]}' has signs in its path that cannot be printed: rename that folder")
-    _spoken.update(file_digest(Path(found)) for found in files)
-    return [f"{found}  digest {file_digest(Path(found))}" for found in files]
+    _spoken.update(file_digest(Path(needed)) for needed in files)
+    return [f"{needed}  digest {file_digest(Path(needed))}" for needed in files]
 
 
 def allow_always(file: str | Path) -> list[str]:
@@ -254,11 +254,11 @@ def _allowed() -> set[str]:
 def allowing_code(tell: Callable[[str], None]) -> Iterator[None]:
     """Let all code run that files and folders name while the block runs; `tell` gets a line about each name."""
     global _tell
-    said: set[str] = set()
+    shown: set[str] = set()
 
     def once(line: str) -> None:
-        if line not in said:
-            said.add(line)
+        if line not in shown:
+            shown.add(line)
             tell(line)
 
     before, _tell = _tell, once

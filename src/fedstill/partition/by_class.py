@@ -189,8 +189,8 @@ def _pop(rng: np.random.Generator, queues: Parts, class_rows: Parts, c: int, cou
     if missing == 0:
         return taken
     refill = rng.permutation(class_rows[c])
-    own = np.isin(refill, taken)
-    queue = np.concatenate([refill[~own], refill[own]])
+    already_taken = np.isin(refill, taken)
+    queue = np.concatenate([refill[~already_taken], refill[already_taken]])
     queues[c] = queue[missing:]
     return np.concatenate([taken, queue[:missing]])
 

@@ -113,11 +113,11 @@ def _redraw(numpy_stream: np.random.RandomState, cumulated: np.ndarray, in_stock
     for _ in range(_MOST_REDRAWS // _REDRAW_BLOCK):
         before = numpy_stream.get_state()
         drawn = np.searchsorted(cumulated, numpy_stream.uniform(size=_REDRAW_BLOCK)) % len(cumulated)
-        found = np.flatnonzero(in_stock[drawn])
-        if len(found):
+        places = np.flatnonzero(in_stock[drawn])
+        if len(places):
             numpy_stream.set_state(before)
-            numpy_stream.uniform(size=found[0] + 1)
-            return int(drawn[found[0]])
+            numpy_stream.uniform(size=places[0] + 1)
+            return int(drawn[places[0]])
     raise FedstillError(
         f"partition.legacy_seed needs more than {_MOST_REDRAWS} redraws of one class: leave legacy_seed out"
     )

@@ -55,12 +55,12 @@ EVALUATION = "evaluation"  # a question that every client knows, whatever its me
 
 
 class Made(NamedTuple):
-    """What a client made of an order: the kind and the body of its answer, and what its audit says of it."""
+    """A client's answer to an order: its kind, its body, the note for the audit, and facts for the server."""
 
     kind: str
     body: bytes
     about: dict[str, Any]
-    said: dict[str, Any] = {}  # beside the body, to the server
+    facts: dict[str, Any] = {}  # beside the body, to the server
 
 
 class Desk:
@@ -119,7 +119,7 @@ class Desk:
             reason = f"{kind} in the client's own work: its audit has the text"
             made = Made("refused", b"", {"reason": f"{kind}: {words}"}, {"reason": reason})
         facts = {"order": noted, "client": self.client}
-        data = seal({**facts, "kind": made.kind, **made.said}, made.body)
+        data = seal({**facts, "kind": made.kind, **made.facts}, made.body)
         note = {"time": round(began, 3), "order": noted, "sent": made.kind, **made.about}
         note |= {"bytes_in": len(common) + len(own), "bytes_out": len(data), "seconds": round(time.time() - began, 3)}
         try:
@@ -145,11 +145,11 @@ class Desk:
         return self._play(facts["round"], tree, mine, common, noted)
 
     def _check_facts(self, facts: Mapping[str, Any], mine: Mapping[str, Any], noted: str) -> None:
-        for name, own in self.run.items():
-            if facts.get(name) != own:
+        for name, expected in self.run.items():
+            if facts.get(name) != expected:
                 theirs = shown(facts.get(name), 80)
                 raise FedstillError(
-                    f"the server's {name} is '{theirs}', and this client's is '{own}': use the same at both"
+                    f"the server's {name} is '{theirs}', and this client's is '{expected}': use the same at both"
                 )
         if facts.get("kind") not in ("play", "ask"):
             raise FedstillError(f"unknown kind of order: '{shown(facts.get('kind'))}'")
@@ -167,7 +167,7 @@ class Desk:
             raise FedstillError("the order holds something else than a model and slots")
         check_form({"start": tree["start"]}, {"start": moving(self._first, self.task.model)._asdict()}, "the order")
         self._check_received(number, tree["received"])
-        memory, said = self._memory(mine["memory_of"])
+        memory, lost = self._memory(mine["memory_of"])
         kept = pack_tree(memory)
         method, device = self.task.method(number), self.task.engine.device
         if any(release.multiplier is not None and release.when == "round" for release in method.releases):
@@ -183,19 +183,19 @@ class Desk:
         self.memory.write(number, to_device(rows(after, 0), "cpu"))
         self.memory.forget(mine["oldest"])
         upload = travelling(select(uploads, 0), self.client, self.task.model, self.task.training)
-        about = {"round": number, "from_memory_of": mine["memory_of"], **said}
-        return Made("upload", encode(upload, round=number), about, said)
+        about = {"round": number, "from_memory_of": mine["memory_of"], **lost}
+        return Made("upload", encode(upload, round=number), about, lost)
 
     def _check_received(self, number: int, received: Tree) -> None:
         """Compare slots with the first ones of this client's own copy of the method, where these have a form."""
         method = self.task.method(number)
         for slot, first in broadcast_of(method, first_state(method, self._first)).items():
             if form_of(first):
-                own = {slot: received[slot]} if slot in received else {}
-                check_form(own, {slot: first}, "the order's slot ")
+                sent = {slot: received[slot]} if slot in received else {}
+                check_form(sent, {slot: first}, "the order's slot ")
 
     def _memory(self, round: int) -> tuple[Tree, dict[str, Any]]:
-        """Return the memory of a round, and what there is to say about it."""
+        """Return the memory of a round, and facts about it: that the client has begun anew, and why."""
         try:
             return self.memory.read(round), {}
         except FedstillError as error:

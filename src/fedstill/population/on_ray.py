@@ -20,7 +20,7 @@ _log = logging.getLogger("fedstill.run")
 
 
 class Share(NamedTuple):
-    """What an actor takes of its machine."""
+    """The share of its machine that an actor takes."""
 
     cpus: float = 1.0
     gpus: float | None = None  # None: all GPUs of the cluster, divided among its actors
@@ -106,8 +106,8 @@ class Actor:
     def begin(self, held: list[Any]) -> Any:
         return self._made(held).begin()
 
-    def do(self, held: list[Any], task: str, common: Any, *own: Any) -> Any:
-        return self._made(held).do(task, common, *own)
+    def do(self, held: list[Any], task: str, common: Any, *piece: Any) -> Any:
+        return self._made(held).do(task, common, *piece)
 
     def _made(self, held: list[Any]) -> Worker:
         if self._worker is None:
@@ -131,7 +131,7 @@ class RayCrew:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(kit.threads)}},
         )  # fmt: skip
         self._actors = [actor.remote(device) for _ in range(self.size)]
-        self._calls: dict[Any, tuple[int, bool]] = {}  # what a worker was asked, and whether it was to begin
+        self._calls: dict[Any, tuple[int, bool]] = {}  # of each open call: the worker, and whether it was to begin
         self._ready: set[int] = set()
         for worker in range(self.size):
             self._begin(worker)
@@ -142,9 +142,9 @@ class RayCrew:
     def ready(self) -> list[int]:
         return sorted(self._ready)
 
-    def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
+    def hand(self, worker: int, task: str, shared: Any, *piece: Any) -> None:
         self._ready.discard(worker)
-        self._calls[self._actors[worker].do.remote(self._held, task, shared, *own)] = worker, False
+        self._calls[self._actors[worker].do.remote(self._held, task, shared, *piece)] = worker, False
 
     def next(self, patience: float) -> tuple[int, Any] | None:
         if not self._calls:
@@ -154,7 +154,7 @@ class RayCrew:
             return None
         worker, begins = self._calls.pop(done[0])
         try:
-            said = self._ray.get(done[0])
+            result = self._ray.get(done[0])
         except deaths_of(self._ray) as error:
             if not begins:
                 self._begin(worker)
@@ -163,10 +163,10 @@ class RayCrew:
             raise FedstillError(
                 f"an actor failed: {str(error).strip().splitlines()[-1]}: are all machines installed alike?"
             ) from None
-        if begins and isinstance(said, Failed):
-            raise FedstillError(*said.lines)
+        if begins and isinstance(result, Failed):
+            raise FedstillError(*result.lines)
         self._ready.add(worker)
-        return worker, Up(said) if begins else said
+        return worker, Up(result) if begins else result
 
     def close(self) -> None:
         """End all actors."""

@@ -31,8 +31,8 @@ def base_digest(weights: Weights, model: Model) -> str:
 def completed(sent: Uploads, start: Weights, whole: Uploads) -> Tree:
     """Return an upload in the form of `whole`: other networks' tensors are the server's own, extra slots are 0."""
 
-    def filled(kind: str, own: Params, given: Params) -> dict[str, Tensor]:
-        return {name: own[name] if name in own else given[name].cpu() for name in getattr(whole.weights, kind)}
+    def filled(kind: str, tensors: Params, given: Params) -> dict[str, Tensor]:
+        return {name: tensors[name] if name in tensors else given[name].cpu() for name in getattr(whole.weights, kind)}
 
     tree: Tree = {name: getattr(sent, name) for name in ("size", "steps", "travel", "loss")}
     tree["params"] = filled("params", sent.weights.params, start.params)
@@ -41,8 +41,8 @@ def completed(sent: Uploads, start: Weights, whole: Uploads) -> Tree:
     return tree if sent.label_counts is None else {**tree, "label_counts": sent.label_counts}
 
 
-def _with_zeros(own: Mapping[str, Tree], whole: Tree) -> Tree:
+def _with_zeros(sent: Mapping[str, Tree], whole: Tree) -> Tree:
     def zeros(leaf: Tensor) -> Tensor:
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
-    return {name: own[name] if name in own else tree_map(zeros, slots) for name, slots in whole.items()}
+    return {name: sent[name] if name in sent else tree_map(zeros, slots) for name, slots in whole.items()}

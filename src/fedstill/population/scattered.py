@@ -61,7 +61,7 @@ class Crew(Protocol):
         """Return the workers that have begun and have nothing to do."""
         ...
 
-    def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
+    def hand(self, worker: int, task: str, shared: Any, *piece: Any) -> None:
         """Give a worker that is ready a task; `next` returns its result."""
         ...
 
@@ -100,7 +100,7 @@ class Scattered:
         sizes = task.federation.offsets.diff().cpu().numpy()
         steps = -(-sizes // task.training.batch_size)
         self._costs = np.ones_like(steps) if task.training.steps else np.maximum(steps, 1)
-        self._own: Site | None = None
+        self._site: Site | None = None
 
     def gather(self) -> None:
         """Wait until all workers have begun, or some of them and the others take too long."""
@@ -127,17 +127,17 @@ class Scattered:
         for piece, (sent, after) in self._spread("play", {"round": order.round, "tensors": tensors}, pieces):
             _put(whole, {"uploads": sent, "states": after}, places[piece], len(ids))
         device = self.task.engine.device
-        found = tree_map(lambda array: torch.from_numpy(array).to(device), whole)
-        return Trained(self._completed(from_tree(found["uploads"]), order), found["states"])
+        trained = tree_map(lambda array: torch.from_numpy(array).to(device), whole)
+        return Trained(self._completed(from_tree(trained["uploads"]), order), trained["states"])
 
     def answers(
         self, question: AnyQuestion, ids: Collection[int], sent: Any, *, round: int, noise_seed: Seed
     ) -> Iterator[tuple[int, Answer]]:
         """Ask the clients in pieces. A plain function is answered in this process, because code does not travel."""
-        known = {own.name for own in self.task.method(round).questions}
+        known = {release.name for release in self.task.method(round).questions}
         if not isinstance(question, Question) or question.name not in known:
-            self._own = self._own or Site(self.task)
-            yield from self._own.answers(question, ids, sent, round=round, noise_seed=noise_seed)
+            self._site = self._site or Site(self.task)
+            yield from self._site.answers(question, ids, sent, round=round, noise_seed=noise_seed)
             return
         asked, device = np.fromiter(ids, np.int64), self.task.engine.device
         pieces = [(asked[part].tolist(), noise_seed) for part in self._cut(asked)]
@@ -148,7 +148,7 @@ class Scattered:
 
     def _completed(self, uploads: Uploads, order: Order) -> Uploads:
         """Put tensors that clients do not train, and so do not send, into their uploads, in the model's order."""
-        own, networks = uploads.weights, self.task.model.networks
+        trained, networks = uploads.weights, self.task.model.networks
 
         def filled(sent: Params, start: Params) -> Params:
             count = len(uploads.ids)
@@ -156,7 +156,7 @@ class Scattered:
                 name: sent[name] if name in sent else leaf.expand(count, *leaf.shape) for name, leaf in start.items()
             }
 
-        weights = Weights(filled(own.params, order.start.params), filled(own.buffers, order.start.buffers))
+        weights = Weights(filled(trained.params, order.start.params), filled(trained.buffers, order.start.buffers))
         several = self.task.model.groups is not None
         extra = {name: uploads.extra[name] for name in networks if name in uploads.extra} if several else uploads.extra
         return uploads._replace(weights=weights, extra=extra)

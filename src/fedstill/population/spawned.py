@@ -71,27 +71,27 @@ class SpawnedCrew:
     def ready(self) -> list[int]:
         return sorted(self._begun - self._busy)
 
-    def hand(self, worker: int, task: str, shared: Any, *own: Any) -> None:
+    def hand(self, worker: int, task: str, shared: Any, *piece: Any) -> None:
         self._busy.add(worker)
         with suppress(OSError):  # where it died, its pipe says so to `next`
-            self._ends[worker].send(self._orders[worker].lay((task, shared, *own)))
+            self._ends[worker].send(self._orders[worker].lay((task, shared, *piece)))
 
     def next(self, patience: float) -> tuple[int, Any] | None:
         places = {end: worker for worker, end in self._ends.items()}
         for end in wait(list(places), patience):
             worker = places[end]  # type: ignore[index]
             try:
-                said = self._ends[worker].recv()
+                message = self._ends[worker].recv()
             except (EOFError, OSError):
                 return worker, self._begin_again(worker)
             if worker not in self._begun:
-                if isinstance(said, Failed):
-                    raise FedstillError(*said.lines)
+                if isinstance(message, Failed):
+                    raise FedstillError(*message.lines)
                 self._begun.add(worker)
                 self._false_starts[worker] = 0
-                return worker, Up(said)
+                return worker, Up(message)
             self._busy.discard(worker)
-            return worker, self._results[worker].read(said)
+            return worker, self._results[worker].read(message)
         return None
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def _serve(end: Connection, kit: Kit, folder: Path, number: int, device: str, gp
     try:
         end.send(worker.begin())
         while True:
-            task, common, *own = orders.read(end.recv())
-            end.send(results.lay(worker.do(task, common, *own)))
+            task, common, *piece = orders.read(end.recv())
+            end.send(results.lay(worker.do(task, common, *piece)))
     except (EOFError, OSError):
         return

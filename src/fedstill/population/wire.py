@@ -79,7 +79,7 @@ def shown(words: Any, length: int = 40) -> str:
 
 
 def facts_of(run: Mapping[str, str]) -> dict[str, str]:
-    """Return what server and client must say alike of a run: fedstill's version, and what their callers say."""
+    """Return the facts that must be equal at server and client: fedstill's version, and the facts of their callers."""
     return {"fedstill": __version__, **run}
 
 
@@ -143,10 +143,10 @@ def form_of(tree: Any, path: str = "") -> dict[str, tuple[tuple[int, ...], torch
 
 def check_form(tree: Tree, expected: Tree, name: str) -> None:
     """Refuse a tree whose names, shapes or types are not the expected ones; the line names the first difference."""
-    sent, own = form_of(tree), form_of(expected)
-    if wrong := sorted(sent.keys() ^ own.keys()):
-        raise FedstillError(f"{name} {'lacks' if wrong[0] in own else 'has an unknown name'} {wrong[0][:60]!r}")
-    for path, form in own.items():
+    sent, wanted = form_of(tree), form_of(expected)
+    if wrong := sorted(sent.keys() ^ wanted.keys()):
+        raise FedstillError(f"{name} {'lacks' if wrong[0] in wanted else 'has an unknown name'} {wrong[0][:60]!r}")
+    for path, form in wanted.items():
         if sent[path] != form:
             raise FedstillError(f"{name}{path[:60]} is {_shown(sent[path])}, and {_shown(form)} was expected")
 

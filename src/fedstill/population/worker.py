@@ -99,10 +99,10 @@ class Worker:
         except Exception as error:
             return _failed(error)
 
-    def do(self, task: str, common: Any, *own: Any) -> Any:
+    def do(self, task: str, common: Any, *piece: Any) -> Any:
         """Do a task by its name, "play" or "answer"; return its result, or the error in which it ended."""
         try:
-            return self._play(common, *own) if task == "play" else self._answer(common, *own)
+            return self._play(common, *piece) if task == "play" else self._answer(common, *piece)
         except Exception as error:
             return _failed(error)
 

@@ -187,7 +187,7 @@ class _Work(NamedTuple):
     samples: Iterable[Samples]
     answer: Answer
     data: Dataset
-    what: str
+    data_name: str
     source: str
     method: str
     notes: Sequence[str]
@@ -204,24 +204,24 @@ def _asked(
     if is_bundle(run_dir):
         return _from_bundle(read_bundle(Path(run_dir)), inputs, from_)
     run = open_run(Path(run_dir), model)
-    own, place = run.experiment.data.unlabeled, unlabeled_place(run.experiment)
+    unlabeled, place = run.experiment.data.unlabeled, unlabeled_place(run.experiment)
     if out is not None and place is not None and _would_be_read(Path(out), Path(place)):
         raise FedstillError(f"--out: '{out}' lies in data.unlabeled '{place}': give a folder outside of the data")
     if from_ == TARGETS:
         samples = own_samples(run)
         answer, method = targets_answer(run, samples), label(run.experiment.method.name)
         notes = _notes(run.folder, run.experiment)
-        return _Work([samples], answer, run.contract.data, _own_words(own), TARGETS, method, notes)
+        return _Work([samples], answer, run.contract.data, _unlabeled_words(unlabeled), TARGETS, method, notes)
     trained = trained_model(run, from_ or "last")
     notes = _notes(run.folder, run.experiment)
     trained = replace(trained, notes=notes)
     if inputs is not None:
         return _new_data(trained, inputs, model)
-    answer, what = model_answer(trained, place or "", model), _own_words(own)
-    return _Work([own_samples(run)], answer, run.contract.data, what, trained.which, trained.method, notes)
+    answer, data_name = model_answer(trained, place or "", model), _unlabeled_words(unlabeled)
+    return _Work([own_samples(run)], answer, run.contract.data, data_name, trained.which, trained.method, notes)
 
 
-def _own_words(choice: str | int) -> str:
+def _unlabeled_words(choice: str | int) -> str:
     return f"the run's unlabeled set (data.unlabeled = {choice!r})"
 
 
@@ -238,9 +238,9 @@ def _from_bundle(trained: Trained, inputs: Any, from_: str | None) -> _Work:
 
 def _new_data(trained: Trained, inputs: Any, model: Network | None = None) -> _Work:
     in_file = isinstance(inputs, str | Path)
-    what = f"'{inputs}'" if in_file else f"the given {type(inputs).__name__}"
-    answer, data = model_answer(trained, str(Path(inputs).resolve()) if in_file else what, model), trained.contract.data
-    return _Work(new_samples(inputs, data), answer, data, what, trained.which, trained.method, trained.notes)
+    name = f"'{inputs}'" if in_file else f"the given {type(inputs).__name__}"
+    answer, data = model_answer(trained, str(Path(inputs).resolve()) if in_file else name, model), trained.contract.data
+    return _Work(new_samples(inputs, data), answer, data, name, trained.which, trained.method, trained.notes)
 
 
 def _collected(label_rows: Callable[[Callable[[Part], None]], Outcome]) -> Predictions:
@@ -293,7 +293,7 @@ def _label(work: _Work, out: str | Path | None, take: Callable[[Part], None]) ->
                 right = (best[rows, 0] == samples.truth[rows].cpu()).double()
                 checked.append(torch.stack([raw[rows], calibrated[rows], right]))
         if not (count := counts.total()):
-            raise FedstillError(f"{work.what}: no row has an answer: {skipped[0]}")
+            raise FedstillError(f"{work.data_name}: no row has an answer: {skipped[0]}")
         outcome = Outcome(
             count=count,
             label_counts={name: counts.get(name, 0) for name in classes},
@@ -303,7 +303,7 @@ def _label(work: _Work, out: str | Path | None, take: Callable[[Part], None]) ->
             classes=classes,
             source=work.source,
             why=answer.why,
-            what=work.what,
+            what=work.data_name,
             method=work.method,
             round=answer.round,
             skipped=tuple(skipped),

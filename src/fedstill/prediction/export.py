@@ -146,10 +146,10 @@ def _schema(data: Dataset) -> Iterator[str]:
 def _results(trained: Trained) -> Iterator[str]:
     measured = [(calibration.fitted_on, calibration.before) for calibration in trained.calibrations]
     yield "| measured on | rows | accuracy | mean confidence | calibration error |\n|---|--:|--:|--:|--:|"
-    for on, found in measured:
-        if found is not None:
-            yield f"| {on} | {found.rows:,} | {found.accuracy:.1%} | {found.confidence:.1%} | {found.ece:.1%} |"
-    if not any(found for _, found in measured):
+    for on, table in measured:
+        if table is not None:
+            yield f"| {on} | {table.rows:,} | {table.accuracy:.1%} | {table.confidence:.1%} | {table.ece:.1%} |"
+    if not any(table for _, table in measured):
         yield "| nothing | | | | |"
 
 

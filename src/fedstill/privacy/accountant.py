@@ -64,7 +64,7 @@ def _epsilon(events: tuple[Event, ...], delta: float) -> float:
         with np.errstate(over="raise", invalid="raise", divide="raise"):
             losses = [_pld(event.multiplier, event.count, event.probability, grid) for event in sampled]
             always = [_pld(1 / strength, 1, 1.0, grid)] if strength else []
-            together = functools.reduce(lambda one, other: one.compose(other), [*always, *losses])
+            together = functools.reduce(lambda first, second: first.compose(second), [*always, *losses])
             return min(everybody, float(together.get_epsilon_for_delta(delta)))
     except (ArithmeticError, ValueError):  # losses that float64 cannot hold
         return everybody

@@ -59,7 +59,7 @@ def highest_price(cohorts: Sequence[np.ndarray], population: int, factor: Sequen
         rows = factor[: len(cohorts) - number]  # those that are shown of what this round moves
         for lag, earlier in enumerate(reversed(cohorts[max(0, number + 1 - len(factor)) : number + 1])):
             both = np.intersect1d(ids, earlier, assume_unique=True)
-            overlap = sum(one * other for one, other in zip(rows, factor[lag:], strict=False))
+            overlap = sum(a * b for a, b in zip(rows, factor[lag:], strict=False))
             paid[both] += overlap if lag == 0 else 2 * overlap
     return int(paid.max()) / sum(number * number for number in factor)
 

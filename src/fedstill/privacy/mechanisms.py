@@ -95,7 +95,7 @@ def noisy_mean(
             below = _hidden_count(norms_of(uploads, start) <= clip, beside, seed_for(seed, "bits", how))
             extra = {BELOW: torch.full((expected,), below / expected + 0.5, dtype=torch.float64)}
             sigma = clip / math.sqrt(noise_multiplier**-2 - (2 * beside) ** -2) if noise_multiplier else 0.0
-        seeds = [seed_for(one, "private mean", how) for one in (*past, seed)]
+        seeds = [seed_for(round_seed, "private mean", how) for round_seed in (*past, seed)]
         hidden = _hidden_sum(moves, start, clip, sigma, partial(noise, seeds))
         params: Params = {}
         for name, leaf in start.params.items():

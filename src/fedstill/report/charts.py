@@ -242,10 +242,10 @@ def dots(lines: Sequence[tuple[str, Mapping[str, float]]], *, kinds: Sequence[st
     """Return one line a name with a dot for each kind of number, and a grey line from the lowest to the highest."""
     names = plain_names(name for name, _ in lines)
     values = [
-        {"r": name, "k": kind, "v": _short(found[kind])}
-        for name, (_, found) in zip(names, lines, strict=True)
+        {"r": name, "k": kind, "v": _short(numbers[kind])}
+        for name, (_, numbers) in zip(names, lines, strict=True)
         for kind in kinds
-        if kind in found
+        if kind in numbers
     ]
     up: Spec = {"field": "r", "type": "nominal", "title": y, "scale": {"domain": names}}
     along: Spec = {"field": "v", "type": "quantitative", "title": x, "axis": {"tickCount": 6, "format": ",~f"}}

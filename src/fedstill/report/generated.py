@@ -109,7 +109,7 @@ def generated_picture(samples: Samples, dataset: Dataset, path: Path, *, title: 
     heading = f"{title}: what the generator invents"
     if len(dataset.classes) > len(names):
         heading += f" (first {len(names)} of {len(dataset.classes)} classes)"
-    rows = [images[asked == one][:COLUMNS] for one in range(len(names))]
+    rows = [images[asked == label][:COLUMNS] for label in range(len(names))]
     return _draw(rows, [str(name) for name in names], path, title=heading)
 
 
@@ -119,7 +119,7 @@ def closest_picture(copies: Copies, dataset: Dataset, path: Path, *, title: str)
     stored = inputs(dataset.x[copies.to_training.row[chosen]], dataset)
     made = copies.samples.x[chosen].reshape(stored.shape)
     rows = [pixels(made, dataset), pixels(stored, dataset)]
-    apart = [f"{one:.3g}" for one in copies.to_training.distance[chosen].tolist()]
+    apart = [f"{distance:.3g}" for distance in copies.to_training.distance[chosen].tolist()]
     return _draw(rows, ["generated", "nearest in training"], path, title=f"{title}: {copies.line()}", below=apart)
 
 
@@ -163,7 +163,7 @@ class Nearest(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """Distances of generated samples, beside those of samples that nobody trained on."""
+    """Distances of generated samples, beside the distances of samples that nobody trained on."""
 
     samples: Samples
     to_training: Nearest  # of the generated ones
@@ -189,8 +189,8 @@ class Copies:
     def line(self) -> str:
         """Return the short form, for a terminal and above a picture."""
         samples, least = counted(len(self.samples.y), "generated sample"), float(self.to_training.distance.min())
-        found = f"{self.near} of {samples} may be copied" if self.near else f"no copies found among {samples}"
-        return f"{found}: nearest training sample at {least:.3g} (a copy: {self.bound:.3g} or less)"
+        verdict = f"{self.near} of {samples} may be copied" if self.near else f"no copies found among {samples}"
+        return f"{verdict}: nearest training sample at {least:.3g} (a copy: {self.bound:.3g} or less)"
 
     def text(self) -> str:
         """Return the words of `line`, with the meaning of its bound."""
@@ -201,8 +201,8 @@ class Copies:
         )
 
     def as_dict(self, train: Dataset) -> dict[str, Any]:
-        """What generated.json holds; rows are those of the training set."""
-        pairs = [(one, int(self.to_training.row[one])) for one in self.closest]
+        """Return the content of generated.json; rows count in the training set."""
+        pairs = [(sample, int(self.to_training.row[sample])) for sample in self.closest]
         return {
             "line": self.line(),
             "text": self.text(),
@@ -217,13 +217,13 @@ class Copies:
             "share_as_near": self.near / len(self.samples.y),
             "closest": [
                 {
-                    "sample": one,
-                    "class": train.classes[int(self.samples.y[one])],
+                    "sample": sample,
+                    "class": train.classes[int(self.samples.y[sample])],
                     "training_row": row,
                     "training_class": train.classes[int(train.y[row])],
-                    "distance": float(self.to_training.distance[one]),
+                    "distance": float(self.to_training.distance[sample]),
                 }
-                for one, row in pairs
+                for sample, row in pairs
             ],
             "about": [SHOWS, SHOWS_NOT, WHO],
         }
@@ -262,14 +262,14 @@ def nearest(x: Tensor, stored: Tensor, rows: Tensor, dataset: Dataset) -> Neares
     Memory: a piece of NUMBERS_AT_ONCE numbers. |a - b|^2 = |a|^2 + |b|^2 - 2 ab finds the row at the speed of a matrix
     product, and loses half of the digits for a copy; so the distance itself is taken from the difference.
     """
-    best, found = x.new_full((len(x),), torch.inf), torch.zeros(len(x), dtype=torch.int64)
+    best, closest = x.new_full((len(x),), torch.inf), torch.zeros(len(x), dtype=torch.int64)
     size = max(1, NUMBERS_AT_ONCE // max(x.shape[1], len(x)))
     for first in range(0, len(rows), size):
         some = rows[first : first + size]
         piece = inputs(stored[some], dataset).flatten(1)
         least, at = torch.addmm(piece.square().sum(1), x, piece.T, alpha=-2.0).min(dim=1)
-        found = torch.where(least < best, some[at], found)
+        closest = torch.where(least < best, some[at], closest)
         best = torch.minimum(best, least)
     pieces = [slice(first, first + size) for first in range(0, len(x), size)]
-    gaps = [x[some] - inputs(stored[found[some]], dataset).flatten(1) for some in pieces]
-    return Nearest(torch.cat([gap.square().mean(1).sqrt() for gap in gaps]), found)
+    gaps = [x[some] - inputs(stored[closest[some]], dataset).flatten(1) for some in pieces]
+    return Nearest(torch.cat([gap.square().mean(1).sqrt() for gap in gaps]), closest)

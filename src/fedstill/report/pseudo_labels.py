@@ -79,17 +79,17 @@ def _name_lines(lines: Lines) -> int:
 def _curves(seeds: Iterable[Rows], key: str) -> list[Curve]:
     """(rounds, values) of every seed, where it has them."""
     pairs = ([(int(row["round"]), float(row[key])) for row in rows if row.get(key) is not None] for rows in seeds)
-    return [([at for at, _ in one], [value for _, value in one]) for one in pairs]
+    return [([at for at, _ in curve], [value for _, value in curve]) for curve in pairs]
 
 
 def _accuracies(runs: Mapping[str, Sequence[Rows]], styles: Mapping[str, Style]) -> Lines:
     """Of the pseudo-labels of every method; one method alone has its accuracies on the test set beside it."""
-    found = {name: (_curves(seeds, "pseudo_label_accuracy"), styles[name]) for name, seeds in runs.items()}
+    curves = {name: (_curves(seeds, "pseudo_label_accuracy"), styles[name]) for name, seeds in runs.items()}
     if len(runs) > 1:
-        return found
+        return curves
     ((name, seeds),) = runs.items()
-    beside = {told: (_curves(seeds, key), (grey, "-")) for key, (told, grey) in BESIDE.items()}
-    return {"pseudo-labels": found[name], **beside}
+    beside = {label: (_curves(seeds, key), (grey, "-")) for key, (label, grey) in BESIDE.items()}
+    return {"pseudo-labels": curves[name], **beside}
 
 
 def _shared(curves: Sequence[Curve]) -> set[int]:
@@ -122,12 +122,12 @@ def _draw_lines(
 
 def _counts(seeds: Iterable[Rows]) -> dict[int, np.ndarray]:
     """Round -> (K,) pseudo-labels of each class, the mean over the seeds that have them."""
-    found: dict[int, list[Sequence[float]]] = {}
+    counts_by_round: dict[int, list[Sequence[float]]] = {}
     for rows in seeds:
         for row in rows:
             if row.get("pseudo_label_counts"):
-                found.setdefault(int(row["round"]), []).append(row["pseudo_label_counts"])
-    return {at: np.mean(np.array(counts, float), axis=0) for at, counts in found.items()}
+                counts_by_round.setdefault(int(row["round"]), []).append(row["pseudo_label_counts"])
+    return {at: np.mean(np.array(counts, float), axis=0) for at, counts in counts_by_round.items()}
 
 
 def _names(classes: Sequence[str], count: int) -> list[str]:

@@ -184,7 +184,7 @@ def read_runs(folders: Sequence[str | Path], *, read: Callable[[Path, str], Run]
     grouped = _grouped(runs)
     ordered = sorted(grouped, key=lambda method: -_mean(run.accuracy for run in grouped[method]))
     by_method = {method: sorted(grouped[method], key=lambda run: run.seed) for method in ordered}
-    return Runs(by_method, [Path(folder) for folder in folders], [one for one in references if one], gaps)
+    return Runs(by_method, [Path(folder) for folder in folders], [table for table in references if table], gaps)
 
 
 def gap_lines(run: Run, given: Sequence[str | Path]) -> list[str]:
@@ -193,7 +193,7 @@ def gap_lines(run: Run, given: Sequence[str | Path]) -> list[str]:
     The name begins at the folder that the user gave, because a page that is sent to others shows no path of this
     machine.
     """
-    parent = next((Path(one).parent for one in given if run.folder.is_relative_to(one)), run.folder.parent)
+    parent = next((Path(place).parent for place in given if run.folder.is_relative_to(place)), run.folder.parent)
     return [f"{run.folder.relative_to(parent)}: {gap}" for gap in run.gaps]
 
 
@@ -206,16 +206,16 @@ def run_folders(folder: Path) -> list[Path]:
     """Return the folder itself where it holds a run, else the folders below it that do."""
     if (folder / METRICS_FILE).exists() or (folder / "contract.json").exists():
         return [folder]
-    found = []
+    folders = []
     for place, below, files in os.walk(folder):
         inside = Path(place)
         if len(inside.relative_to(folder).parts) >= DEEPEST:
             below.clear()
         if inside != folder and (METRICS_FILE in files or "contract.json" in files):
-            found.append(inside)
+            folders.append(inside)
             below.clear()
         below.sort()
-    return found or ([folder] if (folder / CONFIG_FILE).is_file() else [])
+    return folders or ([folder] if (folder / CONFIG_FILE).is_file() else [])
 
 
 def _names_in(folder: Path, below: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:

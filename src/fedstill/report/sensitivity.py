@@ -174,58 +174,58 @@ def _groups(values: Sequence[str], *, alone: bool) -> dict[str, str]:
     return {value: f"{part[0]} to {part[-1]}" for part in parts for value in part}
 
 
-def in_sentences(found: Sensitivity) -> list[str]:
+def in_sentences(sweep: Sensitivity) -> list[str]:
     """Say which point is best, how much each key matters, and where the best value is the last that was tried."""
-    mean = statistics.fmean(found.scores[found.best])
-    lines = [f"{found.best} is best, with {100 * mean:.1f} %."]
-    for place, effect in enumerate(found.effects):
-        matters = " matters most" if place == 0 and len(found.effects) > 1 else ""
+    mean = statistics.fmean(sweep.scores[sweep.best])
+    lines = [f"{sweep.best} is best, with {100 * mean:.1f} %."]
+    for place, effect in enumerate(sweep.effects):
+        matters = " matters most" if place == 0 and len(sweep.effects) > 1 else ""
         high, low = effect.values[effect.best].mean, effect.values[effect.worst].mean
         doubt = f"; {NO_DIFFERENCE}" if effect.is_shown is False else ""
         lines.append(
             f"{effect.key}{matters}: {100 * high:.1f} % on average at {effect.best}, {100 * low:.1f} % at "
             f"{effect.worst} ({100 * effect.share:.0f} % of the variance between points{doubt})."
         )
-    return [*lines, *_at_an_end(found)]
+    return [*lines, *_at_an_end(sweep)]
 
 
-def _at_an_end(found: Sensitivity) -> list[str]:
+def _at_an_end(sweep: Sensitivity) -> list[str]:
     """Warn of each key whose best value is the smallest or the largest number that was tried."""
     lines = []
-    best = point_of(found.best)
-    for effect in found.effects:
-        numbers = [as_number(point_of(name).get(effect.key, "")) for name in (*found.scores, *found.ended)]
+    best = point_of(sweep.best)
+    for effect in sweep.effects:
+        numbers = [as_number(point_of(name).get(effect.key, "")) for name in (*sweep.scores, *sweep.ended)]
         known = [number for number in numbers if number is not None]
         if len(known) == len(numbers) and as_number(best[effect.key]) in (min(known), max(known)):
             side = "largest" if as_number(best[effect.key]) == max(known) else "smallest"
             beyond = "larger" if side == "largest" else "smaller"
             lines.append(f"Its {effect.key} is the {side} that was tried: try {beyond} ones, too.")
-    if found.ended:
-        tried = len(found.scores) + len(found.ended)
+    if sweep.ended:
+        tried = len(sweep.scores) + len(sweep.ended)
         lines.append(
-            f"{len(found.ended)} of {tried} points ended early, because they were below the median of the points "
+            f"{len(sweep.ended)} of {tried} points ended early, because they were below the median of the points "
             "before them; all other lines are about the others."
         )
     return lines
 
 
-def in_letters(found: Sensitivity) -> str:
+def in_letters(sweep: Sensitivity) -> str:
     """Draw the map of the two keys that matter most, and a bar for each value of each key, for a terminal."""
     blocks = []
-    if found.cells:
-        first, second = found.effects[:2]
+    if sweep.cells:
+        first, second = sweep.effects[:2]
         rows = [
             [
                 row,
                 *(
-                    "" if (cell := found.cells.get((column, row))) is None else f"{100 * cell:.1f}"
+                    "" if (cell := sweep.cells.get((column, row))) is None else f"{100 * cell:.1f}"
                     for column in first.values
                 ),
             ]
             for row in second.values
         ]
-        blocks.append(f"{found.map_title}:\n" + align([[f"{second.key} \\ {first.key}", *first.values], *rows]))
-    top = max(spread.mean for effect in found.effects for spread in effect.values.values())
+        blocks.append(f"{sweep.map_title}:\n" + align([[f"{second.key} \\ {first.key}", *first.values], *rows]))
+    top = max(spread.mean for effect in sweep.effects for spread in effect.values.values())
     lines = [
         [
             effect.key if place == 0 else "",
@@ -233,7 +233,7 @@ def in_letters(found: Sensitivity) -> str:
             f"{100 * spread.mean:.1f}",
             "█" * round(BAR * spread.mean / (top or 1)),
         ]
-        for effect in found.effects
+        for effect in sweep.effects
         for place, (value, spread) in enumerate(effect.values.items())
     ]
     widths = [max(len(line[place]) for line in lines) for place in range(3)]
@@ -241,18 +241,18 @@ def in_letters(found: Sensitivity) -> str:
     return "\n\n".join([*blocks, "mean accuracy (%) at each value:\n" + "\n".join(bars)])
 
 
-def sensitivity_picture(found: Sensitivity, path: Path, *, title: str) -> Path:
+def sensitivity_picture(sweep: Sensitivity, path: Path, *, title: str) -> Path:
     """Draw a heat map of the two keys that matter most, and the curve of each key."""
-    shown = found.effects[:MOST_KEYS]
-    columns = len(found.effects[0].values)
-    wide = max(3.2, 1.2 + 0.8 * columns) if found.cells else 0.0
-    sizes = [*([wide] if found.cells else []), *(2.6 for _ in shown)]
+    shown = sweep.effects[:MOST_KEYS]
+    columns = len(sweep.effects[0].values)
+    wide = max(3.2, 1.2 + 0.8 * columns) if sweep.cells else 0.0
+    sizes = [*([wide] if sweep.cells else []), *(2.6 for _ in shown)]
     width = max(5.0, sum(sizes))
     about = f"{title}; accuracy (%) on rows that clients hold back; bars: the lowest and the highest point"
     figure = new_figure(width, 3.6, about, letters=round(11 * width), size=10)
     places = list(figure.subplots(1, len(sizes), width_ratios=sizes, squeeze=False)[0])
-    if found.cells:
-        _draw_map(places.pop(0), found)
+    if sweep.cells:
+        _draw_map(places.pop(0), sweep)
     low = min(spread.low for effect in shown for spread in effect.values.values())
     high = max(spread.high for effect in shown for spread in effect.values.values())
     margin = 5 * (high - low or 0.1)
@@ -264,9 +264,9 @@ def sensitivity_picture(found: Sensitivity, path: Path, *, title: str) -> Path:
     return path
 
 
-def _draw_map(axes: Axes, found: Sensitivity) -> None:
-    first, second = found.effects[:2]
-    table = [[100 * found.cells.get((column, row), math.nan) for column in first.values] for row in second.values]
+def _draw_map(axes: Axes, sweep: Sensitivity) -> None:
+    first, second = sweep.effects[:2]
+    table = [[100 * sweep.cells.get((column, row), math.nan) for column in first.values] for row in second.values]
     image = axes.imshow(table, cmap="cividis", aspect="auto")
     low, high = image.get_clim()
     for y, row in enumerate(table):
@@ -276,7 +276,7 @@ def _draw_map(axes: Axes, found: Sensitivity) -> None:
                 axes.text(x, y, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=9)
     _name(axes, first, "x")
     _name(axes, second, "y")
-    others = ", ".join(effect.key for effect in found.effects[2:])
+    others = ", ".join(effect.key for effect in sweep.effects[2:])
     axes.set_title(shortened(f"best over {others} (%)" if others else "accuracy (%)", 30), fontsize=9, parse_math=False)
 
 

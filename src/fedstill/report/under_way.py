@@ -47,8 +47,8 @@ class Work:
         if run.folder in self.at_work:
             return False
         ended = bool(run.files["calibration.json"])  # a run writes it at its end
-        own = run.config.get("rounds")
-        return len(run.rows) >= self.rounds > 0 or (ended and isinstance(own, int) and len(run.rows) < own)
+        rounds = run.config.get("rounds")
+        return len(run.rows) >= self.rounds > 0 or (ended and isinstance(rounds, int) and len(run.rows) < rounds)
 
     @property
     def over(self) -> list[Run]:
@@ -189,7 +189,7 @@ def _whole(value: Any, least: int = 1) -> int:
 
 
 def panel(under_way: UnderWay, shown: Runs | None) -> Panel | None:
-    """Return the runs at work, and their lines beside those of the runs that the other sections show."""
+    """Return the runs at work, and their lines beside the lines of runs that the other sections show."""
     if not under_way.is_going:
         return None
     sentences = []
@@ -198,8 +198,8 @@ def panel(under_way: UnderWay, shown: Runs | None) -> Panel | None:
         stopped = len(work.runs) - len(work.over) - len(going)
         counts = {"ended": len(work.over), "at work": len(going), "stopped": stopped}
         counts["not begun"] = work.planned - len(work.runs)
-        said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        sentences.append(f"{work.folder.name}: {counted(work.planned, 'run')} ({said}).")
+        states = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        sentences.append(f"{work.folder.name}: {counted(work.planned, 'run')} ({states}).")
     rows: list[tuple[str, ...]] = []
     for work in under_way.work:
         for run in work.runs:
@@ -224,8 +224,8 @@ def panel(under_way: UnderWay, shown: Runs | None) -> Panel | None:
             for method, each in shown.by_method.items()
         }
         lines = {name: points for name, points in lines.items() if points}
-        said = "; ".join(f"{name} {points[-1].y:.1f} %" for name, points in list(lines.items())[:10])
-        alt = f"Lines: test accuracy by round, of runs at work and of methods with results. Ends: {said}."
+        ends = "; ".join(f"{name} {points[-1].y:.1f} %" for name, points in list(lines.items())[:10])
+        alt = f"Lines: test accuracy by round, of runs at work and of methods with results. Ends: {ends}."
         charts.append(line_chart(lines, x="round", y="test accuracy (%)", alt=alt, height=220))
     head = ("run", "round", "accuracy", "seconds a round")
     table = Table(head, rows, "Runs at work.") if rows else None

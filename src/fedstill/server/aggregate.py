@@ -350,8 +350,8 @@ def squared_distances(params: Params, start: Params, *, lengthen: bool = False) 
         norm = products.diagonal().clamp_min(0.0).sqrt()
         factor = torch.where(norm > 0, norm.median() / norm, 1.0).clamp_min(1.0)
         products = factor.unsqueeze(1) * products * factor
-    own = products.diagonal()
-    apart = (own.unsqueeze(0) + own.unsqueeze(1) - 2.0 * products).clamp_min(0.0)
+    squares = products.diagonal()
+    apart = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2.0 * products).clamp_min(0.0)
     return apart.fill_diagonal_(0.0)
 
 

@@ -23,7 +23,7 @@ from fedstill.core.tree import flatten, to_device, tree_map
 from fedstill.core.types import Model, Need, Objective, Outlook, Seed, ServerStep, Stage, Training, Tree, Weights
 
 VERSION = 2  # raise it when the same pretext, data and seed give another extractor
-PROBE_ROWS = 4  # what a network computes is told by so many inputs
+PROBE_ROWS = 4  # inputs on which two networks are compared
 SAVE_SECONDS = 30.0  # between two savings of an unfinished training
 
 Probe = Callable[[Weights, Preparation], Mapping[str, float]]  # how good an extractor is; it changes nothing
@@ -111,7 +111,7 @@ def pretrain(
         task = _suited(pretext, Outlook(preparation.round, preparation.unlabeled, preparation.tokenizer))
         if probe is not None:
             _report(preparation, probe(candidate, preparation), "_before")
-        extractor = _found_or_trained(task, candidate, preparation, seed, save_seconds)
+        extractor = _cached_or_trained(task, candidate, preparation, seed, save_seconds)
         candidate = with_extractor(candidate, extractor)
         if probe is not None:
             _report(preparation, probe(candidate, preparation))
@@ -131,11 +131,11 @@ def _suited(pretext: Pretext, outlook: Outlook) -> Pretext:
     return pretext if pretext.suited is None else pretext.suited(outlook)
 
 
-def _report(preparation: Preparation, found: Mapping[str, float], suffix: str = "") -> None:
-    preparation.metrics.update({f"{name}{suffix}": value for name, value in found.items()})
+def _report(preparation: Preparation, numbers: Mapping[str, float], suffix: str = "") -> None:
+    preparation.metrics.update({f"{name}{suffix}": value for name, value in numbers.items()})
 
 
-def _found_or_trained(
+def _cached_or_trained(
     pretext: Pretext, candidate: Weights, preparation: Preparation, seed: Seed | None, save_seconds: float
 ) -> Weights:
     """The extractor, from the cache or from training; without the head of either task."""
@@ -222,15 +222,15 @@ class _Training:
 
     def _kept(self, fitted: Fitted) -> tuple[Fitted, int]:
         """Where an interrupted training stopped, else the start."""
-        found = None if self.setup.cache is None else self.setup.cache.load(self.identity)
-        if not found:
+        entry = None if self.setup.cache is None else self.setup.cache.load(self.identity)
+        if not entry:
             return fitted, 0
-        done, epochs = int(found["epochs"]), self.pretext.training.epochs
-        weights = Weights(found["weights"]["params"], found["weights"].get("buffers", {}))
+        done, epochs = int(entry["epochs"]), self.pretext.training.epochs
+        weights = Weights(entry["weights"]["params"], entry["weights"].get("buffers", {}))
         device = next(iter(fitted.weights.params.values())).device
         self.setup.tell(f"{self.pretext.name}: goes on after epoch {done}, where it was interrupted", done / epochs)
-        optimizer = to_device(found.get("optimizer", {}), device)
-        return Fitted(_like(weights, fitted.weights), optimizer, found["loss"]), done
+        optimizer = to_device(entry.get("optimizer", {}), device)
+        return Fitted(_like(weights, fitted.weights), optimizer, entry["loss"]), done
 
 
 def identity_of(
@@ -267,23 +267,23 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _fingerprint(pretext: Pretext, model: Model, weights: Weights, x: Tensor) -> str:
-    """What the network does with its first weights, which do not tell groups, heads, dropout, momentum, activations.
+    """Return a digest of the network's outputs, because weights tell no groups, heads, dropout, momentum, activations.
 
     It is tried in train mode by fixed draws, and once more at larger weights, where bounds (ReLU6) and branches that
     start at 0 show. On a CPU and in float64 machines differ by far less than what is rounded away; in float32 they may
     not, and then the extractor is trained once more. Of what cannot be tried at all only the weights count.
     """
     rows = _probe_rows(x)
-    own = Weights(*({name: leaf.detach().cpu() for name, leaf in part.items()} for part in weights))
-    wide = _as(own, torch.float64)
+    on_host = Weights(*({name: leaf.detach().cpu() for name, leaf in part.items()} for part in weights))
+    wide = _as(on_host, torch.float64)
     tried = {"first": wide, "larger": wide._replace(params={n: _larger(n, leaf) for n, leaf in wide.params.items()})}
     with torch.no_grad(), torch_stream(0), threads(1):  # three runs at once on 2 cores: 0.2 s, with two each 13 s
         with suppress(Exception):
-            said = {which: _outcome(pretext, model, one, rows) for which, one in tried.items()}
-            return digest(flatten(tree_map(lambda leaf: _rounded(leaf, 1e5), said)))
+            outcomes = {which: _outcome(pretext, model, tried_weights, rows) for which, tried_weights in tried.items()}
+            return digest(flatten(tree_map(lambda leaf: _rounded(leaf, 1e5), outcomes)))
         with suppress(Exception):  # a module of one's own that makes float32 tensors itself
-            found = _outcome(pretext, model, _as(own, torch.float32), rows)
-            return digest({name: _rounded(leaf, 1e3) for name, leaf in found.items()})
+            outcome = _outcome(pretext, model, _as(on_host, torch.float32), rows)
+            return digest({name: _rounded(leaf, 1e3) for name, leaf in outcome.items()})
     return "unknown"
 
 
@@ -304,7 +304,7 @@ def _larger(name: str, leaf: Tensor) -> Tensor:
 
 
 def _outcome(pretext: Pretext, model: Model, weights: Weights, x: Tensor) -> dict[str, Tensor]:
-    """What a step of training sees of the network: its states of tokens, where the pretext reads these alone."""
+    """Return the outputs of a training step's network: its states of tokens, where the pretext reads these alone."""
     seed, like = torch.tensor(0), next(iter(weights.params.values()))
     x = x.to(like.dtype) if x.is_floating_point() else x
     if Need.TOKENS in pretext.needs and model.tokens is not None:

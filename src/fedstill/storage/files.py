@@ -43,8 +43,8 @@ def default_cache_dir() -> Path:
 
 def default_config_dir() -> Path:
     """Return the folder $FEDSTILL_CONFIG, or fedstill in $XDG_CONFIG_HOME or ~/.config."""
-    own, shared = os.environ.get("FEDSTILL_CONFIG"), os.environ.get("XDG_CONFIG_HOME")
-    return Path(own) if own else Path(shared or Path.home() / ".config") / "fedstill"
+    config, shared = os.environ.get("FEDSTILL_CONFIG"), os.environ.get("XDG_CONFIG_HOME")
+    return Path(config) if config else Path(shared or Path.home() / ".config") / "fedstill"
 
 
 def regular(path: Path) -> IO[bytes]:

@@ -106,10 +106,10 @@ def read_addresses(deployment: Path) -> Addresses:
 
 def checked_address(address: object, where: str) -> tuple[str, int]:
     """Return host and port of an address; another form is refused."""
-    found = ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if found is None or not 0 < int(found[2]) < 65536:
+    match = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not 0 < int(match[2]) < 65536:
         raise FedstillError(f"{where} = {address!r} is no address: write host:port, e.g. fl.example.org:9443")
-    return found[1].strip("[]"), int(found[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 def write(deployment: Deployment, *, superlink: str = "127.0.0.1:18443") -> list[str]:

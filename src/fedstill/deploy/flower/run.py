@@ -183,10 +183,10 @@ def _start(folder: Path, tell: Tell) -> str:
     """Start a ServerApp, and return Flower's number of its run once it has begun."""
     server = server_folder(folder)
     done = _flwr(folder, "run", str(server / APP), CONNECTION, "--format", "json")
-    found = [line for line in done.stdout.splitlines() if '"run-id"' in line]
-    if done.returncode or not found:
+    answers = [line for line in done.stdout.splitlines() if '"run-id"' in line]
+    if done.returncode or not answers:
         raise FedstillError(f"the run cannot be started: {_last_line(done)}")
-    run = found[0].split('"')[3]
+    run = answers[0].split('"')[3]
     ends = time.monotonic() + START_PATIENCE
     while not is_held(server / ALIVE_FILE) and not (server / OUTCOME_FILE).exists():
         if time.monotonic() > ends:
@@ -209,10 +209,10 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 def _outcome(server: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((server / OUTCOME_FILE).read_text(encoding="utf-8"))
+        outcome: dict[str, Any] = json.loads((server / OUTCOME_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    return found
+    return outcome
 
 
 def _listens(address: str) -> bool:

@@ -25,27 +25,27 @@ PROJECT = "pyproject.toml"  # Flower writes it anew when it bundles an app
 
 def check_app(bundle: bytes, installed: Path) -> None:
     """Refuse an app that has another file than the installed one, or one with other content."""
-    own = {
+    known = {
         path.relative_to(installed).as_posix(): path.read_bytes() for path in installed.rglob("*.*") if path.is_file()
     }
-    own = {name: content for name, content in own.items() if "__pycache__" not in name}
+    known = {name: content for name, content in known.items() if "__pycache__" not in name}
     with zipfile.ZipFile(io.BytesIO(bundle)) as archive:
         sent = {info.filename: info for info in archive.infolist() if not info.filename.startswith(".info/")}
         if len(sent) != len([info for info in archive.infolist() if not info.filename.startswith(".info/")]):
             raise FedstillError("the app that arrived names a file twice")
-        if sent.keys() != own.keys():
+        if sent.keys() != known.keys():
             raise FedstillError(
-                f"the app that arrived has other files than the installed one: {sorted(sent.keys() ^ own.keys())[:3]}"
+                f"the app that arrived has other files than the installed one: {sorted(sent.keys() ^ known.keys())[:3]}"
             )
         for name, info in sent.items():
-            if info.file_size > LARGEST_FILE or not _same(name, archive.read(name), own[name]):
+            if info.file_size > LARGEST_FILE or not _same(name, archive.read(name), known[name]):
                 raise FedstillError(f"the app that arrived has another {name} than the installed one")
 
 
-def _same(name: str, sent: bytes, own: bytes) -> bool:
+def _same(name: str, sent: bytes, here: bytes) -> bool:
     if name == PROJECT:
-        return tomllib.loads(sent.decode()) == tomllib.loads(own.decode())
-    return sent == own
+        return tomllib.loads(sent.decode()) == tomllib.loads(here.decode())
+    return sent == here
 
 
 def checked(connect: Callable[..., Any], installed: Path, refuse: Callable[[str], Exception]) -> Callable[..., Any]:

@@ -133,7 +133,7 @@ def seen_labels(counts: Tensor) -> Tensor:
 
 
 def draw_requests(how: GeneratorTraining, asked: Tensor, seed: Seed, like: Tensor) -> Tree:
-    """What the steps of a round ask for: noise "z" (S, B, d) and classes "y" (S, B), drawn alike among the `asked`."""
+    """Draw the requests of a round's steps: noise "z" (S, B, d) and classes "y" (S, B), alike among the `asked`."""
     shape = (how.generator.steps, how.generator.batch_size)
     y = numpy_generator(seed_for(seed, "labels")).choice(asked.nonzero().flatten().cpu().numpy(), shape)
     return {
@@ -157,14 +157,14 @@ def generator_player(model: Model, generator: Model, how: GeneratorTraining) -> 
     assert head is not None  # declared as a need
     each_head: Callable[[Params, Tensor], Tensor] = torch.func.vmap(head, in_dims=(0, None))
 
-    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
+    def loss(weights: Weights, scene: Scene) -> tuple[Tensor, Params]:
         z, y = scene.drawn["z"], scene.drawn["y"]
-        said, buffers = generator.apply(own, asked_for(z, y, model.classes), training=True)
-        logits = full_precision(each_head(scene.given["heads"], said.logits))  # (C, B, K)
+        made, buffers = generator.apply(weights, asked_for(z, y, model.classes), training=True)
+        logits = full_precision(each_head(scene.given["heads"], made.logits))  # (C, B, K)
         wanted = y.expand(len(logits), -1).unsqueeze(-1)
         losses = -torch.log_softmax(logits, -1).gather(-1, wanted).squeeze(-1)
         share = how.spread(scene.given["shares"].index_select(1, y))  # (C, B)
-        varied = diversity(full_precision(said.logits), full_precision(z))
+        varied = diversity(full_precision(made.logits), full_precision(z))
         return (share * losses).mean(1).sum() + how.generator.diversity * varied, buffers
 
     return Player(loss, replace(how.generator.training, steps=1))
@@ -188,18 +188,18 @@ def train_generator(generator: GeneratorFor, how: GeneratorTraining) -> ServerSt
         return candidate, {SLOT: _prepared(generator, how, state.get(SLOT), candidate, preparation)}
 
     def apply(candidate: Weights, state: Tree, round: Round) -> tuple[Weights, Tree]:
-        own, like, round = state[SLOT], next(leaves(candidate.params)), with_samples(round)
+        slots, like, round = state[SLOT], next(leaves(candidate.params)), with_samples(round)
         counts = label_counts(round) if counted else like.new_ones(len(round.uploads.ids), round.model.classes)
         seen = seen_labels(counts)
         if not bool(seen.any()):
-            trained = bool(own["labels"].any())
-            return candidate, {SLOT: {**own, **(_strengths(how, round.number, like) if trained else {})}}
-        fitted = _trained(player_for(round.model), how, own, counts, round)
+            trained = bool(slots["labels"].any())
+            return candidate, {SLOT: {**slots, **(_strengths(how, round.number, like) if trained else {})}}
+        fitted = _trained(player_for(round.model), how, slots, counts, round)
         round.metrics[f"{SLOT}_loss"] = float(fitted.loss)
         after = {
             "weights": fitted.weights._asdict(),
             "optimizer": fitted.optimizer if how.generator.keep_optimizer else {},
-            "labels": torch.maximum(own["labels"], seen.to(own["labels"])),
+            "labels": torch.maximum(slots["labels"], seen.to(slots["labels"])),
         }
         return candidate, {SLOT: {**after, **_strengths(how, round.number, like)}}
 
@@ -229,30 +229,30 @@ def _prepared(
     return {"weights": first, "optimizer": {}, "labels": labels, **_weights(0.0, 0.0, like)}
 
 
-def _trained(player: Player, how: GeneratorTraining, own: Tree, counts: Tensor, round: Round) -> Fitted:
+def _trained(player: Player, how: GeneratorTraining, slots: Tree, counts: Tensor, round: Round) -> Fitted:
     """The generator after the steps of this round."""
     rate = how.generator.lr * how.generator.lr_decay ** (round.number - 1)
-    seed, like = seed_for(round.seed, "generator"), next(leaves(own["weights"]["params"]))
+    seed, like = seed_for(round.seed, "generator"), next(leaves(slots["weights"]["params"]))
     return round.trainer.take_turns(
         {"generator": replace(player, training=replace(player.training, lr=rate))},
-        {"generator": _weights_of(own)},
+        {"generator": _weights_of(slots)},
         draw_requests(how, seen_labels(counts), seed, like),
         {"heads": _heads(round), "shares": capped(label_shares(counts), how.largest_share).to(like)},
         seed,
-        optimizers={"generator": own.get("optimizer", {}) if how.generator.keep_optimizer else {}},
+        optimizers={"generator": slots.get("optimizer", {}) if how.generator.keep_optimizer else {}},
     )["generator"]
 
 
 def broadcast(state: Tree) -> Tree:
-    """What clients receive: the generator's weights and what to make of them; nothing before it was prepared."""
-    own = state.get(SLOT)
-    if not own:
+    """Return the slots that clients receive: the generator's weights and their use; none before it was prepared."""
+    slots = state.get(SLOT)
+    if not slots:
         return {}
-    return {"generator": _weights_of(own)._asdict(), **{slot: own[slot] for slot in RECEIVED}}
+    return {"generator": _weights_of(slots)._asdict(), **{slot: slots[slot] for slot in RECEIVED}}
 
 
-def _weights_of(own: Tree) -> Weights:
-    return Weights(own["weights"]["params"], own["weights"].get("buffers", {}))
+def _weights_of(slots: Tree) -> Weights:
+    return Weights(slots["weights"]["params"], slots["weights"].get("buffers", {}))
 
 
 def _heads(round: Round) -> Params:
@@ -296,8 +296,8 @@ def generated_logits(model: Model, inventor: Model, z: Tensor, y: Tensor, weight
     received = local.received["generator"]
     like = next(iter(received["params"].values()))
     asked = torch.cat([z.to(like), target_mask(y, local.received["labels"].shape[-1]).to(like)], dim=-1)
-    said, _ = inventor.apply(Weights(received["params"], received.get("buffers", {})), asked, training=False)
-    return full_precision(model.head(local.params, torch.where(weight > 0, said.logits, 0.0)))
+    made, _ = inventor.apply(Weights(received["params"], received.get("buffers", {})), asked, training=False)
+    return full_precision(model.head(local.params, torch.where(weight > 0, made.logits, 0.0)))
 
 
 def generated_features(

@@ -28,7 +28,7 @@ SIDE = 64  # s of Table 8(b) where no images are known: Tiny-ImageNet's
 
 
 class Wanted(NamedTuple):
-    """What a generator is asked to invent."""
+    """The samples that a generator is asked to invent: their shape, classes and noise."""
 
     name: str
     shape: tuple[int, ...]  # of one sample, or (F,) of features

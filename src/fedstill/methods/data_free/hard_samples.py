@@ -173,7 +173,7 @@ class Net(NamedTuple):
     """The part of a network that invented samples go through: all of it, or its last layer."""
 
     shape: tuple[int, ...]  # of what it reads
-    one: Callable[[Weights, Tensor, bool, Tensor | None], tuple[Tensor, Params]]  # (weights, x, training, seed)
+    apply: Callable[[Weights, Tensor, bool, Tensor | None], tuple[Tensor, Params]]  # (weights, x, training, seed)
     many: Callable[[Scene, Weights, Tensor], Tensor]  # stacked weights -> (T, B, K) in eval mode
     part: Callable[[Weights], Weights]  # what of a model, or of stacked ones, it is
 
@@ -218,7 +218,7 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
         tallied = pupil._replace(buffers={**pupil.buffers, RIGHT: like.new_zeros(2)})
         hunt, learn, look = roles(round.model)
         clients = len(given["share"]) if contest.one_by_one else 1
-        found = round.trainer.take_turns(
+        trained = round.trainer.take_turns(
             {
                 "generator": Player(hunt, turn(contest.generator, round.number, clients)),
                 "student": Player(learn, turn(contest.student, round.number), look),
@@ -228,7 +228,7 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
             given,
             seed,
         )
-        moved, now = found["student"].weights, found["generator"].weights
+        moved, now = trained["student"].weights, trained["generator"].weights
         learnt = Weights({**candidate.params, **moved.params}, _network(moved).buffers)
         if contest.input == "feature" or contest.student.batch_norm == "restore":
             learnt = learnt._replace(buffers=candidate.buffers)
@@ -236,8 +236,8 @@ def hard_samples(generator: GeneratorFor, contest: Contest) -> ServerStep:
             z, y, made = drawn["z"].flatten(0, 1), drawn["y"].flatten(), generator(round.model)
             x = invent_many(made, now, round.model.classes, z=z, y=y, shape=net.shape)
             learnt = learnt._replace(buffers=contest.statistics(round.model, learnt, x, round.seed))
-        round.metrics["generator_loss"] = float(found["generator"].loss)
-        round.metrics["student_loss"] = float(found["student"].loss)
+        round.metrics["generator_loss"] = float(trained["generator"].loss)
+        round.metrics["student_loss"] = float(trained["student"].loss)
         right, asked = moved.buffers[RIGHT].tolist()
         if asked:
             round.metrics["samples_right"] = right / asked
@@ -272,24 +272,24 @@ def _hunt(contest: Contest, generator: Model, net: Net, model: Model) -> Loss:
     """-md + lam_cls cls + lam_dis div, of one client's model (the step says whose) or of all together."""
     how = contest.generator
 
-    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
+    def loss(weights: Weights, scene: Scene) -> tuple[Tensor, Params]:
         z, y = scene.drawn["z"], scene.drawn["y"]
         teachers, share = scene.given["teachers"], scene.given["share"]
         cohort = len(share)
         if contest.one_by_one:
             whose = (scene.step % cohort).reshape(1)
             teachers, share = tree_map(lambda leaf: leaf.index_select(0, whose), (teachers, share))
-        output, buffers = generator.apply(own, asked_for(z, y, model.classes), training=True, seed=scene.seed)
+        output, buffers = generator.apply(weights, asked_for(z, y, model.classes), training=True, seed=scene.seed)
         x, weight = output.logits.reshape(-1, *net.shape), share.index_select(1, y)
-        said = net.many(scene, teachers, x)
+        answers = net.many(scene, teachers, x)
         total = x.new_zeros(())
         if how.lam_dis:
             total = how.lam_dis * len(share) / cohort * diversity(full_precision(x), full_precision(z))
         if how.lam_cls:
-            total = total + how.lam_cls * contest.recognise(said, y, weight)
+            total = total + how.lam_cls * contest.recognise(answers, y, weight)
         if contest.hardness is not None:
-            mine = net.one(_network(scene.weights["student"]), x, False, None)[0]
-            total = total - contest.hardness(mine, said, weight)
+            mine = net.apply(_network(scene.weights["student"]), x, False, None)[0]
+            total = total - contest.hardness(mine, answers, weight)
         return total, buffers
 
     return loss
@@ -301,20 +301,20 @@ def _look(generator: Model, net: Net, model: Model) -> Callable[[Scene], Tree]:
     def look(scene: Scene) -> Tree:
         z, y = scene.drawn["z"], scene.drawn["y"]
         x = invent(generator, scene.weights["generator"], model.classes, z=z, y=y, shape=net.shape)
-        said, weight = net.many(scene, scene.given["teachers"], x), scene.given["share"].index_select(1, y)
+        answers, weight = net.many(scene, scene.given["teachers"], x), scene.given["share"].index_select(1, y)
         asked = scene.given["held"].index_select(0, y)
-        right = torch.stack([asked * (ensemble_names(said, weight) == y), asked]).sum(1)
-        return {"x": x, "said": said, "weight": weight, "right": right}
+        right = torch.stack([asked * (ensemble_names(answers, weight) == y), asked]).sum(1)
+        return {"x": x, "answers": answers, "weight": weight, "right": right}
 
     return look
 
 
 def _learn(contest: Contest, net: Net) -> Loss:
-    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
+    def loss(weights: Weights, scene: Scene) -> tuple[Tensor, Params]:
         seen = scene.seen
-        logits, buffers = net.one(_network(own), seen["x"], contest.student.batch_norm != "frozen", scene.seed)
-        found = contest.lesson(logits, seen["said"], seen["weight"])
-        return found, {**buffers, RIGHT: own.buffers[RIGHT] + seen["right"]}
+        logits, buffers = net.apply(_network(weights), seen["x"], contest.student.batch_norm != "frozen", scene.seed)
+        value = contest.lesson(logits, seen["answers"], seen["weight"])
+        return value, {**buffers, RIGHT: weights.buffers[RIGHT] + seen["right"]}
 
     return loss
 
@@ -328,14 +328,14 @@ def _net(contest: Contest, model: Model) -> Net:
 
 
 def _whole_network(model: Model) -> Net:
-    def one(weights: Weights, x: Tensor, training: bool, seed: Tensor | None) -> tuple[Tensor, Params]:
+    def apply(weights: Weights, x: Tensor, training: bool, seed: Tensor | None) -> tuple[Tensor, Params]:
         output, buffers = model.apply(weights, x, training=training, seed=seed)
         return output.logits, buffers
 
     def many(scene: Scene, teachers: Weights, x: Tensor) -> Tensor:
         return scene.each(teachers, x).logits
 
-    return Net(model.input_shape, one, many, lambda weights: weights)
+    return Net(model.input_shape, apply, many, lambda weights: weights)
 
 
 def _last_layer(model: Model) -> Net:
@@ -343,8 +343,8 @@ def _last_layer(model: Model) -> Net:
     assert head is not None, "the step declares Need.HEAD"
 
     def many(scene: Scene, teachers: Weights, x: Tensor) -> Tensor:
-        said: Tensor = torch.func.vmap(lambda params: head(params, x))(teachers.params)
-        return said
+        logits: Tensor = torch.func.vmap(lambda params: head(params, x))(teachers.params)
+        return logits
 
     return Net(
         (model.feature_size,),

@@ -88,8 +88,8 @@ class InventedStudent:
 def turn_of(learner: Generator | InventedStudent, batch_size: int, **changes: Any) -> Training:
     """Return the training of a generator (Adam) or of a student (SGD)."""
     optimizer = "adam" if isinstance(learner, Generator) else "sgd"
-    own = {key: getattr(learner, key) for key in ("steps", "lr", "lr_decay", "weight_decay")}
-    return Training(**{**own, "optimizer": optimizer, "batch_size": batch_size, **changes})
+    common = {key: getattr(learner, key) for key in ("steps", "lr", "lr_decay", "weight_decay")}
+    return Training(**{**common, "optimizer": optimizer, "batch_size": batch_size, **changes})
 
 
 def with_samples(round: Round) -> Round:
@@ -214,9 +214,9 @@ def first_generator(generator: GeneratorFor, slot: str, candidate: Weights, prep
     return tree_map(lambda leaf: leaf.to(like) if leaf.is_floating_point() else leaf.to(like.device), made)._asdict()
 
 
-def same_form(one: Tree, other: Tree) -> bool:
+def same_form(kept: Tree, fresh: Tree) -> bool:
     """Whether a generator that an earlier phase trained can go on as the other would start."""
-    forms = [{name: (leaf.shape, leaf.dtype) for name, leaf in flatten(tree).items()} for tree in (one, other)]
+    forms = [{name: (leaf.shape, leaf.dtype) for name, leaf in flatten(tree).items()} for tree in (kept, fresh)]
     return forms[0] == forms[1]
 
 

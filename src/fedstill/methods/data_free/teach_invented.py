@@ -143,13 +143,13 @@ def teach_invented(teaching: Teaching, generator: GeneratorFor) -> ServerStep:
 def _generator_loss(
     teaching: Teaching, generator: Model, model: Model
 ) -> Callable[[Weights, Scene], tuple[Tensor, Params]]:
-    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
+    def loss(weights: Weights, scene: Scene) -> tuple[Tensor, Params]:
         z, y = scene.drawn["z"], scene.drawn["y"]
-        output, buffers = generator.apply(own, asked_for(z, y, model.classes), training=True, seed=scene.seed)
+        output, buffers = generator.apply(weights, asked_for(z, y, model.classes), training=True, seed=scene.seed)
         x = output.logits.reshape(-1, *model.input_shape)
-        said = full_precision(scene.each(scene.given["teachers"], x).logits)  # (T, B, K)
-        count, rows = said.shape[:2]
-        wrong = F.cross_entropy(said.flatten(0, 1), y.repeat(count), reduction="none").reshape(count, rows)
+        logits = full_precision(scene.each(scene.given["teachers"], x).logits)  # (T, B, K)
+        count, rows = logits.shape[:2]
+        wrong = F.cross_entropy(logits.flatten(0, 1), y.repeat(count), reduction="none").reshape(count, rows)
         recognised = (scene.given["shares"][:, y] * wrong).sum(0).mean()
         varied = diversity(full_precision(x), full_precision(z))
         return teaching.lam_cls * recognised + teaching.lam_dis * varied, buffers
@@ -158,13 +158,13 @@ def _generator_loss(
 
 
 def _lesson(teaching: Teaching, generator: Model, model: Model) -> Callable[[Scene], Tree]:
-    """What the student is shown in a step, and what the teachers say together about it."""
+    """Make the function that shows the student samples in a step, and the teachers' common targets for them."""
 
     def look(scene: Scene) -> Tree:
         z, y = scene.drawn["z"], scene.drawn["y"]
         x = invent(generator, scene.given["generator"], model.classes, z=z, y=y, shape=model.input_shape)
-        said = scene.each(scene.given["teachers"], x).logits
-        return {"x": x, "targets": pool_targets(said, teaching.pool, share=scene.given["shares"][:, y])}
+        logits = scene.each(scene.given["teachers"], x).logits
+        return {"x": x, "targets": pool_targets(logits, teaching.pool, share=scene.given["shares"][:, y])}
 
     return look
 
@@ -172,9 +172,9 @@ def _lesson(teaching: Teaching, generator: Model, model: Model) -> Callable[[Sce
 def _student_loss(teaching: Teaching, model: Model) -> Callable[[Weights, Scene], tuple[Tensor, Params]]:
     training = teaching.batch_norm != "frozen"
 
-    def loss(own: Weights, scene: Scene) -> tuple[Tensor, Params]:
-        output, buffers = model.apply(own, scene.seen["x"], training=training, seed=scene.seed)
-        return divergence(scene.seen["targets"], output.logits).mean(), buffers if training else own.buffers
+    def loss(weights: Weights, scene: Scene) -> tuple[Tensor, Params]:
+        output, buffers = model.apply(weights, scene.seen["x"], training=training, seed=scene.seed)
+        return divergence(scene.seen["targets"], output.logits).mean(), buffers if training else weights.buffers
 
     return loss
 

@@ -112,11 +112,11 @@ def _beside_references(runs: Runs, best: str, by_seed: Mapping[int, float]) -> l
 def reference_levels(runs: Runs) -> tuple[float | None, float | None]:
     """Return the mean accuracy of the clients' own models and of the pooled model, where they were measured."""
     alone, pooled = [], []
-    for one in runs.references:
-        each = [number(table_of(row).get("accuracy")) for row in list_of(one.get("alone"))]
+    for table in runs.references:
+        each = [number(table_of(row).get("accuracy")) for row in list_of(table.get("alone"))]
         each_known = [value for value in each if value is not None]
         alone += [statistics.fmean(each_known)] if each_known else []
-        together = number(table_of(one.get("pooled")).get("accuracy"))
+        together = number(table_of(table.get("pooled")).get("accuracy"))
         pooled += [] if together is None else [together]
     return (statistics.fmean(alone) if alone else None), (statistics.fmean(pooled) if pooled else None)
 

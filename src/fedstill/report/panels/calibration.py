@@ -48,8 +48,8 @@ def panel(runs: Runs) -> Panel | None:
 def curve(table: Mapping[str, Any]) -> list[Point]:
     """Return (mean confidence, accuracy) in percent of each bin that has rows."""
     points = []
-    for one in map(table_of, list_of(table.get("bins"))):
-        confidence, accuracy, count = (number(one.get(key)) for key in ("confidence", "accuracy", "count"))
+    for bucket in map(table_of, list_of(table.get("bins"))):
+        confidence, accuracy, count = (number(bucket.get(key)) for key in ("confidence", "accuracy", "count"))
         if confidence is not None and accuracy is not None and count:
             points.append(Point(100 * confidence, 100 * accuracy, 100 * accuracy, 100 * accuracy))
     return points

@@ -42,7 +42,7 @@ def panel(runs: Runs) -> Panel | None:
         charts.append(_map(values, kinds, labels, "accuracy (%)", f"Accuracy of each class with {method}"))
     if len(shown) < len(able):
         sentences.append(f"Shown are {len(shown)} of {len(able)} methods: the best one, and FedAvg or else the second.")
-    if any(len(by_class(one)) > MOST_ROUNDS for one in able.values()) or count > MOST_CLASSES:
+    if any(len(by_class(each)) > MOST_ROUNDS for each in able.values()) or count > MOST_CLASSES:
         sentences.append(f"At most {MOST_ROUNDS} rounds and {MOST_CLASSES} classes are drawn, evenly spaced.")
     return Panel("Class by class", sentences, charts)
 

@@ -49,8 +49,8 @@ def _panel(method: str, run: Run, matrix: np.ndarray) -> Panel:
     )
     wrong = matrix * (1 - np.eye(count))
     places = [divmod(int(place), count) for place in np.argsort(-wrong, axis=None, kind="stable")[:SAID]]
-    said = [f"{names[i]} is taken for {names[j]} {wrong[i, j]:.0f} times" for i, j in places if wrong[i, j] > 0]
+    mistakes = [f"{names[i]} is taken for {names[j]} {wrong[i, j]:.0f} times" for i, j in places if wrong[i, j] > 0]
     sentences = [f"The last model of {method}, seed {run.seed}, on {matrix.sum():,.0f} test rows."]
-    if said:
-        sentences.append(f"The most frequent mistakes: {'; '.join(said)}.")
+    if mistakes:
+        sentences.append(f"The most frequent mistakes: {'; '.join(mistakes)}.")
     return Panel("What is confused", sentences, [chart])

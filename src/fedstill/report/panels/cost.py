@@ -28,10 +28,10 @@ def panel(runs: Runs) -> Panel | None:
             lines[method] = mean_line([run.series("accuracy") for run in each], at=places, scale=100, most=100)
         lines = {method: points for method, points in lines.items() if points}
         if lines and any(points[-1].x > 0 for points in lines.values()):
-            said = "; ".join(
+            ends = "; ".join(
                 f"{method} {points[-1].y:.1f} % at {points[-1].x:,.2f}" for method, points in lines.items()
             )
-            charts.append(line_chart(lines, x=x, y="test accuracy (%)", alt=f"Lines: accuracy by {x}. Ends: {said}."))
+            charts.append(line_chart(lines, x=x, y="test accuracy (%)", alt=f"Lines: accuracy by {x}. Ends: {ends}."))
     target, why = runs.target, "the target of the experiment file"
     if target is None:
         best = next(iter(known.values()))

@@ -25,8 +25,8 @@ def panel(runs: Runs) -> Panel | None:
             f"After the last round {ends[0][1]} forgets least ({ends[0][0]:.1f} points) and {ends[-1][1]} most "
             f"({ends[-1][0]:.1f} points)."
         )
-    said = "; ".join(f"{method} {value:.1f}" for value, method in ends[:10])
+    last_values = "; ".join(f"{method} {value:.1f}" for value, method in ends[:10])
     chart = line_chart(
-        lines, x="round", y="forgetting (points)", alt=f"Lines: forgetting by round. Ends: {said}.", height=220
+        lines, x="round", y="forgetting (points)", alt=f"Lines: forgetting by round. Ends: {last_values}.", height=220
     )
     return Panel("What is forgotten", sentences, [chart])

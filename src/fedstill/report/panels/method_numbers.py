@@ -39,14 +39,14 @@ def panel(runs: Runs) -> Panel | None:
         if len(values) == 1:
             constant.append(f"{words}: {values.pop():,.5g} in every round of {listed(list(lines))}.")
         elif lines and len(charts) < MOST:
-            said = "; ".join(f"{method} {points[-1].y:,.4g}" for method, points in list(lines.items())[:10])
-            alt = f"Lines: {words} by round. Ends: {said}."
+            ends = "; ".join(f"{method} {points[-1].y:,.4g}" for method, points in list(lines.items())[:10])
+            alt = f"Lines: {words} by round. Ends: {ends}."
             title = words if len(lines) > 1 else f"{words}: {next(iter(lines))}"
             named = plain_names([title], 80)[0]
             charts.append(line_chart(lines, x="round", y=words, title=named, alt=alt, height=160))
     if spent := {method: points for method, each in runs.by_method.items() if len(points := _spent(each)) > 1}:
-        said = "; ".join(f"{method} {points[-1].y:,.4g}" for method, points in list(spent.items())[:10])
-        alt = f"Lines: epsilon by round. Ends: {said}."
+        ends = "; ".join(f"{method} {points[-1].y:,.4g}" for method, points in list(spent.items())[:10])
+        alt = f"Lines: epsilon by round. Ends: {ends}."
         charts.append(line_chart(spent, x="round", y="epsilon", title="epsilon spent", alt=alt, height=160))
     budgets = [(method, _budget(runs, method)) for method in runs.by_method]
     rows = [(method, *cells) for method, cells in budgets if cells]

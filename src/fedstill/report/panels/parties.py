@@ -26,7 +26,7 @@ def panel(runs: Runs) -> Panel | None:
     tested = sorted((line for line in lines if "federated" in line[1]), key=lambda line: line[1]["federated"])
     if not tested:
         return None
-    gains = [found["federated"] - found["alone"] for _, found in tested if "alone" in found]
+    gains = [numbers["federated"] - numbers["alone"] for _, numbers in tested if "alone" in numbers]
     sentences = [
         f"Accuracy with {method} on the rows that each party holds back for a test. Nobody trains on these rows."
     ]
@@ -36,7 +36,7 @@ def panel(runs: Runs) -> Panel | None:
             f"The federated model is better than the model that a party trains alone for {better} of {len(gains)} "
             f"parties, worse for {worse}, and equal for {len(gains) - better - worse}."
         )
-    few = min((found["test rows"] for _, found in tested if "test rows" in found), default=0)
+    few = min((numbers["test rows"] for _, numbers in tested if "test rows" in numbers), default=0)
     if 0 < few < 100:
         sentences.append(f"A party has as few as {few:.0f} test rows: there one row is {100 / few:.1f} points.")
     if single := _of_one_class(runs.by_method[method][0], {name for name, _ in tested}):
@@ -52,8 +52,8 @@ def panel(runs: Runs) -> Panel | None:
     if len(tested) > MOST:
         shown = [*tested[: MOST // 2], *tested[-MOST // 2 :]]
         sentences.append(f"Shown are the {MOST // 2} worst and the {MOST // 2} best of {len(tested):,} parties.")
-    kinds = [model for model in MODELS if any(model in found for _, found in tested)]
-    scaled = [(name, {model: 100 * found[model] for model in kinds if model in found}) for name, found in shown]
+    kinds = [model for model in MODELS if any(model in numbers for _, numbers in tested)]
+    scaled = [(name, {model: 100 * numbers[model] for model in kinds if model in numbers}) for name, numbers in shown]
     chart = dots(
         list(reversed(scaled)),
         kinds=kinds,
@@ -61,14 +61,14 @@ def panel(runs: Runs) -> Panel | None:
         y="party",
         alt=f"Dots: the accuracy of {len(shown)} parties with {', '.join(kinds)} models; numbers in the table below.",
     )
-    head = ["party", *[name for name in ("rows", "test rows") if any(name in found for _, found in shown)]]
+    head = ["party", *[name for name in ("rows", "test rows") if any(name in numbers for _, numbers in shown)]]
     head += [f"{model} %" for model in kinds] + (["gain, points"] if gains else [])
     rows = []
-    for name, found in shown:
-        sizes = [f"{found[key]:,.0f}" if key in found else "" for key in ("rows", "test rows") if key in head]
-        cells = [f"{100 * found[model]:.1f}" if model in found else "none" for model in kinds]
+    for name, numbers in shown:
+        sizes = [f"{numbers[key]:,.0f}" if key in numbers else "" for key in ("rows", "test rows") if key in head]
+        cells = [f"{100 * numbers[model]:.1f}" if model in numbers else "none" for model in kinds]
         if gains:
-            cells.append(f"{100 * (found['federated'] - found['alone']):+.1f}" if "alone" in found else "none")
+            cells.append(f"{100 * (numbers['federated'] - numbers['alone']):+.1f}" if "alone" in numbers else "none")
         rows.append((name, *sizes, *cells))
     caption = "Parties, the lowest accuracy first. Gain: federated minus alone."
     return Panel("Party by party", sentences, [chart], Table(head, rows, caption))
@@ -85,12 +85,12 @@ def _of_one_class(run: Run, parties: Collection[str]) -> list[str]:
 
 def parties_of(tables: list[Mapping[str, Any]]) -> list[tuple[str, dict[str, float]]]:
     """Return each party's name and numbers, the means over the seeds."""
-    found: dict[str, dict[str, list[float]]] = {}
+    parties: dict[str, dict[str, list[float]]] = {}
     for table in tables:
         for line in map(table_of, list_of(table.get("parties"))):
             if "name" in line:
-                party = found.setdefault(str(line["name"]), {})
+                party = parties.setdefault(str(line["name"]), {})
                 for key in ("rows", "test_rows", *MODELS):
                     if (value := number(line.get(key))) is not None:
                         party.setdefault(key.replace("_", " "), []).append(value)
-    return [(name, {key: statistics.fmean(values) for key, values in party.items()}) for name, party in found.items()]
+    return [(name, {key: statistics.fmean(values) for key, values in party.items()}) for name, party in parties.items()]

@@ -30,19 +30,19 @@ def panel(runs: Runs) -> Panel | None:
         for name, each in runs.by_method.items()
     }
     scores = {name: each for name, each in whole.items() if len(each) == len(runs.by_method[name])}
-    found = sensitivity(scores, [name for folder in runs.folders for name in _ended(folder)])
-    if found is None:
+    sweep = sensitivity(scores, [name for folder in runs.folders for name in _ended(folder)])
+    if sweep is None:
         return None
-    charts = [_map(found)] if found.cells else []
-    charts += [_curve(effect) for effect in found.effects[:MOST_KEYS]]
+    charts = [_map(sweep)] if sweep.cells else []
+    charts += [_curve(effect) for effect in sweep.effects[:MOST_KEYS]]
     rows = [
         (effect.key, value, percent(spread.mean), percent(spread.low), percent(spread.high))
-        for effect in found.effects
+        for effect in sweep.effects
         for value, spread in effect.values.items()
     ]
     caption = "Each value of each key: the accuracies of all points with it, whatever their other keys are."
     table = Table(("key", "value", "mean", "lowest", "highest"), rows, caption, left=2)
-    return Panel("What matters in this sweep", [ON_HELD_BACK, *in_sentences(found)], charts, table)
+    return Panel("What matters in this sweep", [ON_HELD_BACK, *in_sentences(sweep)], charts, table)
 
 
 def _ended(folder: Path) -> list[str]:
@@ -53,11 +53,11 @@ def _ended(folder: Path) -> list[str]:
         return []
 
 
-def _map(found: Sensitivity) -> Chart:
-    first, second = found.effects[:2]
+def _map(sweep: Sensitivity) -> Chart:
+    first, second = sweep.effects[:2]
     columns = dict(zip(first.values, plain_names(first.values, 20), strict=True))
     rows = dict(zip(second.values, plain_names(second.values, 20), strict=True))
-    cells = [(columns[column], rows[row], 100 * value) for (column, row), value in found.cells.items()]
+    cells = [(columns[column], rows[row], 100 * value) for (column, row), value in sweep.cells.items()]
     x, y = plain_names([first.key, second.key])
     return heat_map(
         cells,
@@ -66,8 +66,8 @@ def _map(found: Sensitivity) -> Chart:
         x=x,
         y=y,
         value="accuracy (%)",
-        title=found.map_title,
-        numbers=(100 * min(found.cells.values()), 100 * max(found.cells.values())),
+        title=sweep.map_title,
+        numbers=(100 * min(sweep.cells.values()), 100 * max(sweep.cells.values())),
     )
 
 

@@ -61,12 +61,12 @@ def distill(
         if share is not None and teachers is uploads_teach:
             report_teachers(round, share)
         pooled = pool(logits) if share is None else pool(logits, share=share)
-        said = pooled if isinstance(pooled, Targets) else everything(pooled)
-        targets = said if rows is None else spread(said, rows, len(unlabeled_data(round)))
+        answers = pooled if isinstance(pooled, Targets) else everything(pooled)
+        targets = answers if rows is None else spread(answers, rows, len(unlabeled_data(round)))
         learnt, memory = learn(candidate, targets, round, state.get("optimizer", {}))
         state = {**state, "optimizer": memory} if memory else state
         taught = targets._replace(probabilities=shown(targets, hard=hard))
-        round.metrics["teacher_agreement"] = agreement(logits, said.probabilities)
+        round.metrics["teacher_agreement"] = agreement(logits, answers.probabilities)
         round.metrics["distill_loss_before"] = loss_of(candidate, taught, round, student.temperature, rows=rows)
         round.metrics["distill_loss_after"] = loss_of(learnt, taught, round, student.temperature, rows=rows)
         round.models.setdefault("aggregated", candidate)  # another refinement may have come before

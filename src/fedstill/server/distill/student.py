@@ -90,7 +90,7 @@ class Student(Training):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What a step that trains this student must declare."""
+        """The needs of a step that trains this student."""
         looks = {Need.VALIDATION} if self.patience is not None else set()
         return frozenset(looks | ({Need.FEATURES, Need.HEAD} if self.part == "head" else set()))
 
@@ -98,11 +98,11 @@ class Student(Training):
         """Refuse settings outside their limits, and settings that exclude each other."""
         check_limits("method.student", self)
         if self.keep_optimizer and (self.patience is not None or self.average_after is not None):
-            told = "method.student.keep_optimizer has no use with patience or average_after"
-            raise FedstillError(f"{told}: set one of them back")
+            problem = "method.student.keep_optimizer has no use with patience or average_after"
+            raise FedstillError(f"{problem}: set one of them back")
         if self.lr_schedule == "cyclic" and self.lr_low > self.lr:
-            told = f"method.student.lr_low = {self.lr_low!r} is above method.student.lr = {self.lr!r}"
-            raise FedstillError(f"{told}: the rate falls from lr to lr_low in each cycle, set a lower lr_low")
+            problem = f"method.student.lr_low = {self.lr_low!r} is above method.student.lr = {self.lr!r}"
+            raise FedstillError(f"{problem}: the rate falls from lr to lr_low in each cycle, set a lower lr_low")
 
 
 Learn = Callable[[Weights, Targets, Round], Weights]
@@ -148,10 +148,10 @@ def keep_learning(student: Student, *, hard: bool = False, loss: Loss = soft_tar
         last = fitted.weights
         if student.keep_optimizer:
             memory = fitted.optimizer
-        found = last if watcher is None else watcher.result(last)
+        learnt = last if watcher is None else watcher.result(last)
         if student.reestimate and student.part == "all":
-            found = found._replace(buffers=round.trainer.batch_statistics(found, lesson.x))
-        return found, memory
+            learnt = learnt._replace(buffers=round.trainer.batch_statistics(learnt, lesson.x))
+        return learnt, memory
 
     return learn
 

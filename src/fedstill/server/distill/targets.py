@@ -228,8 +228,8 @@ def _by_size(round: Round, state: Tree) -> Tensor:
 def _examined(judge: Callable[[Tensor, int], Tensor], round: Round, state: Tree) -> Tensor:
     assert round.validation is not None  # declared as a need
     x, y = round.validation
-    said = [part.trainer.outputs(part.uploads.weights, x, stacked=True, features=False) for part in teaching(round)]
-    logits = torch.cat([output.logits for output in said])
+    outputs = [part.trainer.outputs(part.uploads.weights, x, stacked=True, features=False) for part in teaching(round)]
+    logits = torch.cat([output.logits for output in outputs])
     share = judge((logits.argmax(-1) == y.to(logits.device)).double().mean(1), logits.shape[-1])
     round.metrics["teachers_kept"] = float((share > 0).sum())
     return share
