@@ -2,6 +2,7 @@
 
     python tools/measure_workers.py [--ray] [--repeats 15]
     python tools/measure_workers.py --training --network cnn --method fedavg --workers 1 2
+    python tools/measure_workers.py --training --network cnn --method fedavg --workers 1 2 --device cuda --steps 50
 
 All ways take turns, so that whatever else the machine does hits all. "Idle" is a round in which clients take no step:
 what is left is the way of orders, uploads and memories there and back. One torch thread a process.
@@ -47,6 +48,7 @@ class Case:
     cohort: int
     rows: int  # of each client
     steps: int
+    device: str
 
     def built(self, federation: Federation) -> Built:
         options = {"hidden": (64,)} if self.network == "mlp" else {}
@@ -56,11 +58,16 @@ class Case:
             federation=federation,
             training=Training(batch_size=32, lr=0.05, steps=self.steps),
             schedule=Schedule(rounds=1, cohort=self.cohort),
-            engines=partial(build_engines, "looped" if self.network == "cnn" else "auto", "cpu"),
+            engines=partial(build_engines, "looped" if self.same_bits else "auto", self.device),
         )
 
     def __call__(self, federation: Federation, device: str) -> Built:
         return self.built(federation)
+
+    @property
+    def same_bits(self) -> bool:
+        """Return whether workers must give the bits of one process: clients that train alone on a CPU do."""
+        return self.network == "cnn" and self.device == "cpu"
 
     def federation(self) -> Federation:
         count, noise = self.cohort * self.rows, np.random.Generator(np.random.PCG64(0))
@@ -80,7 +87,7 @@ def measure(case: Case, on_ray: bool, counts: Sequence[int], repeats: int) -> li
     method, ids = task.method(1), np.arange(case.cohort)
     order = Order(1, weights, broadcast_of(method, first_state(method, weights)))
     states = stack([first] * case.cohort)
-    kit, alone = Kit(case, outline_of(built.federation), "cpu", 0, 1), Site(task)
+    kit, alone = Kit(case, outline_of(built.federation), case.device, 0, 1), Site(task)
     crew, hosts = (ray_crew if on_ray else spawned_crew), [alone]
     times: list[list[float]] = [[] for _ in range(1 + len(counts))]
     with ExitStack() as open_crews:
@@ -94,9 +101,11 @@ def measure(case: Case, on_ray: bool, counts: Sequence[int], repeats: int) -> li
             for place, where in enumerate(hosts):
                 began = time.perf_counter()
                 results.append(where.play(order, ids, states, 0))
+                if case.device == "cuda":
+                    torch.cuda.synchronize()
                 if turn:  # the first one warms up
                     times[place].append(time.perf_counter() - began)
-            if case.network == "cnn":  # looped: the same bits
+            if case.same_bits:
                 expected, *others = (flatten(each.uploads.weights) for each in results)
                 assert all(torch.equal(expected[name], leaf) for other in others for name, leaf in other.items())
     return times
@@ -122,6 +131,8 @@ def main() -> None:
     words.add_argument("--training", action="store_true", help="only rounds with steps")
     words.add_argument("--method", nargs="+", default=["fedavg", "scaffold"])
     words.add_argument("--network", nargs="+", default=[*SHAPES], choices=SHAPES)
+    words.add_argument("--steps", type=int, help="of each client, in place of 10 (mlp) and 5 (cnn)")
+    words.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: spawned workers share the GPUs")
     words.add_argument("--workers", nargs="+", type=int, default=[2], help="how many, each count a column")
     options = words.parse_args()
     torch.set_num_threads(1)
@@ -129,10 +140,10 @@ def main() -> None:
     print(f"{'milliseconds, min / median':36}" + "".join(f"{head:>18}" for head in heads))
     for method in options.method:
         for network, cohort, rows, steps in (("mlp", 50, 300, 10), ("cnn", 10, 160, 5)):
-            for taken in (0, steps):
+            for taken in (0, options.steps or steps):
                 if network not in options.network or (options.idle and taken) or (options.training and not taken):
                     continue
-                case = Case(method, network, cohort, rows, taken)
+                case = Case(method, network, cohort, rows, taken, options.device)
                 columns = [
                     f"{1000 * min(t):.0f} / {1000 * statistics.median(t):.0f}"
                     for t in measure(case, options.ray, options.workers, options.repeats)
