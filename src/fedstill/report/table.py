@@ -272,7 +272,8 @@ def plain_table(summaries: Sequence[MethodSummary]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows as text, the first `left` columns to the left, the others to the right."""
+    """Rows as text, a line each, the first `left` columns to the left, the others to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
