@@ -8,6 +8,9 @@ import shutil
 
 import pytest
 from cli_runs import SMALL, answer, fedstill, mistake
+from typer.testing import CliRunner
+
+from fedstill.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +132,79 @@ def test_names_of_others_steer_no_terminal(comparison, tmp_path):
         text = fedstill(*words).stdout
         assert "?[2Jsmall?" in text
         assert not {"\x1b", "\u202e"} & set(text)
+
+
+DEEP = "[" * 100_000
+WRONG_TABLES = {
+    "a number of words": lambda row: row.update(bytes_up=[1]),
+    "an accuracy of words": lambda row: row.update(accuracies=["high"]),
+    "no accuracy": lambda row: row.update(accuracies=[]),
+    "accuracies of lists": lambda row: row.update(accuracies=[[0.5], [0.5, 0.5]]),
+    "a metric of words": lambda row: row.update(ece="low"),
+    "a number of a thousand digits": lambda row: row.update(bytes_up=10**1000),
+    "bytes that are no number": lambda row: row.update(bytes_down=float("nan")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TABLES.values(), ids=WRONG_TABLES)
+def test_a_table_that_no_comparison_writes_is_one_line_in_every_form(comparison, tmp_path, wrong):
+    shutil.copytree(comparison[0], tmp_path / "both")
+    path = tmp_path / "both" / "results.json"
+    tree = json.loads(path.read_text())
+    wrong(tree["methods"][0])
+    path.write_text(json.dumps(tree))
+    for form in ("text", "markdown", "csv", "latex", "json"):
+        assert "results.json' cannot be read" in mistake("table", tmp_path / "both", "--format", form)
+    assert "results.json' cannot be read" in mistake("show", tmp_path / "both")
+
+
+WRONG_FILES = {
+    "deep rounds": ("metrics.jsonl", f'{DEEP}\n{{"round": 2}}\n'),
+    "an accuracy of words": ("metrics.jsonl", '{"round": 1, "accuracy": "high"}\n'),
+    "an endless accuracy": ("metrics.jsonl", '{"round": 1, "accuracy": 1e999}\n'),
+    "a round of words": ("metrics.jsonl", '{"round": "first", "accuracy": 0.5}\n'),
+    "rounds that are tables": ("metrics.jsonl", '{"round": [], "accuracy": {}}\n{}\n'),
+    "bytes of words": ("metrics.jsonl", '{"round": 1, "accuracy": 0.5, "bytes_up": "all"}\n'),
+    "an audit of numbers": ("audit.jsonl", "1\n"),
+    "endless versions": ("env.json", '{"packages": {"torch": 1e999}}'),
+    "deep versions": ("env.json", DEEP),
+    "a deep statement": ("privacy.json", DEEP),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), WRONG_FILES.values(), ids=WRONG_FILES)
+def test_files_that_no_run_writes_are_one_line_or_an_answer(comparison, tmp_path, name, content):
+    run, folder = tmp_path / "run", comparison[0]
+    shutil.copytree(folder / "fedavg" / "seed-0", run)
+    (run / name).write_text(content)
+    commands = [["figure", run, "--out", tmp_path / "x.svg"]]
+    for words in (["show", run], ["diff", run, folder], ["diff", folder / "fedavg" / "seed-1", run]):
+        commands += [words, [*words, "--format", "json"]]
+    for words in commands:
+        outcome = CliRunner().invoke(app, [str(word) for word in words])
+        assert outcome.exit_code == 0 or (outcome.exit_code == 2 and len(outcome.stderr.splitlines()) == 1), words
+    assert fedstill("runs", tmp_path).exit_code == 0
+
+
+def test_reference_points_that_no_comparison_writes_are_left_out(comparison, tmp_path):
+    shutil.copytree(comparison[0], tmp_path / "both")
+    (tmp_path / "both" / "references").mkdir()
+    for name, content in {"0": DEEP, "x": "{}", "1": '{"majority": 1}', "2": "[]"}.items():
+        (tmp_path / "both" / "references" / f"seed-{name}.json").write_text(content)
+    assert fedstill("table", tmp_path / "both").stdout == fedstill("table", comparison[0]).stdout
+
+
+def test_nothing_outside_of_a_folder_is_shown(comparison, tmp_path):
+    folder, _ = comparison
+    shutil.copytree(folder, tmp_path / "both")
+    run, audit = folder / "fedavg" / "seed-0", tmp_path / "both" / "fedavg" / "seed-0" / "audit.jsonl"
+    path = tmp_path / "both" / "results.json"
+    tree = json.loads(path.read_text())
+    tree["runs"][0]["run_dir"] = str(run)
+    path.write_text(json.dumps(tree))
+    assert "a place outside of" in mistake("figure", tmp_path / "both", "--out", tmp_path / "x.svg")
+    audit.unlink()
+    audit.symlink_to(run / "audit.jsonl")
+    for words in (["show", audit.parent], ["diff", run, audit.parent], ["table", tmp_path / "both"]):
+        assert "is a link to a place outside of" in mistake(*words)
+    assert "is a link to a place outside of" in fedstill("runs", audit.parents[1]).stderr

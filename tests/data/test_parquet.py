@@ -12,6 +12,7 @@ from PIL import Image
 from fedstill.core.errors import FedstillError
 from fedstill.data import load
 from fedstill.data.parquet import ParquetFile, _chunks, read_json_lines
+from fedstill.data.source import Reading
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -119,3 +120,34 @@ def test_a_footer_whose_statistics_are_wrong_does_not_end_the_process(tmp_path: 
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with contextlib.suppress(FedstillError):
             ParquetFile(file)
+
+
+CLASS = {"_type": "ClassLabel", "names": ["a", "b"]}
+
+
+@pytest.mark.parametrize("kind", ["words", "arrays", "arrays of a task by its id", "half floats", "huge"])
+def test_a_column_of_another_kind_than_its_name_or_description_says_is_read_as_what_it_is(tmp_path: Path, kind: str):
+    columns = {
+        "words": {"x": ["p", "q"] * 10, "label": Y},
+        "arrays": {"x": [[1.0, 2.0]] * 20, "label": Y},
+        "arrays of a task by its id": {"id": [[row, 1] for row in range(20)], "label": Y},
+        "half floats": {"x": list(range(20)), "label": arrow.array(np.array(Y, np.float16))},
+    }.get(kind, {"x": [1.7e308] * 20, "label": Y})
+    table = arrow.table(columns)
+    about = {"info": {"features": {"x": CLASS}}} if kind in ("words", "arrays") else {}
+    parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(about)}), tmp_path / "x.parquet")
+    reading = Reading(label="label", missing="mean")
+    if kind == "huge":
+        with pytest.raises(FedstillError, match="is not finite"):
+            load(tmp_path / "x.parquet", reading, cache_dir=tmp_path / "cache")
+        return
+    train = load(tmp_path / "x.parquet", reading, cache_dir=tmp_path / "cache").train
+    assert (tuple(train.x.shape), train.classes) == ((16, 1 if kind == "half floats" else 2), ("0", "1"))
+
+
+def test_a_cell_with_a_name_that_is_too_long_for_a_file_is_an_image_that_cannot_be_read(tmp_path: Path):
+    images = [{"bytes": None, "path": "9" * 400}, *({"bytes": png(grey), "path": None} for grey in range(19))]
+    file = written(tmp_path / "x.parquet", {"image": images, "label": Y})
+    with pytest.raises(FedstillError, match="is not a readable image"):
+        load(file, cache_dir=tmp_path / "cache")
+    assert len(load(file, Reading(missing="skip"), cache_dir=tmp_path / "cache").train.x) == 15

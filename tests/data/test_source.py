@@ -10,7 +10,9 @@ from data_files import HYPOTHESIS, fails, hub_folder, pictures, png, write_parqu
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedstill.core.errors import FedstillError
 from fedstill.data import Source, from_tensors, load, owners, split_unlabeled, stratified_holdout
+from fedstill.data.source import Reading
 from fedstill.partition import PARTITIONS
 
 
@@ -88,3 +90,8 @@ def test_a_key_that_nobody_asked_for_is_looked_at_when_it_is_used(tmp_path: Path
 def test_the_natural_split_makes_no_client_of_rows_without_an_owner(keys: list) -> None:
     text = fails(PARTITIONS["natural"], np.zeros(4, int), 0, seed=0, keys=np.asarray(keys))
     assert "partition.keys has no value for 2 of 4 rows, the first is row 2 (counted from 1)" in text
+
+
+def test_an_image_has_no_larger_side_than_memory():
+    with pytest.raises(FedstillError, match=r"data\.size = 99999 is too large"):
+        Reading(size=99_999)

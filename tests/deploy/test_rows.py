@@ -78,6 +78,13 @@ def test_what_keeps_rows_from_being_read_is_said_in_a_line(tmp_path, text, line)
         read_rows(agreed(), written(tmp_path, text))
 
 
+@pytest.mark.parametrize("key", ["mean", "std"])
+def test_an_agreed_scale_of_another_length_is_refused(tmp_path, key):
+    rows = written(tmp_path, "age,sex,glucose,outcome\n50,m,90,ill\n51,f,91,ill\n")
+    with pytest.raises(FedstillError, match=f"data.{key} has 3 numbers"):
+        read_rows(agreed(**{key: [1.0, 2.0, 3.0]}), rows)
+
+
 def test_a_column_in_another_unit_is_doubted_and_a_usual_one_is_not(tmp_path):
     usual = read_rows(agreed(), str(table(tmp_path / "a.csv", 40, 1)))
     moles = read_rows(agreed(), str(table(tmp_path / "b.csv", 40, 1, unit=18.0)))

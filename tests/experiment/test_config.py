@@ -223,3 +223,17 @@ def test_an_unknown_scheme_is_told_before_its_number_of_clients():
     table = {"partition": {"scheme": "natural2", "clients": 0}}
     (line,) = complaints(table)
     assert line.startswith("partition.scheme = 'natural2' is unknown: did you mean 'natural'?")
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("local.batch_size", {"local": {"batch_size": 2**31}}),
+        ("student.batch_size", {"method": f"feddf(student.batch_size={2**64})"}),
+        ("engine.threads", {"engine": {"threads": 2**31}}),
+    ],
+)
+def test_a_number_whose_memory_no_machine_has_is_refused_before_it_is_taken(key, change):
+    with pytest.raises(FedstillError, match=rf"{key}.*( at most|from 1 to| or below)") as caught:
+        Experiment(**change)
+    assert "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import torch_generator, torch_stream
 from fedstill.core.tree import rows, stack, tree_map
 from fedstill.core.types import Model, Weights
-from fedstill.models import MODELS, READS_TEXT, build_model, model_options
+from fedstill.models import MODELS, READS_TEXT, build_model, form_of, model_options
 
 CIFAR, MNIST, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
 # others: test_model_recurrent, _transformer; resnet34, which is resnet18 with more blocks: test_model_deep
@@ -366,3 +366,13 @@ def test_mistakes_are_told_in_one_line_with_the_nearest_word():
 def test_options_and_their_defaults_can_be_listed():
     assert model_options("cnn") == {"projection": 0}
     assert model_options("resnet18") == {"stem": "imagenet", "norm": "batch", "groups": 2, "projection": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "width"), [(build, width) for build in ("model", "form") for width in (2**62, 2**64)] + [("model", 10**13)]
+)
+def test_a_network_that_no_machine_holds_is_one_line(make, width):
+    facts = {"input_shape": (64,), "classes": 10, "hidden": [width]}
+    with pytest.raises(FedstillError, match="cannot be made with these options") as caught:
+        build_model("mlp", **facts) if make == "model" else form_of("mlp", most=100, **facts)
+    assert "\n" not in str(caught.value)

@@ -74,6 +74,12 @@ def with_wider_head(desk):
     return tree
 
 
+def without_buffers(desk):
+    tree = model_of(desk)
+    assert tree["start"].pop("buffers") == {}
+    return tree
+
+
 REFUSED = {
     "another version": (model_of, {"facts": {"fedstill": "0.0.0"}}, "the server's fedstill is '0.0.0', and"),
     "another run": (model_of, {"facts": {"run": "other"}}, "the server's run is 'other', and this client's is 'a run'"),
@@ -94,6 +100,7 @@ REFUSED = {
     "Inf in a slot": (with_inf_in_a_slot, {}, "the order holds NaN or Inf"),
     "another form": (with_wider_head, {}, r"the order/start/params/head.bias is float32 \(99,\)"),
     "no model": (lambda desk: spoiled(desk, start={}), {}, "the order lacks '/start/"),
+    "a model without its empty table": (without_buffers, {}, "the order lacks '/start/buffers'"),
     "no tables": (lambda desk: spoiled(desk, received=torch.zeros(1)), {}, "something else than a model and slots"),
     "more than a model": (lambda desk: spoiled(desk, code=torch.zeros(1)), {}, "something else than a model and slots"),
     "no slot": (lambda desk: spoiled(desk, received={}), {}, "the order's slot lacks '/control"),

@@ -5,11 +5,12 @@ import io
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from fedstill.report.export import FORMS, csv_table, latex_table, latex_text, markdown_table
-from fedstill.report.table import MethodSummary, reference_rows
+from fedstill.report.table import MethodSummary, plain_table, reference_rows
 
 NASTY = r"own_f.py:m&m(a='50%', b=\"$x^2$\", c=#1|{z}~<y>)"
 
@@ -73,6 +74,17 @@ def test_a_name_with_line_breaks_adds_no_row(form):
         for name in ("evil\n\\end{tabular}\n| x |", "evil \\end{tabular} | x |")
     )
     assert FORMS[form](wild) == FORMS[form](tame)
+
+
+def test_a_heading_of_somebody_else_is_neither_a_formula_nor_html_nor_a_line_of_its_own():
+    heading = "=1+1\n# <img src=x onerror=alert(1)> `a`|"
+    rows = [replace(row, method=f"={row.method}", metrics={heading: 1.0}) for row in ROWS]
+    for cells in csv.reader(io.StringIO(csv_table(rows))):
+        assert not any(cell.startswith("=") for cell in cells)
+    assert next(csv.DictReader(io.StringIO(csv_table(rows))))["'" + heading] == "1.0"
+    first = markdown_table(rows).splitlines()[0]
+    assert r"\<img src=x onerror=alert(1)\> \`a\`\| |" in first
+    assert len(plain_table(rows).splitlines()) == 4
 
 
 def test_markdown_rows_have_as_many_cells_as_headings():

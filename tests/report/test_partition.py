@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +103,25 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(FedstillError, match=r"fedstill\[plots\]"):
         module.partition_picture(np.ones((2, 2), int), tmp_path / "x.png", title="t")
+
+
+def test_a_title_is_drawn_as_it_is_whatever_its_signs_mean(drawn: Callable[..., Figure]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph 20013 ")
+        figure = drawn(np.ones((2, 2), int), title="$\\frac{a^b^c$ \x1b[2J of \u4e2d")
+    assert figure.get_suptitle() == "$\\frac{a^b^c$ ?[2J of \u4e2d"
+
+
+def test_settings_of_the_working_folder_do_not_have_texts_run_through_latex(tmp_path: Path) -> None:
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\ntext.latex.preamble: \\input{/etc/passwd}\n")
+    (tmp_path / "latex").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\nexit 1\n")
+    (tmp_path / "latex").chmod(0o755)
+    script = "from fedstill.report.partition import partition_picture as draw; draw([[1, 2]], 'x.png', title='t')"
+    place = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-P", "-c", script], cwd=tmp_path, env=place, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "x.png").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_counts_of_clients_are_written_with_their_names(tmp_path):

@@ -14,14 +14,22 @@ from fedstill.about.explain import explain
 from fedstill.cli.app import print_json, say, tell
 from fedstill.cli.run import print_table
 from fedstill.core.errors import FedstillError, printable
-from fedstill.experiment.recorded import BEGAN_FILE, Record, find_records, read_curves, read_record, read_summaries
+from fedstill.experiment.recorded import (
+    BEGAN_FILE,
+    Record,
+    find_records,
+    legible,
+    read_curves,
+    read_record,
+    read_summaries,
+)
 from fedstill.experiment.run_folder import flat
 from fedstill.loop.privacy_plan import STATEMENT_FILE
 from fedstill.report import counted, human_bytes
 from fedstill.report.curves import paper_curves
 from fedstill.report.export import FORMS
 from fedstill.report.table import MethodSummary, align, table_json, table_legend
-from fedstill.storage.files import read_text
+from fedstill.storage.files import read_json
 
 PICTURES = (".pdf", ".svg", ".png")
 WIDTHS = (2.0, 20.0)  # inches between which names and numbers can be read
@@ -34,11 +42,12 @@ LINE = 100  # letters at most
 def table_command(folder: Path, form: str) -> None:
     if form not in FORMS:
         raise FedstillError(f"--format {form}: use {', '.join(FORMS)}")
-    summaries = read_summaries(folder)
-    if form == "text" and sys.stdout.isatty():
-        _print_summaries(summaries)
-    else:
-        say(FORMS[form](summaries))
+    with legible(folder):
+        summaries = read_summaries(folder)
+        if form == "text" and sys.stdout.isatty():
+            _print_summaries(summaries)
+        else:
+            say(FORMS[form](summaries))
 
 
 def _print_summaries(summaries: Sequence[MethodSummary]) -> None:
@@ -53,10 +62,11 @@ def figure_command(folder: Path, *, out: Path | None, width: float) -> None:
     low, high = WIDTHS
     if not low <= width <= high:
         raise FedstillError(f"--width {width:g}: use {low:g} to {high:g} inches")
-    curves = read_curves(folder)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        paper_curves(curves, path, width=width)
+        with legible(folder):
+            curves = read_curves(folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            paper_curves(curves, path, width=width)
     except OSError as error:
         raise FedstillError(f"--out: cannot write '{path}' ({error.strerror or error})") from error
     say(f"Learning curves, {width:g} inches wide: {path}")
@@ -100,30 +110,31 @@ def _print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def show_command(folder: Path, *, as_json: bool) -> None:
-    record = read_record(folder)
-    facts = {**record.as_json(), "left_the_parties": _left_the_parties(record), "privacy": _privacy(folder)}
-    if record.is_comparison:
-        facts["table"] = table_json(record.summaries)
-    else:
-        facts |= {"numbers": _numbers(record), "audit": record.history.audit}
-    if as_json:
-        print_json(facts)
-        return
-    _print_facts(
-        {
-            record.settings["name"]: record.about,
-            "method": record.method if record.is_comparison else record.methods[record.method],
-            **({} if record.is_comparison else {"seed": str(record.settings["seed"])}),
-            "state": f"{record.state}, began {record.when:%Y-%m-%d %H:%M} UTC, {human_bytes(record.size)} on disk",
-            **({} if record.is_comparison else _as_words(facts["numbers"])),
-            **({"audit": f"{counted(len(facts['audit']), 'record')} in audit.jsonl"} if facts.get("audit") else {}),
-            **({"privacy": facts["privacy"]} if facts["privacy"] else {}),
-        }
-    )
-    if record.is_comparison and record.summaries:
-        _print_summaries(record.summaries)
-    say("Left a party:")
-    _print_facts({method: "; ".join(parts) for method, parts in facts["left_the_parties"].items()}, indent="  ")
+    with legible(folder):
+        record = read_record(folder)
+        facts = {**record.as_json(), "left_the_parties": _left_the_parties(record), "privacy": _privacy(folder)}
+        if record.is_comparison:
+            facts["table"] = table_json(record.summaries)
+        else:
+            facts |= {"numbers": _numbers(record), "audit": record.history.audit}
+        if as_json:
+            print_json(facts)
+            return
+        _print_facts(
+            {
+                record.settings["name"]: record.about,
+                "method": record.method if record.is_comparison else record.methods[record.method],
+                **({} if record.is_comparison else {"seed": str(record.settings["seed"])}),
+                "state": f"{record.state}, began {record.when:%Y-%m-%d %H:%M} UTC, {human_bytes(record.size)} on disk",
+                **({} if record.is_comparison else _as_words(facts["numbers"])),
+                **({"audit": f"{counted(len(facts['audit']), 'record')} in audit.jsonl"} if facts.get("audit") else {}),
+                **({"privacy": facts["privacy"]} if facts["privacy"] else {}),
+            }
+        )
+        if record.is_comparison and record.summaries:
+            _print_summaries(record.summaries)
+        say("Left a party:")
+        _print_facts({method: "; ".join(parts) for method, parts in facts["left_the_parties"].items()}, indent="  ")
 
 
 def _print_facts(facts: Mapping[str, str], *, indent: str = "") -> None:
@@ -159,7 +170,7 @@ def _left_the_parties(record: Record) -> dict[str, list[str]]:
 def _privacy(folder: Path) -> str:
     """Return the statement in privacy.json; no text where there is none."""
     try:
-        return str(json.loads(read_text(folder / STATEMENT_FILE))["text"])
+        return str(read_json(folder / STATEMENT_FILE)["text"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -195,22 +206,23 @@ def _word(key: str, value: Any) -> str:
 
 
 def diff_command(first: Path, second: Path, *, as_json: bool) -> None:
-    record_a, record_b = read_record(first), read_record(second)
-    parts = {
-        "settings": _differing_settings(record_a, record_b),
-        "environment": _differing(_environment(first), _environment(second)),
-        "results": _results(record_a, record_b),
-    }
-    if as_json:
-        print_json({"a": str(first), "b": str(second), **parts})
-        return
-    same = {"settings": "The settings are the same.", "environment": "Versions and machine are the same."}
-    for title, rows in parts.items():
-        if not rows:
-            say(same.get(title, "There are no results yet."))
-            continue
-        words = [(key, *(_shown(key, value) for value in pair)) for key, pair in rows.items()]
-        _print_columns((title, f"A {first}", f"B {second}"), words)
+    with legible(first, second):
+        record_a, record_b = read_record(first), read_record(second)
+        parts = {
+            "settings": _differing_settings(record_a, record_b),
+            "environment": _differing(_environment(first), _environment(second)),
+            "results": _results(record_a, record_b),
+        }
+        if as_json:
+            print_json({"a": str(first), "b": str(second), **parts})
+            return
+        same = {"settings": "The settings are the same.", "environment": "Versions and machine are the same."}
+        for title, rows in parts.items():
+            if not rows:
+                say(same.get(title, "There are no results yet."))
+                continue
+            words = [(key, *(_shown(key, value) for value in pair)) for key, pair in rows.items()]
+            _print_columns((title, f"A {first}", f"B {second}"), words)
 
 
 def _shown(key: str, value: Any) -> str:
@@ -239,7 +251,7 @@ def _differing_settings(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
 def _environment(folder: Path) -> dict[str, Any]:
     """Return versions, device and commit that a run was made with; nothing where its file cannot be read."""
     try:
-        table = json.loads(read_text(folder / BEGAN_FILE))
+        table = read_json(folder / BEGAN_FILE)
         return {**{key: value for key, value in table.items() if key != "packages"}, **table["packages"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

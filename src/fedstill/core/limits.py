@@ -19,6 +19,7 @@ Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 Count = Annotated[int, Strict(), Ge(1)]
 CountOrNone = Annotated[int, Strict(), Ge(0)]  # 0 switches the part off
+Rows = Annotated[int, Strict(), Ge(1), Le(10_000_000)]  # of a batch, which takes memory for each, filled or not
 Several = Annotated[int, Strict(), Ge(2)]  # a BatchNorm needs more than one row
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 Positive = Annotated[float, Strict(), AllowInfNan(False), Gt(0)]

@@ -19,7 +19,7 @@ from fedstill.core.data import Dataset as Dataset
 from fedstill.core.data import Federation as Federation
 from fedstill.core.data import Tokenizer as Tokenizer
 from fedstill.core.errors import FedstillError, suggest
-from fedstill.core.limits import SECTION, Count, Decay, Example, Flag, NotNegative, Positive, PositiveShare
+from fedstill.core.limits import SECTION, Count, Decay, Example, Flag, NotNegative, Positive, PositiveShare, Rows
 from fedstill.core.setup import Answers as Answers
 from fedstill.core.setup import Ask as Ask
 from fedstill.core.setup import Cache as Cache
@@ -293,7 +293,7 @@ class Training:
     __pydantic_config__ = SECTION
     epochs: Count = 1
     steps: Annotated[Count | None, Example(20)] = None  # instead of epochs: exactly so many steps
-    batch_size: Count = 50
+    batch_size: Rows = 50
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: Positive = 0.01
     momentum: Annotated[Decay, Example(0.9)] = 0.0

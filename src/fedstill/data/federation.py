@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.seeds import seed_for
-from fedstill.core.types import Federation
+from fedstill.core.types import Dataset, Federation
 from fedstill.data.load import from_tensors, is_embedded
 from fedstill.data.source import (
     Source,
@@ -181,7 +181,7 @@ def scale_inputs(
         raise FedstillError(f"{key}: {source.train.name} is read as text, which is not scaled; leave it out")
     width = source.train.x.shape[1]
     if mean or std:
-        _check_numbers(source, mean, std, width)
+        check_scale(source.train, mean, std)
         how, constants = "given", (tuple(mean), tuple(std))
     elif how == "unlabeled":
         constants = _of_unlabeled(source, unlabeled)
@@ -205,13 +205,13 @@ def _of_unlabeled(source: Source, unlabeled: Unlabeled | Tensor | None) -> Const
     return statistics(x.numpy())
 
 
-def _check_numbers(source: Source, mean: Sequence[float], std: Sequence[float], width: int) -> None:
+def check_scale(train: Dataset, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refuse means and deviations that are neither one for all channels or columns nor one for each."""
+    width = train.x.shape[1]
     for key, numbers in (("data.mean", mean), ("data.std", std)):
         if len(numbers) not in (1, width):
             wanted = "1" if width == 1 else f"1 or {width}"
-            unit = "channels" if source.train.x.ndim > 2 else "columns (a word of a column counts as one)"
-            raise FedstillError(
-                f"{key} has {len(numbers)} numbers, {source.train.name} has {width} {unit}: give {wanted}"
-            )
+            unit = "channels" if train.x.ndim > 2 else "columns (a word of a column counts as one)"
+            raise FedstillError(f"{key} has {len(numbers)} numbers, {train.name} has {width} {unit}: give {wanted}")
     if min(std) <= 0:
         raise FedstillError(f"data.std holds {min(std):g}; deviations are above 0")

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import glob
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -451,7 +452,7 @@ def paths_of(start: Path, folder: Path) -> Callable[[str], Path]:
                 f"data.source: a cell names the file '{path}', which is not in the data's folder '{folder}': put the "
                 "image there, or its bytes into the table"
             )
-        if file.exists():  # a file that is not there is an image that cannot be read
+        if os.path.exists(file):  # a file that is not there, or whose name is too long, is an image that cannot be read
             check_file(file, folder)
         return file
 

@@ -30,6 +30,7 @@ KNOWN_STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 STATISTICS_AT_ONCE = 8_000_000  # numbers whose variance is computed at once
+LARGEST_SIDE = 7071  # of an image after data.size: an image of a file has no more pixels either (images.MOST_PIXELS)
 RULES = {"missing": ("refuse", "mean", "skip"), "unknown": ("refuse", "zeros")}  # the values of these keys
 
 
@@ -93,6 +94,8 @@ class Reading:
         for name in ("size", "window"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise FedstillError(f"data.{name} = {value} is too small; use 1 or more")
+        if self.size is not None and self.size > LARGEST_SIDE:
+            raise FedstillError(f"data.size = {self.size} is too large; use {LARGEST_SIDE:,} or less")
         for name, rules in RULES.items():
             if (rule := getattr(self, name)) not in rules:
                 raise FedstillError(f"data.{name} = '{rule}' is unknown: {suggest(rule, rules)}")

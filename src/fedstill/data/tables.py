@@ -170,6 +170,7 @@ def assemble(
         f"learnt from column '{n}', which differs in every row of {name}: leave it out with data.drop"
         for n in inputs
         if may_name_rows(n, reading)
+        and kind_of(train.columns[n]) in ("numbers", "words")
         and train.columns[n].dtype.kind in "iuO"
         and len(set(train.columns[n].tolist())) == train.rows > 1
     ]
@@ -529,6 +530,7 @@ def encode_labels(
             return _checked_classes(words, codes, names, label, where)
         values = np.array(words, np.int64)[codes]
     if values.dtype.kind == "f":
+        values = values.astype(np.float64)  # the limit does not fit into 16 bits
         if not np.array_equal(values, np.round(values)):
             raise FedstillError(f"data.label: column '{label}' of {where} holds fractions; a label is a class")
         if not (np.abs(values) < LARGEST_LABEL).all():
@@ -608,6 +610,8 @@ def encode_column(
     name, fitted = rules.name, rules.width > 0
     if kind_of(column) == "images":
         raise FedstillError(f"data.inputs: column '{name}' of {where} holds images, the task's does not")
+    if kind_of(column) != "numbers":
+        names = None  # a file that says so of words or arrays is wrong
     if names is not None:
         stated = (column >= 0) & (column < len(names))
         column = np.array([*names, ""], dtype=object)[np.where(stated, column, len(names)).astype(np.int64)]
@@ -623,9 +627,9 @@ def encode_column(
     if not fitted and rules.missing == "mean" and column.ndim == 1:
         rows = np.arange(len(column)) if train is None else train
         known = rows[~np.isin(rows, gaps)] if len(gaps) else rows
-        rules = rules._replace(
-            fill=float(column[known].mean(dtype=np.float64)) if len(known) else 0.0, flag=len(known) < len(rows)
-        )
+        with np.errstate(over="ignore", invalid="ignore"):  # such numbers are refused below
+            fill = float(column[known].mean(dtype=np.float64)) if len(known) else 0.0
+        rules = rules._replace(fill=fill, flag=len(known) < len(rows))
     numbers = storage_form(column)
     if len(gaps):
         numbers[gaps] = rules.fill

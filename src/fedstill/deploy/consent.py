@@ -22,7 +22,7 @@ from fedstill.loop.privacy_plan import rounds_a_client_may_play, stretches_of_cl
 from fedstill.population.desk import Desk
 from fedstill.privacy.statement import statement
 from fedstill.report import human_bytes
-from fedstill.storage.files import read_text, write_whole
+from fedstill.storage.files import read_json, write_whole
 
 CONSENT_FILE = "consent.json"
 WIDTH = 100
@@ -122,11 +122,11 @@ def text_digest(text: str) -> str:
 def given_consent(folder: Path, text: str) -> str:
     """Return who consented when to exactly this text; empty: nobody did."""
     try:
-        kept = json.loads(read_text(folder / CONSENT_FILE))
+        kept = read_json(folder / CONSENT_FILE)
         return f"{kept['user']}, {kept['time']}" if kept["digest"] == text_digest(text) else ""
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         raise FedstillError(f"{folder / CONSENT_FILE} cannot be read: remove it, and consent again") from None
 
 

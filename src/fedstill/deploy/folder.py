@@ -27,7 +27,7 @@ from fedstill.core.limits import Count, CountOrNone, Flag, Positive, Text
 from fedstill.core.population import Stay
 from fedstill.experiment.config import Experiment
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import read_text, write_whole
+from fedstill.storage.files import read_json, write_whole
 
 EXPERIMENT_FILE, ROSTER_FILE, SERVER_FILE, SITE_FILE = "experiment.toml", "roster.json", "server.toml", "site.toml"
 SERVER_FOLDER, SITES_FOLDER, RUN_FOLDER = "server", "sites", "run"
@@ -194,8 +194,8 @@ def read_deployment(folder: str | Path) -> Deployment:
             f"'{folder}' is no folder of a deployment (no {ROSTER_FILE}): give the one of `fedstill deploy init`"
         )
     try:
-        tree = json.loads(read_text(folder / ROSTER_FILE))
-    except (ValueError, RecursionError, OSError) as error:
+        tree = read_json(folder / ROSTER_FILE)
+    except (ValueError, OSError) as error:
         raise FedstillError(f"{folder / ROSTER_FILE} is no JSON ({error}): correct it") from None
     roster = _checked(_Roster, tree, folder / ROSTER_FILE)
     path = folder / SERVER_FOLDER / SERVER_FILE

@@ -30,6 +30,7 @@ from fedstill.data import (
     tokenise,
     with_test_of,
 )
+from fedstill.data.federation import check_scale
 from fedstill.data.load import Options
 from fedstill.data.source import statistics
 from fedstill.data.split import match_storage
@@ -177,10 +178,13 @@ def agreed_data(experiment: Experiment) -> Dataset:
             "`fedstill deploy init` writes it"
         )
     nothing = torch.zeros(0, *shape, dtype=dtype)
-    return Dataset(
+    agreed = Dataset(
         experiment.name, nothing, torch.zeros(0, dtype=torch.int64), data.classes, mean, std, tokenizer, columns,
         data.label or "",
     )  # fmt: skip
+    if tokenizer is None:
+        check_scale(agreed, mean, std)
+    return agreed
 
 
 def build_federation(experiment: Experiment, source: Source | None = None) -> Federation:

@@ -43,7 +43,7 @@ from fedstill.methods.lookup import label, split_methods
 from fedstill.models.mixed import MIXED
 from fedstill.report import counted, human_bytes
 from fedstill.report.panels.tournament import shown
-from fedstill.storage.files import read_text, working_in, write_whole
+from fedstill.storage.files import read_json, working_in, write_whole
 from fedstill.storage.toml import loads
 
 CHOICE_FILE = "choose.json"
@@ -191,7 +191,7 @@ def choose_again(run_dir: str | Path, **how: Any) -> Choice:
 def read_record(folder: Path) -> dict[str, Any]:
     """Return choose.json as a table."""
     try:
-        record = json.loads(read_text(folder / CHOICE_FILE))
+        record = read_json(folder / CHOICE_FILE)
     except (OSError, ValueError):
         record = None
     if not isinstance(record, dict):

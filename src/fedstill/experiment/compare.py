@@ -44,7 +44,7 @@ from fedstill.report import counted, draw_all
 from fedstill.report.parties import parties_of, write_parties
 from fedstill.report.sensitivity import PICTURE_FILE, Sensitivity, sensitivity, sensitivity_picture
 from fedstill.report.table import MethodSummary, best_first, column_means, prepared_text, reference_rows, table_json
-from fedstill.storage.files import read_bytes, read_text, working_in, write_whole
+from fedstill.storage.files import read_bytes, read_json, working_in, write_whole
 
 RESULTS_FILE = "results.json"
 BEST_FILE = "best.toml"  # of a sweep
@@ -443,9 +443,9 @@ def _earlier(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows that an earlier start wrote into results.json; none where it holds something else."""
     nothing: dict[str, list[dict[str, Any]]] = {"methods": [], "runs": []}
     try:
-        table = json.loads(read_text(folder / RESULTS_FILE))
+        table = read_json(folder / RESULTS_FILE)
         for row in table["methods"]:
             MethodSummary.from_json(row)
         return table if all(isinstance(row["method"], str) for row in table["runs"]) else nothing
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return nothing

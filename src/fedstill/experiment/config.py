@@ -286,7 +286,7 @@ class EngineSection(_Section):
     precision: Literal["auto", "float32", "float64", "tf32", "bf16"] = "auto"
     graphs: bool | None = None
     compile: bool = False
-    threads: int | None = Field(default=None, ge=1, examples=[1])  # of torch on the CPU, for the time of the run
+    threads: int | None = Field(default=None, ge=1, le=1024, examples=[1])  # of torch on the CPU, while it runs
 
 
 class ClusterSection(_Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fedstill.core.errors import FedstillError
@@ -11,7 +10,7 @@ from fedstill.experiment.config import Experiment
 from fedstill.experiment.run_folder import CONFIG_FILE
 from fedstill.loop.checkpoint import list_checkpoints
 from fedstill.report import counted
-from fedstill.storage.files import read_text
+from fedstill.storage.files import from_json, read_text
 
 
 def with_rounds(experiment: Experiment, rounds: int, folder: Path) -> tuple[Experiment, list[str]]:
@@ -41,7 +40,7 @@ def _early_ends(experiment: Experiment, places: list[Path], folder: Path) -> lis
     """Return a line if runs of the folder ended early, because more rounds do not let them go on."""
     stop = build_early_stop(experiment)
     files = [place / "metrics.jsonl" for place in places]
-    rows = [list(map(json.loads, read_text(file).splitlines())) for file in files if file.is_file()]
+    rows = [list(map(from_json, read_text(file).splitlines())) for file in files if file.is_file()]
     ended = 0 if stop is None else sum(map(stop.replay, rows))
     if not ended:
         return []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import safetensors
 
 from fedstill.core.errors import FedstillError
+from fedstill.data.source import first_line
 from fedstill.experiment.compare import BEST_FILE, RESULTS_FILE
 from fedstill.experiment.config import MethodSection
 from fedstill.experiment.model import describe_model
@@ -28,7 +29,7 @@ from fedstill.report import counted
 from fedstill.report.curves import Curve
 from fedstill.report.sensitivity import point_of
 from fedstill.report.table import MethodSummary, best_first, reference_rows
-from fedstill.storage.files import RUNNING_FILE, is_held, read_text
+from fedstill.storage.files import RUNNING_FILE, from_json, is_held, read_json, read_text
 
 BEGAN_FILE = "env.json"  # a run writes it once, before its first round
 _MARKS = (CONTRACT_FILE, RESULTS_FILE, "metrics.jsonl", BEGAN_FILE)  # a config.toml beside none of them is no run's
@@ -173,6 +174,24 @@ def _method_text(section: dict[str, Any]) -> str:
     return name if ":" in name else without_defaults(MethodSection.model_validate(section))
 
 
+@contextmanager
+def legible(*folders: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while the block reads and shows the files of runs into one line.
+
+    Somebody else may have written the files, and each value in them may be of any kind.
+    """
+    try:
+        yield
+    except (FedstillError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        named = " or ".join(f"'{folder}'" for folder in folders)
+        raise FedstillError(
+            f"{named} holds something that no run writes ({type(error).__name__}: {first_line(error)}): restore it "
+            "from a copy"
+        ) from error
+
+
 def read_record(folder: Path) -> Record:
     """Return the run or the comparison in a folder; files that cannot be read are refused in one line."""
     if not folder.is_dir():
@@ -194,10 +213,11 @@ def find_records(root: Path) -> tuple[list[Record], list[str]]:
     records, broken = [], []
     for folder in _run_folders(root):
         try:
-            record = read_record(folder)
-            record.as_json()  # so that broken numbers are found here, too
+            with legible(folder):
+                record = read_record(folder)
+                record.as_json()  # so that broken numbers are found here, too
             records.append(record)
-        except (FedstillError, OSError, ValueError, KeyError, TypeError) as error:
+        except (FedstillError, OSError) as error:
             broken.append(f"'{folder}' cannot be read: {' '.join(str(error).split())}")
     return sorted(records, key=lambda record: record.when, reverse=True), broken
 
@@ -217,7 +237,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     records = []
     try:
         for line in read_text(file).splitlines():
-            records.append(json.loads(line))
+            records.append(from_json(line))
     except (OSError, ValueError):
         return records
     return records
@@ -232,7 +252,7 @@ def read_rows(folder: Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = from_json(line)
             if not isinstance(row, dict):
                 raise ValueError("no table")
             rows.append(row)
@@ -249,7 +269,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FedstillError(f"'{folder}' holds one run, no comparison (no {RESULTS_FILE}): give a folder of `compare`")
     try:
-        results: dict[str, Any] = json.loads(read_text(path))
+        results: dict[str, Any] = read_json(path)
         if not all(isinstance(row["method"], str) for key in ("methods", "runs") for row in results[key]):
             raise ValueError("a method without a name")
     except (ValueError, KeyError, TypeError) as error:
@@ -260,15 +280,19 @@ def read_results(folder: Path) -> dict[str, Any]:
 def read_summaries(folder: Path) -> list[MethodSummary]:
     """Return the rows of a comparison's table, with its reference points."""
     results = read_results(folder)
+    files = sorted((folder / "references").glob("seed-*.json"), key=lambda file: (len(file.name), file.name))
     try:
         methods = [MethodSummary.from_json(row) for row in results["methods"]]
-    except (KeyError, TypeError) as error:
+        references = reference_rows([known for file in files if (known := read_references(file)) is not None])
+    except KeyError as error:
         raise FedstillError(f"'{folder / RESULTS_FILE}' lacks {error}: run `fedstill resume {folder}`") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FedstillError(
+            f"'{folder / RESULTS_FILE}' cannot be read ({error}): run `fedstill resume {folder}`"
+        ) from None
     if not methods:
         raise FedstillError(f"'{folder}' has no finished method yet: go on with `fedstill resume {folder}`")
-    files = sorted((folder / "references").glob("seed-*.json"), key=lambda file: int(file.stem.removeprefix("seed-")))
-    references = [known for file in files if (known := read_references(file)) is not None]
-    return [*methods, *reference_rows(references)]
+    return [*methods, *references]
 
 
 def read_curves(folder: Path) -> dict[str, list[Curve]]:
@@ -276,6 +300,9 @@ def read_curves(folder: Path) -> dict[str, list[Curve]]:
     settings = read_settings(folder)
     if (folder / RESULTS_FILE).exists():
         places = [(run["method"], folder / str(run["run_dir"])) for run in read_results(folder)["runs"]]
+        for _, place in places:
+            if not place.resolve().is_relative_to(folder.resolve()):
+                raise FedstillError(f"'{folder / RESULTS_FILE}' names '{place}', a place outside of '{folder}'")
     else:
         places = [(label(settings["method"]["name"]), folder)]
     curves: dict[str, list[Curve]] = {}

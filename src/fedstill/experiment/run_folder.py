@@ -25,7 +25,7 @@ from fedstill.loop.checkpoint import WEIGHTS_FILE
 from fedstill.methods.lookup import anchored
 from fedstill.methods.own_code import file_digest, own_files, speak
 from fedstill.storage import toml as toml_io
-from fedstill.storage.files import check_no_way_out, read_text, write_whole
+from fedstill.storage.files import check_no_way_out, from_json, read_json, read_text, write_whole
 
 CONFIG_FILE = "config.toml"
 CONTRACT_FILE = "contract.json"
@@ -60,7 +60,7 @@ def write_description(experiment: Experiment, folder: Path, contract: Mapping[st
             if old == table or _changes(old, table):
                 return
             if (path := folder / CONTRACT_FILE).exists():  # a comparison has none
-                tree = json.loads(read_text(path))
+                tree = read_json(path)
                 contract = {**{key: tree[key] for key in ("experiment", "files", "data", "seal")}, "experiment": table}
         else:
             write_whole(folder / "env.json", json.dumps(environment(), indent=2) + "\n")
@@ -109,14 +109,14 @@ def read_contract(folder: Path) -> Agreed:
         raise FedstillError(f"'{folder}' was written by an older fedstill (no {CONTRACT_FILE}): run it again")
     try:
         text = read_text(path)
-        tree = json.loads(text)
+        tree = from_json(text)
         tree.pop("digest")
         unchanged = text == contract_text(tree)  # to the last letter, its digest too
         seal = tree.pop("seal")
         unchanged = unchanged and seal == _seal(tree)
         files = {str(place): str(made) for place, made in tree["files"].items()}
         table, data = dict(tree["experiment"]), tree["data"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise FedstillError(f"'{path}' cannot be read ({error}): restore it from a copy of the run") from error
     if not unchanged:
         raise FedstillError(f"'{path}' was changed after the run wrote it: restore it from a copy of the run")
@@ -271,17 +271,20 @@ def is_local(place: object) -> bool:
 
 
 def read_description(folder: Path) -> Experiment:
-    """Return the experiment that a run wrote into its folder; one with a link that leads out of it is refused."""
+    """Return the experiment that a run wrote into its folder, checked."""
     table = read_settings(folder)
-    check_no_way_out(folder)
     check_code(table, folder / CONFIG_FILE)
     return Experiment.model_validate(table)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return config.toml of a run as a table, unchecked: no code that it names is run, and its files may be gone."""
+    """Return config.toml of a run as a table, unchecked: no code that it names is run, and its files may be gone.
+
+    A folder from which a link leads out is refused.
+    """
     if not (folder / CONFIG_FILE).is_file() or not (folder / CONFIG_FILE).stat().st_size:
         raise FedstillError(f"'{folder}' holds no run (no {CONFIG_FILE}): give the folder that `fedstill run` named")
+    check_no_way_out(folder)
     table = toml_io.read_toml(folder / CONFIG_FILE)
     if "algorithm" in table:
         raise FedstillError(

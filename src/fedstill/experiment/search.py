@@ -19,7 +19,7 @@ from fedstill.experiment.config import Experiment
 from fedstill.experiment.points import Axis, experiment_at, point_name, read_axes
 from fedstill.loop.callbacks import Callback, RunInfo
 from fedstill.loop.history import Result, Row
-from fedstill.storage.files import read_text, write_whole
+from fedstill.storage.files import read_json, write_whole
 from fedstill.storage.toml import parse_value
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ def search(
 def read_ended(folder: Path) -> dict[str, Curve]:
     """Return the points of a search that were ended early, by their names; none where search.json says nothing."""
     try:
-        table = json.loads(read_text(folder / SEARCH_FILE))["ended_early"]
+        table = read_json(folder / SEARCH_FILE)["ended_early"]
         return {
             str(name): {int(at): float(value) for at, value in curve.items()} for name, curve in table.items() if curve
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}
 
 

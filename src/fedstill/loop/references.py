@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from fedstill.compose.phases import phases_of
 from fedstill.core.errors import FedstillError
@@ -27,7 +27,7 @@ from fedstill.loop.federate import Built, federate, first_weights, suited
 from fedstill.loop.guard import Guard
 from fedstill.loop.history import Result, Row, plain
 from fedstill.privacy.plan import Privacy
-from fedstill.storage.files import read_text, write_whole
+from fedstill.storage.files import read_bytes, write_whole
 
 REFERENCES_FILE = "references.json"
 STACK_BYTES = 1 << 30  # parties that train at once take about so much memory for their models and their batches
@@ -166,11 +166,11 @@ def find_references(
 def read_references(file: Path) -> References | None:
     """Return the references in a file; None where it holds something else."""
     try:
-        table: dict[str, Any] = json.loads(read_text(file))
-        table |= {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-        return References(**table)
-    except (ValueError, TypeError, AttributeError):
+        known = TypeAdapter(References).validate_json(read_bytes(file), strict=True)
+        known.summary()  # each row has its accuracy
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, IndexError):
         return None
+    return known
 
 
 def _engine(built: Built) -> Engine:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fedstill.core.errors import FedstillError, suggest
 from fedstill.core.types import Model, Weights
-from fedstill.models.from_module import from_module, why_unbatchable
+from fedstill.models.from_module import first_line, from_module, why_unbatchable
 from fedstill.models.mixed import mixed_model
 from fedstill.models.network import Network
 from fedstill.models.stateless import weights_of
@@ -67,13 +67,23 @@ def build_model(name: str, *, input_shape: tuple[int, ...], classes: int, **opti
     shape = tuple(input_shape)
     # vmap can run all of them, as a test shows, so from_module need not try.
     return from_module(
-        partial(MODELS[name], shape, classes, **options),
+        partial(_network, name, shape, classes, **options),
         input_shape=shape,
         classes=classes,
         name=name,
         check=False,
         input_dtype=torch.int64 if name in READS_TEXT else torch.float32,
     )
+
+
+def _network(name: str, input_shape: tuple[int, ...], classes: int, /, **options: Any) -> Network:
+    """Make a built-in network; one that is larger than torch or this machine can hold is refused in one line."""
+    try:
+        return MODELS[name](input_shape, classes, **options)
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        raise FedstillError(
+            f"the network '{name}' cannot be made with these options ({first_line(error)}): use a smaller one"
+        ) from error
 
 
 def form_of(name: str, *, input_shape: tuple[int, ...], classes: int, most: int, **options: Any) -> Weights:
@@ -96,6 +106,6 @@ def form_of(name: str, *, input_shape: tuple[int, ...], classes: int, most: int,
     hook = register_module_parameter_registration_hook(note)
     try:
         with torch.device("meta"):
-            return weights_of(MODELS[name](tuple(input_shape), classes, **options))
+            return weights_of(_network(name, tuple(input_shape), classes, **options))
     finally:
         hook.remove()

@@ -45,7 +45,7 @@ from fedstill.population.wire import (
     unpack_tree,
     unseal,
 )
-from fedstill.storage.files import lock, write_whole
+from fedstill.storage.files import from_json, lock, read_text, write_whole
 from fedstill.storage.secrets import read_secret
 
 LARGEST_ORDER = 1 << 30  # bytes
@@ -316,8 +316,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        whole, end, torn = path.read_text(encoding="utf-8").rpartition("\n")
-        lines = [json.loads(line) for line in whole.splitlines()]
+        whole, end, torn = read_text(path).rpartition("\n")
+        lines = [from_json(line) for line in whole.splitlines()]
     except ValueError:
         raise FedstillError(f"{path} is damaged: without it nobody knows how much of the budget is spent") from None
     if torn:

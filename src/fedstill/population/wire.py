@@ -141,11 +141,19 @@ def form_of(tree: Any, path: str = "") -> dict[str, tuple[tuple[int, ...], torch
     return {name: form for key, child in tree.items() for name, form in form_of(child, f"{path}/{key}").items()}
 
 
+def _tables(tree: Any, path: str = "") -> set[str]:
+    """Return the paths of all tables in a tree, empty ones too."""
+    children = tree.items() if isinstance(tree, dict) else ()
+    inside = [_tables(child, f"{path}/{key}") for key, child in children if isinstance(child, dict)]
+    return {path}.union(*inside)
+
+
 def check_form(tree: Tree, expected: Tree, name: str) -> None:
     """Refuse a tree whose names, shapes or types are not the expected ones; the line names the first difference."""
     sent, wanted = form_of(tree), form_of(expected)
-    if wrong := sorted(sent.keys() ^ wanted.keys()):
-        raise FedstillError(f"{name} {'lacks' if wrong[0] in wanted else 'has an unknown name'} {wrong[0][:60]!r}")
+    if wrong := sorted((sent.keys() ^ wanted.keys()) or (_tables(tree) ^ _tables(expected))):
+        lacks = wrong[0] in wanted.keys() | _tables(expected)
+        raise FedstillError(f"{name} {'lacks' if lacks else 'has an unknown name'} {wrong[0][:60]!r}")
     for path, form in wanted.items():
         if sent[path] != form:
             raise FedstillError(f"{name}{path[:60]} is {_shown(sent[path])}, and {_shown(form)} was expected")

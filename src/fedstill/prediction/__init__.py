@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -49,7 +48,7 @@ from fedstill.prediction.answers import (
 )
 from fedstill.prediction.files import Part, write_summary, writing_tables
 from fedstill.prediction.stream import new_samples
-from fedstill.storage.files import read_text
+from fedstill.storage.files import read_json
 
 NO_ANSWER = "the model's answer is no finite number"
 
@@ -400,7 +399,7 @@ def _notes(folder: Path, experiment: Experiment) -> tuple[str, ...]:
     if done is None or done >= experiment.rounds:
         return ()
     try:
-        statement = json.loads(read_text(folder / STATEMENT_FILE))
+        statement = read_json(folder / STATEMENT_FILE)
         ended = statement["stopped"] if statement["rounds"] == done else ""
     except (OSError, ValueError, KeyError, TypeError):
         ended = ""

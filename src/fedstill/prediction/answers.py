@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from fedstill.loop.calibrate import CALIBRATION_FILE, Calibration, Reliability, 
 from fedstill.loop.checkpoint import WEIGHTS_FILE, content_digest, list_checkpoints, load_model, load_tensors
 from fedstill.loop.resume import TARGETS_FILE, rows_digest
 from fedstill.methods.lookup import label
-from fedstill.storage.files import read_bytes
+from fedstill.storage.files import from_json, read_bytes
 
 MODELS = ("last", "best")
 TARGETS = "targets"
@@ -164,7 +163,7 @@ def stored_calibrations(run: Opened, which: str, digest: str) -> list[Calibratio
             f"`fedstill resume {run.folder}`"
         )
     try:
-        return [calibration_from(tree) for tree in json.loads(content)[which]]
+        return [calibration_from(tree) for tree in from_json(content)[which]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise FedstillError(
             f"'{path}' cannot be read ({' '.join(str(error).split())[:200]}): restore it from a copy of the run"

@@ -26,7 +26,7 @@ from fedstill.models.mixed import MIXED
 from fedstill.prediction import open_run
 from fedstill.prediction.answers import MODELS, scorer, trained_model
 from fedstill.report.export import markdown_code, markdown_text
-from fedstill.storage.files import read_text, write_whole
+from fedstill.storage.files import read_json, write_whole
 
 SUFFIXES = {"bundle": SUFFIX, "onnx": ".onnx"}
 CLOSE = 1e-5  # how far the answers of an ONNX file may be from ours
@@ -169,7 +169,7 @@ def _leaves(trained: Trained) -> Iterator[str]:
 
 def _privacy(folder: Path) -> list[str]:
     try:
-        statement = json.loads(read_text(folder / STATEMENT_FILE))
+        statement = read_json(folder / STATEMENT_FILE)
         return [f"- {line}" for line in [*str(statement["text"]).splitlines(), *statement["assumptions"]]]
     except FileNotFoundError:
         return ["No differential privacy was used: nothing bounds what the weights reveal about the training rows."]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +33,27 @@ def style(place: int) -> Style:
     return COLOURS[place % len(COLOURS)], _DASHES[place // len(COLOURS) % len(_DASHES)]
 
 
-def new_figure(width: float, height: float, title: str = "", *, letters: int = TITLE_WIDTH, size: float = 11) -> Figure:
-    """Return an empty figure of so many inches, with its title at the left in lines of at most `letters`."""
+def imported_matplotlib() -> Any:
+    """Return matplotlib, without the settings that it takes from a file `matplotlibrc` of the working folder.
+
+    Such a file may be somebody else's, and can have every text of a picture run through LaTeX.
+    """
+    first = "matplotlib" not in sys.modules
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.figure
     except ImportError:
         raise FedstillError("pictures need matplotlib: pip install 'fedstill[plots]'") from None
+    if first and Path(matplotlib.matplotlib_fname()).resolve().parent == Path.cwd():
+        matplotlib.rcdefaults()
+    return matplotlib
+
+
+def new_figure(width: float, height: float, title: str = "", *, letters: int = TITLE_WIDTH, size: float = 11) -> Figure:
+    """Return an empty figure of so many inches, with its title at the left in lines of at most `letters`."""
+    imported_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
@@ -53,7 +69,9 @@ def draw_all(pictures: Mapping[str, Callable[[Path], Any]], folder: Path) -> lis
     drawn, reasons = [], set()
     for name, draw in pictures.items():
         try:
-            draw(unfinished := temporary_beside(folder / name))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for a letter without a font
+                draw(unfinished := temporary_beside(folder / name))
             os.replace(unfinished, folder / name)
             drawn.append(folder / name)
         except Exception as error:

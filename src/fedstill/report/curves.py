@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstill.report import COLOURS, Style, drawn, new_figure, quiet, style, whole_rounds, wrapped
+from fedstill.report import COLOURS, Style, drawn, imported_matplotlib, new_figure, quiet, style, whole_rounds, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,8 +84,6 @@ def paper_curves(curves: Mapping[str, Sequence[Curve]], path: Path, *, width: fl
     There is no title, because a paper has a caption. Bands of one standard deviation are drawn for few methods only,
     because many bands hide each other. The same curves give the same file.
     """
-    from matplotlib import rc_context
-
     small: dict[Any, Any] = {
         "font.size": 8,
         "axes.labelsize": 8,
@@ -93,7 +91,9 @@ def paper_curves(curves: Mapping[str, Sequence[Curve]], path: Path, *, width: fl
         "ytick.labelsize": 7,
         "legend.fontsize": 7,
     }
-    with rc_context({**small, "axes.linewidth": 0.6, "pdf.fonttype": 42, "svg.hashsalt": "fedstill"}):
+    with imported_matplotlib().rc_context(
+        {**small, "axes.linewidth": 0.6, "pdf.fonttype": 42, "svg.hashsalt": "fedstill"}
+    ):
         letters = round(9 * width)  # of a name, in a legend of two columns
         names = [wrapped(method, letters) for method in curves]
         names = [drawn(f" {name}" if name.startswith("_") else name) for name in names]  # matplotlib would leave it out

@@ -72,7 +72,10 @@ def _latex_row(cells: Any) -> str:
 def markdown_table(summaries: Sequence[MethodSummary]) -> str:
     """Return a table for GitHub and most other readers of Markdown, the best mean bold, and the lines below it."""
     headings, *rows = table_rows(summaries)
-    lines = [_markdown_row(headings), _markdown_row("---" if name == "method" else "---:" for name in headings)]
+    lines = [
+        _markdown_row(map(markdown_text, headings)),
+        _markdown_row("---" if name == "method" else "---:" for name in headings),
+    ]
     for place, (name, last, *others) in enumerate(rows):
         marked = f"**{last}**" if place == 0 and len(rows) > 1 else last
         lines.append(_markdown_row((markdown_code(name), marked, *others)))
@@ -99,9 +102,10 @@ def csv_table(summaries: Sequence[MethodSummary]) -> str:
     rows = [_flat(row) for row in table_json(summaries)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(as_cell, names))
+    cells = ([row.get(name, "") for name in names] for row in rows)
+    writer.writerows([as_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in cells)
     return text.getvalue().rstrip("\n")
 
 
@@ -115,8 +119,6 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {f"{key}_{name}": number for name, number in value.items()}
         else:
             flat[key] = " ".join(map(repr, value)) if isinstance(value, list) else value
-            if isinstance(value, str):
-                flat[key] = as_cell(value)
     return flat
 
 

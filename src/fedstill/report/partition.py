@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.core.errors import FedstillError
+from fedstill.core.errors import FedstillError, printable
 from fedstill.report import drawn, new_figure, shortened
 from fedstill.storage.files import write_whole
 
@@ -77,8 +77,8 @@ def _draw(counts: np.ndarray, names: list[str], title: str) -> tuple[Any, Any]:
     figure: Any = new_figure(max(width, 5.5), max(height, 3.6))
     figure.get_layout_engine().set(h_pad=0.06, w_pad=0.08)
     bars, cells = figure.subplots(2, 1, sharex=True, height_ratios=[0.75, max(height - 2.1, 1.6)])
-    wrapped = textwrap.fill(title, max(30, int(figure.get_figwidth() * 8)))
-    figure.suptitle(wrapped, color=_INK, fontsize=12, fontweight="bold")
+    wrapped = textwrap.fill(printable(title), max(30, int(figure.get_figwidth() * 8)))
+    figure.suptitle(wrapped, color=_INK, fontsize=12, fontweight="bold", parse_math=False)
     _draw_sizes(bars, counts.sum(axis=1))
     return figure, _draw_bubbles(figure, cells, counts, names)
 

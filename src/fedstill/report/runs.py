@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -14,7 +13,7 @@ from typing import Any
 
 from fedstill.core.errors import FedstillError
 from fedstill.report.partition import COUNTS_FILE
-from fedstill.storage.files import leads_out, read_text
+from fedstill.storage.files import from_json, leads_out, read_text
 
 METRICS_FILE, AUDIT_FILE, RESULTS_FILE, CONFIG_FILE = "metrics.jsonl", "audit.jsonl", "results.json", "config.toml"
 DEEPEST = 3  # levels of folders below a comparison's folder
@@ -286,11 +285,11 @@ def _text(path: Path) -> str:
 def _json(path: Path, gaps: list[str]) -> Mapping[str, Any]:
     """Return the table in a JSON file; an empty one, and a line in `gaps`, where there is none."""
     try:
-        tree = json.loads(_text(path))
+        tree = from_json(_text(path))
         if not isinstance(tree, dict):
             raise ValueError("it holds no table")
         return tree
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         gaps.append(f"{path.name} cannot be read ({_why(error)})")
         return {}
 
@@ -305,13 +304,13 @@ def _lines(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
     records, damaged = [], 0
     for line in lines:
         try:
-            record = json.loads(line)
+            record = from_json(line)
             if not isinstance(record, dict) or not isinstance(record.get("round"), int):
                 raise ValueError
             if not 0 <= record["round"] < LARGEST:
                 raise ValueError
             records.append(record)
-        except (ValueError, RecursionError):
+        except ValueError:
             damaged += 1
     if damaged:
         gaps.append(f"{path.name}: {damaged} of {len(lines)} lines are damaged and left out")

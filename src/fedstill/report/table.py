@@ -74,17 +74,27 @@ class MethodSummary:
         """Return the summary that `as_json` made a row of; of the best rounds the row has the mean only."""
         known = {*COLUMNS, "mean", "std", "interval", "seeds", "best", "accuracies", "bytes_up", "bytes_down"}
         known |= {"epsilon", "reference", "from_best", "from_fedavg"}
+        if not row["accuracies"]:
+            raise ValueError("a method without an accuracy")
         return cls(
             method=row["method"],
-            last=tuple(row["accuracies"]),
-            best=(row["best"],),
-            seconds=row["seconds"],
-            bytes_up=row["bytes_up"],
-            bytes_down=row["bytes_down"],
-            epsilon=row.get("epsilon"),
-            metrics={heading: value for heading, value in row.items() if heading not in known},
+            last=tuple(map(_number, row["accuracies"])),
+            best=(_number(row["best"]),),
+            seconds=_number(row["seconds"]),
+            bytes_up=int(_number(row["bytes_up"])),
+            bytes_down=int(_number(row["bytes_down"])),
+            epsilon=None if row.get("epsilon") is None else _number(row["epsilon"]),
+            metrics={heading: _number(value) for heading, value in row.items() if heading not in known},
             is_reference=row.get("reference", False),
         )
+
+
+def _number(value: Any) -> float:
+    """Return a number as it is; what is none, or does not fit, is an error."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"'{value}' is no number")
+    float(value)  # a whole number of a thousand digits is an OverflowError
+    return value
 
 
 def best_first(summaries: Iterable[MethodSummary]) -> list[MethodSummary]:
@@ -262,7 +272,8 @@ def plain_table(summaries: Sequence[MethodSummary]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows as text, the first `left` columns to the left, the others to the right."""
+    """Rows as text, a line each, the first `left` columns to the left, the others to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

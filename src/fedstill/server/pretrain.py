@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedstill.core.errors import FedstillError
-from fedstill.core.limits import Count, CountOrNone, NotNegative, Positive
+from fedstill.core.limits import CountOrNone, NotNegative, Positive, Rows
 from fedstill.core.needs import CURES
 from fedstill.core.seeds import seed_for, to_signed, torch_stream, uniform
 from fedstill.core.setup import Preparation
@@ -44,7 +44,7 @@ class Pretraining:
     """
 
     epochs: CountOrNone = 3
-    batch_size: Count = 32
+    batch_size: Rows = 32
     lr: Positive = 1e-3
     weight_decay: NotNegative = 0.01
     clip: Positive | None = None

@@ -7,6 +7,7 @@ folder of ours may lead out of it, and only regular files of a bounded size are 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import threading
@@ -90,6 +91,19 @@ def open_zip(file: IO[bytes]) -> zipfile.ZipFile:
 def read_text(path: Path) -> str:
     """Return the text in a regular file of a bounded size."""
     return read_bytes(path).decode()
+
+
+def from_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds; one whose brackets are nested too deep is a ValueError, as any other mistake."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deep") from None
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; a file that is none is an OSError or a ValueError."""
+    return from_json(read_text(path))
 
 
 def appending(path: Path) -> TextIO:

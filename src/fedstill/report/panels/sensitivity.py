@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fedstill.report.charts import Chart, Point, bars, heat_map, line_chart, plain_names
@@ -17,7 +16,7 @@ from fedstill.report.sensitivity import (
     in_sentences,
     sensitivity,
 )
-from fedstill.storage.files import read_text
+from fedstill.storage.files import read_json
 
 SEARCH_FILE = "search.json"
 
@@ -48,8 +47,8 @@ def panel(runs: Runs) -> Panel | None:
 def _ended(folder: Path) -> list[str]:
     """Return the points that search.json says to have ended early."""
     try:
-        return [*table_of(table_of(json.loads(read_text(folder / SEARCH_FILE))).get("ended_early"))]
-    except (OSError, ValueError, RecursionError):
+        return [*table_of(table_of(read_json(folder / SEARCH_FILE)).get("ended_early"))]
+    except (OSError, ValueError):
         return []
 
 

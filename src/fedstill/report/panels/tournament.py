@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from fedstill.report import counted
 from fedstill.report.charts import Point, line_chart
 from fedstill.report.panels import Panel, Table, percent
 from fedstill.report.runs import Runs, list_of, number, table_of
-from fedstill.storage.files import read_text
+from fedstill.storage.files import read_json
 
 CHOICE_FILE = "choose.json"
 MOST_ROWS = 60
@@ -81,7 +80,7 @@ def shown(score: float) -> str:
 
 def _read(folder: Path) -> Mapping[str, Any] | None:
     try:
-        record = json.loads(read_text(folder / CHOICE_FILE))
+        record = read_json(folder / CHOICE_FILE)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None

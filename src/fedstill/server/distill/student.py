@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedstill.compose.combine import weighted_mean
 from fedstill.core.errors import FedstillError
-from fedstill.core.limits import Count, CountOrNone, Positive, Temperature, check_limits
+from fedstill.core.limits import Count, CountOrNone, Positive, Rows, Temperature, check_limits
 from fedstill.core.seeds import seed_for
 from fedstill.core.trainer import Lesson
 from fedstill.core.tree import clone, full_precision, tree_map
@@ -68,7 +68,7 @@ class Student(Training):
 
     epochs: CountOrNone = 1
     steps: CountOrNone | None = 500
-    batch_size: Count = 128
+    batch_size: Rows = 128
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     lr: Positive = 1e-3
     lr_schedule: Literal["constant", "cosine", "cyclic"] = "cosine"
