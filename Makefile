@@ -84,7 +84,7 @@ clean:  ## remove the environment and the caches of the tools, and the site; run
 	@touch $@
 
 .venv/for-run: .venv/made pyproject.toml constraints.txt
-	$(PIP) -e '.[data,plots]'
+	$(PIP) -e '.[data,plots,report]'
 	@touch $@
 
 .venv/for-test: .venv/made pyproject.toml constraints.txt
