@@ -98,6 +98,13 @@ class Run:
         named = table_of(self.files["contract.json"].get("data")).get("name")
         return str(named or table_of(self.config.get("data")).get("source") or "unknown data")
 
+    @cached_property
+    def split(self) -> str:
+        """How its rows are split in words; empty where its file says nothing."""
+        partition = table_of(self.config.get("partition"))
+        options = [f"{key} = {value}" for key, value in partition.items() if key not in ("scheme", "clients")]
+        return ", ".join([str(partition["scheme"]), *options]) if partition.get("scheme") else ""
+
     def series(self, key: str) -> dict[int, float]:
         """Return round -> number, of the rounds that have the number."""
         return {row["round"]: value for row in self.rows if (value := number(row.get(key))) is not None}
