@@ -189,9 +189,13 @@ def read_runs(folders: Sequence[str | Path], *, read: Callable[[Path, str], Run]
             references.append(run.files["references.json"])
     gaps += [line for run in runs for line in gap_lines(run, folders)]
     grouped = _grouped(runs)
-    ordered = sorted(grouped, key=lambda method: -_mean(run.accuracy for run in grouped[method]))
-    by_method = {method: sorted(grouped[method], key=lambda run: run.seed) for method in ordered}
-    return Runs(by_method, [Path(folder) for folder in folders], [one for one in references if one], gaps)
+    by_method = {method: sorted(same, key=lambda run: run.seed) for method, same in grouped.items()}
+    return Runs(best_first(by_method), [Path(folder) for folder in folders], [one for one in references if one], gaps)
+
+
+def best_first(by_method: Mapping[str, Sequence[Run]]) -> dict[str, Sequence[Run]]:
+    """Return the methods in the order of the means of their runs' last accuracies."""
+    return dict(sorted(by_method.items(), key=lambda entry: -_mean(run.accuracy for run in entry[1])))
 
 
 def gap_lines(run: Run, given: Sequence[str | Path]) -> list[str]:
