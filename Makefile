@@ -80,11 +80,11 @@ clean:  ## remove the environment and the caches of the tools, and the site; run
 	test -x .venv-flower/bin/pip || $(PYTHON) -m venv .venv-flower
 	@echo 'Installing into .venv-flower; the first time this takes a few minutes.'
 	.venv-flower/bin/python -m pip --disable-pip-version-check install --quiet -c constraints-flower.txt \
-		-e '.[data,plots,text,flower]' pytest hypothesis
+		-e '.[data,plots,report,text,flower]' pytest hypothesis
 	@touch $@
 
 .venv/for-run: .venv/made pyproject.toml constraints.txt
-	$(PIP) -e '.[data,plots]'
+	$(PIP) -e '.[data,plots,report]'
 	@touch $@
 
 .venv/for-test: .venv/made pyproject.toml constraints.txt

@@ -24,6 +24,7 @@ INSIDE = "repository"  # the folder of the site that holds the repository's file
 BLOCK = re.compile(r"^(`{3,}).*?^\1$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s#]+)([^)\s]*\))")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+COMMANDS = re.compile(r"^```text\n((?:\$ .*\n)+)```", re.MULTILINE)
 PUBLIC = re.compile(r"^- \[`(\w+)`\]\(\.\./src/([\w/]+?)(?:/__init__)?\.py\)$", re.MULTILINE)  # a name in docs/api.md
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".sh": "sh", ".cff": "yaml", ".yml": "yaml"}
 
@@ -98,11 +99,17 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links lead to where the site holds their files, and docs/api.md show the docstrings of the names it lists."""
+    """Let links lead to where the site holds their files, and docs/api.md show the docstrings of the names it lists.
+
+    Blocks of commands lose their prompts, because the site's button copies a whole block.
+    """
     if page.file.generated_by:
         return markdown
     if page.file.src_uri == "api.md":
         markdown = PUBLIC.sub(lambda link: f"::: {link[2].replace('/', '.')}.{link[1]}", markdown)
+    markdown = COMMANDS.sub(
+        lambda block: "```sh\n" + re.sub(r"^\$ ", "", block[1], flags=re.MULTILINE) + "```", markdown
+    )
     return rewritten(DOCS / page.file.src_uri, markdown)
 
 

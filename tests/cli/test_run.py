@@ -259,6 +259,21 @@ def test_the_proposed_command_names_the_whole_method_as_a_shell_needs_it(folder)
     fedstill(*proposed[1:])
 
 
+def test_the_proposed_command_on_a_file_that_names_code_has_the_users_word(folder):
+    (folder / "mine.py").write_text(
+        "from fedstill.methods.fedavg import fedavg as mine\n\n\ndef method():\n    return mine()\n"
+    )
+    run = ["run", "small.toml", "--set", "method=mine.py:method"]
+    assert "--allow-code" not in hint(fedstill(*run))  # the file names no code
+    (folder / "coded.toml").write_text(FILE + '\n[method]\nname = "mine.py:method"\n')
+    assert hint(fedstill("run", "coded.toml", "--allow-code"))[:4] == [
+        "fedstill",
+        "compare",
+        "coded.toml",
+        "--allow-code",
+    ]
+
+
 def test_after_changes_the_proposed_command_is_about_the_changed_experiment(folder):
     proposed = hint(fedstill("run", "small.toml", "--set", "rounds=1", "--out", "short"))
     assert proposed[:3] == ["fedstill", "compare", "short/config.toml"]

@@ -373,6 +373,33 @@ def test_hugging_face_vectors_arrays_and_words() -> None:
     assert "DatasetDict" in fails(from_hf, [1, 2, 3])
 
 
+def test_a_mistyped_number_with_a_decimal_comma_is_named_as_one_with_a_point(tmp_path: Path) -> None:
+    for mark, separator in ((",", ";"), (".", ",")):
+        cells = [f"{row}{mark}5" for row in range(20)]
+        cells[7] = "?"
+        lines = [f"{cell}{separator}{row % 2}" for row, cell in enumerate(cells)]
+        file = write(tmp_path / "t.csv", "\n".join([f"glucose{separator}label", *lines]))
+        assert "column 'glucose' of t must hold numbers but holds '?' in row 8" in fails(load, file)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_words_in_one_table_of_a_folder_are_words_in_all(tmp_path: Path, suffix: str) -> None:
+    folder = tmp_path / "clinics"
+    folder.mkdir()
+    wards = {"north": ["01", "x2"], "south": ["01", "02"]}  # in the south alone they would be the numbers 1 and 2
+    for name, cells in wards.items():
+        rows = [(cells[row % 2], row, row % 2) for row in range(10)]
+        if suffix == "csv":
+            write(folder / f"{name}.csv", "\n".join(["ward,age,label", *(f"{w},{a},{y}" for w, a, y in rows)]))
+        else:
+            coded = [w if name == "north" else int(w) for w, _, _ in rows]
+            lines = [json.dumps({"ward": w, "age": a, "label": y}) for w, (_, a, y) in zip(coded, rows, strict=True)]
+            write(folder / f"{name}.jsonl", "\n".join(lines))
+    (ward, age) = load(folder).train.columns
+    assert ward.words == (("01", "02", "x2") if suffix == "csv" else ("01", "1", "2", "x2"))
+    assert age.words == ()
+
+
 def test_the_folder_of_a_run_among_the_data_is_not_read(tmp_path: Path) -> None:
     image_folder(tmp_path / "zoo", {"cat": 5, "owl": 5})
     (tmp_path / "zoo" / "run").mkdir()

@@ -162,6 +162,33 @@ def test_tables_of_several_parties_in_a_folder_may_be_owned_by_file(tmp_path: Pa
     assert "--owner" not in " ".join(owned.notes)
 
 
+def test_a_unit_and_a_spelling_of_one_party_are_pointed_out(tmp_path: Path) -> None:
+    (tmp_path / "clinics").mkdir()
+    for name, factor, sexes in (("north", 18.0, "mf"), ("south", 1.0, "MF"), ("west", 18.0, "mf")):
+        lines = [
+            f"p{row},{(5 + row % 7) * factor},{40 + row % 30},{sexes[row % 2]},{'ill' if row % 3 else 'well'}"
+            for row in range(40)
+        ]
+        write(tmp_path / "clinics" / f"{name}.csv", "\n".join(["case,glucose,age,sex,state", *lines]))
+    notes = inspect_data(str(tmp_path / "clinics"), label="state", owner="file").notes
+    assert [note for note in notes if "another unit" in note] == [
+        "column 'glucose' looks different at 'south': half of its cells lie below 8, elsewhere below 144: "
+        "is it in another unit?"
+    ]
+    assert "column 'sex' holds 'F', 'M', 'f', 'm', each an input of its own: spell them alike" in notes
+    assert "another unit" not in " ".join(inspect_data(str(tmp_path / "clinics"), label="state").notes)
+
+
+def test_ids_that_are_numbers_in_one_table_and_words_in_another_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "clinics").mkdir()
+    write(tmp_path / "clinics" / "north.csv", "case,age,state\nN1,4,ill\nN2,5,well\nN3,6,ill\nN4,7,well")
+    write(tmp_path / "clinics" / "west.csv", "case,age,state\n1,4,ill\n2,5,well\n3,6,ill\n4,7,well")
+    findings = inspect_data(str(tmp_path / "clinics"), label="state", owner="file")
+    uses = {column.name: (column.use, column.reason) for column in findings.columns}
+    assert uses["case"] == ("left out", "an id, differs in every row")
+    assert uses["age"] == ("input", "")
+
+
 def test_splits_of_a_table_are_no_parties(tmp_path: Path) -> None:
     (tmp_path / "clinics").mkdir()
     for name in ("train", "test"):

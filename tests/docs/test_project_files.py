@@ -62,7 +62,7 @@ def checkout(tmp_path):
 
 @needs_make
 @pytest.mark.parametrize(
-    ("target", "extra", "last"), [("run", "[data,plots]", "fedstill compare"), ("test", "[dev]", "pytest")]
+    ("target", "extra", "last"), [("run", "[data,plots,report]", "fedstill compare"), ("test", "[dev]", "pytest")]
 )
 def test_a_fresh_checkout_makes_its_environment_first(target, extra, last, checkout):
     steps = make(target, folder=checkout)

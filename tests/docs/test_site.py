@@ -43,6 +43,15 @@ def test_the_menu_has_every_page_once_and_no_other_file():
     assert set(listed) - outside == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
 
+def test_blocks_of_commands_lose_their_prompts_because_a_button_copies_them():
+    pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
+    hook = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))["on_page_markdown"]
+    page = SimpleNamespace(file=SimpleNamespace(generated_by="", src_uri="cli.md"))
+    typed, shown = "```text\n$ fedstill run\n$ echo $ x\n```", "```text\n$ fedstill init t.csv\nt.csv: 3 rows\n```"
+    made = hook(f"{typed}\n\n{shown}\n", page, None, None)
+    assert made == f"```sh\nfedstill run\necho $ x\n```\n\n{shown}\n"
+
+
 def test_the_first_page_has_the_groups_and_the_pages_of_the_menu_in_the_same_order():
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     groups = {head: re.findall(r"^- \[.+?\]\((\S+?)\)", body, re.MULTILINE) for head, body in sections(text)}

@@ -81,6 +81,13 @@ def test_compare_takes_methods_in_one_text_as_the_command_line_does():
     assert list(choose_methods(SMALL, text)) == ["fedavg", "fedprox(mu=0.1)", "scaffold"]
 
 
+def test_every_wrong_method_of_a_comparison_is_named_at_once():
+    with pytest.raises(FedstillError) as error:
+        choose_methods(SMALL, "fedporx,scaffold,fedavg(mu=1),fedavg+fedavg")
+    assert len(error.value.lines) == 3
+    assert "did you mean 'fedprox'" in error.value.lines[0]
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

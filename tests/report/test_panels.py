@@ -353,6 +353,25 @@ def test_runs_on_other_data_or_with_other_seeds_are_not_judged(tmp_path):
     assert "share no seed on the same data" in " ".join(made("answer", read_runs(places)).sentences)
 
 
+def test_methods_on_different_splits_are_judged_split_by_split(tmp_path):
+    places = []
+    for alpha, ahead in ((0.1, 0.4), (5.0, 0.0)):
+        for name, accuracies in {"scaffold": (0.5, 0.51, 0.49), "fedavg": (0.1, 0.11, 0.12)}.items():
+            for seed, accuracy in enumerate(accuracies):
+                place = write_run(tmp_path / f"{alpha}-{name}-{seed}", [accuracy + ahead], method=name, seed=seed)
+                text = (place / "config.toml").read_text()
+                (place / "config.toml").write_text(text.replace('scheme = "lda"', f'scheme = "lda"\nalpha = {alpha}'))
+                places.append(place)
+    runs = read_runs(places)
+    words = made("answer", runs).sentences
+    assert "(2 splits: lda, alpha = 0.1; lda, alpha = 5.0)" in words[0]
+    (mild,) = [line for line in words if line.startswith("On the split lda, alpha = 5.0: ")]
+    assert "scaffold [partition.alpha=5.0] is better than fedavg [partition.alpha=5.0]" in mild or "every other" in mild
+    assert "alpha=0.1" not in mild
+    assert "group" not in made("answer", runs).table.head
+    assert "other runs have other splits" in " ".join(made("holdings", runs).sentences)
+
+
 def test_means_are_over_the_rounds_that_all_seeds_have():
     (point,) = mean_line([{1: 0.2, 2: 0.5}, {2: 0.7}], scale=100)
     assert (point.x, point.y) == pytest.approx((2, 60))

@@ -86,6 +86,15 @@ def test_half_a_run_stays_out_of_the_other_sections_and_is_drawn_beside_them(tmp
     assert made.sentences[0] == "all: 4 runs (1 ended, 1 at work, 2 not begun)."
 
 
+def test_a_run_that_has_just_begun_does_not_take_its_method_from_the_first_place(tmp_path):
+    folder = tmp_path / "all"
+    write_comparison(folder, {"slow": [[0.5], [0.5]], "fast": [[0.9], [0.05]]})
+    runs = read_runs([folder])
+    assert list(runs.by_method) == ["slow", "fast"]
+    begun = [run for run in runs.by_method["fast"] if run.seed == 1]
+    assert list(without(runs, begun)) == ["fast", "slow"]
+
+
 def test_a_killed_run_is_not_at_work(tmp_path):
     folder = comparison(tmp_path / "all")
     (folder / ".running").write_text("4242")  # as a killed process leaves it: no lock is on it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from fedstill.cli.app import ChooseOptions, Format, print_json, say, tell
 from fedstill.cli.report import report_command
-from fedstill.cli.run import choose_folder, describe, print_table, resumable, settings_of
+from fedstill.cli.run import choose_folder, describe, on_file, print_table, resumable, settings_of
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.choose import CHOSEN_FILE, LEVELS, Budget, Choice, choose, choose_again
 from fedstill.experiment.overrides import read_experiment
@@ -82,8 +81,8 @@ def choice_lines(choice: Choice) -> list[str]:
         ]
         lines += [f"No difference is shown between it and {listed(equal)}."] if equal else []
     lines += tried_lines(record)
-    place = shlex.quote(str(choice.run_dir / CHOSEN_FILE))
-    return [*lines, f"Everything is in {choice.run_dir}. Run it in full: fedstill run {place}"]
+    again = on_file("run", choice.run_dir / CHOSEN_FILE)
+    return [*lines, f"Everything is in {choice.run_dir}. Run it in full: {again}"]
 
 
 def tried_lines(record: Any) -> list[str]:

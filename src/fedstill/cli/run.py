@@ -25,6 +25,7 @@ from fedstill.cli.progress import Progress
 from fedstill.core.errors import FedstillError
 from fedstill.experiment.build import build_federation, load_source
 from fedstill.experiment.choose import CHOICE_FILE
+from fedstill.experiment.code_names import code_names
 from fedstill.experiment.compare import (
     BEST_FILE,
     RESULTS_FILE,
@@ -57,7 +58,7 @@ from fedstill.report import counted, human_bytes
 from fedstill.report.parties import parties_of, party_text
 from fedstill.report.sensitivity import ON_HELD_BACK, PICTURE_FILE, in_letters, in_sentences
 from fedstill.report.table import MethodSummary, plain_table, prepared_text, reference_lines, rich_table, table_legend
-from fedstill.storage.toml import toml_value
+from fedstill.storage.toml import read_toml, toml_value
 
 
 def run_command(options: RunOptions) -> None:
@@ -210,8 +211,10 @@ def _compare(
         f"Everything is in {folder}: {', '.join(files)} and one folder a {thing}.",
     ]
     if not quiet:
-        best = f"fedstill run {shlex.quote(str(folder / BEST_FILE))}  (the best point, with all rows, on the test rows)"
-        after = _after_comparison(experiment, comparison.summaries[0].method, file) if thing == "method" else best
+        if thing == "method":
+            after = _after_comparison(experiment, comparison.summaries[0].method, file)
+        else:
+            after = f"{on_file('run', folder / BEST_FILE)}  (the best point, with all rows, on the test rows)"
         lines.append(f"Next: {after}")
     say("\n".join(lines))
     _fail_where_all_were_refused(results)
@@ -317,12 +320,12 @@ def _after_run(experiment: Experiment, file: Path | None) -> str:
     if experiment.privacy.epsilon is not None:
         return f"fedstill explain {shlex.quote(method)}"
     other = "scaffold" if method == "fedavg" else "fedavg"
-    return f"{_compare_again(file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
+    return f"{on_file('compare', file)} --methods {shlex.quote(f'{method},{other}')} --seeds 3"
 
 
 def _after_comparison(experiment: Experiment, best: str, file: Path | None) -> str:
     """Propose a look at the winner, and another skew where the partition has one."""
-    alpha, command = experiment.partition.options.get("alpha"), _compare_again(file)
+    alpha, command = experiment.partition.options.get("alpha"), on_file("compare", file)
     seeds = 5 if experiment.compare.seeds < 5 else 2 * experiment.compare.seeds
     sections = {label(entry): parse_method(entry, experiment) for entry in experiment.compare.methods}
     winner = without_defaults(sections[best.partition(" under ")[0]])  # files with their folders, unlike in the table
@@ -330,5 +333,7 @@ def _after_comparison(experiment: Experiment, best: str, file: Path | None) -> s
     return f"fedstill explain {shlex.quote(winner)}, or {other}"
 
 
-def _compare_again(file: Path | None) -> str:
-    return shlex.join(["fedstill", "compare", *([str(file)] if file else [])])
+def on_file(command: str, file: Path | None) -> str:
+    """Return a command on a file as a shell reads it, with the user's word where the file names code."""
+    allow = ["--allow-code"] if file and code_names(read_toml(file)) else []
+    return shlex.join(["fedstill", command, *([str(file)] if file else []), *allow])

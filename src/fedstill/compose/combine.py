@@ -112,7 +112,7 @@ def run_step(step: ServerStep, candidate: Weights, state: Tree, round: Round | S
     elif step.apply is no_change:
         made = candidate, state
     else:
-        raise FedstillError(f"the server step '{step.name}' reads the uploads one by one, and this round is sealed")
+        raise FedstillError(f"the server step '{step.name}' may read the uploads one by one, and this round is sealed")
     return model_and_state(step, candidate, made)
 
 

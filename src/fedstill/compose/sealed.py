@@ -66,7 +66,9 @@ def why_not_sealed(method: Method, networks: int = 1) -> list[str]:
         if Need.INDIVIDUAL_UPLOADS in step.needs:
             reasons.append(f"the server step '{step.name}' looks at each client's model")
         elif not reads_sums(step):
-            reasons.append(f"the server step '{step.name}' reads the uploads one by one")
+            reasons.append(
+                f"the server step '{step.name}' may read the uploads one by one (it is not marked with of_sums)"
+            )
     if Need.LABEL_COUNTS_UPLOADED in needs_of(method):
         reasons.append("it needs each client's label counts")
     if method.questions:

@@ -24,7 +24,17 @@ from fedstill.data.bounds import LONGEST_LINE, check_columns, check_file, check_
 from fedstill.data.images import IMAGE_SUFFIXES
 from fedstill.data.parquet import ParquetFile, read_json_lines
 from fedstill.data.source import Reading, first_line, require_extra, row_numbers
-from fedstill.data.tables import TEXT_FILE, Frame, may_name_rows, objects, split_role, stack
+from fedstill.data.tables import (
+    MAX_ODD_SHARE,
+    TEXT_FILE,
+    Frame,
+    is_number,
+    kind_of,
+    may_name_rows,
+    objects,
+    split_role,
+    stack,
+)
 from fedstill.data.text import read_lines
 from fedstill.storage.spreadsheet import from_cell
 
@@ -70,6 +80,11 @@ def read_files(files: list[Path], root: Path, reading: Reading) -> tuple[dict[st
     frames = {}
     for split, parts in shards.items():
         read = [_read_table(file, reading, root) for file in parts]
+        words = {name for frame in read for name, column in frame.columns.items() if kind_of(column) == "words"}
+        for place, (file, frame) in enumerate(zip(parts, read, strict=True)):
+            numbers = {name for name, column in frame.columns.items() if kind_of(column) == "numbers"}
+            if words & numbers and file.suffix.lower() in (".csv", ".tsv"):  # as they are written: 007 is not 7
+                read[place] = read_csv(file, reading=reading, words=words & numbers)
         if joined and FILE in reading.keys:
             read = [_with_name(frame, file) for frame, file in zip(read, parts, strict=True)]
         filled = [frame for frame in read if frame.rows] or read[:1]
@@ -315,14 +330,17 @@ def _cells(column: Any, *, decimal: str) -> np.ndarray:
     return objects(words)
 
 
-def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | None = None) -> Frame:
+def read_csv(
+    file: Path, *, delimiter: str | None = None, reading: Reading | None = None, words: Collection[str] = ()
+) -> Frame:
     """Read a table with a header line; a column becomes integers, else numbers, else words.
 
-    Columns of words in the task (`reading.like`) stay words. Ids of rows without labels stay as they are written.
+    Columns of `words`, and of words in the task (`reading.like`), stay words. Ids of rows without labels stay as they
+    are written. Of words that are nearly all numbers with a decimal comma, these get a point.
     """
     table, reading = CsvFile(file, delimiter), reading or Reading()
     ids = {name for name in table.header if _as_written(name, reading)}
-    words = {column.name for column in reading.like if column.words}
+    words = {*words, *(column.name for column in reading.like if column.words)}
     first = next(table.pieces(words=words | ids))
     if uneven := table.uneven_rows():
         rows = np.fromiter(uneven, np.int64)
@@ -342,7 +360,17 @@ def read_csv(file: Path, *, delimiter: str | None = None, reading: Reading | Non
             parsed[name].append(cells)
     for name in read_again:
         parsed[name] = [_parse(piece[name], as_words=True) for piece in table.pieces(words=words)]
-    return Frame({name: np.concatenate(parsed.pop(name)) for name in table.header})
+    columns = {name: np.concatenate(parsed.pop(name)) for name in table.header}
+    if table.decimal == ",":
+        columns |= {name: _with_points(columns[name]) for name in words - ids if name in columns}
+    return Frame(columns)
+
+
+def _with_points(words: np.ndarray) -> np.ndarray:
+    """Return words with a point for each decimal comma, if nearly all of them are numbers then."""
+    cells = [cell.replace(",", ".") if _WITH_COMMA.fullmatch(cell) else cell for cell in words.tolist()]
+    filled = [cell for cell in cells if cell]
+    return objects(cells) if sum(map(is_number, filled)) >= (1 - MAX_ODD_SHARE) * len(filled) else words
 
 
 def _parse(cells: np.ndarray, *, as_words: bool) -> np.ndarray:

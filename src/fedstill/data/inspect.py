@@ -42,6 +42,8 @@ MOST_CLASSES = 50  # different values in a column that is proposed as the label
 WORDS_OF_TEXT = 4  # on average in a cell of text; names and codes have fewer
 TABLES = tuple(suffix for kind in TABLE_SUFFIXES for suffix in kind)
 LEAK = 0.99  # share of the rows whose label a single column tells; such a column is rarely known before the label
+MOST_OWNERS = 100  # whose numbers are looked at one by one
+FEWEST_CELLS = 10  # of an owner, to see that its numbers lie apart
 FEWEST_ROWS = 30  # among fewer, chance makes leak suspects
 DATE = re.compile(r"\s*\d{1,4}([-./])\d{1,2}\1\d{1,4}([ T].*)?")
 LONG_TEXT = 0.95  # of the texts are read whole
@@ -334,6 +336,11 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
         for column in columns
         if column.use == "input" and column.values == len(y) > 1 and known.columns[column.name].dtype.kind in "iu"
     ]
+    for facts in columns:
+        if facts.use == "input" and facts.kind == "words":
+            new_notes += _spellings(facts.name, known.columns[facts.name])
+        elif facts.use == "input" and facts.kind == "numbers" and owner is not None:
+            new_notes += _other_units(facts.name, known.columns[facts.name], known.columns[owner])
     if len(labelled) < table.rows:
         new_notes.append(f"{table.rows - len(labelled):,} rows have no label and are left out (data.missing)")
     if (rare := [name for name, count in classes.items() if count < 5]) and len(classes) < len(y):
@@ -368,6 +375,36 @@ def _inspect_table(place: str, table: Frame, label: str, owner: str | None, *, n
     columns = [replace(column, use="input", reason="") if column.name == longest else column for column in columns]
     words = _words(known.columns[longest])
     return replace(findings, kind="texts", columns=tuple(columns), text_words=words)
+
+
+def _spellings(name: str, column: np.ndarray) -> list[str]:
+    """Return a line if words of a column differ in capitals alone."""
+    spelt = Counter(word.casefold() for word in set(column.tolist()))
+    alike = sorted(word for word in set(column.tolist()) if spelt[word.casefold()] > 1)
+    shown = ", ".join(f"'{word}'" for word in alike[:4]) + (" and more" if len(alike) > 4 else "")
+    return [f"column '{name}' holds {shown}, each an input of its own: spell them alike"] if alike else []
+
+
+def _other_units(name: str, column: np.ndarray, owners: np.ndarray) -> list[str]:
+    """Return a line if the numbers of one owner lie apart from all others'; of two owners the smaller one is named."""
+    filled = np.delete(np.arange(len(column)), missing_rows(column))
+    names, sizes = np.unique(owners[filled].astype(np.str_), return_counts=True)
+    if len(names) > MOST_OWNERS:
+        return []
+    for owner in names[np.argsort(sizes, kind="stable")].tolist():
+        here = owners[filled].astype(np.str_) == owner
+        own, others = column[filled][here], column[filled][~here]
+        if min(len(own), len(others)) < FEWEST_CELLS:
+            continue
+        (low, middle, high), (others_low, others_middle, others_high) = (
+            np.quantile(cells, (0.1, 0.5, 0.9)) for cells in (own, others)
+        )
+        if high < others_low or low > others_high:
+            return [
+                f"column '{name}' looks different at '{owner}': half of its cells lie below {middle:.4g}, elsewhere "
+                f"below {others_middle:.4g}: is it in another unit?"
+            ]
+    return []
 
 
 def _codes(column: np.ndarray) -> np.ndarray:

@@ -99,8 +99,15 @@ def stack(frames: Sequence[Frame], names: Iterable[str], where: str) -> Frame:
             raise FedstillError(f"data.source: column '{name}' of {where} is missing in one of its files or splits")
         if len({part.shape[1:] for part in parts}) > 1:
             raise FedstillError(f"data.source: column '{name}' of {where} has another shape in each split")
+        if len({part.dtype == object for part in parts}) > 1:  # words in one file are words in all
+            parts = [part if part.dtype == object else _spelt(part) for part in parts]
         columns[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return Frame(columns, frames[0].names)
+
+
+def _spelt(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers as words; NaN is no value."""
+    return objects(["" if number != number else str(number).removesuffix(".0") for number in numbers.tolist()])
 
 
 def without_columns(frames: dict[str, Frame], reading: Reading, where: str) -> dict[str, Frame]:
@@ -676,14 +683,6 @@ def _numbers_if_meant(column: np.ndarray, gaps: np.ndarray, name: str, where: st
 
     A few words among numbers are refused, because a mistyped cell would turn a column of numbers into one of words.
     """
-
-    def is_number(word: str) -> bool:
-        try:
-            float(word)
-        except ValueError:
-            return False
-        return True
-
     cells = column.tolist()
     no_numbers = {word for word in set(cells) if not is_number(word)}
     odd = np.setdiff1d(np.flatnonzero([word in no_numbers for word in cells]), gaps)
@@ -699,6 +698,15 @@ def _numbers_if_meant(column: np.ndarray, gaps: np.ndarray, name: str, where: st
     column = column.copy()
     column[gaps] = "nan"
     return np.array([float(cell) for cell in column.tolist()], np.float64)
+
+
+def is_number(word: str) -> bool:
+    """Return whether a word is a number."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def finite(numbers: np.ndarray, name: str, where: str) -> np.ndarray:

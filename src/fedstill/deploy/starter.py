@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedstill import __version__
 from fedstill.core.data import AT_SITES
 from fedstill.core.errors import FedstillError
 from fedstill.core.types import Dataset
@@ -229,8 +230,9 @@ def _write_parties(asked: Asked, agreed: Experiment, experiment: Experiment, run
             write_whole(site / SITE_FILE, _filled(_SITE, **lines))
             _write_script(site / "start.sh", _filled(_SITE_START, name=name))
             write_whole(site / f"fedstill-site-{name}.service", _filled(_SITE_UNIT, name=name, run=run))
-            write_whole(site / "README.md", _filled(_SITE_README, name=name, run=run, server=asked.address))
-        names = "\n".join(f"- `sites/{name}/` goes to **{name}**" for name in asked.names)
+            words = {"name": name, "run": run, "server": asked.address, "version": __version__}
+            write_whole(site / "README.md", _filled(_SITE_README, **words))
+        names = "\n".join(f"   - `sites/{name}/` goes to **{name}**" for name in asked.names)
         write_whole(
             folder / "README.md", _filled(_README, run=run, names=names, address=asked.address, first=asked.names[0])
         )
@@ -365,7 +367,7 @@ _SITE_README = """\
 
 The operator of the server at @server@ sent you this folder. Your rows stay with you.
 
-1. Install fedstill, the same version as the operator.
+1. Install fedstill @version@, the operator's version, with Flower: docs/flower.md of fedstill says how.
 2. Name your data in `site.toml`: `data = "patients.csv"`. A path counts from this folder.
 3. `fedstill site .` reads your rows, says where they differ from what was agreed (`experiment.toml`), and shows what
    would leave. Nothing leaves before you type yes. What you agreed to stands in `consent.json`, and you are asked

@@ -365,9 +365,15 @@ def choose_methods(experiment: Experiment, methods: Sequence[str] = ()) -> dict[
     """Return each entry's [method] section by its text: `methods`, else [compare], else FedAvg and the experiment's."""
     default = dict.fromkeys(["fedavg", experiment.method.name])
     texts = [*(_as_texts(methods) or experiment.compare.methods or default)]
-    entries = {text: parse_method(text, experiment) for text in texts}
-    for section in entries.values():
-        build_phases(section.phases)  # so that two parts that clash are reported before the data are read
+    entries, mistakes = dict[str, MethodSection](), list[str]()
+    for text in texts:
+        try:
+            entries[text] = parse_method(text, experiment)
+            build_phases(entries[text].phases)  # so that two parts that clash are reported before the data are read
+        except FedstillError as error:
+            mistakes += [line for line in error.lines if line not in mistakes]
+    if mistakes:
+        raise FedstillError(*mistakes)
     folders = {folder_name(label(text)) for text in entries}
     if len(folders) < len(texts):
         raise FedstillError(f"compare.methods names a method twice: {', '.join(texts)}; each entry must differ")

@@ -97,6 +97,13 @@ class Run:
         named = table_of(self.files["contract.json"].get("data")).get("name")
         return str(named or table_of(self.config.get("data")).get("source") or "unknown data")
 
+    @cached_property
+    def split(self) -> str:
+        """How its rows are split in words; empty where its file says nothing."""
+        partition = table_of(self.config.get("partition"))
+        options = [f"{key} = {value}" for key, value in partition.items() if key not in ("scheme", "clients")]
+        return ", ".join([str(partition["scheme"]), *options]) if partition.get("scheme") else ""
+
     def series(self, key: str) -> dict[int, float]:
         """Return round -> number, of the rounds that have the number."""
         return {row["round"]: value for row in self.rows if (value := number(row.get(key))) is not None}
@@ -181,9 +188,13 @@ def read_runs(folders: Sequence[str | Path], *, read: Callable[[Path, str], Run]
             references.append(run.files["references.json"])
     gaps += [line for run in runs for line in gap_lines(run, folders)]
     grouped = _grouped(runs)
-    ordered = sorted(grouped, key=lambda method: -_mean(run.accuracy for run in grouped[method]))
-    by_method = {method: sorted(grouped[method], key=lambda run: run.seed) for method in ordered}
-    return Runs(by_method, [Path(folder) for folder in folders], [table for table in references if table], gaps)
+    by_method = {method: sorted(same, key=lambda run: run.seed) for method, same in grouped.items()}
+    return Runs(best_first(by_method), [Path(folder) for folder in folders], [table for table in references if table], gaps)
+
+
+def best_first(by_method: Mapping[str, Sequence[Run]]) -> dict[str, Sequence[Run]]:
+    """Return the methods in the order of the means of their runs' last accuracies."""
+    return dict(sorted(by_method.items(), key=lambda entry: -_mean(run.accuracy for run in entry[1])))
 
 
 def gap_lines(run: Run, given: Sequence[str | Path]) -> list[str]:

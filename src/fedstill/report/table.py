@@ -175,8 +175,8 @@ def reference_lines(method: str, accuracies: Sequence[float], references: Sequen
     return [
         f"federated ({method}) {100 * statistics.fmean(accuracies):.1f} %, alone {mean['alone_mean']} on average (best "
         f"party {mean['alone_best']}), pooled {mean['pooled']}, majority class {mean['majority']}",
-        f"the federated model is better than the own model of {gain} of {parties} parties{seeds} (alone: worst tenth "
-        f"{mean['alone_worst_tenth']}, best tenth {mean['alone_best_tenth']})",
+        f"on the global test set the federated model is better than the own model of {gain} of {parties} parties"
+        f"{seeds} (alone: worst tenth {mean['alone_worst_tenth']}, best tenth {mean['alone_best_tenth']})",
         *(useless if statistics.fmean(accuracies) <= majority else []),
         *references[0].budget,
     ]

@@ -14,7 +14,7 @@ from typing import Any
 from fedstill.report import counted
 from fedstill.report.charts import Point, line_chart
 from fedstill.report.panels import Panel, Table, mean_line, percent
-from fedstill.report.runs import CONFIG_FILE, RESULTS_FILE, Run, Runs, list_of, number, table_of
+from fedstill.report.runs import CONFIG_FILE, RESULTS_FILE, Run, Runs, best_first, list_of, number, table_of
 from fedstill.storage.files import RUNNING_FILE, is_held, read_text
 from fedstill.storage.toml import split_outside
 
@@ -237,7 +237,7 @@ def _name(run: Run) -> str:
 
 
 def without(runs: Runs, left_out: Collection[Run]) -> dict[str, Sequence[Run]]:
-    """Return the runs by method without some of them, in their order."""
+    """Return the runs by method without some of them; the best method of the others is first."""
     places = {run.folder for run in left_out}
     kept = {method: [run for run in each if run.folder not in places] for method, each in runs.by_method.items()}
-    return {method: each for method, each in kept.items() if each}
+    return best_first({method: each for method, each in kept.items() if each})

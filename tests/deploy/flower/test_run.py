@@ -232,7 +232,9 @@ def test_a_site_does_not_talk_to_a_server_with_an_expired_certificate(tmp_path):
 
 
 def test_each_round_is_told_once_and_again_when_it_is_played_again(tmp_path):
-    deployment: Any = SimpleNamespace(run_dir=tmp_path, experiment=SimpleNamespace(rounds=9))
+    deployment: Any = SimpleNamespace(
+        run_dir=tmp_path, experiment=SimpleNamespace(rounds=9), names=("north", "south", "west")
+    )
     said: list[str] = []
     watch = Watch(deployment, said.append)
 
@@ -250,6 +252,27 @@ def test_each_round_is_told_once_and_again_when_it_is_played_again(tmp_path):
     assert look(1, 2, 3) == []
     assert look(1) == []  # resumed from an earlier checkpoint
     assert look(1, 2) == ["round 2 of 9"]
+
+
+def test_who_is_left_out_is_told_before_the_round(tmp_path):
+    deployment: Any = SimpleNamespace(
+        run_dir=tmp_path, experiment=SimpleNamespace(rounds=9), names=("north", "south", "west")
+    )
+    (tmp_path / "log.txt").write_text("2026-01-01 00:00:00,000 WARNING of an earlier call\n")
+    said: list[str] = []
+    watch = Watch(deployment, said.append)
+    with (tmp_path / "log.txt").open("a") as log:
+        log.write(
+            "2026-01-01 00:00:01,000 WARNING round 1: client 1: no answer\n2026-01-01 00:00:02,000 INFO round 1\n"
+        )
+    row = {"round": 1, "accepted": 2, "cohort": 3, "seconds": 1.26, "accuracy": 0.5, "measured_by": 2}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    watch.look()
+    watch.look()
+    assert said == [
+        "round 1: client south: no answer",
+        "round 1 of 9: 2 of 3 sites, accuracy 0.5000 on the rows of 2 sites, 1.3 s",
+    ]
 
 
 def test_a_finished_run_is_not_played_again(tmp_path):

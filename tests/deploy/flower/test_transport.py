@@ -115,8 +115,8 @@ def test_an_order_lives_as_long_as_its_deadline():
 
 
 def test_a_failed_app_is_an_exception_and_the_others_answer():
-    answers = exchanged(Grid(a=failed(2), b=upper), clients=(0, 1))
-    assert "Flower's error 2" in str(answers[0])
+    answers = exchanged(Grid(a=failed(7), b=upper), clients=(0, 1))
+    assert "Flower's error 7" in str(answers[0])
     assert "what Flower says" not in str(answers[0])  # it may hold a path of the site
     assert answers[1] == b"ORDER FOR 1"
 
@@ -202,6 +202,20 @@ def test_a_client_that_is_silent_is_not_yielded_and_the_deadline_ends_the_round(
     began = time.monotonic()
     assert exchanged(Grid(a=lambda message: None, b=upper), clients=(0, 1)) == {1: b"ORDER FOR 1"}
     assert 0.25 < time.monotonic() - began < 3
+
+
+def test_who_has_not_answered_at_half_the_deadline_is_named_once(caplog):
+    grid = Grid(a=upper, b=lambda message: None, c=upper)
+    over = OverFlower(grid, ROSTER, deadline=2.0, names=("north", "south", "west"))
+    dict(over.exchange(b"order", {0: b"", 1: b"", 2: b""}))
+    assert [record.getMessage() for record in caplog.records if "south" in record.getMessage()] == [
+        "no answer from south after 1 s of at most 2 s"
+    ]
+
+
+def test_a_node_without_its_site_is_said_to_be_so():
+    answers = exchanged(Grid(a=upper, b=failed(2), c=upper))
+    assert "no `fedstill site` answers" in str(answers[1])
 
 
 def test_who_stops_early_asks_no_more():

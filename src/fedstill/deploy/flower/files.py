@@ -35,7 +35,7 @@ CONNECTION = "deployment"  # the name of the SuperLink in Flower's own configura
 SERVER_USER = "a user that may write the folder of the deployment"
 SITE_USER = "a user that may use the socket (see socket_group in site.toml), and may not read the rows"
 VERSIONS = "flwr>=1.41,<1.43"
-MISSING = "Install it: pip install 'fedstill[flower]' -c constraints-flower.txt"
+MISSING = "Install it in an environment of its own, as docs/flower.md says, because its pins clash with others"
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
 DEPLOYMENT = "FEDSTILL_DEPLOYMENT"  # environment of the SuperLink: the deployment's folder
 PATIENCE = "120"  # seconds without the server after which a SuperNode says why, and ends; its script starts it again

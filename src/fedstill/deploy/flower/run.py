@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -135,27 +136,42 @@ class Part:
 
 
 class Watch:
-    """Tells each round of a run folder once it is there."""
+    """Tells each round of a run folder once it is there, and each warning of its log: who was left out, and why."""
 
     def __init__(self, deployment: Deployment, tell: Tell) -> None:
         self.path, self.rounds, self.tell = deployment.run_dir / "metrics.jsonl", deployment.experiment.rounds, tell
         self.round = self._rows()[-1]["round"] if self._rows() else 0
+        self.names = deployment.names
+        self.logged = len(self._warnings())
 
     def look(self) -> None:
-        rows = self._rows()
+        warnings, rows = self._warnings(), self._rows()
+        for line in warnings[self.logged :]:
+            self.tell(line)
+        self.logged = len(warnings)
         for row in rows:
             if row["round"] > self.round:
                 accuracy = f", accuracy {row['accuracy']:.4f}" if row.get("accuracy") is not None else ""
+                accuracy += f" on the rows of {row['measured_by']} sites" if "measured_by" in row else ""
                 took = f"{row['accepted']} of {row['cohort']} sites{accuracy}, {row['seconds']:.1f} s"
                 self.tell(f"round {row['round']} of {self.rounds}: {took}")
         self.round = rows[-1]["round"] if rows else self.round
 
     def _rows(self) -> list[dict[str, Any]]:
-        try:
-            whole, _, _ = self.path.read_text(encoding="utf-8").rpartition("\n")
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in _whole_lines(self.path)]
+
+    def _warnings(self) -> list[str]:
+        lines = _whole_lines(self.path.with_name("log.txt"))
+        texts = [line.partition(" WARNING ")[2] for line in lines if " WARNING " in line]
+        return [re.sub(r"(?<=: client )\d+", lambda found: self.names[int(found[0])], text) for text in texts]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file that grows, without one that is not written to its end."""
+    try:
+        return path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -45,7 +45,7 @@ def play(folder: Path, grid: Any) -> None:
         try:
             deployment = read_deployment(folder)
             client_of = {pem_of(member.public_key): member.client for member in deployment.members}
-            transport = OverFlower(grid, client_of, deadline=deployment.deadline)
+            transport = OverFlower(grid, client_of, deadline=deployment.deadline, names=deployment.names)
             always = {member.client for member in deployment.members if member.stay == Stay()}
             transport.wait_for(always, deployment.deadline)
             federate_over(deployment, transport, run_dir=deployment.run_dir, resume=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedstill.core.errors import FedstillError
 
+_log = logging.getLogger("fedstill.run")
+
+SLOW = 0.5  # of the deadline; whoever has not answered by then is named
 POLL = 0.2  # seconds between two looks for answers
 LOOK_AT_NODES = 2.0  # seconds between two looks for nodes that were started again
 FORM = "fedstill.parcel"  # of an array that holds bytes
 COMMON, OWN, ANSWER = "common", "own", "answer"  # records of a message
 ON_THE_WAY = "its answer was lost on the way"
+NO_SITE = 2  # Flower's code where a ClientApp raises; ours does so where no daemon answers
 LOST = {3: ON_THE_WAY, 4: ON_THE_WAY, 5: "its SuperNode went away", 8: "its ClientApp was killed"}  # by Flower's codes
 
 
@@ -41,10 +46,13 @@ class OverFlower:
     grid: Flower's, as a ServerApp gets it.
     client_of: the client of each public key, as PEM.
     deadline: seconds until an order's answers are waited for no longer, and until a node throws the order away.
+    names: of the clients by their ids, for people.
     """
 
-    def __init__(self, grid: Any, client_of: Mapping[bytes, int], *, deadline: float) -> None:
-        self.grid, self.client_of, self.deadline = grid, dict(client_of), deadline
+    def __init__(
+        self, grid: Any, client_of: Mapping[bytes, int], *, deadline: float, names: Sequence[str] = ()
+    ) -> None:
+        self.grid, self.client_of, self.deadline, self.names = grid, dict(client_of), deadline, names
 
     def connected(self) -> dict[int, Node]:
         """Return the node of each client of the roster that is connected now."""
@@ -63,7 +71,7 @@ class OverFlower:
         return missing
 
     def exchange(self, common: bytes, each: Mapping[int, bytes]) -> Iterator[tuple[int, bytes | Exception]]:
-        ends = time.monotonic() + self.deadline
+        ends, named = time.monotonic() + self.deadline, False
         shared = record_of(common)  # one object, which the SuperLink stores once for all nodes
         nodes, looked = self.connected(), time.monotonic()
         letters = self._send({client: nodes[client] for client in each if client in nodes}, shared, each, ends)
@@ -91,6 +99,12 @@ class OverFlower:
                     client: nodes[client] for client in waiting & nodes.keys() if not _under_way(letters, nodes, client)
                 }
                 letters |= self._send(again, shared, each, ends)
+            if waiting and not named and ends - time.monotonic() < (1 - SLOW) * self.deadline:
+                named = True
+                who = ", ".join(self.names[client] if self.names else f"client {client}" for client in sorted(waiting))
+                _log.warning(
+                    "no answer from %s after %.0f s of at most %.0f s", who, SLOW * self.deadline, self.deadline
+                )
             time.sleep(POLL)
         for client in waiting & lost.keys():
             yield client, FedstillError(f"no answer before the deadline: {lost[client]}")
@@ -149,6 +163,8 @@ def answer_in(reply: Any, node: int) -> bytes | Exception:
         code = reply.error.code
         if code in LOST:
             return Lost(LOST[code])
+        if code == NO_SITE:
+            return FedstillError("its SuperNode is up, and no `fedstill site` answers it: see the SuperNode's log")
         return FedstillError(f"Flower's error {code} at its node: see the log of its SuperNode")
     if reply.metadata.src_node_id != node:
         return FedstillError("another node answered in its name: not used")

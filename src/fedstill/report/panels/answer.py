@@ -28,13 +28,19 @@ def panel(runs: Runs) -> Panel:
             f"{best} has the highest {runs.first.measured} of {len(known)} {thing}s: {percent(mean)} after its last "
             f"round{_over(known[best])}."
         )
-        judgement = _judgement(runs, known)
-        if judgement is None:
-            sentences.append(f"These {thing}s share no seed on the same data, so chance may explain the order.")
-        else:
-            sentences += in_words(judgement, thing)
-            if judgement.seeds > 1:
-                sentences.append(f"(Paired t-tests over {judgement.seeds} seeds, 5 % level, Holm's correction.)")
+        on_split: dict[str, dict[str, Mapping[int, float]]] = {}
+        for method in known:
+            on_split.setdefault(runs.by_method[method][0].split, {})[method] = known[method]
+        if len(on_split) == 1:
+            judgement = _judgement(runs, known)
+            sentences += _in_words(judgement, thing)
+        else:  # a split is no merit of a method
+            judgement = None
+            for split, those in on_split.items():
+                words = (
+                    _in_words(_judgement(runs, those), thing) if len(those) > 1 else [f"one {thing} has runs on it."]
+                )
+                sentences.append(f"On the split {split}: {' '.join(words)}")
     sentences += _beside_majority(runs, best, mean)
     sentences += _beside_references(runs, best, known[best])
     first = runs.by_method[best][0]
@@ -51,11 +57,10 @@ def panel(runs: Runs) -> Panel:
 def _setting(runs: Runs) -> str:
     first = runs.first
     partition = table_of(first.config.get("partition"))
-    scheme = partition.get("scheme", "")
-    options = ", ".join(f"{key} = {value}" for key, value in partition.items() if key not in ("scheme", "clients"))
     population = table_of(first.files["contract.json"].get("data")).get("population") or partition.get("clients")
     held = f" held by {population} clients" if population else ""
-    split = f" (split: {scheme}{f', {options}' if options else ''})" if scheme else ""
+    splits = list(dict.fromkeys(run.split for run in runs.all if run.split))
+    split = f" ({'split' if len(splits) == 1 else f'{len(splits)} splits'}: {'; '.join(splits)})" if splits else ""
     names = {run.data_name for run in runs.all}
     data = f"'{first.data_name}'" if len(names) == 1 else f"{len(names)} data sets"
     cohort = first.config.get("cohort")
@@ -65,6 +70,13 @@ def _setting(runs: Runs) -> str:
         f"{counted(len(runs.by_method), runs.thing)} in {counted(len(runs.all), 'run')} on {data}{held}{split}: "
         f"{counted(rounds, 'round')}{taking}."
     )
+
+
+def _in_words(judgement: Judgement | None, thing: str) -> list[str]:
+    if judgement is None:
+        return [f"These {thing}s share no seed on the same data, so chance may explain the order."]
+    tests = f"(Paired t-tests over {judgement.seeds} seeds, 5 % level, Holm's correction.)"
+    return [*in_words(judgement, thing), *([tests] if judgement.seeds > 1 else [])]
 
 
 def _over(by_seed: Mapping[int, float]) -> str:

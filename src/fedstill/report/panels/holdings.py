@@ -53,6 +53,8 @@ def panel(runs: Runs) -> Panel | None:
         f"{100 * skew['top_class_share']:.0f} % of its rows.",
         *_like(counts.tobytes(), counts.shape[1], skew["total_variation"]),
     ]
+    if len({run.split for run in runs.all}) > 1:
+        sentences.append(f"This is the split {run.split}; other runs have other splits.")
     if len(runs.all) > 1 and len({run.seed for run in runs.all}) > 1:
         sentences.append(f"This is the split of seed {run.seed}; other seeds split anew.")
     population = number(run.files[COUNTS_FILE].get("clients"))
