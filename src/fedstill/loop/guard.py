@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import SECTION, CountOrNone, Example, NotNegative, Positive, check_limits
 from fedstill.core.trainer import Messages
-from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
-from fedstill.core.types import Uploads, Weights
+from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device, tree_map
+from fedstill.core.types import Tree, Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
 from fedstill.loop.outliers import (
     BUFFERS,
@@ -40,9 +40,11 @@ from fedstill.loop.outliers import (
     scale_of,
     shortened,
     sizes_of,
+    slot_norms,
     too_long,
 )
 
+ROUNDED = 0.1  # of its length a slot may be off, because clients count by their memories, and in few bits
 VARIANCE = "running_var"  # how the name of a BatchNorm's variances ends
 # {"round": int, "client": int | None (the whole round), "reason": str}; with "note": True nothing was refused
 AuditRecord = dict[str, Any]
@@ -103,17 +105,23 @@ def admit(
     exact_counts: bool = False,
     past: Sequence[Scale] | None = None,
     alike: bool = True,
+    implied: Callable[[Uploads], Tree] | None = None,
 ) -> Admitted:
     """Check a stacked cohort, or open its messages and check them.
 
     exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
     past: the scales of earlier rounds; None: uploads have noise on them, and no size is compared with another.
     alike: all clients have one network; networks of several sizes move differently, so no move is shortened there.
+    implied: returns what of the extra upload follows from the rest of it; see Objective.
     """
     if isinstance(uploads, Messages):
-        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts, past=past, alike=alike)
+        how: dict[str, Any] = {"exact_counts": exact_counts, "past": past, "alike": alike, "implied": implied}
+        return _admit_messages(uploads, start, guard, round=round, **how)
     cohort = len(uploads.ids)
     faults = find_faults(uploads, start, guard, exact_counts=exact_counts) or [None] * cohort
+    if implied is not None and None in faults:
+        for place, reason in _contradictions(uploads.extra, implied(uploads)).items():
+            faults[place] = faults[place] or reason
     sizes: dict[str, np.ndarray] = {}
     if past is not None and guard.outlier:
         sound = np.asarray([fault is None for fault in faults], bool)
@@ -133,6 +141,18 @@ def admit(
         records += claims + cuts
     settled = _settle(good, kept, records, guard, cohort=cohort, round=round)
     return settled._replace(scale=scale_of(sizes))
+
+
+def _contradictions(sent: Tree, implied: Tree) -> dict[int, str]:
+    """Return the place of each upload with a slot that does not follow from what came with it, with the reason."""
+    wrong: dict[int, str] = {}
+    for slot, expected in implied.items():
+        apart = tree_map(lambda told, due: told.double() - due.double(), sent[slot], expected)
+        lengths = [slot_norms({slot: tree})[norm_of(slot)].double() for tree in (apart, sent[slot], expected)]
+        off = ~(lengths[0] <= ROUNDED * (lengths[1] + lengths[2]) + torch.finfo(torch.float32).tiny)
+        for place in np.flatnonzero(off.cpu().numpy()).tolist():
+            wrong.setdefault(place, f"'{slot}' does not follow from the move that came with it")
+    return wrong
 
 
 def _lower(
