@@ -13,6 +13,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import Secret, draw_cohort
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.config import Experiment
+from fedstill.experiment.overrides import parse_method
 from fedstill.loop.closed_folder import OF_CLIENTS
 from fedstill.methods import dp_fedavg, fedavg, moon
 from fedstill.methods.lookup import build_method
@@ -95,6 +96,20 @@ def test_a_closed_folder_has_no_measurement_of_clients_data(tmp_path):
     assert len({(row["bytes_up"], row["bytes_down"]) for row in rows}) == 1
     assert (tmp_path / "audit.jsonl").read_text() == ""
     assert "not kept" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_closed_folder_shows_generated_samples_and_no_training_sample_beside_them(tmp_path):
+    """Of a generator that learnt from noisy models the samples are covered. Training samples near to them are not."""
+    method = "dp_fedavg(trust='nobody', noise_multiplier=8)+fedftg(iterations=1, labels='uniform', ensemble='uniform')"
+    experiment = Experiment.model_validate({**SETTING, "data": {"source": "digits"}, "method": {"name": "fedavg"}})
+    experiment = experiment.model_copy(update={"method": parse_method(method, experiment)})
+    made = fedstill.run(experiment, run_dir=tmp_path / "run")
+    assert FOLDER in made.privacy.assumptions
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "generated.png" in written
+    assert written.isdisjoint({"generated.json", "generated_closest.png", "partition.png"})
+    assert "not kept" in (tmp_path / "run" / "log.txt").read_text()
+    assert made.generated is None
 
 
 @pytest.mark.parametrize(
