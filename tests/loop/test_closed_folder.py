@@ -184,3 +184,28 @@ def test_accuracies_on_rows_of_clients_are_named():
     text = fedstill.run(experiment, pictures=False).privacy.text()
     assert "NOT hidden as well: how well models do on rows that clients hold" in text
     assert "how well models do" not in fedstill.run(Experiment.model_validate(SETTING), pictures=False).privacy.text()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"best": "train_loss"}, "train_loss, by which"),
+        ({"best": "client_worst"}, "client_worst, by which"),
+        (
+            {"best": "client_worst", "early_stop": {"patience": 1, "metric": "train_loss"}},
+            "client_worst, train_loss, by",
+        ),
+        ({"best": "loss", "early_stop": {"patience": 1, "metric": "macro_f1"}}, ""),
+    ],
+)
+def test_a_choice_by_numbers_of_clients_own_data_is_named(metrics, told):
+    text = fedstill.run(Experiment.model_validate(SETTING | metrics), pictures=False).privacy.text()
+    assert ("by which the best model is chosen" in text) == bool(told)
+    assert told in text
+
+
+def test_numbers_of_clients_own_data_do_not_end_a_closed_run():
+    watched = {"early_stop": {"patience": 1, "metric": "train_loss", "margin": 100.0}}
+    made = fedstill.run(Experiment.model_validate(SETTING | watched | {"rounds": 3}), pictures=False)
+    assert len(made.history.rows) == 3
+    assert "by which the best model is chosen" not in made.privacy.text()
