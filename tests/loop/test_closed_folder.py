@@ -13,6 +13,7 @@ from fedstill.core.errors import FedstillError
 from fedstill.core.seeds import Secret, draw_cohort
 from fedstill.experiment.build import build_federation
 from fedstill.experiment.config import Experiment
+from fedstill.experiment.overrides import parse_method
 from fedstill.loop.closed_folder import OF_CLIENTS
 from fedstill.methods import dp_fedavg, fedavg, moon
 from fedstill.methods.lookup import build_method
@@ -97,6 +98,20 @@ def test_a_closed_folder_has_no_measurement_of_clients_data(tmp_path):
     assert "not kept" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_closed_folder_shows_generated_samples_and_no_training_sample_beside_them(tmp_path):
+    """Of a generator that learnt from noisy models the samples are covered. Training samples near to them are not."""
+    method = "dp_fedavg(trust='nobody', noise_multiplier=8)+fedftg(iterations=1, labels='uniform', ensemble='uniform')"
+    experiment = Experiment.model_validate({**SETTING, "data": {"source": "digits"}, "method": {"name": "fedavg"}})
+    experiment = experiment.model_copy(update={"method": parse_method(method, experiment)})
+    made = fedstill.run(experiment, run_dir=tmp_path / "run")
+    assert FOLDER in made.privacy.assumptions
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "generated.png" in written
+    assert written.isdisjoint({"generated.json", "generated_closest.png", "partition.png"})
+    assert "not kept" in (tmp_path / "run" / "log.txt").read_text()
+    assert made.generated is None
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -169,3 +184,28 @@ def test_accuracies_on_rows_of_clients_are_named():
     text = fedstill.run(experiment, pictures=False).privacy.text()
     assert "NOT hidden as well: how well models do on rows that clients hold" in text
     assert "how well models do" not in fedstill.run(Experiment.model_validate(SETTING), pictures=False).privacy.text()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ({"best": "train_loss"}, "train_loss, by which"),
+        ({"best": "client_worst"}, "client_worst, by which"),
+        (
+            {"best": "client_worst", "early_stop": {"patience": 1, "metric": "train_loss"}},
+            "client_worst, train_loss, by",
+        ),
+        ({"best": "loss", "early_stop": {"patience": 1, "metric": "macro_f1"}}, ""),
+    ],
+)
+def test_a_choice_by_numbers_of_clients_own_data_is_named(metrics, told):
+    text = fedstill.run(Experiment.model_validate(SETTING | metrics), pictures=False).privacy.text()
+    assert ("by which the best model is chosen" in text) == bool(told)
+    assert told in text
+
+
+def test_numbers_of_clients_own_data_do_not_end_a_closed_run():
+    watched = {"early_stop": {"patience": 1, "metric": "train_loss", "margin": 100.0}}
+    made = fedstill.run(Experiment.model_validate(SETTING | watched | {"rounds": 3}), pictures=False)
+    assert len(made.history.rows) == 3
+    assert "by which the best model is chosen" not in made.privacy.text()

@@ -20,6 +20,7 @@ from fedstill.core.types import Training, Weights
 from fedstill.data import federation_from_tensors
 from fedstill.loop.guard import Guard, admit, find_faults
 from fedstill.loop.message import encode, template_of, with_digest
+from fedstill.loop.outliers import scale_of, sizes_of
 from fedstill.methods.lookup import build_method
 from fedstill.models import build_model
 
@@ -118,12 +119,19 @@ def equal_lengths():
     return uploads._replace(weights=uploads.weights._replace(params=params)), start
 
 
+def rounds_of_wide_claims(uploads, start):
+    """What is known of three rounds in which clients claimed widely different numbers of samples and steps."""
+    sizes = {name: values.double().numpy() for name, values in sizes_of(uploads, start).items()}
+    return 3 * [{name: [middle, spread, 9.0] for name, (middle, spread, _) in scale_of(sizes).items()}]
+
+
 @DOORS
 @pytest.mark.parametrize("factor", [-4.0, -15.0, 6.0])
 def test_an_upload_that_is_too_long_is_shortened_and_the_others_keep_their_bits(door, factor):
     """The move to the root of 20, because all others have the length 1; statistics and slots to the middle."""
     honest, start = equal_lengths()
-    admitted = door(stretched(honest, start, factor), start, Guard(), past=[])
+    past = rounds_of_wide_claims(honest, start)
+    admitted = door(stretched(honest, start, factor), start, Guard(), past=past)
     assert admitted.kept.tolist() == [0, 1, 2, 3]
     if factor == -4.0:  # below the root of 20
         assert admitted.records == []

@@ -13,19 +13,20 @@ from run_helpers import toy_uploads
 
 from fedstill.core.types import Weights
 from fedstill.loop.guard import Guard, admit
-from fedstill.loop.outliers import outliers, scale_of, shortened, sizes_of, too_long
+from fedstill.loop.outliers import believed, outliers, scale_of, shortened, sizes_of, too_long
 
 HONEST = np.array([1.0, 2.0, 4.0, 8.0, 16.0])  # middle 4; distances in logarithms: 2, 1, 0, 1, 2 times log 2
 
 
 def test_middle_and_spread_are_medians_of_logarithms():
-    ((middle, spread),) = scale_of({"move": HONEST}).values()
+    ((middle, spread, widest),) = scale_of({"move": HONEST}).values()
     assert middle == pytest.approx(math.log(4))
     assert spread == pytest.approx(1.4826 * math.log(2))
+    assert widest == pytest.approx(math.log(4))
 
 
 def test_what_is_zero_or_broken_says_nothing_about_others():
-    assert scale_of({"move": np.array([0.0, math.nan, 3.0, math.inf])}) == {"move": [math.log(3), 0.0]}
+    assert scale_of({"move": np.array([0.0, math.nan, 3.0, math.inf])}) == {"move": [math.log(3), 0.0, 0.0]}
     assert scale_of({"move": np.zeros(4)}) == {}
 
 
@@ -57,10 +58,44 @@ def test_a_cohort_of_two_is_judged_after_three_others(count):
 
 
 @pytest.mark.parametrize("name", ["travel", "steps"])
-def test_servers_divide_by_some_sizes_so_a_tiny_one_is_far_too(name):
-    assert list(outliers({name: np.array([5.0, 5.0, 5.0, 1e-6])}, [], 20.0)) == [3]
-    assert list(outliers({name: np.array([5.0, 5.0, 0.0, 5.0])}, [], 20.0)) == [2]
-    assert not outliers({"move": np.array([5.0, 5.0, 5.0, 1e-6])}, [], 20.0)
+def test_servers_divide_by_some_claims_so_a_tiny_one_is_raised(name):
+    assert believed({name: np.array([5.0, 5.0, 5.0, 1e-6])}, [], 20.0)[name][0] == pytest.approx(5.0 / 20.0)
+
+
+@pytest.mark.parametrize("name", ["size", "label counts", "travel", "steps", "size times move", "move per travel"])
+@pytest.mark.parametrize("value", [1e-9, 0.0, 1e30])
+def test_nobody_is_refused_for_what_it_claims(name, value):
+    assert not outliers({name: np.array([5.0, 5.0, 5.0, value])}, [], 20.0)
+
+
+@pytest.mark.parametrize("name", ["travel", "steps"])
+def test_who_claims_to_have_worked_backwards_is_refused(name):
+    assert list(outliers({name: np.array([5.0, -5.0, 5.0, 5.0])}, [], 20.0)) == [1]
+
+
+@pytest.mark.parametrize(("travel", "refused"), [(1.0, True), (10.0, False), (1e30, False)])
+def test_who_worked_longer_may_move_farther(travel, refused):
+    sizes = {"move": np.array([1.0] * 6 + [150.0]), "travel": np.array([1.0] * 6 + [travel])}
+    assert bool(outliers(sizes, [], 20.0)) == refused
+    assert outliers({**sizes, "move": np.array([1.0] * 6 + [1e30])}, [], 20.0)
+
+
+def test_a_claim_is_believed_to_the_second_widest_of_earlier_rounds_with_a_margin():
+    """All sizes are 4 but one; the spread is 0, and the widest were 3, 5 and 200 times the middle."""
+    past = [scale_of({"size": np.array([4.0] * 6 + [4.0 * wide])}) for wide in (3.0, 200.0, 5.0)]
+    assert believed({"size": np.full(7, 4.0)}, past, 1000.0)["size"] == (0.0, pytest.approx(4.0 * 5.0 * 2.5))
+    assert believed({"size": np.full(7, 4.0)}, past, 2.6)["size"][1] == pytest.approx(4.0 * 2.6)
+
+
+def test_in_the_first_rounds_the_second_widest_of_the_cohort_counts():
+    limits = believed({"size": np.array([4.0] * 6 + [12.0, 4e6])}, [], 20.0)
+    assert limits["size"][1] == pytest.approx(4.0 * 3.0 * 3.0)
+
+
+def test_scales_of_earlier_versions_have_no_widest_and_say_what_they_can():
+    past = [{"size": [math.log(4.0), 0.0]}] * 5
+    assert believed({"size": np.full(7, 4.0)}, past, 20.0)["size"][1] == pytest.approx(4.0 * 3.0)
+    assert list(outliers({"move": np.array([1.0, 1e6])}, [{"move": [0.0, 0.0]}] * 3, 20.0)) == [1]
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=12), st.floats(1e-3, 1e3), st.sampled_from([20.0, 100.0]))
@@ -74,7 +109,7 @@ def test_a_minority_cannot_have_an_honest_upload_refused(honest, data):
     """Honest sizes within a factor of 10, and fewer hostile ones of any size: no honest one is refused."""
     values = data.draw(st.lists(st.floats(1.0, 10.0), min_size=honest, max_size=honest))
     hostile = data.draw(st.lists(st.floats(1e-20, 1e30), max_size=(honest - 1) // 2))
-    far = outliers({"travel": np.asarray(values + hostile)}, [], 20.0)
+    far = outliers({"move": np.asarray(values + hostile)}, [], 20.0)
     assert all(place >= honest for place in far)
 
 
@@ -127,7 +162,9 @@ def test_a_client_that_keeps_its_length_keeps_every_bit():
 def test_every_part_of_an_upload_has_a_size():
     uploads, start = toy_uploads()
     sizes = sizes_of(uploads, start)
-    assert set(sizes) == {"move", "buffers", "the norm of 'control'", "size", "size times move", "steps", "travel"}
+    assert set(sizes) == {
+        "move", "buffers", "the norm of 'control'", "size", "size times move", "steps", "travel", "move per travel",
+    }  # fmt: skip
     expected = sum(
         (uploads.weights.params[name] - leaf).square().sum((*range(1, leaf.ndim + 1),))
         for name, leaf in start.params.items()
@@ -137,7 +174,7 @@ def test_every_part_of_an_upload_has_a_size():
 
 @pytest.mark.parametrize("part", ["params", "buffers", "extra", "size", "travel", "steps"])
 @pytest.mark.parametrize("value", [1e6, 1e20])
-def test_one_huge_upload_is_refused_in_the_first_round_with_its_size(part, value):
+def test_one_huge_upload_is_refused_or_lowered_in_the_first_round_with_its_size(part, value):
     uploads, start = toy_uploads(extra={"control": {"weight": torch.ones(4, 2)}})
     start = Weights(start.params, {**start.buffers, "scale": start.buffers["scale"] + 0.5})
 
@@ -156,29 +193,42 @@ def test_one_huge_upload_is_refused_in_the_first_round_with_its_size(part, value
     else:
         uploads = uploads._replace(**{part: huge(getattr(uploads, part))})
     admitted = admit(uploads, start, Guard(size_cap=None), round=1, past=[])
-    assert [record["client"] for record in admitted.records] == [11]
+    assert {record["client"] for record in admitted.records} == {11}
+    if part in ("size", "travel", "steps"):  # a claim is lowered
+        assert admitted.kept.tolist() == [0, 1, 2, 3]
+        got, sent = getattr(admitted.uploads, part), getattr(uploads, part)
+        assert torch.equal(got[[0, 2, 3]], sent[[0, 2, 3]])
+        assert got[1] <= 20.0 * sent[[0, 2, 3]].max()
+        assert all(record["note"] for record in admitted.records)
+        return
     assert admitted.kept.tolist() == [0, 2, 3]
     assert not admit(uploads, start, Guard(size_cap=None, outlier=0), round=1, past=[]).records
 
 
-def test_an_upload_that_is_a_little_too_large_in_both_size_and_move_pulls_too_far():
+def test_an_upload_that_is_a_little_too_large_in_both_size_and_move_counts_for_fewer_samples():
+    """Of four equal uploads one says 8 times the samples and moves 4 times as far; earlier rounds had each alone."""
     uploads, start = toy_uploads()
-    params = {name: leaf.clone() for name, leaf in uploads.weights.params.items()}
-    params["weight"][1] = start.params["weight"] + 4.0 * (params["weight"][1] - start.params["weight"])
-    size = torch.where(torch.arange(4) == 1, 8.0, 1.0) * uploads.size.mean()
-    far = uploads._replace(weights=uploads.weights._replace(params=params))
-    even = size.mean().expand(4)
-    assert admit(far._replace(size=even), start, Guard(), round=1, past=[]).records == []
-    assert admit(uploads._replace(size=size), start, Guard(), round=1, past=[]).records == []
-    (record,) = admit(far._replace(size=size), start, Guard(), round=1, past=[]).records
-    assert record["client"] == 11
-    assert "size times move" in record["reason"]
+    moves = uploads.weights.params["weight"] - start.params["weight"]
+    factor = torch.tensor([1.0, 4.0, 1.0, 1.0]) / moves.flatten(1).norm(dim=1)
+    weight = start.params["weight"] + factor.reshape(-1, 1, 1) * moves
+    bias = start.params["bias"].expand_as(uploads.weights.params["bias"])
+    size = torch.tensor([5.0, 40.0, 5.0, 5.0], dtype=torch.float64)
+    weights = uploads.weights._replace(params={"weight": weight, "bias": bias})
+    far = uploads._replace(weights=weights, size=size)
+    past = 3 * [{"size": [math.log(5), 0.0, math.log(8)], "size times move": [math.log(5), 0.0, math.log(8)]}]
+    admitted = admit(far, start, Guard(), round=4, past=past)
+    (record,) = [record for record in admitted.records if record["reason"].startswith("size")]
+    assert (record["client"], record["note"]) == (11, True)
+    torch.testing.assert_close(admitted.uploads.size, torch.tensor([5.0, 25.0, 5.0, 5.0], dtype=torch.float64))
+    torch.testing.assert_close(admitted.uploads.weights.params["weight"], weight)
 
 
 def test_refused_uploads_do_not_say_what_is_honest():
     uploads, start = toy_uploads()
-    size = uploads.size.clone()
-    size[0] = 1e8
-    admitted = admit(uploads._replace(size=size), start, Guard(), round=1, past=[])
+    params = {name: leaf.clone() for name, leaf in uploads.weights.params.items()}
+    params["weight"][0] = 1e8
+    admitted = admit(
+        uploads._replace(weights=uploads.weights._replace(params=params)), start, Guard(), round=1, past=[]
+    )
     kept = uploads.size[1:].double().numpy()
     assert admitted.scale["size"] == scale_of({"size": kept})["size"]

@@ -297,6 +297,19 @@ def test_the_bound_ends_at_the_quantile_of_the_moves_and_the_claim_stays():
     assert followed.privacy.claims[0].epsilon == plain.privacy.claims[0].epsilon
 
 
+def test_with_a_bound_that_adapts_a_round_without_clients_is_played_by_noise_alone():
+    """A run that ended there would say that nobody was drawn."""
+    shown = noisy_mean(1.0, 2.0, counts_below=True)(
+        select(uploads_of(MOVES), torch.tensor([], dtype=torch.int64)), START, 3, 4
+    )
+    assert float(moves_of(shown).norm()) > 0
+    assert float(shown.extra["below"][0]) != 0.5
+    how = {"rounds": 12, "cohort": 1, "sampling": "poisson", "privacy": SEED_IS_PUBLIC}
+    drawn = [draw_cohort(np.arange(4), 1, seed=0, round=number, sampling="poisson") for number in range(1, 13)]
+    assert min(map(len, drawn)) == 0
+    assert len(run(dp_fedavg(noise_multiplier=2.0, quantile=0.5), **how).history.rows) == 12
+
+
 def test_a_resumed_run_goes_on_with_its_bound(tmp_path):
     method = dp_fedavg(clip=4.0, noise_multiplier=1.0, quantile=0.5)
     how = {"privacy": Privacy(reproducible=True), "checkpoint_every": 1}

@@ -1,5 +1,8 @@
 """Two quadratics, w^2 / 2 and 3 / 2 (w - 4)^2: the joint optimum is 3; numbers from the method card."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from by_hand import (
@@ -21,7 +24,11 @@ from quick import first_quick
 from torch.nn.functional import cross_entropy
 from weighed import weighed
 
+import fedstill
+from fedstill.experiment.build import build, build_federation
 from fedstill.local import control_variates
+from fedstill.loop.federate import federate
+from fedstill.loop.here import Here
 from fedstill.methods import fedavg, scaffold
 from fedstill.methods.scaffold import update_control
 
@@ -184,3 +191,47 @@ def test_a_client_without_samples_does_not_count_as_a_participant():
 
 def test_the_first_control_is_zero():
     assert update_control().init(scalar(3.0))["control"]["w"].item() == 0.0
+
+
+# What a client says about its control must agree with its move.
+
+
+class OneLiar(Here):
+    """Clients one of which changes its slot in round 3."""
+
+    def __init__(self, *args, lie, **how):
+        super().__init__(*args, **how)
+        self.lie = lie
+
+    def play(self, order, ids):
+        uploads = super().play(order, ids)
+        if order.round == 3:
+            for leaf in uploads.extra["control_delta"].values():
+                leaf[1] = self.lie(leaf[1])
+        return uploads
+
+
+def run_with_a_lie(lie, method="scaffold", **settings):
+    experiment = fedstill.Experiment(
+        rounds=4, cohort=4, data={"source": "digits", "unlabeled": 20}, partition={"scheme": "iid", "clients": 4},
+        model={"name": "mlp", "hidden": [8]}, local={"epochs": 1, "batch_size": 40, "lr": 0.1, **settings},
+        method={"name": method}, engine={"device": "cpu", "threads": 1},
+    )  # fmt: skip
+    return federate(replace(build(experiment, build_federation(experiment)), population=partial(OneLiar, lie=lie)))
+
+
+@pytest.mark.parametrize("factor", [-4.0, -1.0, 0.0, 1.5])
+def test_a_change_of_control_that_does_not_follow_from_the_move_is_refused(factor):
+    (record,) = run_with_a_lie(lambda slot: factor * slot).audit
+    assert (record["round"], record.get("note")) == (3, None)
+    assert record["reason"] == "'control_delta' does not follow from the move that came with it"
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedlmd+scaffold", "scaffold+update_noise(sigma=0.5)"])
+@pytest.mark.parametrize("settings", first_quick([{}, {"momentum": 0.9, "weight_decay": 0.01}, {"part": "head"}]))
+def test_an_honest_change_of_control_is_never_refused(method, settings):
+    assert run_with_a_lie(lambda slot: slot, method, **settings).audit == []
+
+
+def test_by_option_one_a_change_of_control_may_be_anything():
+    assert run_with_a_lie(lambda slot: -slot, "scaffold(option='I')").audit == []

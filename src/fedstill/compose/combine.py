@@ -73,6 +73,9 @@ def combine(*terms: Objective) -> Objective:
         pairs = [term.finish(local, measured) for term in terms]
         return _merge("client state", [state for state, _ in pairs]), _merge("upload", [extra for _, extra in pairs])
 
+    def implied(uploads: Uploads, start: Weights, received: Tree) -> Tree:
+        return _merge("upload", [term.implied(uploads, start, received) for term in terms if term.implied is not None])
+
     needs = frozenset().union(*(term.needs for term in terms))
     parts = tuple(part for term in terms for part in term.terms or (term,))
     finishes = any(term.finish is not no_finish for term in terms)
@@ -86,6 +89,7 @@ def combine(*terms: Objective) -> Objective:
         needs,
         terms=parts,
         bind=(lambda model: combine(*(bound(term, model) for term in terms))) if binds else None,
+        implied=implied if any(term.implied is not None for term in terms) else None,
     )
 
 

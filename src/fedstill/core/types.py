@@ -264,6 +264,8 @@ class Objective:
     terms: tuple[Objective, ...] = ()  # what it is the sum of, when `combine` made it
     with_risk: Callable[[Objective], Objective] | None = None  # the same term, for one that differentiates the risk
     bind: Callable[[Model], Objective] | None = None  # the term for this run's model, of one that calls its head
+    # (uploads, start, received) -> slots (C, ...) that follow from the rest of an upload: another one is refused
+    implied: Callable[[Uploads, Weights, Tree], Tree] | None = None
 
 
 class Uploads(NamedTuple):

@@ -184,7 +184,7 @@ def _run_here(
         references = measure_references(experiment, built, file=file, callbacks=callbacks, resume=resume)
         result = replace(result, references=references)
     if result.samples is not None and folder is not None:
-        result = show_generated(result, federation, folder, seed=experiment.seed)
+        result = show_generated(result, federation, folder, seed=experiment.seed, closed=closed)
     if folder is not None and pictures:
         known = [] if result.references is None else [result.references]
         draw_pictures(experiment, federation, {result.method: [result]}, folder, known, closed=closed)

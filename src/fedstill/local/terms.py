@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedstill.compose.combine import weighted_mean
 from fedstill.core.tree import dot, full_precision, squared_distance, subtract, zeros_like
-from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Params, Tree, Weights, nothing
+from fedstill.core.types import Batch, Local, Model, Need, Objective, Output, Params, Tree, Uploads, Weights, nothing
 
 ControlOption = Literal["I", "II"]
 
@@ -49,7 +49,8 @@ def control_variates(option: ControlOption = "II", *, risk: Objective | None = N
     `travel` is sum_s lr_s b_s with b the momentum sum, so II recovers the mean gradient for any learning-rate
     schedule and momentum (plain SGD: steps * lr). A client that did not move keeps c_k.
 
-    Slots: receives "control" (c), keeps "control" (c_k), uploads "control_delta" (c_k+ - c_k).
+    Slots: receives "control" (c), keeps "control" (c_k), uploads "control_delta" (c_k+ - c_k). By option II it follows
+    from the move, so that the guard refuses another one.
     `risk` is the term that option I differentiates; cross-entropy by default.
     """
     differentiated = risk if risk is not None else cross_entropy()
@@ -76,7 +77,19 @@ def control_variates(option: ControlOption = "II", *, risk: Objective | None = N
         return Objective(
             loss, {}, init, gradient_at_start, finish, needs, with_risk=lambda other: control_variates("I", risk=other)
         )
-    return Objective(loss, {}, init, None, finish, frozenset({Need.CLIENT_STATE, Need.PLAIN_SGD}))
+    needs = frozenset({Need.CLIENT_STATE, Need.PLAIN_SGD})
+    return Objective(loss, {}, init, None, finish, needs, implied=_delta_from_moves)
+
+
+def _delta_from_moves(uploads: Uploads, start: Weights, received: Tree) -> Tree:
+    """Return the "control_delta" (C, ...) of option II: c_k+ - c_k = (w - w_k) / travel - c, and 0 without a move."""
+
+    def delta(name: str, c: Tensor) -> Tensor:
+        travel = uploads.travel.to(c).reshape(-1, *[1] * c.dim())
+        moved = start.params[name] - uploads.weights.params[name] if name in uploads.weights.params else 0.0 * c
+        return torch.where(travel > 0, moved / torch.where(travel > 0, travel, 1.0) - c, 0.0)
+
+    return {"control_delta": {name: delta(name, c) for name, c in received["control"].items()}}
 
 
 def _control_from_move(local: Local) -> Params:

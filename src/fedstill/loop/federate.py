@@ -35,7 +35,7 @@ from fedstill.engine.engine import keep_optimizers
 from fedstill.engine.workers import Workers
 from fedstill.loop.attacked import Attacked
 from fedstill.loop.calibrate import CALIBRATION_FILE, calibrate
-from fedstill.loop.callbacks import Callback, RunInfo
+from fedstill.loop.callbacks import Callback, EarlyStop, RunInfo
 from fedstill.loop.cautions import Cautions
 from fedstill.loop.checkpoint import content_digest, list_checkpoints
 from fedstill.loop.closed_folder import OF_CLIENTS, closed_row, no_log
@@ -44,6 +44,7 @@ from fedstill.loop.guard import AuditRecord, Guard
 from fedstill.loop.here import Here
 from fedstill.loop.history import History, Journal, Result, Row
 from fedstill.loop.privacy_plan import (
+    CHOSEN,
     Promise,
     fingerprint,
     is_noisy,
@@ -205,6 +206,16 @@ def _closable(built: Built) -> bool:
     return built.population is None and built.schedule.best not in OF_CLIENTS
 
 
+def _chosen_by(best: str, callbacks: Sequence[Callback], promise: Promise) -> tuple[str, ...]:
+    """Say that numbers of clients' own data choose the best model or end the run; nothing where they do not.
+
+    In a closed run nobody sees these numbers, so that none ends it.
+    """
+    watched = [best, *(one.metric for one in callbacks if isinstance(one, EarlyStop))]
+    of_clients = dict.fromkeys(metric for metric in watched if metric in OF_CLIENTS)
+    return (CHOSEN.format(", ".join(of_clients)),) if of_clients and not promise.closed else ()
+
+
 def has_secret(task: Task) -> bool:
     """Return whether the run's noise is drawn from a secret, and not from its seed."""
     return is_noisy(task) and not task.privacy.reproducible
@@ -302,6 +313,9 @@ def _run(
         )
     task, promise = _promised(task, plan.method, state.weights, plan.rounds)
     promise = dataclasses.replace(promise, closed=promise.closed and plan.closable)
+    promise = dataclasses.replace(
+        promise, beside=(*promise.beside, *_chosen_by(state.history.best_by, callbacks, promise))
+    )
     plan = dataclasses.replace(plan, rounds=promise.rounds)
     template, phases = share_states_of(task.phases, state.weights, task.model)
     task = dataclasses.replace(task, phases=phases)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -19,13 +19,20 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.core.limits import SECTION, CountOrNone, Example, NotNegative, Positive, check_limits
 from fedstill.core.trainer import Messages
-from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device
-from fedstill.core.types import Uploads, Weights
+from fedstill.core.tree import as_tree, from_tree, leaves, select, stack, to_device, tree_map
+from fedstill.core.types import Tree, Uploads, Weights
 from fedstill.loop.message import decode, from_mapping
 from fedstill.loop.outliers import (
     BUFFERS,
+    COUNTS,
     MOVE,
+    PACE,
+    PULL,
+    SIZE,
+    STEPS,
+    TRAVEL,
     Scale,
+    believed,
     norm_of,
     norms,
     outliers,
@@ -33,9 +40,11 @@ from fedstill.loop.outliers import (
     scale_of,
     shortened,
     sizes_of,
+    slot_norms,
     too_long,
 )
 
+ROUNDED = 0.1  # of its length a slot may be off, because clients count by their memories, and in few bits
 VARIANCE = "running_var"  # how the name of a BatchNorm's variances ends
 # {"round": int, "client": int | None (the whole round), "reason": str}; with "note": True nothing was refused
 AuditRecord = dict[str, Any]
@@ -53,7 +62,7 @@ class Guard:
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
     outlier: factor from the middle of the last cohorts beyond which an upload is refused, if clients do not differ by
     more by themselves (see loop/outliers.py); 0 refuses none. From the root of this factor on, a move or slot is
-    shortened.
+    shortened. A size, steps or travel that is far is lowered, and nobody is refused for it.
     """
 
     __pydantic_config__ = SECTION
@@ -96,17 +105,23 @@ def admit(
     exact_counts: bool = False,
     past: Sequence[Scale] | None = None,
     alike: bool = True,
+    implied: Callable[[Uploads], Tree] | None = None,
 ) -> Admitted:
     """Check a stacked cohort, or open its messages and check them.
 
     exact_counts: neither label counts nor sizes have noise on them, so a client's counts sum to its size.
     past: the scales of earlier rounds; None: uploads have noise on them, and no size is compared with another.
     alike: all clients have one network; networks of several sizes move differently, so no move is shortened there.
+    implied: returns what of the extra upload follows from the rest of it; see Objective.
     """
     if isinstance(uploads, Messages):
-        return _admit_messages(uploads, start, guard, round=round, exact_counts=exact_counts, past=past, alike=alike)
+        how: dict[str, Any] = {"exact_counts": exact_counts, "past": past, "alike": alike, "implied": implied}
+        return _admit_messages(uploads, start, guard, round=round, **how)
     cohort = len(uploads.ids)
     faults = find_faults(uploads, start, guard, exact_counts=exact_counts) or [None] * cohort
+    if implied is not None and None in faults:
+        for place, reason in _contradictions(uploads.extra, implied(uploads)).items():
+            faults[place] = faults[place] or reason
     sizes: dict[str, np.ndarray] = {}
     if past is not None and guard.outlier:
         sound = np.asarray([fault is None for fault in faults], bool)
@@ -119,11 +134,76 @@ def admit(
     records = [_record(round, ids[i], fault) for i, fault in enumerate(faults) if fault is not None]
     good = uploads if len(kept) == cohort else select(uploads, torch.from_numpy(kept)) if len(kept) else None
     sizes = {name: values[kept] for name, values in sizes.items()}
-    if good is not None and sizes and alike:
-        good, cuts = _shorten(good, start, sizes, too_long(sizes, past or (), guard.outlier), round=round)
-        records += cuts
+    if good is not None and sizes:
+        left = too_long(sizes, past or (), guard.outlier) if alike else {}
+        good, claims = _lower(good, sizes, left, believed(sizes, past or (), guard.outlier), alike=alike, round=round)
+        good, cuts = _shorten(good, start, sizes, left, round=round)
+        records += claims + cuts
     settled = _settle(good, kept, records, guard, cohort=cohort, round=round)
     return settled._replace(scale=scale_of(sizes))
+
+
+def _contradictions(sent: Tree, implied: Tree) -> dict[int, str]:
+    """Return the place of each upload with a slot that does not follow from what came with it, with the reason."""
+    wrong: dict[int, str] = {}
+    for slot, expected in implied.items():
+        apart = tree_map(lambda told, due: told.double() - due.double(), sent[slot], expected)
+        lengths = [slot_norms({slot: tree})[norm_of(slot)].double() for tree in (apart, sent[slot], expected)]
+        off = ~(lengths[0] <= ROUNDED * (lengths[1] + lengths[2]) + torch.finfo(torch.float32).tiny)
+        for place in np.flatnonzero(off.cpu().numpy()).tolist():
+            wrong.setdefault(place, f"'{slot}' does not follow from the move that came with it")
+    return wrong
+
+
+def _lower(
+    uploads: Uploads,
+    sizes: Mapping[str, np.ndarray],
+    left: Mapping[str, np.ndarray],
+    limits: Mapping[str, tuple[float, float]],
+    *,
+    alike: bool,
+    round: int,
+) -> tuple[Uploads, list[AuditRecord]]:
+    """Return the uploads with numbers that are believed, and a note of each that was changed.
+
+    A size is lowered until size times move is believed, too. A travel is raised until the move per travel is, because
+    FedNova divides by it. Label counts are lowered as their sum is.
+
+    left: what share of each move is to be left.
+    """
+    anything = (0.0, math.inf)
+    move = sizes[MOVE] * left.get(MOVE, 1.0)
+    fewer = sizes[SIZE].clip(None, limits.get(SIZE, anything)[1])
+    far = np.maximum(sizes[TRAVEL].clip(*limits.get(TRAVEL, anything)), 0.0)
+    if alike:
+        with np.errstate(divide="ignore", over="ignore"):
+            fewer = np.minimum(fewer, limits.get(PULL, anything)[1] / move)
+        far = np.maximum(far, move / limits.get(PACE, anything)[1])
+    told = {SIZE: fewer, STEPS: sizes[STEPS].clip(*limits.get(STEPS, anything)), TRAVEL: far}
+    if COUNTS in sizes:
+        told[COUNTS] = (sizes[COUNTS] * (fewer / sizes[SIZE])).clip(None, limits.get(COUNTS, anything)[1])
+    notes, changed = [], {}
+    for name, numbers in told.items():
+        other = np.abs(numbers - sizes[name]) > 1e-6 * np.abs(sizes[name])
+        for at in np.flatnonzero(other).tolist():
+            wide = f"{name} {sizes[name][at]:.3g} is far from what clients sent before"
+            notes.append(noted(round, int(uploads.ids[at]), f"{wide}: it counts as {numbers[at]:.3g}"))
+        if other.any():
+            changed[name] = (torch.from_numpy(other), torch.from_numpy(numbers))
+
+    def with_changes(name: str, leaf: Tensor) -> Tensor:
+        if name not in changed:
+            return leaf
+        other, numbers = (values.to(leaf.device) for values in changed[name])
+        return torch.where(other, numbers.to(leaf.dtype), leaf)
+
+    counts = uploads.label_counts
+    if counts is not None and COUNTS in changed:
+        other, numbers = (values.to(counts.device) for values in changed[COUNTS])
+        share = (numbers / counts.double().sum(dim=1)).unsqueeze(1)
+        counts = torch.where(other.unsqueeze(1), (share * counts.double()).to(counts.dtype), counts)
+    size, steps, travel = (with_changes(name, getattr(uploads, name)) for name in (SIZE, STEPS, TRAVEL))
+    return uploads._replace(label_counts=counts, size=size, steps=steps, travel=travel), notes
 
 
 def _shorten(

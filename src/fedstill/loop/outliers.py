@@ -9,6 +9,10 @@ An upload that is far is refused (`outliers`). A move or slot that is not far, a
 trials, is shortened (`too_long`, `shortened`), because SCAFFOLD's control and a server's moments keep what they took.
 Here the middle is this cohort's own: honest lengths may fall from round to round, and then the middle of ten rounds is
 several times too large.
+
+Nobody is refused for a number that it claims, because an honest client may hold one row beside clients with thousands,
+or thousands beside clients with one. A claim that is wider than those of earlier rounds is lowered (`believed`). The
+second widest of these rounds counts, so that one hostile upload widens nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +34,16 @@ PAST_ROUNDS = 9  # that say with the present one what is honest
 LEAST = 3  # uploads of one cohort, or earlier cohorts, that say something about another upload
 NORMAL = 1.4826  # the standard deviation of a normal distribution, in median distances
 MOVE, BUFFERS = "move", "buffers"  # how far the parameters moved, and the BatchNorm statistics
-TWO_SIDED = ("steps", "travel")  # servers divide by them, so a tiny one is as bad as a huge one
+SIZE, COUNTS, STEPS, TRAVEL = "size", "label counts", "steps", "travel"
+PULL = "size times move"  # how far an upload pulls a mean that is weighted by size
+PACE = "move per travel"  # how far it pulls FedNova's mean
+CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody is refused for them
+TWO_SIDED = (STEPS, TRAVEL)  # servers divide by them, so a tiny one is as bad as a huge one
+AGAIN = math.log(2.5)  # beyond the second widest of earlier rounds, and a spread; 1 of 1,800 honest rounds was wider
+AT_FIRST = math.log(3.0)  # beyond the second widest of the cohort, and a spread, where no earlier rounds are known
 
-Scale = Mapping[str, Sequence[float]]  # size -> (middle, spread) of the logarithms
+# size -> (middle, spread, widest above the middle) of the logarithms; runs of earlier versions lack the third
+Scale = Mapping[str, Sequence[float]]
 
 
 def sizes_of(uploads: Uploads, start: Weights) -> dict[str, Tensor]:
@@ -43,10 +54,12 @@ def sizes_of(uploads: Uploads, start: Weights) -> dict[str, Tensor]:
     return {
         **sizes,
         **slot_norms(uploads.extra),
-        "size": uploads.size,
-        "size times move": uploads.size * sizes[MOVE].double(),  # how far it pulls a mean that is weighted by size
-        "steps": uploads.steps,
-        "travel": uploads.travel,
+        **({} if uploads.label_counts is None else {COUNTS: uploads.label_counts.double().sum(dim=1)}),
+        SIZE: uploads.size,
+        STEPS: uploads.steps,
+        TRAVEL: uploads.travel,
+        PULL: uploads.size * sizes[MOVE].double(),
+        PACE: sizes[MOVE].double() / uploads.travel.double(),
     }
 
 
@@ -76,43 +89,84 @@ def per_client(leaf: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def scale_of(sizes: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
-    """Return the middle and the spread of each size of a cohort; no size that is 0 everywhere is in it."""
+    """Return the middle, the spread and the widest of each size of a cohort; one that is 0 everywhere is not in it."""
     scale = {}
     for name, values in sizes.items():
         logs = _logarithms(values)
         logs = logs[np.isfinite(logs)]
         if len(logs):
             middle = float(np.median(logs))
-            scale[name] = [middle, NORMAL * float(np.median(np.abs(logs - middle)))]
+            scale[name] = [middle, NORMAL * float(np.median(np.abs(logs - middle))), float(logs.max()) - middle]
     return scale
 
 
 def outliers(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: float) -> dict[int, str]:
     """Return the place of each upload that is far from the middle of the last rounds and this one, with the reason.
 
+    A move may be as many times as long as its client claims to have worked longer: it is shortened then.
+
     past: the scales of the rounds before. factor: within this factor of the middle nothing is far.
     """
     far: dict[int, str] = {}
     present = scale_of(sizes)
+    work = np.zeros(())
+    if TRAVEL in present and (usual := _usual(TRAVEL, len(sizes[TRAVEL]), past, present, factor)):
+        work = np.nan_to_num(_logarithms(sizes[TRAVEL]) - usual[0]).clip(0.0, math.log(WIDEST))
     for name, values in sizes.items():
-        known = [scale[name] for scale in (*past, present) if name in scale]
-        if not known or len(known) <= LEAST > len(values):
+        usual = _usual(name, len(values), past, present, factor)
+        if name in CLAIMS or usual is None:
             continue
-        middles, spreads = np.asarray(known).T
-        middle = np.median(middles)
-        spread = max(np.median(spreads), NORMAL * np.median(np.abs(middles - middle)))
-        reach = max(math.log(factor), min(SPREADS * float(spread), math.log(WIDEST)))
-        away = _logarithms(values) - middle
-        wrong = ~(away <= reach)  # NaN compares false
-        if name in TWO_SIDED:
-            wrong |= ~(away >= -reach)
-        for place in np.flatnonzero(wrong).tolist():
+        middle, reach = usual
+        away = _logarithms(values) - middle - (work if name == MOVE else 0.0)
+        for place in np.flatnonzero(~(away <= reach)).tolist():  # NaN compares false
             far.setdefault(
                 place,
                 f"{name} {values[place]:.3g} is far from the {math.exp(middle):.3g} in the middle of the last cohorts: "
                 f"at most a factor of {math.exp(reach):.3g} is accepted",
             )
+    for name in TWO_SIDED:
+        for place in np.flatnonzero(~(sizes.get(name, np.zeros(0)) >= 0.0)).tolist():
+            far.setdefault(place, f"{name} {sizes[name][place]:.3g} is below 0")
     return far
+
+
+def _usual(name: str, count: int, past: Sequence[Scale], present: Scale, factor: float) -> tuple[float, float] | None:
+    """Return the middle of the last rounds and this one, and how far from it one of `count` uploads may be.
+
+    None: too few uploads are known to say it.
+    """
+    known = [scale[name][:2] for scale in (*past, present) if name in scale]
+    if not known or len(known) <= LEAST > count:
+        return None
+    middles, spreads = np.asarray(known).T
+    middle = float(np.median(middles))
+    spread = max(np.median(spreads), NORMAL * np.median(np.abs(middles - middle)))
+    return middle, max(math.log(factor), min(SPREADS * float(spread), math.log(WIDEST)))
+
+
+def believed(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: float) -> dict[str, tuple[float, float]]:
+    """Return the least and the most that is believed of each claim of this cohort.
+
+    past: the scales of the rounds before. factor: as in `outliers`, which no claim exceeds.
+    """
+    present, limits = scale_of(sizes), {}
+    for name in CLAIMS:
+        usual = _usual(name, len(sizes[name]), past, present, factor) if name in present else None
+        if usual is None:
+            continue
+        middle, reach = usual
+        least = math.exp(middle - reach) if name in TWO_SIDED else 0.0
+        logs = np.sort(_logarithms(sizes[name])[np.isfinite(_logarithms(sizes[name]))])
+        spread = float(np.median([scale[name][1] for scale in (*past, present) if name in scale]))
+        widest = sorted(scale[name][2] for scale in past if len(scale.get(name, ())) > 2)
+        if len(logs) >= LEAST:
+            middle = present[name][0]
+        if len(widest) >= LEAST:
+            reach = min(reach, widest[-2] + AGAIN + spread)
+        elif len(logs) >= LEAST:
+            reach = min(reach, float(logs[-2]) - middle + AT_FIRST + spread)
+        limits[name] = least, math.exp(middle + max(reach, AGAIN))
+    return limits
 
 
 def too_long(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: float) -> dict[str, np.ndarray]:
@@ -126,7 +180,9 @@ def too_long(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
     logarithms, nothing is too long.
     """
     left = {}
-    for name, (middle, spread) in scale_of(sizes).items():
+    for name, (middle, spread, _) in scale_of(sizes).items():
+        if name in CLAIMS:
+            continue
         usual = float(np.median([spread, *(scale[name][1] for scale in past if name in scale)]))
         reach = max(0.5 * math.log(factor), min(LONG * usual, math.log(WIDEST)))
         away = _logarithms(sizes[name]) - middle

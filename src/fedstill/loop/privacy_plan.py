@@ -52,6 +52,10 @@ MEASURED = (
     "numbers have no noise. They choose the best model, and may end the run: publish the last model of a run of fixed "
     "length"
 )
+CHOSEN = (
+    "NOT hidden as well: {}, by which the best model is chosen or the run ends. These numbers have no noise: publish "
+    "the last model of a run of fixed length"
+)
 # (first round, last round, the factor of the noise) -> what the client pays that pays most, in rounds
 Price = Callable[[int, int, Sequence[int]], float]
 POINTS = 20  # rounds after which a statement says what has been spent

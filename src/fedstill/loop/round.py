@@ -150,7 +150,7 @@ def play_round(task: Task, state: State, population: Population) -> Played:
     if len(ids):
         uploads = population.play(Order(number, start, received), ids)
         row["bytes_up"] = _bytes_up(task, uploads)
-        admitted = _admit(task, uploads, start, state)
+        admitted = _admit(task, uploads, start, state, received)
         missing = "no sound upload is left"
     else:
         missing = "nobody was drawn"
@@ -265,7 +265,7 @@ def _moved(task: Task, uploads: Uploads) -> Uploads:
     return uploads._replace(weights=moving(uploads.weights, task.model, task.training.part))
 
 
-def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State) -> Admitted:
+def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State, received: Tree) -> Admitted:
     method = task.method(state.round)
     if task.sealed and isinstance(uploads, Uploads):
         return _admit_unseen(uploads, start, task.guard, state.round)
@@ -276,7 +276,11 @@ def _admit(task: Task, uploads: Uploads | Messages, start: Weights, state: State
     sent = uploads if isinstance(uploads, Messages) else _moved(task, uploads)
     form = moving(start, task.model, task.training.part)
     alike = len(task.model.networks) == 1
-    admitted = admit(sent, form, task.guard, round=state.round, exact_counts=exact, past=past, alike=alike)
+    follows = method.objective.implied if alike and not method.per_client else None
+    implied = None if follows is None else lambda opened: follows(opened, start, received)
+    admitted = admit(
+        sent, form, task.guard, round=state.round, exact_counts=exact, past=past, alike=alike, implied=implied
+    )
     if admitted.uploads is None:
         return admitted
     whole = with_rest(admitted.uploads.weights, start, width=len(admitted.uploads.ids))

@@ -120,8 +120,8 @@ def noisy_mean(
 def norms_of(uploads: Uploads, start: Weights) -> Tensor:
     """Return the norm (C,) of each client's move over all parameters, in float64; NaN where it is not finite."""
     params = uploads.weights.params
-    squares = [
-        (leaf.double() - start.params[name].double()).reshape(len(leaf), -1).square().sum(1)
+    squares = [  # not reshape(C, -1): where a cohort is empty it knows no width
+        (leaf.double() - start.params[name].double()).reshape(len(leaf), start.params[name].numel()).square().sum(1)
         for name, leaf in params.items()
     ]
     return torch.stack(squares).sum(0).sqrt()

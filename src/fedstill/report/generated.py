@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,15 +47,25 @@ WHO = "Who can do it: a simulation, which holds all data. In a real federation o
 _log = logging.getLogger("fedstill.run")
 
 
-def show_generated(result: Result, federation: Federation, folder: Path, *, seed: Seed) -> Result:
+def show_generated(result: Result, federation: Federation, folder: Path, *, seed: Seed, closed: bool = False) -> Result:
     """Write generated.json about the samples that a run's server invented, and pictures where samples are images.
 
     Features that a generator invents instead of samples are no images, and nothing is written for them.
+
+    closed: only the picture of the samples themselves, because the rest shows training samples and distances to them;
+    see loop/closed_folder.py.
     """
-    with log_to(folder):
+    with nullcontext() if closed else log_to(folder):
         train, rows = federation.train, result.history.rows
         samples = as_stored(result.samples, train)
         if samples is None:
+            return result
+        title = f"{result.method} on {train.name}, round {len(rows)}"
+        pictures: dict[str, Callable[[Path], Path]] = {
+            SAMPLES_PICTURE: lambda path: generated_picture(samples, train, path, title=title)
+        }
+        if closed:
+            draw_all(pictures if is_pictured(train) else {}, folder)
             return result
         if not len(federation.indices):
             _log.info("the clients' rows are not here, and nobody can compare generated samples: no %s", COPIES_FILE)
@@ -63,11 +74,7 @@ def show_generated(result: Result, federation: Federation, folder: Path, *, seed
         facts = copies.as_dict(train)
         write_whole(folder / COPIES_FILE, json.dumps(facts, indent=2) + "\n")
         if is_pictured(train):
-            title = f"{result.method} on {train.name}, round {len(rows)}"
-            pictures: dict[str, Callable[[Path], Path]] = {
-                SAMPLES_PICTURE: lambda path: generated_picture(samples, train, path, title=title),
-                PAIRS_PICTURE: lambda path: closest_picture(copies, train, path, title=title),
-            }
+            pictures[PAIRS_PICTURE] = lambda path: closest_picture(copies, train, path, title=title)
             draw_all(pictures, folder)
         return replace(result, generated=facts)
 
