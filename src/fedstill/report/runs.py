@@ -189,7 +189,9 @@ def read_runs(folders: Sequence[str | Path], *, read: Callable[[Path, str], Run]
     gaps += [line for run in runs for line in gap_lines(run, folders)]
     grouped = _grouped(runs)
     by_method = {method: sorted(same, key=lambda run: run.seed) for method, same in grouped.items()}
-    return Runs(best_first(by_method), [Path(folder) for folder in folders], [table for table in references if table], gaps)
+    return Runs(
+        best_first(by_method), [Path(folder) for folder in folders], [table for table in references if table], gaps
+    )
 
 
 def best_first(by_method: Mapping[str, Sequence[Run]]) -> dict[str, Sequence[Run]]:
