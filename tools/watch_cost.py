@@ -53,7 +53,7 @@ def seconds_of_run(words: list[str], folder: Path, *, watched: bool) -> dict[str
     if page is not None:
         spent = processor_seconds(page.pid) - before
         page.terminate()
-        page.wait()
+        page.communicate()
     return {"seconds": seconds, "page_cpu_s": spent, "bytes": sum(sizes)}
 
 

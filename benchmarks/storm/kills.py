@@ -71,7 +71,8 @@ class Runs:
             _, errors = process.communicate()
         if process.returncode:
             raise AssertionError(errors)
-        self.seconds = sum(json.loads(line)["seconds"] for line in (self.whole / "metrics.jsonl").open())
+        rows = (self.whole / "metrics.jsonl").read_text().splitlines()
+        self.seconds = sum(json.loads(row)["seconds"] for row in rows)
         self.seconds_before = time.monotonic() - began - self.seconds
 
     def start(self, folder: Path, *, resume: bool = False) -> subprocess.Popen[str]:
