@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import struct
 from pathlib import Path
 
@@ -106,3 +107,16 @@ def test_the_thread_that_works_in_a_folder_may_enter_it_again(tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(FedstillError, match="No space left"), working_in(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_neither_a_pipe_nor_a_socket_is_replaced_by_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        for name in ("pipe", "socket"):
+            before = os.lstat(name)
+            with pytest.raises(OSError, match="no regular file"):
+                write_whole(Path(name), "x")
+            assert os.path.samestat(before, os.lstat(name))
+    assert sorted(os.listdir()) == ["pipe", "socket"]

@@ -185,9 +185,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def writing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
     """Open a file that replaces `path` when the block ends, and is removed if the block fails.
 
+    A pipe, a socket or a device in its place is an OSError, because root would replace it, too.
     durable: wait until the disk has the file, so that it survives a crash of the machine.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
     temporary = temporary_beside(path)
     try:
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0), 0o666)
