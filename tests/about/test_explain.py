@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from fedstill.about.explain import explain, traffic
+from fedstill.about.explain import explain, parts_of, traffic
 from fedstill.cli.info import explain_text
 from fedstill.compose.combine import combine
 from fedstill.core.errors import FedstillError
-from fedstill.core.types import Need, Objective, ServerStep
+from fedstill.core.types import Method, Need, Objective, ServerStep
 from fedstill.local.terms import cross_entropy
 from fedstill.methods import METHODS
 from fedstill.methods.lookup import build_method
-from fedstill.server.aggregate import AGGREGATES, median
+from fedstill.server.aggregate import AGGREGATES, average, median
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -126,3 +126,17 @@ def test_beside_a_method_an_aggregate_is_explained_too(monkeypatch):
 def test_an_unknown_part_is_told_with_aggregates_among_the_names():
     with pytest.raises(FedstillError, match=r"'medain' is unknown: did you mean 'median'\?"):
         explain("fedavg+medain")
+
+
+def a_method_with_its_step_inside() -> Method:
+    """A method: its step is no function of its own module."""
+
+    def apply(candidate, state, round):
+        return candidate, state
+
+    return Method(cross_entropy(), average(), (ServerStep("part_way", apply),))
+
+
+def test_a_step_that_is_written_inside_its_method_has_its_own_name():
+    parts = parts_of(a_method_with_its_step_inside())
+    assert [part["part"] for part in parts] == ["cross_entropy", "average", "part_way"]

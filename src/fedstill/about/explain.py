@@ -96,13 +96,17 @@ def parts_of(method: Method) -> list[dict[str, str]]:
         *(("on the way", _maker(way)) for way in ways),
         *(("server", _maker_of_step(step)) for step in method.steps),
     ]
-    return [{"part": maker.__name__.strip("_"), "where": where, "does": first_line(maker)} for where, maker in makers]
+    parts = [{"part": maker.__name__.strip("_"), "where": where, "does": first_line(maker)} for where, maker in makers]
+    for part, step in zip(parts[-len(method.steps) :], method.steps, strict=True):
+        part["part"] = step.name if part["part"] == "apply" else part["part"]
+    return parts
 
 
 def _maker(function: Any) -> Callable[..., Any]:
     """Return the function of a module in which this one was defined, or itself where there is none."""
     maker = function.__globals__.get(function.__qualname__.partition(".")[0])
-    return maker if inspect.isfunction(maker) else function
+    made = getattr(maker, "__annotations__", {}).get("return")
+    return maker if inspect.isfunction(maker) and made not in (Method, "Method") else function  # a method is no part
 
 
 def _maker_of_step(step: ServerStep) -> Callable[..., Any]:

@@ -83,7 +83,10 @@ def central_pool(source: Source, client_rows: int, *, test_share: float) -> Sour
     tested, unlabeled = (np.sort(rows) for rows in (pool[:count], pool[count:]))
     central = Unlabeled(x[unlabeled], tuple(names[unlabeled].tolist()), y[unlabeled])
     left = keep_rows(source, "train", np.sort(clients))
-    note = f"{client_rows} rows for clients, {len(unlabeled)} unlabeled for the server, {count} to test"
+    note = (
+        f"{client_rows} rows for clients, {count} to test; the server gets the other {len(unlabeled)} without labels "
+        "where data.unlabeled = 'central'"
+    )
     return left._replace(
         test=replace(source.test, x=x[tested], y=y[tested]),
         rows={**left.rows, "test": names[tested]},

@@ -21,7 +21,7 @@ from fedstill.experiment.overrides import without_defaults
 from fedstill.loop.privacy_plan import rounds_a_client_may_play, stretches_of_client
 from fedstill.population.desk import Desk
 from fedstill.privacy.statement import statement
-from fedstill.report import human_bytes
+from fedstill.report import counted, human_bytes
 from fedstill.storage.files import read_json, write_whole
 
 CONSENT_FILE = "consent.json"
@@ -89,13 +89,13 @@ def protection(desk: Desk) -> list[str]:
             replace(stretch, leaves={**stretch.leaves, "measured": "how good models are here"}) for stretch in stretches
         ]
     made = statement(stretches, task.privacy.delta)
-    lines = [f"after {played} rounds: {line}" for line in made.text().split("\n") if line != "no claim"]
+    lines = [f"after {counted(played, 'round')}: {line}" for line in made.text().split("\n") if line != "no claim"]
     if not made.claims:
         lines.insert(0, "nothing by noise: who gets what leaves can compute from it whatever it tells of the rows")
     if allowed is not None:
         lines.append(
-            f"this site's own budget: epsilon = {task.privacy.epsilon:g}, which allows {allowed} rounds; then it "
-            "answers no more, whatever the server asks"
+            f"this site's own budget: epsilon = {task.privacy.epsilon:g}, which allows {counted(allowed, 'round')}; "
+            "then it answers no more, whatever the server asks"
         )
     return lines
 

@@ -36,6 +36,7 @@ def panel(runs: Runs) -> Panel:
             sentences += _in_words(judgement, thing)
         else:  # a split is no merit of a method
             judgement = None
+            sentences.append(f"Only {thing}s on one split can be compared.")
             for split, those in on_split.items():
                 words = (
                     _in_words(_judgement(runs, those), thing) if len(those) > 1 else [f"one {thing} has runs on it."]
