@@ -312,7 +312,8 @@ def _marked_limits(annotation: Any) -> str:
     if any(isinstance(mark, MinLen) for mark in getattr(annotation, "__metadata__", ())):
         return "that is not empty"
     if Ge in ends and Le in ends:
-        return f"from {ends[Ge].ge:g} to {ends[Le].le:g}"
+        least, most = (f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (ends[Ge].ge, ends[Le].le))
+        return f"from {least} to {most}"
     return " and ".join(
         f"{words} {getattr(ends[kind], key):g}" for kind, (key, words) in _LIMITS.items() if kind in ends
     )
