@@ -80,6 +80,18 @@ def test_who_worked_longer_may_move_farther(travel, refused):
     assert outliers({**sizes, "move": np.array([1.0] * 6 + [1e30])}, [], 20.0)
 
 
+@pytest.mark.parametrize(("move", "travel", "refused"), [(5.0, 1.0, True), (4.0, 1.0, False), (5.0, 5.0, False)])
+def test_who_moves_far_for_its_work_is_refused_for_size_times_move(move, travel, refused):
+    """Six equal uploads, and one with five times the samples; the root of 20 is 4.47."""
+    sizes = {
+        "move": np.array([1.0] * 6 + [move]),
+        "size": np.array([2.0] * 6 + [10.0]),
+        "travel": np.array([1.0] * 6 + [travel]),
+    }
+    sizes["size times move"] = sizes["size"] * sizes["move"]
+    assert bool(outliers(sizes, [], 20.0)) == refused
+
+
 def test_a_claim_is_believed_to_the_second_widest_of_earlier_rounds_with_a_margin():
     """All sizes are 4 but one; the spread is 0, and the widest were 3, 5 and 200 times the middle."""
     past = [scale_of({"size": np.array([4.0] * 6 + [4.0 * wide])}) for wide in (3.0, 200.0, 5.0)]
