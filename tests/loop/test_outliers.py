@@ -99,14 +99,15 @@ def test_a_claim_is_believed_to_the_second_widest_of_earlier_rounds_with_a_margi
     assert believed({"size": np.full(7, 4.0)}, past, 2.6)["size"][1] == pytest.approx(4.0 * 2.6)
 
 
-def test_in_the_first_rounds_the_second_widest_of_the_cohort_counts():
-    limits = believed({"size": np.array([4.0] * 6 + [12.0, 4e6])}, [], 20.0)
-    assert limits["size"][1] == pytest.approx(4.0 * 3.0 * 3.0)
+def test_in_the_first_rounds_the_second_widest_pull_of_the_cohort_counts():
+    limits = believed({name: np.array([4.0] * 6 + [12.0, 4e6]) for name in ("size times move", "size")}, [], 20.0)
+    assert limits["size times move"][1] == pytest.approx(4.0 * 3.0 * 4.0)
+    assert limits["size"][1] == pytest.approx(4.0 * 20.0)
 
 
 def test_scales_of_earlier_versions_have_no_widest_and_say_what_they_can():
     past = [{"size": [math.log(4.0), 0.0]}] * 5
-    assert believed({"size": np.full(7, 4.0)}, past, 20.0)["size"][1] == pytest.approx(4.0 * 3.0)
+    assert believed({"size": np.full(7, 4.0)}, past, 20.0)["size"][1] == pytest.approx(4.0 * 20.0)
     assert list(outliers({"move": np.array([1.0, 1e6])}, [{"move": [0.0, 0.0]}] * 3, 20.0)) == [1]
 
 

@@ -40,7 +40,7 @@ PACE = "move per travel"  # how far it pulls FedNova's mean
 CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody is refused for one of them alone
 TWO_SIDED = (STEPS, TRAVEL)  # servers divide by them, so a tiny one is as bad as a huge one
 AGAIN = math.log(2.5)  # beyond the second widest of earlier rounds, and a spread; 1 of 1,800 honest rounds was wider
-AT_FIRST = math.log(3.0)  # beyond the second widest of the cohort, and a spread, where no earlier rounds are known
+AT_FIRST = math.log(4.0)  # of a pull or a pace beyond the second widest of the cohort, and a spread, in early rounds
 
 # size -> (middle, spread, widest above the middle) of the logarithms; runs of earlier versions lack the third
 Scale = Mapping[str, Sequence[float]]
@@ -170,7 +170,7 @@ def believed(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
             middle = present[name][0]
         if len(widest) >= LEAST:
             reach = min(reach, widest[-2] + AGAIN + spread)
-        elif len(logs) >= LEAST:
+        elif name in (PULL, PACE) and len(logs) >= LEAST:
             reach = min(reach, float(logs[-2]) - middle + AT_FIRST + spread)
         limits[name] = least, math.exp(middle + max(reach, AGAIN))
     return limits
