@@ -37,7 +37,7 @@ MOVE, BUFFERS = "move", "buffers"  # how far the parameters moved, and the Batch
 SIZE, COUNTS, STEPS, TRAVEL = "size", "label counts", "steps", "travel"
 PULL = "size times move"  # how far an upload pulls a mean that is weighted by size
 PACE = "move per travel"  # how far it pulls FedNova's mean
-CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody is refused for one of them alone
+CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody within WIDEST is refused for one of them alone
 TWO_SIDED = (STEPS, TRAVEL)  # servers divide by them, so a tiny one is as bad as a huge one
 AGAIN = math.log(2.5)  # beyond the second widest of earlier rounds, and a spread; 1 of 1,800 honest rounds was wider
 AT_FIRST = math.log(4.0)  # of a pull or a pace beyond the second widest of the cohort, and a spread, in early rounds
@@ -116,9 +116,11 @@ def outliers(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
         work = np.where(work > 0.5 * math.log(factor), work, 0.0)
     for name, values in sizes.items():
         usual = _usual(name, len(values), past, present, factor)
-        if (name in CLAIMS and name != PULL) or usual is None:
+        if name == PACE or usual is None:
             continue
         middle, reach = usual
+        if name in CLAIMS and name != PULL:
+            reach = math.log(WIDEST)
         away = _logarithms(values) - middle - (work if name == MOVE else 0.0)
         wrong = ~(away <= reach)  # NaN compares false
         if name == PULL:
