@@ -168,7 +168,10 @@ class OneUpload(Here):
         return changed(uploads, order, self.kind) if order.round == WHEN and self.kind else uploads
 
     def admitted(self, uploads: Uploads, order: Order) -> Any:
-        return admit(uploads, order.start, self.task.guard, round=order.round, exact_counts=True, past=self.past)
+        follows = self.task.method(order.round).objective.implied
+        implied = None if follows is None else lambda opened: follows(opened, order.start, order.received)
+        how = {"exact_counts": True, "past": self.past, "implied": implied}
+        return admit(uploads, order.start, self.task.guard, round=order.round, **how)
 
 
 def changed(uploads: Uploads, order: Order, kind: Change) -> Uploads:

@@ -37,10 +37,10 @@ MOVE, BUFFERS = "move", "buffers"  # how far the parameters moved, and the Batch
 SIZE, COUNTS, STEPS, TRAVEL = "size", "label counts", "steps", "travel"
 PULL = "size times move"  # how far an upload pulls a mean that is weighted by size
 PACE = "move per travel"  # how far it pulls FedNova's mean
-CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody is refused for them
+CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody within WIDEST is refused for one of them alone
 TWO_SIDED = (STEPS, TRAVEL)  # servers divide by them, so a tiny one is as bad as a huge one
 AGAIN = math.log(2.5)  # beyond the second widest of earlier rounds, and a spread; 1 of 1,800 honest rounds was wider
-AT_FIRST = math.log(3.0)  # beyond the second widest of the cohort, and a spread, where no earlier rounds are known
+AT_FIRST = math.log(4.0)  # of a pull or a pace beyond the second widest of the cohort, and a spread, in early rounds
 
 # size -> (middle, spread, widest above the middle) of the logarithms; runs of earlier versions lack the third
 Scale = Mapping[str, Sequence[float]]
@@ -103,22 +103,31 @@ def scale_of(sizes: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
 def outliers(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: float) -> dict[int, str]:
     """Return the place of each upload that is far from the middle of the last rounds and this one, with the reason.
 
-    A move may be as many times as long as its client claims to have worked longer: it is shortened then.
+    Of a client that claims to have worked several times longer than most a move may be as many times as long: it is
+    shortened then. Samples times move count against an upload only if its move is long for its work.
 
     past: the scales of the rounds before. factor: within this factor of the middle nothing is far.
     """
     far: dict[int, str] = {}
     present = scale_of(sizes)
-    work = np.zeros(())
+    work, long = np.zeros(()), np.zeros((), bool)
     if TRAVEL in present and (usual := _usual(TRAVEL, len(sizes[TRAVEL]), past, present, factor)):
         work = np.nan_to_num(_logarithms(sizes[TRAVEL]) - usual[0]).clip(0.0, math.log(WIDEST))
+        work = np.where(work > 0.5 * math.log(factor), work, 0.0)
     for name, values in sizes.items():
         usual = _usual(name, len(values), past, present, factor)
-        if name in CLAIMS or usual is None:
+        if name == PACE or usual is None:
             continue
         middle, reach = usual
+        if name in CLAIMS and name != PULL:
+            reach = math.log(WIDEST)
         away = _logarithms(values) - middle - (work if name == MOVE else 0.0)
-        for place in np.flatnonzero(~(away <= reach)).tolist():  # NaN compares false
+        wrong = ~(away <= reach)  # NaN compares false
+        if name == PULL:
+            wrong &= long
+        if name == MOVE:
+            long = away > 0.5 * math.log(factor)
+        for place in np.flatnonzero(wrong).tolist():
             far.setdefault(
                 place,
                 f"{name} {values[place]:.3g} is far from the {math.exp(middle):.3g} in the middle of the last cohorts: "
@@ -163,7 +172,7 @@ def believed(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
             middle = present[name][0]
         if len(widest) >= LEAST:
             reach = min(reach, widest[-2] + AGAIN + spread)
-        elif len(logs) >= LEAST:
+        elif name in (PULL, PACE) and len(logs) >= LEAST:
             reach = min(reach, float(logs[-2]) - middle + AT_FIRST + spread)
         limits[name] = least, math.exp(middle + max(reach, AGAIN))
     return limits
