@@ -147,7 +147,7 @@ def _contradictions(sent: Tree, implied: Tree) -> dict[int, str]:
     """Return the place of each upload with a slot that does not follow from what came with it, with the reason."""
     wrong: dict[int, str] = {}
     for slot, expected in implied.items():
-        apart = tree_map(lambda told, due: told.double() - due.double(), sent[slot], expected)
+        apart = tree_map(lambda claimed, due: claimed.double() - due.double(), sent[slot], expected)
         lengths = [slot_norms({slot: tree})[norm_of(slot)].double() for tree in (apart, sent[slot], expected)]
         off = ~(lengths[0] <= ROUNDED * (lengths[1] + lengths[2]) + torch.finfo(torch.float32).tiny)
         for place in np.flatnonzero(off.cpu().numpy()).tolist():
@@ -179,15 +179,15 @@ def _lower(
         with np.errstate(divide="ignore", over="ignore"):
             fewer = np.minimum(fewer, limits.get(PULL, anything)[1] / move)
         far = np.maximum(far, move / limits.get(PACE, anything)[1])
-    told = {SIZE: fewer, STEPS: sizes[STEPS].clip(*limits.get(STEPS, anything)), TRAVEL: far}
+    counted = {SIZE: fewer, STEPS: sizes[STEPS].clip(*limits.get(STEPS, anything)), TRAVEL: far}
     if COUNTS in sizes:
-        told[COUNTS] = (sizes[COUNTS] * (fewer / sizes[SIZE])).clip(None, limits.get(COUNTS, anything)[1])
+        counted[COUNTS] = (sizes[COUNTS] * (fewer / sizes[SIZE])).clip(None, limits.get(COUNTS, anything)[1])
     notes, changed = [], {}
-    for name, numbers in told.items():
+    for name, numbers in counted.items():
         other = np.abs(numbers - sizes[name]) > 1e-6 * np.abs(sizes[name])
         for at in np.flatnonzero(other).tolist():
-            wide = f"{name} {sizes[name][at]:.3g} is far from what clients sent before"
-            notes.append(noted(round, int(uploads.ids[at]), f"{wide}: it counts as {numbers[at]:.3g}"))
+            claim = f"{name} {sizes[name][at]:.3g} does not go with the other uploads"
+            notes.append(noted(round, int(uploads.ids[at]), f"{claim}: it counts as {numbers[at]:.3g}"))
         if other.any():
             changed[name] = (torch.from_numpy(other), torch.from_numpy(numbers))
 

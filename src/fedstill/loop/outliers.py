@@ -172,7 +172,7 @@ def believed(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
             middle = present[name][0]
         if len(widest) >= LEAST:
             reach = min(reach, widest[-2] + AGAIN + spread)
-        elif name in (PULL, PACE) and len(logs) >= LEAST:
+        elif name in (PULL, PACE) and len(logs) > LEAST:  # the second widest of three is the middle
             reach = min(reach, float(logs[-2]) - middle + AT_FIRST + spread)
         limits[name] = least, math.exp(middle + max(reach, AGAIN))
     return limits
