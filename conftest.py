@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import hypothesis  # noqa: F401, before the freeze, because it asks the collector who refers to an object
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""Honest rounds over five partitions: nobody may be refused.
+"""Honest rounds over five partitions: nobody may be refused, and hardly anybody shortened.
 
     python benchmarks/storm/clean.py --rounds 1000
 
@@ -32,8 +32,10 @@ PARTITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def refusals(rounds: int, seed: int = 0, cases: list[tuple[str, str]] | None = None) -> Iterator[tuple[str, str, int]]:
-    """Yield (method, partition, refused uploads) for runs that have `rounds` rounds together."""
+def audits(
+    rounds: int, seed: int = 0, cases: list[tuple[str, str]] | None = None
+) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Yield (method, partition, the guard's records) for runs that have `rounds` rounds together."""
     pairs = cases or list(itertools.product(METHODS, PARTITIONS))
     for method, partition in pairs:
         experiment = fedstill.Experiment(
@@ -43,7 +45,7 @@ def refusals(rounds: int, seed: int = 0, cases: list[tuple[str, str]] | None = N
             method={"name": method}, engine={"device": "cpu", "threads": 1},
         )  # fmt: skip
         result = fedstill.run(experiment)
-        yield method, partition, len(result.history.audit)
+        yield method, partition, result.history.audit
 
 
 def main() -> int:
@@ -53,13 +55,15 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
-    refused = 0
-    for method, partition, count in refusals(options.rounds, options.seed):
-        refused += count
-        if count:
-            print(f"{method}, {partition}: {count} refused", flush=True)
+    refused = changed = 0
+    for method, partition, records in audits(options.rounds, options.seed):
+        for record in records:
+            print(f"{method}, {partition}, round {record['round']}: {record['reason']}", flush=True)
+        notes = sum(bool(record.get("note")) for record in records)
+        refused, changed = refused + len(records) - notes, changed + notes
     print(
-        f"{options.rounds} clean rounds of {len(METHODS)} methods over {len(PARTITIONS)} partitions: {refused} refused"
+        f"{options.rounds} clean rounds of {len(METHODS)} methods over {len(PARTITIONS)} partitions, seed "
+        f"{options.seed}: {refused} uploads refused, {changed} shortened or lowered"
     )
     return bool(refused)
 
