@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -146,3 +147,18 @@ def test_a_jpeg_of_very_many_scans_is_refused_before_it_is_decoded(progressive: 
     last = image.rindex(b"\xff\xda")
     with pytest.raises(FedstillError, match="more than 100 scans"):
         decode_images([image[:-2] + image[last:-2] * 100 + image[-2:]], where="a set")
+
+
+def test_a_part_of_a_png_that_claims_4_gb_takes_no_memory(tmp_path: Path) -> None:
+    """The decoder reads as many bytes as the head of the part names, and a file object takes memory for them first."""
+    content = bytearray(png(np.zeros((4, 4), np.uint8)))
+    place = content.index(b"IDAT") - 4
+    content[place : place + 4] = (0xFFFFFFF0).to_bytes(4, "big")
+    path = tmp_path / "long.png"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        decode_images([path], where="it", skip=True)
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()

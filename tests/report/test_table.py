@@ -61,6 +61,13 @@ def test_a_table_survives_as_json():
     assert plain_table(again) == plain_table(rows)
 
 
+def test_a_table_read_again_shows_the_seconds_that_were_printed():
+    """0.4497 s is 0.4 s, and 0.5 s if it is rounded to 0.450 before."""
+    row = replace(summary("fedavg", 0.5, 0.6), seconds=0.4497)
+    again = MethodSummary.from_json(json.loads(json.dumps(row.as_json())))
+    assert plain_table([again]) == plain_table([row])
+
+
 def test_the_data_of_a_table_say_how_a_method_differs_from_the_best_and_from_fedavg():
     best, fedavg = table_json([summary("fedavg", 0.5, 0.6, 0.7), summary("top", 0.8, 0.81, 0.9)])
     assert best["method"] == "top"

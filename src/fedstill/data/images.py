@@ -20,6 +20,7 @@ from torch import Tensor
 from fedstill.core.errors import FedstillError
 from fedstill.data.bounds import check_size
 from fedstill.data.source import first_line, require_extra
+from fedstill.storage.files import read_bytes
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 FORMATS = ("PNG", "JPEG", "BMP", "DIB", "GIF", "WEBP", "PPM", "TIFF")  # no other reader of pillow sees a file
@@ -122,7 +123,9 @@ def image_pixels(blob: bytes | Path, row: int, shape: tuple[int, int] | None, wh
     from PIL import Image, ImageOps
 
     try:
-        with ExitStack() as held, Image.open(file := _opened(blob, held), formats=FORMATS) as opened:
+        # in memory, because the decoder takes memory for as many bytes as a head names before it reads a file
+        file = io.BytesIO(blob if isinstance(blob, bytes) else read_bytes(blob))
+        with ExitStack() as held, Image.open(file, formats=FORMATS) as opened:
             if opened.format in ("JPEG", "MPO") and _scans(file) > MOST_SCANS:
                 raise ValueError(f"a JPEG of more than {MOST_SCANS} scans")
             pixels = opened.width * opened.height
@@ -144,14 +147,6 @@ def image_pixels(blob: bytes | Path, row: int, shape: tuple[int, int] | None, wh
 
 
 _one_large = threading.Lock()
-
-
-def _opened(blob: bytes | Path, held: ExitStack) -> IO[bytes]:
-    if isinstance(blob, bytes):
-        return io.BytesIO(blob)
-    if not blob.is_file():  # a pipe would never end
-        raise ValueError("it is no file")
-    return held.enter_context(blob.open("rb"))
 
 
 def _scans(file: IO[bytes]) -> int:

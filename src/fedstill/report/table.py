@@ -59,7 +59,7 @@ class MethodSummary:
             "std": self.std,
             "interval": self.interval,
             "seeds": len(self.last),
-            "seconds": round(self.seconds, 3),
+            "seconds": self.seconds,
             "best": statistics.fmean(self.best),
             "accuracies": list(self.last),
             "bytes_up": self.bytes_up,

@@ -62,7 +62,7 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     with regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"it holds {size:,} bytes, and at most {most:,} are read", str(path))
-        return file.read(most)
+        return file.read(size)  # `read` takes memory for its limit first, so not `most`
 
 
 class _AtOnce:
