@@ -425,12 +425,14 @@ def compared(*words):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--methods", "fedavg,fedprox(mu=1)", "--seeds", "2"],
-        ["--methods", "fedavg,fedprox(mu=1)"],
-        ["--seeds", "2"],
-        ["--set", "method.name=fedprox"],
-    ],
+    first_quick(
+        [
+            ["--methods", "fedavg,fedprox(mu=1)", "--seeds", "2"],
+            ["--methods", "fedavg,fedprox(mu=1)"],
+            ["--seeds", "2"],
+            ["--set", "method.name=fedprox"],
+        ]
+    ),
 )
 def test_other_methods_or_seeds_than_the_files_are_those_of_the_next_comparison(own, words):
     following = other_comparison("compare", "own.toml", *words, "--out", "first")
