@@ -11,8 +11,9 @@ Here the middle is this cohort's own: honest lengths may fall from round to roun
 several times too large.
 
 Nobody is refused for a number that it claims, because an honest client may hold one row beside clients with thousands,
-or thousands beside clients with one. A claim that is wider than those of earlier rounds is lowered (`believed`). The
-second widest of these rounds counts, so that one hostile upload widens nothing.
+or thousands beside clients with one. A claim that is wider than those of earlier rounds is lowered (`believed`), wider
+beside its cohort and larger by itself, because the middle of a small cohort says little. The second widest of these
+rounds counts, so that one hostile upload widens nothing.
 """
 
 from __future__ import annotations
@@ -166,15 +167,16 @@ def believed(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: flo
         middle, reach = usual
         least = math.exp(middle - reach) if name in TWO_SIDED else 0.0
         logs = np.sort(_logarithms(sizes[name])[np.isfinite(_logarithms(sizes[name]))])
+        known = [scale[name] for scale in past if len(scale.get(name, ())) > 2]
         spread = float(np.median([scale[name][1] for scale in (*past, present) if name in scale]))
-        widest = sorted(scale[name][2] for scale in past if len(scale.get(name, ())) > 2)
-        if len(logs) >= LEAST:
-            middle = present[name][0]
-        if len(widest) >= LEAST:
-            reach = min(reach, widest[-2] + AGAIN + spread)
+        here, most = present[name][0] if len(logs) >= LEAST else middle, middle + reach
+        if len(known) >= LEAST:
+            beyond = sorted(widest for _, _, widest in known)[-2]
+            largest = sorted(before + widest for before, _, widest in known)[-2]
+            most = min(most, max(here + beyond, largest) + AGAIN + spread)
         elif name in (PULL, PACE) and len(logs) > LEAST:  # the second widest of three is the middle
-            reach = min(reach, float(logs[-2]) - middle + AT_FIRST + spread)
-        limits[name] = least, math.exp(middle + max(reach, AGAIN))
+            most = min(most, float(logs[-2]) + AT_FIRST + spread)
+        limits[name] = least, math.exp(max(most, here + AGAIN))
     return limits
 
 
