@@ -1,6 +1,6 @@
 """Attack private runs: replay them from their published folders, cancel their noise, and measure what they give away.
 
-    python benchmarks/storm/privacy.py [replay] [pairs] [audit] [--trials 8000] [--seed 0] [--json FILE]
+    python benchmarks/storm/privacy.py [replay] [pairs] [audit] [--trials 24000] [--seed 0] [--json FILE]
 
 replay: an adversary knows the experiment and two worlds that differ in all that one client holds. It reads the run's
     folder, replays both worlds with fedstill, and says in which one the run was. Forty runs with a secret, and forty
@@ -426,7 +426,7 @@ def storm(parts: list[str], *, trials: int, seed: int) -> Iterator[tuple[str, di
 def main() -> None:
     reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     reader.add_argument("parts", nargs="*", default=["replay", "pairs", "audit"], choices=["replay", "pairs", "audit"])
-    reader.add_argument("--trials", type=int, default=8000, help="trials of each world in an audit")
+    reader.add_argument("--trials", type=int, default=24000, help="trials of each world in an audit")
     reader.add_argument("--seed", type=int, default=0)
     reader.add_argument("--json", default="", help="where the figures go")
     options = reader.parse_args()
