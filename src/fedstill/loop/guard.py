@@ -62,7 +62,7 @@ class Guard:
     quorum: uploads that must be left, a count (int) or a share of the cohort (float: 0.5, 1.0).
     outlier: factor from the middle of the last cohorts beyond which an upload is refused, if clients do not differ by
     more by themselves (see loop/outliers.py); 0 refuses none. From the root of this factor on, a move or slot is
-    shortened. A size, steps or travel that is far is lowered, and nobody is refused for it.
+    shortened. A size, steps or travel that is far is lowered; it is refused from 10,000 times the middle on.
     """
 
     __pydantic_config__ = SECTION
@@ -173,15 +173,15 @@ def _lower(
     """
     anything = (0.0, math.inf)
     move = sizes[MOVE] * left.get(MOVE, 1.0)
-    fewer = sizes[SIZE].clip(None, limits.get(SIZE, anything)[1])
-    far = np.maximum(sizes[TRAVEL].clip(*limits.get(TRAVEL, anything)), 0.0)
+    believed_size = sizes[SIZE].clip(None, limits.get(SIZE, anything)[1])
+    believed_travel = np.maximum(sizes[TRAVEL].clip(*limits.get(TRAVEL, anything)), 0.0)
     if alike:
         with np.errstate(divide="ignore", over="ignore"):
-            fewer = np.minimum(fewer, limits.get(PULL, anything)[1] / move)
-        far = np.maximum(far, move / limits.get(PACE, anything)[1])
-    counted = {SIZE: fewer, STEPS: sizes[STEPS].clip(*limits.get(STEPS, anything)), TRAVEL: far}
+            believed_size = np.minimum(believed_size, limits.get(PULL, anything)[1] / move)
+        believed_travel = np.maximum(believed_travel, move / limits.get(PACE, anything)[1])
+    counted = {SIZE: believed_size, STEPS: sizes[STEPS].clip(*limits.get(STEPS, anything)), TRAVEL: believed_travel}
     if COUNTS in sizes:
-        counted[COUNTS] = (sizes[COUNTS] * (fewer / sizes[SIZE])).clip(None, limits.get(COUNTS, anything)[1])
+        counted[COUNTS] = (sizes[COUNTS] * (believed_size / sizes[SIZE])).clip(None, limits.get(COUNTS, anything)[1])
     notes, changed = [], {}
     for name, numbers in counted.items():
         other = np.abs(numbers - sizes[name]) > 1e-6 * np.abs(sizes[name])

@@ -10,10 +10,10 @@ trials, is shortened (`too_long`, `shortened`), because SCAFFOLD's control and a
 Here the middle is this cohort's own: honest lengths may fall from round to round, and then the middle of ten rounds is
 several times too large.
 
-Nobody is refused for a number that it claims, because an honest client may hold one row beside clients with thousands,
-or thousands beside clients with one. A claim that is wider than those of earlier rounds is lowered (`believed`), wider
-beside its cohort and larger by itself, because the middle of a small cohort says little. The second widest of these
-rounds counts, so that one hostile upload widens nothing.
+Nobody is refused for a number that it claims, unless it is WIDEST times the middle, because an honest client may hold
+one row beside clients with thousands, or thousands beside clients with one. A claim that is wider than those of earlier
+rounds is lowered (`believed`). It must be wider beside its cohort and larger by itself, because the middle of a small
+cohort says little. The second widest of these rounds counts, so that one hostile upload widens nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PULL = "size times move"  # how far an upload pulls a mean that is weighted by s
 PACE = "move per travel"  # how far it pulls FedNova's mean
 CLAIMS = (SIZE, COUNTS, STEPS, TRAVEL, PULL, PACE)  # nobody within WIDEST is refused for one of them alone
 TWO_SIDED = (STEPS, TRAVEL)  # servers divide by them, so a tiny one is as bad as a huge one
-AGAIN = math.log(2.5)  # beyond the second widest of earlier rounds, and a spread; 1 of 1,800 honest rounds was wider
+AGAIN = math.log(2.5)  # beyond the second widest of earlier rounds, and a spread; 1 of 6,160 honest rounds was wider
 AT_FIRST = math.log(4.0)  # of a pull or a pace beyond the second widest of the cohort, and a spread, in early rounds
 
 # size -> (middle, spread, widest above the middle) of the logarithms; runs of earlier versions lack the third
@@ -104,8 +104,8 @@ def scale_of(sizes: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
 def outliers(sizes: Mapping[str, np.ndarray], past: Sequence[Scale], factor: float) -> dict[int, str]:
     """Return the place of each upload that is far from the middle of the last rounds and this one, with the reason.
 
-    Of a client that claims to have worked several times longer than most a move may be as many times as long: it is
-    shortened then. Samples times move count against an upload only if its move is long for its work.
+    A client may claim to have worked several times longer than most. Its move may then be as many times as long, and it
+    is shortened. Samples times move count against an upload only if its move is long for its work.
 
     past: the scales of the rounds before. factor: within this factor of the middle nothing is far.
     """
